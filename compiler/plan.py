@@ -1,0 +1,62 @@
+"""CompilePlan: the value that the search returns and emit executes. Pure data; printing it is the plan-only mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moec.manifests.bundle import unit_offsets
+from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CompilePlan:
+    """A format for every unit and every dense weight.
+
+    units: UnitKey -> QuantSpec for all routed experts. dense: canonical name -> QuantSpec (manifests.model.dense_shapes).
+    quantizer: `gptq`, `rtn` or `quanto`, used for units below 16 bits; dense weights are always rounded to nearest.
+    """
+
+    model: ModelSpec
+    units: Mapping[UnitKey, QuantSpec]
+    dense: Mapping[str, QuantSpec]
+    quantizer: str
+
+    def expert_specs(self, key: ExpertKey) -> dict[str, QuantSpec]:
+        """The formats of one expert's projections."""
+        return {p: self.units[UnitKey(key.layer, key.expert, p)] for p in PROJECTIONS}
+
+    def expert_padded_bytes(self, key: ExpertKey) -> int:
+        """Bytes that one read of this expert takes from storage."""
+        return unit_offsets(self.model, key.layer, self.expert_specs(key))[1]
+
+    @property
+    def expert_packed_bytes(self) -> int:
+        """Bytes of all routed experts with scales, without padding: what reports of size count."""
+        total = 0.0
+        for unit, spec in self.units.items():
+            rows, columns = self.model.unit_shape(unit.layer, unit.projection)
+            total += rows * spec.row_bytes(columns)
+        return round(total)
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of weights in routed experts."""
+        shapes = (self.model.unit_shape(unit.layer, unit.projection) for unit in self.units)
+        return sum(rows * columns for rows, columns in shapes)
+
+    @property
+    def dense_packed_bytes(self) -> int:
+        """Bytes of everything else, without padding."""
+        total = 0.0
+        for name, shape in self.model.dense_shapes().items():
+            columns = shape[-1]
+            rows = shape[0] if len(shape) == 2 else 1
+            total += rows * self.dense[name].row_bytes(columns)
+        return round(total)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Average stored bits of a routed-expert weight, scales included."""
+        return 8 * self.expert_packed_bytes / self.expert_weights

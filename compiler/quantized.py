@@ -1,0 +1,37 @@
+"""One quantized matrix in plain form, between the quantizers and the packer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moec.manifests.quant import QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """Codes with their scales: what every quantizer returns and what the packer stores.
+
+    codes: [N, K] uint8, each < 2**bitwidth. scales: [N, G] float16, finite.
+    minima: [N, G] float16, or None in symmetric formats.
+    The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing),
+    so a quantizer must round scales and minima to float16 before it chooses codes.
+    """
+
+    spec: QuantSpec
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor | None
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights the runtime computes with. [N, K] float32."""
+        rows, columns = self.codes.shape
+        groups = self.scales.shape[1]
+        scales = self.scales.float().unsqueeze(-1)
+        if self.minima is None:
+            minima = -scales * float(2 ** (self.spec.bitwidth - 1))
+        else:
+            minima = self.minima.float().unsqueeze(-1)
+        grouped = self.codes.reshape(rows, groups, columns // groups).float()
+        return torch.addcmul(minima, grouped, scales).reshape(rows, columns)

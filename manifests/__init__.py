@@ -1,0 +1,1 @@
+"""The bundle format: dataclasses, strict codec, JSON Schema, sizes, errors. Standard library only."""

@@ -1,0 +1,226 @@
+"""The bundle manifest (`moec.json`): what a bundle holds, byte for byte. The format is docs/format.md."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .model import MAX_EXPERTS, PROJECTIONS, ExpertKey, ModelSpec
+from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSpec, round_up
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "moec.json"
+DENSE_NAME = "dense.safetensors"
+TABLES_NAME = "tables.safetensors"
+QUALITY_NAME = "quality.json"
+CARD_NAME = "README.md"
+PARTIAL_SUFFIX = ".partial"
+MAX_FILE_BYTES = 1 << 46
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+
+
+def experts_file_name(layer: int) -> str:
+    """The file that holds the routed experts of one layer."""
+    return f"experts-{layer:05d}.safetensors"
+
+
+def _check_digest(text: str) -> None:
+    if not _SHA256.fullmatch(text):
+        raise ValueError(f"not a SHA-256 digest: `{text[:80]}`")
+
+
+def _check_name(name: str) -> None:
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"not a plain file name: `{name[:80]}`")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the bundle or of the source checkpoint."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        _check_digest(self.sha256)
+        if not 0 <= self.size_bytes <= MAX_FILE_BYTES:
+            raise ValueError(f"size_bytes out of range: {self.size_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertEntry:
+    """Where one routed expert lies and how its three projections are stored.
+
+    offset_bytes counts from the start of the file. The units lie in the order gate, up, down, each start rounded up
+    to UNIT_ALIGNMENT_BYTES; the whole is padded with zeros to EXPERT_ALIGNMENT_BYTES (`size_bytes`).
+    """
+
+    layer: int
+    expert: int
+    file: str
+    offset_bytes: int
+    size_bytes: int
+    sha256: str
+    gate: QuantSpec
+    up: QuantSpec
+    down: QuantSpec
+
+    def __post_init__(self) -> None:
+        _check_name(self.file)
+        _check_digest(self.sha256)
+        if not (0 <= self.layer < 1 << 16 and 0 <= self.expert < MAX_EXPERTS):
+            raise ValueError(f"expert key out of range: {self.layer}, {self.expert}")
+        if not (0 <= self.offset_bytes <= MAX_FILE_BYTES and self.offset_bytes % EXPERT_ALIGNMENT_BYTES == 0):
+            raise ValueError(f"offset_bytes must be a multiple of {EXPERT_ALIGNMENT_BYTES}, found {self.offset_bytes}")
+        if not (0 < self.size_bytes <= MAX_FILE_BYTES and self.size_bytes % EXPERT_ALIGNMENT_BYTES == 0):
+            raise ValueError(f"size_bytes must be a multiple of {EXPERT_ALIGNMENT_BYTES}, found {self.size_bytes}")
+
+    @property
+    def key(self) -> ExpertKey:
+        return ExpertKey(self.layer, self.expert)
+
+    def spec(self, projection: str) -> QuantSpec:
+        """The format of one projection."""
+        return {"gate": self.gate, "up": self.up, "down": self.down}[projection]
+
+
+def unit_offsets(model: ModelSpec, layer: int, specs: dict[str, QuantSpec]) -> tuple[dict[str, int], int]:
+    """Byte offset of each projection inside its expert, and the expert's padded size.
+
+    Source: docs/format.md, Expert files. Raises ValueError if a format cannot hold the projection.
+    """
+    offsets, end = {}, 0
+    for projection in PROJECTIONS:
+        offsets[projection] = round_up(end, UNIT_ALIGNMENT_BYTES)
+        end = offsets[projection] + specs[projection].packed_bytes(*model.unit_shape(layer, projection))
+    return offsets, round_up(end, EXPERT_ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEntry:
+    """One weight of `dense.safetensors`: a packed matrix, or a norm as a plain 16-bit vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CostSummary:
+    """What the bundle weighs.
+
+    packed bytes count scales and leave padding out; padded bytes are what storage reads.
+    expected_read_bytes_per_token: sum over layers of popularity x padded bytes, cold cache, no reuse.
+    minimum_expert_bytes: the largest top-k experts of any one layer, padded: less cannot run.
+    """
+
+    expert_packed_bytes: int
+    expert_padded_bytes: int
+    dense_packed_bytes: int
+    expert_bits_per_weight: float
+    expected_read_bytes_per_token: int
+    minimum_expert_bytes: int
+    kv_bytes_per_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSummary:
+    """Which text the statistics come from. data_sha256 covers the rendered items in order."""
+
+    task: str
+    data_sha256: str
+    items: int
+    tokens: int
+    seed: int
+    experts_without_tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _check_digest(self.data_sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSummary:
+    """The device profile that the bundle was compiled for."""
+
+    profile: str
+    profile_sha256: str
+    memory_budget_bytes: int
+    recommended_cache_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_digest(self.profile_sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """The checkpoint: its folder or hub name (no path) and its files."""
+
+    name: str
+    files: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BundleManifest:
+    """Everything a runtime must know before it reads a weight.
+
+    Raises ValueError when fields contradict each other: an expert missing or twice, a size that its formats do not
+    give, overlapping ranges, a dense weight of the wrong shape, a file that is not listed.
+    """
+
+    format_version: int
+    producer: str
+    name: str
+    certified: bool
+    layout: str
+    model: ModelSpec
+    device: DeviceSummary
+    cost: CostSummary
+    calibration: CalibrationSummary | None
+    source: SourceSummary
+    options: dict[str, str]
+    required_cpu_features: tuple[str, ...]
+    dense: tuple[DenseEntry, ...]
+    experts: tuple[ExpertEntry, ...]
+    files: tuple[FileEntry, ...]
+
+    def __post_init__(self) -> None:
+        if self.layout != LAYOUT:
+            raise ValueError(f"layout: expected `{LAYOUT}`, found `{self.layout[:40]}`")
+        names = [entry.name for entry in self.files]
+        if len(set(names)) != len(names) or MANIFEST_NAME in names:
+            raise ValueError("files: a name occurs twice, or the manifest lists itself")
+        self._check_experts({entry.name: entry.size_bytes for entry in self.files})
+        self._check_dense()
+
+    def _check_experts(self, file_sizes: dict[str, int]) -> None:
+        expected = self.model.expert_keys()
+        if tuple(entry.key for entry in self.experts) != expected:
+            raise ValueError(f"experts: expected all {len(expected)} of the model once each, in order")
+        end: dict[str, int] = {}
+        for entry in self.experts:
+            place = f"experts[{entry.layer}, {entry.expert}]"
+            specs = {projection: entry.spec(projection) for projection in PROJECTIONS}
+            _, size = unit_offsets(self.model, entry.layer, specs)
+            if size != entry.size_bytes:
+                raise ValueError(f"{place}: its formats take {size} bytes, size_bytes says {entry.size_bytes}")
+            if entry.offset_bytes < end.get(entry.file, 0):
+                raise ValueError(f"{place}: overlaps the expert before it in `{entry.file}`")
+            end[entry.file] = entry.offset_bytes + entry.size_bytes
+            if end[entry.file] > file_sizes.get(entry.file, -1):
+                raise ValueError(f"{place}: lies outside `{entry.file}` or the file is not listed")
+
+    def _check_dense(self) -> None:
+        shapes = self.model.dense_shapes()
+        if [entry.name for entry in self.dense] != list(shapes):
+            raise ValueError("dense: expected every dense weight of the model once, in order")
+        for entry in self.dense:
+            if entry.shape != shapes[entry.name]:
+                raise ValueError(f"dense[{entry.name}]: expected shape {shapes[entry.name]}, found {entry.shape}")
+            keeps_16_bit = len(entry.shape) == 1 or entry.name.endswith(".router")
+            if keeps_16_bit and entry.spec.bitwidth != 16:
+                raise ValueError(f"dense[{entry.name}]: norms and routers stay at 16 bits, found {entry.spec}")
+            if not entry.spec.fits(entry.shape[-1]):
+                raise ValueError(f"dense[{entry.name}]: format {entry.spec} cannot hold {entry.shape[-1]} columns")

@@ -1,0 +1,192 @@
+"""Strict JSON <-> dataclasses. Unknown, missing and mistyped fields are errors that carry the field's path."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import types
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .bundle import FORMAT_VERSION, BundleManifest
+from .errors import ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
+from .quant import QuantSpec
+
+MAX_MANIFEST_BYTES = 256 << 20
+DIGEST_FIELD = "manifest_sha256"
+_MAX_INTEGER = 1 << 63
+T = TypeVar("T")
+
+
+class DecodeError(ValueError):
+    """A value that does not have the declared type; `path` is the field."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(f"field `{path or '(root)'}`: {message}")
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses to JSON-ready values; QuantSpec becomes its short form, tuples become lists."""
+    if isinstance(value, QuantSpec):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return value
+
+
+def from_plain(declared: Any, value: Any, path: str = "") -> Any:
+    """Check `value` against the declared type and build it. Raises DecodeError."""
+    origin = get_origin(declared)
+    if declared is QuantSpec:
+        return _quant_spec(value, path)
+    if dataclasses.is_dataclass(declared):
+        return _dataclass(declared, value, path)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise DecodeError(path, f"expected a list, found {type(value).__name__}")
+        return tuple(from_plain(get_args(declared)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise DecodeError(path, f"expected an object, found {type(value).__name__}")
+        return {key: from_plain(get_args(declared)[1], item, f"{path}.{key}") for key, item in value.items()}
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in get_args(declared):
+            return None
+        return from_plain(next(arg for arg in get_args(declared) if arg is not type(None)), value, path)
+    if origin is Literal:
+        if value not in get_args(declared) or not isinstance(value, str):
+            raise DecodeError(path, f"expected one of {list(get_args(declared))}, found {str(value)[:40]!r}")
+        return value
+    return _scalar(declared, value, path)
+
+
+def _quant_spec(value: Any, path: str) -> QuantSpec:
+    try:
+        return QuantSpec.parse(value)
+    except (ValueError, TypeError) as error:
+        raise DecodeError(path, str(error)) from error
+
+
+def _scalar(declared: Any, value: Any, path: str) -> Any:
+    if declared is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if type(value) is not declared:
+        raise DecodeError(path, f"expected {declared.__name__}, found {type(value).__name__}")
+    if declared is int and abs(value) >= _MAX_INTEGER:
+        raise DecodeError(path, "integer out of range")
+    return value
+
+
+def _dataclass(declared: Any, value: Any, path: str) -> Any:
+    if not isinstance(value, dict):
+        raise DecodeError(path, f"expected an object, found {type(value).__name__}")
+    hints = get_type_hints(declared)
+    names = [field.name for field in dataclasses.fields(declared)]
+    unknown, missing = sorted(set(value) - set(names)), sorted(set(names) - set(value))
+    if unknown or missing:
+        raise DecodeError(path, f"unknown {unknown[:5]}, missing {missing[:5]}")
+    prefix = f"{path}." if path else ""
+    built = {name: from_plain(hints[name], value[name], f"{prefix}{name}") for name in names}
+    try:
+        return declared(**built)
+    except ValueError as error:
+        raise DecodeError(path, str(error)) from error
+
+
+def canonical_json(value: Any) -> bytes:
+    """UTF-8, two-space indent, field order as given, one newline at the end: equal values give equal bytes."""
+    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def encode_manifest(manifest: BundleManifest) -> bytes:
+    """The bytes of `moec.json`; the last field is the digest of the rest."""
+    plain = to_plain(manifest)
+    digest = hashlib.sha256(canonical_json(plain)).hexdigest()
+    return canonical_json({**plain, DIGEST_FIELD: digest})
+
+
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) != len(keys):
+        raise ValueError("a field occurs twice")
+    return dict(pairs)
+
+
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"`{name}` is not a number")
+
+
+def load_strict_json(data: bytes) -> Any:
+    """Parse JSON; duplicate fields, NaN and bad UTF-8 are errors. Raises ValueError (RecursionError is folded in)."""
+    try:
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
+        )
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def decode_manifest(data: bytes, place: str) -> BundleManifest:
+    """Bytes of `moec.json` to a checked manifest; `place` is the file, for messages.
+
+    Raises ManifestInvalid, UnknownFormatVersion, ChecksumMismatch.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestInvalid(f"`{place}` has {len(data)} bytes, more than the limit {MAX_MANIFEST_BYTES}")
+    try:
+        plain = load_strict_json(data)
+    except ValueError as error:
+        raise ManifestInvalid(f"`{place}` is not strict JSON: {error}", "copy the bundle again") from error
+    if not isinstance(plain, dict) or type(plain.get("format_version")) is not int:
+        raise ManifestInvalid(f"`{place}` has no integer field `format_version`", "is this a moec bundle?")
+    if plain["format_version"] != FORMAT_VERSION:
+        raise UnknownFormatVersion(
+            f"`{place}` has format version {plain['format_version']}, this moec reads {FORMAT_VERSION}",
+            "use a matching moec or compile again",
+        )
+    digest = plain.pop(DIGEST_FIELD, None)
+    if digest != hashlib.sha256(canonical_json(plain)).hexdigest() or list(plain)[-1:] == [DIGEST_FIELD]:
+        raise ChecksumMismatch(f"`{place}`: {DIGEST_FIELD} does not match its content", "copy the bundle again")
+    try:
+        return from_plain(BundleManifest, plain)  # type: ignore[no-any-return]
+    except DecodeError as error:
+        raise ManifestInvalid(f"`{place}`: {error}", "compile the bundle again") from error
+
+
+def json_schema(declared: Any) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a dataclass; `schema.json` is this of BundleManifest plus the digest field."""
+    origin = get_origin(declared)
+    if declared is QuantSpec:
+        return {"type": "string", "pattern": "^(bf16|fp16|q[2348](g[0-9]+)?s?)$"}
+    if dataclasses.is_dataclass(declared):
+        hints = get_type_hints(declared)
+        fields = {f.name: json_schema(hints[f.name]) for f in dataclasses.fields(declared)}
+        return {
+            "type": "object",
+            "properties": fields,
+            "required": list(fields),
+            "additionalProperties": False,
+        }
+    if origin is tuple:
+        return {"type": "array", "items": json_schema(get_args(declared)[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": json_schema(get_args(declared)[1])}
+    if origin in (Union, types.UnionType):
+        inner = next(arg for arg in get_args(declared) if arg is not type(None))
+        return {"anyOf": [json_schema(inner), {"type": "null"}]}
+    if origin is Literal:
+        return {"enum": list(get_args(declared))}
+    return {"type": {int: "integer", float: "number", str: "string", bool: "boolean"}[declared]}
+
+
+def manifest_schema() -> dict[str, Any]:
+    """The published schema of `moec.json`."""
+    schema = json_schema(BundleManifest)
+    schema["properties"][DIGEST_FIELD] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+    schema["required"].append(DIGEST_FIELD)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "moec bundle manifest", **schema}

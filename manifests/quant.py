@@ -1,0 +1,100 @@
+"""Formats of weight matrices and the only arithmetic of their packed sizes.
+
+A packed matrix has `rows` x `columns` weights, rows padded with zeros to a multiple of ROWS_PER_BLOCK. The byte
+layout (`rows16`) is specified in docs/format.md, section Packing; this module knows its sizes, not its bits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+LAYOUT = "rows16"
+ROWS_PER_BLOCK = 16
+COLUMNS_PER_TILE = 32
+BITWIDTHS = (2, 3, 4, 8, 16)
+UNIT_ALIGNMENT_BYTES = 64
+EXPERT_ALIGNMENT_BYTES = 4096
+MAX_DIMENSION = 1 << 24
+
+FloatType = Literal["none", "bfloat16", "float16"]
+_SHORT = re.compile(r"q([2348])(?:g(\d+))?(s?)")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is >= value."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """How one matrix is stored.
+
+    bitwidth: 2, 3, 4, 8 (codes with scales) or 16 (the checkpoint's own floats, unchanged).
+    group_size: columns that share one scale, a multiple of 32; 0: one scale per row.
+    symmetric: w = scale * (code - 2**(bitwidth - 1)); otherwise w = scale * code + minimum.
+    float_type: the 16-bit type, `none` for quantized formats.
+    Raises ValueError when a field is out of range.
+    """
+
+    bitwidth: int
+    group_size: int = 0
+    symmetric: bool = False
+    float_type: FloatType = "none"
+
+    def __post_init__(self) -> None:
+        if self.bitwidth not in BITWIDTHS:
+            raise ValueError(f"bitwidth must be one of {BITWIDTHS}, found {self.bitwidth}")
+        if (self.bitwidth == 16) != (self.float_type != "none"):
+            raise ValueError("float_type belongs to bitwidth 16 and to no other")
+        if self.bitwidth == 16 and (self.group_size or self.symmetric):
+            raise ValueError("a 16-bit matrix has no groups")
+        if self.group_size < 0 or self.group_size > MAX_DIMENSION or self.group_size % COLUMNS_PER_TILE:
+            raise ValueError(f"group_size must be 0 or a multiple of {COLUMNS_PER_TILE}, found {self.group_size}")
+
+    def __str__(self) -> str:
+        if self.bitwidth == 16:
+            return "bf16" if self.float_type == "bfloat16" else "fp16"
+        group = f"g{self.group_size}" if self.group_size else ""
+        return f"q{self.bitwidth}{group}{'s' if self.symmetric else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> QuantSpec:
+        """Read the short form (`q4g64`, `q8`, `q2s`, `bf16`). Raises ValueError."""
+        if text in ("bf16", "fp16"):
+            return cls(16, float_type="bfloat16" if text == "bf16" else "float16")
+        match = _SHORT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"not a format: `{text}` (expected a form like `q4g64`, `q8s`, `bf16`)")
+        return cls(int(match[1]), int(match[2] or 0), bool(match[3]))
+
+    def groups(self, columns: int) -> int:
+        """Groups per row; 0 for 16-bit."""
+        if self.bitwidth == 16:
+            return 0
+        return columns // self.group_size if self.group_size else 1
+
+    def fits(self, columns: int) -> bool:
+        """Whether rows of `columns` weights can be stored in this format."""
+        if self.bitwidth == 16:
+            return columns > 0
+        return columns > 0 and columns % COLUMNS_PER_TILE == 0 and columns % (self.group_size or 1) == 0
+
+    def bits_per_weight(self, columns: int) -> float:
+        """Stored bits of one weight, scales and minima included, row padding left out."""
+        return 8 * self.row_bytes(columns) / columns
+
+    def row_bytes(self, columns: int) -> float:
+        """Bytes of one row; a whole number for all formats that fit."""
+        scales = self.groups(columns) * (2 if self.symmetric else 4)
+        return columns * self.bitwidth / 8 + scales
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a packed matrix, row padding included. Raises ValueError if the columns do not fit."""
+        if not self.fits(columns):
+            raise ValueError(f"format {self} cannot hold rows of {columns} weights")
+        if not 0 < rows <= MAX_DIMENSION:
+            raise ValueError(f"rows out of range: {rows}")
+        padded = round_up(rows, ROWS_PER_BLOCK)
+        return padded * columns * self.bitwidth // 8 + padded * self.groups(columns) * (2 if self.symmetric else 4)

@@ -1,0 +1,97 @@
+"""Safetensors headers, read as hostile input and written with padding so that data starts on a page."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from .codec import load_strict_json
+
+MAX_HEADER_BYTES = 100 << 20
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+
+
+class HeaderError(ValueError):
+    """A file that is not a well-formed safetensors file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: dtype as the file names it, shape, and its bytes counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Tensors of a safetensors file by name, in file order. Reads the header only.
+
+    Raises HeaderError if the header is damaged, ranges overlap, leave holes or pass the end of the file; OSError.
+    """
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise HeaderError(f"{file_bytes} bytes are too few for a header")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise HeaderError(f"header of {header_bytes} bytes does not fit into the file of {file_bytes}")
+        raw = file.read(header_bytes)
+    try:
+        plain = load_strict_json(raw)
+    except ValueError as error:
+        raise HeaderError(f"header is not strict JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise HeaderError("header is not an object")
+    plain.pop("__metadata__", None)
+    entries = {name: _entry(name, value, 8 + header_bytes) for name, value in plain.items()}
+    ordered = sorted(entries.items(), key=lambda item: (item[1].offset_bytes, item[1].size_bytes))
+    end = 8 + header_bytes
+    for name, entry in ordered:
+        if entry.offset_bytes != end:
+            raise HeaderError(f"tensor `{name[:80]}` starts at {entry.offset_bytes}, expected {end}")
+        end += entry.size_bytes
+    if end != file_bytes:
+        raise HeaderError(f"tensors end at byte {end}, the file has {file_bytes}")
+    return dict(ordered)
+
+
+def _entry(name: str, value: object, data_start: int) -> TensorEntry:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise HeaderError(f"tensor `{name[:80]}` has other fields than dtype, shape, data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise HeaderError(f"tensor `{name[:80]}` has unknown dtype {str(dtype)[:20]!r}")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
+            raise HeaderError(f"tensor `{name[:80]}` has a shape or offsets out of range")
+    size = ITEM_BYTES[dtype]
+    for extent in shape:
+        size *= extent
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        raise HeaderError(f"tensor `{name[:80]}`: shape and dtype take {size} bytes, data_offsets say otherwise")
+    return TensorEntry(dtype, tuple(shape), data_start + offsets[0], size)
+
+
+def build_header(tensors: dict[str, tuple[str, tuple[int, ...]]], alignment_bytes: int = 4096) -> bytes:
+    """Length prefix and JSON of a file whose tensors (name -> dtype, shape) follow in order without holes.
+
+    Padded with spaces so that the data starts at a multiple of alignment_bytes.
+    """
+    plain, offset = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = ITEM_BYTES[dtype]
+        for extent in shape:
+            size *= extent
+        plain[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(plain, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment_bytes)
+    return struct.pack("<Q", len(text)) + text
