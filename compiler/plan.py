@@ -14,7 +14,8 @@ from moec.manifests.quant import QuantSpec
 class CompilePlan:
     """A format for every unit and every dense weight.
 
-    units: UnitKey -> QuantSpec for all routed experts. dense: canonical name -> QuantSpec (manifests.model.dense_shapes).
+    units: UnitKey -> QuantSpec for all routed experts.
+    dense: canonical name -> QuantSpec, names as in ModelSpec.dense_shapes.
     quantizer: `gptq`, `rtn` or `quanto`, used for units below 16 bits; dense weights are always rounded to nearest.
     """
 

@@ -128,6 +128,11 @@ class ModelSpec:
         """Decoder layers; all of them hold routed experts in format version 1."""
         return len(self.layers)
 
+    @property
+    def kv_bytes_per_position(self) -> int:
+        """Bytes of the float32 keys and values of one position over all layers."""
+        return sum(8 * layer.attention.num_kv_heads * layer.attention.head_size for layer in self.layers)
+
     def unit_shape(self, layer: int, projection: str) -> tuple[int, int]:
         """(rows, columns) of one projection of an expert: gate and up [F, D], down [D, F]."""
         width = self.layers[layer].experts.width

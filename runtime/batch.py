@@ -1,0 +1,192 @@
+"""Many sequences side by side: greedy generation for evaluation, with drafts verified in one pass.
+
+A draft is a guess of the answer. One pass over prompt and draft gives the greedy token at every position; as long as
+they agree the draft *is* the greedy answer, and decoding goes on from the first disagreement. Every row of a pass
+depends on its own sequence alone, so the result is the one that decoding token by token gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .budget import MAX_PASS_TOKENS
+from .engine import Engine
+
+LOGITS_ROWS = 256
+
+
+@dataclass(slots=True)
+class RunningSequence:
+    """One sequence on its way. produced: greedy tokens so far; pending: token whose pass comes next."""
+
+    index: int
+    prompt: list[int]
+    draft: list[int]
+    limit: int
+    produced: list[int] = field(default_factory=list)
+    slot: int = -1
+
+
+def generate_many(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    drafts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """Greedy answers, eos left out, in the order of the prompts. An empty draft is no draft.
+
+    limits: most new tokens of each. Raises ContextOverflow for a prompt that does not fit.
+    """
+    eos = set(engine.bundle.manifest.model.eos_token_ids)
+    for prompt in prompts:
+        engine.check_tokens(prompt)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
+    waiting = [_begin(engine, i, list(prompts[i]), list(drafts[i]), limits[i]) for i in reversed(order)]
+    results: list[list[int]] = [[] for _ in prompts]
+    free, running, done = list(range(engine.options.slots)), list[RunningSequence](), 0
+    while waiting or running:
+        admitted = _admit(waiting, free)
+        if admitted:
+            _prefill(engine, admitted, eos)
+            running += admitted
+        still = []
+        for item in running:
+            if _finished(item, eos):
+                results[item.index] = [token for token in item.produced if token not in eos]
+                free.append(item.slot)
+                done += 1
+            else:
+                still.append(item)
+        if progress is not None and len(still) != len(running):
+            progress(done, len(prompts))
+        running = still
+        if running and not (waiting and len(free) * 2 >= engine.options.slots):
+            _decode_once(engine, running)
+    return results
+
+
+def _begin(engine: Engine, index: int, prompt: list[int], draft: list[int], limit: int) -> RunningSequence:
+    limit = min(limit, engine.memory.context - len(prompt) + 1)
+    # The draft may fill the room that is left, never more.
+    return RunningSequence(index, prompt, draft[: max(0, limit - 1)], limit)
+
+
+def _admit(waiting: list[RunningSequence], free: list[int]) -> list[RunningSequence]:
+    admitted: list[RunningSequence] = []
+    tokens = 0
+    while waiting and free:
+        need = len(waiting[-1].prompt) + len(waiting[-1].draft)
+        if admitted and tokens + need > MAX_PASS_TOKENS:
+            break
+        item = waiting.pop()
+        item.slot = free.pop()
+        tokens += need
+        admitted.append(item)
+    return admitted
+
+
+def _finished(item: RunningSequence, eos: set[int]) -> bool:
+    return len(item.produced) >= item.limit or (bool(item.produced) and item.produced[-1] in eos)
+
+
+def _prefill(engine: Engine, items: list[RunningSequence], eos: set[int]) -> None:
+    """Run prompts and drafts; keep the agreed part of each draft and the first token after it."""
+    for part, hidden in _passes(engine, [(item.slot, item.prompt + item.draft) for item in items]):
+        for which, first, rows in part:
+            item = items[which]
+            wanted = [row for row in range(rows.shape[0]) if first + row >= len(item.prompt) - 1]
+            if wanted:
+                greedy = _greedy(engine, hidden[rows[wanted]])
+                _accept(item, first + wanted[0], greedy, eos)
+
+
+def _passes(
+    engine: Engine, sequences: list[tuple[int, list[int]]]
+) -> Iterator[tuple[list[tuple[int, int, np.ndarray]], np.ndarray]]:
+    """Cut sequences into passes of at most MAX_PASS_TOKENS; yields (sequence, first position, rows) and the result."""
+    tokens: list[int] = []
+    slots: list[int] = []
+    positions: list[int] = []
+    part: list[tuple[int, int, np.ndarray]] = []
+    for which, (slot, ids) in enumerate(sequences):
+        start = 0
+        while start < len(ids):
+            count = min(len(ids) - start, MAX_PASS_TOKENS - len(tokens))
+            part.append((which, start, np.arange(len(tokens), len(tokens) + count)))
+            tokens += ids[start : start + count]
+            slots += [slot] * count
+            positions += range(start, start + count)
+            start += count
+            if len(tokens) == MAX_PASS_TOKENS:
+                yield part, engine.step(tokens, slots, positions)
+                tokens, slots, positions, part = [], [], [], []
+    if tokens:
+        yield part, engine.step(tokens, slots, positions)
+
+
+def _greedy(engine: Engine, hidden: np.ndarray) -> list[int]:
+    tokens: list[int] = []
+    for start in range(0, len(hidden), LOGITS_ROWS):
+        tokens += np.argmax(engine.model.logits(hidden[start : start + LOGITS_ROWS]), axis=1).tolist()
+    return tokens
+
+
+def _accept(item: RunningSequence, position: int, greedy: list[int], eos: set[int]) -> None:
+    """greedy[i] follows position + i. Stops at the first token that is not the draft's."""
+    for offset, token in enumerate(greedy):
+        place = position + offset - (len(item.prompt) - 1)
+        if place != len(item.produced):
+            return
+        item.produced.append(token)
+        if token in eos or len(item.produced) >= item.limit:
+            return
+        if place >= len(item.draft) or item.draft[place] != token:
+            return
+
+
+def _decode_once(engine: Engine, running: list[RunningSequence]) -> None:
+    tokens = [item.produced[-1] for item in running]
+    positions = [len(item.prompt) + len(item.produced) - 1 for item in running]
+    hidden = engine.step(tokens, [item.slot for item in running], positions)
+    for item, token in zip(running, _greedy(engine, hidden), strict=True):
+        item.produced.append(token)
+
+
+def forced_logits(
+    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Logits that predict each answer token, float32 [A, V], as (index of the pair, logits).
+
+    pairs: (prompt ids, answer ids). Several sequences go through a pass together.
+    """
+    group: list[int] = []
+    tokens = 0
+    for index, (prompt, answer) in enumerate(pairs):
+        need = len(prompt) + len(answer)
+        engine.check_tokens([*prompt, *answer], room=0)
+        if group and (tokens + need > MAX_PASS_TOKENS or len(group) == engine.options.slots):
+            yield from _forced_group(engine, pairs, group)
+            group, tokens = [], 0
+        group.append(index)
+        tokens += need
+    if group:
+        yield from _forced_group(engine, pairs, group)
+
+
+def _forced_group(
+    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    collected: dict[int, list[np.ndarray]] = {index: [] for index in group}
+    sequences = [(slot, [*pairs[index][0], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
+    for part, hidden in _passes(engine, sequences):
+        for which, first, rows in part:
+            prompt = pairs[group[which]][0]
+            wanted = [row for row in range(rows.shape[0]) if first + row >= len(prompt) - 1]
+            if wanted:
+                collected[group[which]].append(engine.model.logits(hidden[rows[wanted]]))
+    for index in group:
+        yield index, np.concatenate(collected[index])

@@ -1,0 +1,226 @@
+"""Open a bundle: manifest, file list and headers checked before anything is read from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moec.manifests.bundle import (
+    DENSE_NAME,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    TABLES_NAME,
+    BundleManifest,
+    FileEntry,
+)
+from moec.manifests.codec import MAX_MANIFEST_BYTES, decode_manifest
+from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid
+from moec.manifests.safetensors_header import HeaderError, TensorEntry, read_header
+
+CHUNK_BYTES = 4 << 20
+_DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64, "F32": np.float32}
+
+
+def expert_tensor_name(expert: int) -> str:
+    """Name of one expert's tensor in its layer's file. Source: docs/format.md, Expert files."""
+    return f"experts.{expert:05d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What calibration counted. popularity uint32 [L, E]; transitions uint32 [L-1, E, E];
+    path_keys int32 [N, 3] rows (layer, expert two layers back, expert one layer back), sorted;
+    path_offsets int64 [N+1] into path_experts uint16 and path_counts uint32.
+    """
+
+    popularity: np.ndarray
+    transitions: np.ndarray
+    path_keys: np.ndarray
+    path_offsets: np.ndarray
+    path_experts: np.ndarray
+    path_counts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle: checked manifest and checked headers. No weight has been read."""
+
+    path: Path
+    manifest: BundleManifest
+    headers: dict[str, dict[str, TensorEntry]]
+
+    def read_tensor_bytes(self, file: str, entry: TensorEntry) -> np.ndarray:
+        """Raw bytes of one tensor, uint8 [size]."""
+        data = np.empty(entry.size_bytes, np.uint8)
+        with (self.path / file).open("rb", buffering=0) as source:
+            source.seek(entry.offset_bytes)
+            if source.readinto(memoryview(data)) != entry.size_bytes:
+                raise BundleIncomplete(f"`{file}` ended while reading at byte {entry.offset_bytes}")
+        return data
+
+    def read_prefix(self, file: str) -> bytes:
+        """The bytes of a file in front of its first tensor."""
+        first = min((entry.offset_bytes for entry in self.headers[file].values()), default=0)
+        with (self.path / file).open("rb") as source:
+            return source.read(first)
+
+    def tables(self) -> Tables:
+        """The calibration tables. Raises ManifestInvalid if shapes or indices contradict the model."""
+        return _read_tables(self)
+
+
+def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
+    """Check manifest, file list, sizes and headers. Digests of contents are checked by `verify_bundle`.
+
+    Raises BundleError; a folder that is still being built is refused unless allow_partial.
+    """
+    if path.name.endswith(PARTIAL_SUFFIX) and not allow_partial:
+        raise BundleIncomplete(f"`{path}` is an unfinished compile", "run the compile again with `--resume`")
+    manifest_path = path / MANIFEST_NAME
+    if not manifest_path.is_file():
+        raise BundleIncomplete(f"`{path}` has no `{MANIFEST_NAME}`, so it is not a complete bundle", "compile it again")
+    with manifest_path.open("rb") as file:
+        manifest = decode_manifest(file.read(MAX_MANIFEST_BYTES + 1), str(manifest_path))
+    if not manifest.certified and not allow_partial:
+        raise BundleIncomplete(f"`{manifest_path}` is not certified", "run the compile again with `--resume`")
+    _check_file_list(path, manifest)
+    headers = {}
+    for name in sorted({DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.experts)}):
+        try:
+            headers[name] = read_header(path / name)
+        except HeaderError as error:
+            raise ManifestInvalid(f"`{path / name}`: {error}", "copy the bundle again") from error
+    bundle = Bundle(path, manifest, headers)
+    _check_headers(bundle)
+    return bundle
+
+
+def _check_file_list(path: Path, manifest: BundleManifest) -> None:
+    listed = {entry.name: entry for entry in manifest.files}
+    for required in (DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.experts)):
+        if required not in listed:
+            raise ManifestInvalid(f"`{path / MANIFEST_NAME}` does not list `{required}`", "compile the bundle again")
+    for entry in manifest.files:
+        file = path / entry.name
+        if not file.is_file() or file.is_symlink():
+            raise BundleIncomplete(f"`{file}` is missing", "copy the bundle again")
+        size = file.stat().st_size
+        if size != entry.size_bytes:
+            raise BundleIncomplete(f"`{file}` has {size} bytes, expected {entry.size_bytes}", "copy the bundle again")
+    extra = sorted(item.name for item in path.iterdir() if item.name not in listed and item.name != MANIFEST_NAME)
+    if extra:
+        raise BundleIncomplete(f"`{path}` holds `{extra[0]}`, which the manifest does not list", "remove the file")
+
+
+def _check_headers(bundle: Bundle) -> None:
+    for expert in bundle.manifest.experts:
+        tensor = bundle.headers[expert.file].get(expert_tensor_name(expert.expert))
+        place = f"`{bundle.path / expert.file}`, expert {expert.expert}"
+        if tensor is None or tensor.dtype != "U8":
+            raise ManifestInvalid(f"{place}: no uint8 tensor in the header", "compile the bundle again")
+        if (tensor.offset_bytes, tensor.size_bytes) != (expert.offset_bytes, expert.size_bytes):
+            raise ManifestInvalid(f"{place}: the header and the manifest disagree", "compile the bundle again")
+    dense = bundle.headers[DENSE_NAME]
+    if set(dense) != {entry.name for entry in bundle.manifest.dense}:
+        raise ManifestInvalid(f"`{DENSE_NAME}` holds other tensors than the manifest lists", "compile the bundle again")
+    for entry in bundle.manifest.dense:
+        tensor = dense[entry.name]
+        if len(entry.shape) == 1:
+            expected = ("BF16" if entry.spec.float_type == "bfloat16" else "F16", 2 * entry.shape[0])
+        else:
+            expected = ("U8", entry.spec.packed_bytes(*entry.shape))
+        if (tensor.dtype, tensor.size_bytes) != expected:
+            raise ManifestInvalid(
+                f"`{DENSE_NAME}`, tensor `{entry.name}`: expected {expected}, found {tensor.dtype, tensor.size_bytes}",
+                "compile the bundle again",
+            )
+
+
+def _read_tables(bundle: Bundle) -> Tables:
+    header = bundle.headers[TABLES_NAME]
+
+    def read(name: str) -> np.ndarray:
+        entry = header.get(name)
+        if entry is None or entry.dtype not in _DTYPES:
+            raise ManifestInvalid(f"`{TABLES_NAME}` has no tensor `{name}`", "compile the bundle again")
+        return bundle.read_tensor_bytes(TABLES_NAME, entry).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    tables = Tables(
+        read("popularity"),
+        read("transitions"),
+        read("path.keys"),
+        read("path.offsets"),
+        read("path.experts"),
+        read("path.counts"),
+    )
+    layers = bundle.manifest.model.layers
+    experts = max(layer.experts.count for layer in layers)
+    offsets = tables.path_offsets
+    consistent = (
+        tables.popularity.shape == (len(layers), experts)
+        and tables.transitions.shape == (len(layers) - 1, experts, experts)
+        and tables.path_keys.ndim == 2
+        and tables.path_keys.shape[1] == 3
+        and offsets.shape == (len(tables.path_keys) + 1,)
+        and offsets[0] == 0
+        and bool(np.all(np.diff(offsets) >= 0))
+        and offsets[-1] == len(tables.path_experts) == len(tables.path_counts)
+        and (len(tables.path_experts) == 0 or int(tables.path_experts.max()) < experts)
+    )
+    if not consistent:
+        raise ManifestInvalid(f"`{TABLES_NAME}`: shapes or indices contradict the model", "compile the bundle again")
+    return tables
+
+
+def file_digest(path: Path, progress: Callable[[int], None]) -> str:
+    """SHA-256 of a file; progress is called with the bytes done so far."""
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            progress(done)
+    return digest.hexdigest()
+
+
+def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = None) -> None:
+    """Check the SHA-256 of every file and of every expert. Raises ChecksumMismatch naming the file or the expert.
+
+    progress: called with (bytes done, bytes in all).
+    """
+    total, before = sum(entry.size_bytes for entry in bundle.manifest.files), 0
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(before + done, total)
+
+    for entry in bundle.manifest.files:
+        if file_digest(bundle.path / entry.name, report) != entry.sha256:
+            raise ChecksumMismatch(f"{_damaged_place(bundle, entry)} differs from its digest", "copy the bundle again")
+        before += entry.size_bytes
+    for expert in bundle.manifest.experts:
+        if _expert_digest(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.sha256:
+            raise ChecksumMismatch(
+                f"`{bundle.path / expert.file}`, expert {expert.expert}: differs from its digest", "compile it again"
+            )
+
+
+def _expert_digest(bundle: Bundle, file: str, offset_bytes: int, size_bytes: int) -> str:
+    with (bundle.path / file).open("rb") as source:
+        source.seek(offset_bytes)
+        return hashlib.sha256(source.read(size_bytes)).hexdigest()
+
+
+def _damaged_place(bundle: Bundle, entry: FileEntry) -> str:
+    """The expert that is damaged, if the file holds experts; otherwise the file."""
+    for expert in bundle.manifest.experts:
+        if (
+            expert.file == entry.name
+            and _expert_digest(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.sha256
+        ):
+            return f"`{bundle.path / entry.name}`, expert {expert.expert} of layer {expert.layer},"
+    return f"`{bundle.path / entry.name}`"

@@ -1,0 +1,204 @@
+"""Engine: one opened bundle that decodes inside its budget.
+
+Prefill and decode are the same pass over a flat batch of tokens; what differs is how many tokens go in.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from moec.manifests.errors import ContextOverflow, InputError, OptionError
+
+from . import kernels
+from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
+from .bundle import Bundle, open_bundle
+from .eviction import SCORES, ExpertRecords
+from .expert_cache import CacheStats, ExpertCache
+from .kv_cache import KVCache
+from .model import Model, bind_experts, load_dense
+from .options import RuntimeOptions
+from .prefetch import make_predictor
+from .sampling import Sampler, SamplingOptions
+from .storage import open_storage
+from .text import TextStream, load_tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStep:
+    """One emitted token.
+
+    text: what can be shown now, may be empty. position: of the token in the sequence. elapsed_ns: since the step
+    before (the first includes prefill). cache: what the expert cache did for this token. finish_reason: on the last.
+    """
+
+    token_id: int
+    text: str
+    position: int
+    elapsed_ns: int
+    cache: CacheStats
+    finish_reason: FinishReason | None
+
+
+def load(path: str | Path, **options: Any) -> Engine:
+    """Open a bundle: `load("x-moec", memory="2GiB")`; options are the fields of RuntimeOptions.
+
+    Raises BundleError, MemoryBudgetExceeded, OptionError.
+    """
+    try:
+        chosen = RuntimeOptions(**options)
+    except TypeError as error:
+        raise OptionError(f"unknown option: {error}", "see moec.runtime.RuntimeOptions") from error
+    return Engine(open_bundle(Path(path)), chosen)
+
+
+class Engine:
+    """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
+
+    def __init__(self, bundle: Bundle, options: RuntimeOptions) -> None:
+        self.bundle, self.options = bundle, options
+        manifest = bundle.manifest
+        self.tokenizer = load_tokenizer(bundle.path)
+        self.memory: MemoryPlan = plan_memory(manifest, options)
+        kernels.set_threads(options.threads or len(os.sched_getaffinity(0)))
+        tables = bundle.tables()
+        dense = load_dense(bundle, options.verify)
+        self._storage = open_storage(bundle, options.io, options.verify)
+        entries = manifest.experts
+        sizes = np.array([entry.size_bytes for entry in entries], np.int64)
+        layer = np.array([entry.layer for entry in entries], np.int32)
+        popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
+        totals = np.maximum(tables.popularity.sum(axis=1), 1)[layer]
+        records = ExpertRecords(
+            layer, popularity / totals, np.zeros(len(entries), np.int64), np.zeros(len(entries), np.int64),
+            manifest.model.num_layers,
+        )  # fmt: skip
+        pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
+        self.cache = ExpertCache(
+            self._storage, sizes, self.memory.cache_bytes, records, SCORES[options.policy], pin_limit
+        )
+        self.kv = KVCache(manifest.model, options.slots, self.memory.context)
+        experts = bind_experts(bundle, self._storage)
+        self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
+        self.model.predictor = make_predictor(
+            options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
+        )
+        # Warm start: the experts that calibration saw most often. Source: EdgeMoE, initial fill.
+        self.cache.warm(np.lexsort((np.arange(len(entries)), -records.frequency)).tolist())
+        self.warm_stats = self.cache.stats
+        self.cache.stats = CacheStats()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the reader and close files."""
+        self.cache.close()
+        self._storage.close()
+
+    @property
+    def mode(self) -> str:
+        """One line that says what is on."""
+        manifest = self.bundle.manifest
+        resident = self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1)
+        return (
+            f"mode: {'resident' if resident >= 1 else 'streaming'}, lossless; expert cache "
+            f"{self.memory.cache_bytes / 2**20:.1f} MiB ({min(resident, 1):.0%} of experts), policy "
+            f"{self.options.policy}, prefetch {self.options.prefetch}, io {self._storage.mode}, "
+            f"kernels {kernels.active()}, threads {kernels.threads()}"
+        )
+
+    # -- generation --------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens as the tokenizer adds them."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions | None = None,
+    ) -> Iterator[GenerationStep]:
+        """Decode one sequence; yields one step per token, the eos token included.
+
+        Raises ContextOverflow if the prompt leaves no room; the generation stops where the context ends.
+        """
+        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        self.check_tokens(tokens)
+        if max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+        limit = min(max_new_tokens, self.memory.context - len(tokens) + 1)
+        return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()))
+
+    def _decode(self, tokens: list[int], limit: int, sampler: Sampler) -> Iterator[GenerationStep]:
+        stream, eos = TextStream(self.tokenizer), self.bundle.manifest.model.eos_token_ids
+        before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
+        hidden, position = self._prefill(tokens), len(tokens)
+        for count in range(1, limit + 1):
+            token = sampler(self.model.logits(hidden[-1:])[0])
+            reason: FinishReason | None = "stop" if token in eos else ("length" if count == limit else None)
+            text = "" if token in eos else stream.push(token)
+            if reason is not None:
+                text += stream.flush()
+            now_ns, stats = time.perf_counter_ns(), self.cache.stats.copy()
+            yield GenerationStep(token, text, position, now_ns - start_ns, stats.since(before), reason)
+            if reason is not None:
+                return
+            before, start_ns = stats, time.perf_counter_ns()
+            hidden = self.step([token], [0], [position])
+            position += 1
+
+    def _prefill(self, tokens: Sequence[int]) -> np.ndarray:
+        hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
+        for start in range(0, len(tokens), MAX_PASS_TOKENS):
+            part = tokens[start : start + MAX_PASS_TOKENS]
+            hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
+        return hidden
+
+    def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits."""
+        return self.model.forward(
+            np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32), self.kv
+        )
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits after every token of one sequence, float32 [T, V]. Raises ContextOverflow, InputError."""
+        tokens = [int(token) for token in token_ids]
+        self.check_tokens(tokens, room=0)
+        out = np.empty((len(tokens), self.model.spec.vocab_size), np.float32)
+        for start in range(0, len(tokens), MAX_PASS_TOKENS):
+            part = tokens[start : start + MAX_PASS_TOKENS]
+            hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
+            out[start : start + len(part)] = self.model.logits(hidden)
+        return out
+
+    def check_tokens(self, tokens: Sequence[int], room: int = 1) -> None:
+        """Refuse an empty prompt, ids outside the vocabulary, and prompts that leave no room in the context."""
+        if not tokens:
+            raise InputError("the prompt is empty", "give at least one token")
+        vocab_size = self.model.spec.vocab_size
+        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InputError(
+                f"token id {wrong} is outside the vocabulary of {vocab_size}", "use this bundle's tokenizer"
+            )
+        if len(tokens) + room - 1 > self.memory.context or len(tokens) > self.memory.context:
+            raise ContextOverflow(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.memory.context}",
+                "shorten it or raise `--context`",
+            )

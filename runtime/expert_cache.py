@@ -1,0 +1,358 @@
+"""ExpertCache: which routed experts are in memory, inside a capacity in bytes.
+
+`stream(keys)` yields experts ready to compute, hits first, misses as they arrive; an expert is leased while the
+caller holds it and is never evicted then. `prefetch(keys)` is advice: it may read, it never changes a result.
+One reader thread serves both; demand overtakes advice, and advice that has gone stale is dropped unread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from moec.manifests.errors import MemoryBudgetExceeded
+
+from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .storage import ExpertStorage
+
+ABSENT, QUEUED, LOADING, RESIDENT = range(4)
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since the last reset. A lookup is one expert asked for by one layer of one pass.
+
+    late_hits: misses whose read a prefetch had already begun (they count as misses). rereads: reads of an expert that
+    had been in memory before. prefetch_used: prefetched experts that a layer asked for before they were evicted.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    late_hits: int = 0
+    evictions: int = 0
+    reads: int = 0
+    rereads: int = 0
+    bytes_read: int = 0
+    stall_ns: int = 0
+    prefetch_reads: int = 0
+    prefetch_used: int = 0
+    prefetch_hits: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup; 1 where nothing was looked up."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+    @property
+    def prefetch_precision(self) -> float | None:
+        """Share of prefetched experts that were used; None without prefetches."""
+        return self.prefetch_used / self.prefetch_reads if self.prefetch_reads else None
+
+    def copy(self) -> CacheStats:
+        """A snapshot."""
+        return CacheStats(*(getattr(self, field.name) for field in fields(self)))
+
+    def since(self, earlier: CacheStats) -> CacheStats:
+        """Difference of two snapshots."""
+        return CacheStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+class ExpertCache:
+    """Residency of all routed experts of one bundle.
+
+    sizes: padded bytes per expert, int64 [N]. capacity_bytes must hold the experts that one token needs in a layer.
+    Invariant: bytes of queued, loading and resident experts never exceed the capacity.
+    """
+
+    def __init__(
+        self,
+        storage: ExpertStorage,
+        sizes: np.ndarray,
+        capacity_bytes: int,
+        records: ExpertRecords,
+        policy: PolicyScore,
+        pin_limit_bytes: int,
+    ) -> None:
+        self._storage, self._sizes, self.capacity_bytes = storage, sizes, capacity_bytes
+        self._records, self._policy = records, policy
+        self._pin_limit_bytes = pin_limit_bytes
+        count = len(sizes)
+        self._state = np.zeros(count, np.int8)
+        self._leases = np.zeros(count, np.int32)
+        self._prefetched = np.zeros(count, bool)
+        self._seen = np.zeros(count, bool)
+        self._pins: list[int] = []
+        self.used_bytes = 0
+        self._clock = 0
+        self._running_layer = 0
+        self.stats = CacheStats()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._demand: deque[int] = deque()
+        self._advice: deque[int] = deque()
+        self._reader: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    # -- demand ------------------------------------------------------------------------------------------------
+
+    def stream(self, layer: int, indices: Sequence[int], advice: Sequence[int] = ()) -> Iterator[int]:
+        """Yield each index once, when it is resident; it stays leased until the next one is asked for.
+
+        advice: experts likely to be needed next, likeliest first; read behind the misses of this layer.
+        Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit.
+        """
+        with self._lock:
+            self._running_layer = layer
+            hits, remaining = self._classify(indices)
+            # Reads start before the hits compute, so that the two overlap.
+            self._issue(remaining)
+            if advice:
+                self._prefetch_locked(advice)
+        try:
+            while hits:
+                yield hits[0]
+                self._unlease(hits.pop(0))
+            while remaining:
+                ready = self._wait_for_one(remaining)
+                yield ready
+                remaining.remove(ready)
+                self._unlease(ready)
+        finally:
+            for index in (*hits, *remaining):
+                self._unlease(index)
+
+    def _classify(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        hits: list[int] = []
+        misses: list[int] = []
+        self._clock += 1
+        for index in indices:
+            self._records.last_used[index] = self._clock
+            self._records.uses[index] += 1
+            if self._state[index] == RESIDENT:
+                if self._prefetched[index]:
+                    self.stats.prefetch_hits += 1
+                    self._count_prefetch_use(index)
+                self._leases[index] = 1
+                hits.append(index)
+            else:
+                misses.append(index)
+        self.stats.lookups += len(indices)
+        self.stats.hits += len(hits)
+        self.stats.misses += len(misses)
+        return hits, misses
+
+    def _issue(self, waiting: Sequence[int]) -> None:
+        """Start the reads of as many waiting experts as fit now, and lease them."""
+        for index in waiting:
+            if self._leases[index]:
+                continue
+            state = self._state[index]
+            if state == ABSENT:
+                if not self._make_room(int(self._sizes[index])):
+                    break
+                self._reserve(index)
+                self._demand.append(index)
+            elif state == QUEUED:
+                self._advice.remove(index)
+                self._demand.append(index)
+                self.stats.late_hits += 1
+            elif state == LOADING:
+                self.stats.late_hits += 1
+            self._leases[index] = 1
+        self._wake_reader()
+
+    def _wait_for_one(self, remaining: list[int]) -> int:
+        """Block until one of the remaining experts is resident; reads that had no room are started as room appears."""
+        start_ns = time.perf_counter_ns()
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    failure, self._failure = self._failure, None
+                    raise failure
+                self._issue(remaining)
+                ready = next((i for i in remaining if self._leases[i] and self._state[i] == RESIDENT), None)
+                if ready is not None:
+                    if self._prefetched[ready]:
+                        self._count_prefetch_use(ready)
+                    self.stats.stall_ns += time.perf_counter_ns() - start_ns
+                    return ready
+                if not any(self._leases[i] for i in remaining) and not np.any(self._state == LOADING):
+                    raise MemoryBudgetExceeded(
+                        f"an expert of {int(self._sizes[remaining[0]])} bytes does not fit into the expert cache of "
+                        f"{self.capacity_bytes}",
+                        "raise `--memory` or `--expert-cache`",
+                    )
+                self._changed.wait()
+
+    def _count_prefetch_use(self, index: int) -> None:
+        self._prefetched[index] = False
+        self.stats.prefetch_used += 1
+
+    def _unlease(self, index: int) -> None:
+        with self._changed:
+            self._leases[index] = 0
+            self._changed.notify_all()
+
+    # -- advice ------------------------------------------------------------------------------------------------
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Read these experts ahead, likeliest first, as far as room and the pin limit go. Replaces older advice."""
+        with self._lock:
+            self._prefetch_locked(indices)
+
+    def _prefetch_locked(self, indices: Sequence[int]) -> None:
+        self._drop_advice()
+        self._pins = []
+        pinned = 0
+        for index in indices:
+            pinned += int(self._sizes[index])
+            if pinned > self._pin_limit_bytes:
+                break
+            self._pins.append(index)
+        protected = set(self._pins)
+        for index in self._pins:
+            if self._state[index] != ABSENT:
+                continue
+            if not self._make_room(int(self._sizes[index]), protected):
+                break
+            self._reserve(index)
+            self._prefetched[index] = True
+            self._advice.append(index)
+        if self._advice:
+            self._wake_reader()
+
+    def _drop_advice(self) -> None:
+        while self._advice:
+            index = self._advice.popleft()
+            self._state[index] = ABSENT
+            self._prefetched[index] = False
+            self.used_bytes -= int(self._sizes[index])
+
+    def warm(self, indices: Sequence[int]) -> None:
+        """Fill the free capacity before the first token, first index first. Blocks until read; evicts nothing."""
+        for index in indices:
+            with self._lock:
+                if self._state[index] != ABSENT or self.used_bytes + self._sizes[index] > self.capacity_bytes:
+                    continue
+                self._reserve(index)
+                self._state[index] = LOADING
+            self._read(index, ahead=False)
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def _reserve(self, index: int) -> None:
+        self._state[index] = QUEUED
+        self.used_bytes += int(self._sizes[index])
+
+    def _make_room(self, need_bytes: int, protected: set[int] | None = None) -> bool:
+        """Evict until need_bytes are free. Demand (protected None) takes stale advice and pins, worst first.
+
+        Returns False, and has evicted nothing, if that cannot work before leases or reads end.
+        """
+        missing = self.used_bytes + need_bytes - self.capacity_bytes
+        if missing <= 0:
+            return True
+        if protected is None and self._advice:
+            while self._advice and missing > 0:
+                index = self._advice.pop()
+                self._state[index] = ABSENT
+                self._prefetched[index] = False
+                self.used_bytes -= int(self._sizes[index])
+                missing -= int(self._sizes[index])
+            if missing <= 0:
+                return True
+        candidates = np.flatnonzero((self._state == RESIDENT) & (self._leases == 0))
+        order = eviction_order(self._records, self._policy, self._running_layer, candidates).tolist()
+        rank = {index: position for position, index in enumerate(self._pins)}
+        free = [index for index in order if index not in rank]
+        pinned = [] if protected is not None else sorted((i for i in order if i in rank), key=lambda i: -rank[i])
+        victims: list[int] = []
+        for index in (*free, *pinned):
+            if missing <= 0:
+                break
+            victims.append(index)
+            missing -= int(self._sizes[index])
+        if missing > 0:
+            return False
+        for index in victims:
+            self._evict(index)
+        return True
+
+    def _evict(self, index: int) -> None:
+        self._storage.release(index)
+        self._state[index] = ABSENT
+        self._prefetched[index] = False
+        self.used_bytes -= int(self._sizes[index])
+        self.stats.evictions += 1
+
+    # -- reader ------------------------------------------------------------------------------------------------
+
+    def _wake_reader(self) -> None:
+        if not (self._demand or self._advice):
+            return
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_loop, name="moec-reader", daemon=True)
+            self._reader.start()
+        self._changed.notify_all()
+
+    def _read_loop(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._demand or self._advice or self._closed):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                ahead = not self._demand
+                index = self._advice.popleft() if ahead else self._demand.popleft()
+                self._state[index] = LOADING
+            self._read(index, ahead)
+
+    def _read(self, index: int, ahead: bool) -> None:
+        failure: BaseException | None = None
+        try:
+            self._storage.load(index)
+        except Exception as error:
+            failure = error
+        with self._changed:
+            if failure is not None:
+                self._state[index] = ABSENT
+                self.used_bytes -= int(self._sizes[index])
+                self._failure = failure if not ahead or self._leases[index] else self._failure
+            else:
+                self._state[index] = RESIDENT
+                self.stats.reads += 1
+                self.stats.bytes_read += int(self._sizes[index])
+                self.stats.rereads += int(self._seen[index])
+                self.stats.prefetch_reads += int(ahead)
+                self._seen[index] = True
+            self._changed.notify_all()
+        if failure is not None and threading.current_thread() is not self._reader:
+            self._failure = None
+            raise failure
+
+    def check_invariants(self) -> None:
+        """Raise RuntimeError if the ledger and the states disagree (for tests)."""
+        with self._lock:
+            held = int(self._sizes[self._state != ABSENT].sum())
+            if held != self.used_bytes or held > self.capacity_bytes:
+                raise RuntimeError(f"ledger {self.used_bytes}, held {held}, capacity {self.capacity_bytes}")
+
+    def resident(self) -> np.ndarray:
+        """Indices now in memory."""
+        with self._lock:
+            return np.flatnonzero(self._state == RESIDENT)
+
+    def close(self) -> None:
+        """Stop the reader."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._reader is not None:
+            self._reader.join()

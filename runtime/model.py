@@ -1,0 +1,202 @@
+"""The forward pass: a ModelSpec executed on packed weights, experts streamed through the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.bundle import DENSE_NAME, unit_offsets
+from moec.manifests.errors import ChecksumMismatch
+from moec.manifests.model import PROJECTIONS, AttentionSpec
+
+from . import kernels
+from .bundle import Bundle
+from .expert_cache import ExpertCache
+from .kv_cache import KVCache
+from .prefetch import PassState, Predictor, PrefetchQuality, candidates
+from .storage import ExpertStorage
+
+
+def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
+    """16-bit floats as raw bytes to float32."""
+    if float_type == "float16":
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
+    """Dense weights by name: packed matrices as kernels.PackedMatrix, norms as float32 [D].
+
+    Raises ChecksumMismatch if `dense.safetensors` differs from its digest.
+    """
+    header = bundle.headers[DENSE_NAME]
+    entries = {entry.name: entry for entry in bundle.manifest.dense}
+    digest = hashlib.sha256(bundle.read_prefix(DENSE_NAME)) if verify else None
+    weights: dict[str, Any] = {}
+    # Tensors tile the file, so the digest of the file comes out of the one pass that loads it.
+    for name, tensor in header.items():
+        raw, entry = bundle.read_tensor_bytes(DENSE_NAME, tensor), entries[name]
+        if digest is not None:
+            digest.update(memoryview(raw))
+        if len(entry.shape) == 1:
+            weights[name] = _widen(raw, entry.spec.float_type)
+        else:
+            weights[name] = kernels.PackedMatrix(raw, entry.shape[0], entry.shape[1], entry.spec)
+    listed = next(entry for entry in bundle.manifest.files if entry.name == DENSE_NAME)
+    if digest is not None and digest.hexdigest() != listed.sha256:
+        raise ChecksumMismatch(f"`{bundle.path / DENSE_NAME}` differs from its digest", "copy the bundle again")
+    return weights
+
+
+def bind_experts(bundle: Bundle, storage: ExpertStorage) -> list[Any]:
+    """One kernels.Expert per manifest entry, over its fixed place in storage. Touches no page."""
+    model, bound = bundle.manifest.model, []
+    for index, entry in enumerate(bundle.manifest.experts):
+        specs = {projection: entry.spec(projection) for projection in PROJECTIONS}
+        offsets, _ = unit_offsets(model, entry.layer, specs)
+        block, matrices = storage.block(index), []
+        for projection in PROJECTIONS:
+            rows, columns = model.unit_shape(entry.layer, projection)
+            end = offsets[projection] + specs[projection].packed_bytes(rows, columns)
+            part = block[offsets[projection] : end]
+            matrices.append(kernels.PackedMatrix(part, rows, columns, specs[projection]))
+        bound.append(kernels.Expert(*matrices, model.layers[entry.layer].experts.activation))
+    return bound
+
+
+def rope_tables(attention: AttentionSpec, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of every position, float32 [C, R/2]; angles in float32 as the reference model takes them."""
+    rotary = attention.rope.rotary_size
+    exponents = np.arange(0, rotary, 2, dtype=np.float32) / np.float32(rotary)
+    inverse = (1.0 / np.power(np.float32(attention.rope.theta), exponents)).astype(np.float32)
+    angles = np.arange(context, dtype=np.float32)[:, None] * inverse[None, :]
+    return np.cos(angles), np.sin(angles)
+
+
+class Model:
+    """Weights of one bundle, ready to run. Row t of every result depends on token t and its sequence alone."""
+
+    def __init__(
+        self, bundle: Bundle, dense: dict[str, Any], experts: list[Any], cache: ExpertCache, context: int
+    ) -> None:
+        self.spec = bundle.manifest.model
+        self._dense, self._experts, self._cache = dense, experts, cache
+        self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
+        self._rope = [rope_tables(layer.attention, context) for layer in self.spec.layers]
+        self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
+        self.predictor: Predictor | None = None
+        self.prefetch_quality = PrefetchQuality()
+        self.trace: list[tuple[int, tuple[int, ...]]] | None = None
+
+    def norm_weights(self) -> list[np.ndarray]:
+        """The norms in front of the routers, [D] each."""
+        return [self._dense[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
+
+    def routers(self) -> list[Any]:
+        """The routers, kernels.PackedMatrix [E, D] each."""
+        return [self._dense[f"layers.{index}.router"] for index in range(self.spec.num_layers)]
+
+    def forward(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> np.ndarray:
+        """Run T tokens of any sequences through all layers and store their keys and values.
+
+        tokens int64 [T]; slots, positions int32 [T]; a sequence's tokens come in order of position.
+        Returns the residual stream after the last layer, float32 [T, D]; `logits` takes rows of it.
+        """
+        hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)
+        kernels.dequantize_rows(self._dense["embedding"], tokens, hidden)
+        state = PassState(0, hidden, [])
+        predicted: np.ndarray | None = None
+        for index in range(self.spec.num_layers):
+            self._attention(index, hidden, slots, positions, kv)
+            state.layer = index
+            predicted = self._experts_layer(state, predicted)
+        return hidden
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Rows of the residual stream [n, D] to logits float32 [n, V]."""
+        normed = np.empty_like(hidden)
+        kernels.rms_norm(hidden, self._dense["final_norm"], self.spec.norm_eps, normed)
+        out = np.empty((len(hidden), self.spec.vocab_size), np.float32)
+        kernels.linear(self._head, normed, out)
+        return out
+
+    def _attention(self, index: int, hidden: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
+        attention, prefix, count = self.spec.layers[index].attention, f"layers.{index}.", len(hidden)
+        size = attention.head_size
+        normed = np.empty_like(hidden)
+        kernels.rms_norm(hidden, self._dense[prefix + "attention_norm"], self.spec.norm_eps, normed)
+        query = np.empty((count, attention.num_heads, size), np.float32)
+        key = np.empty((count, attention.num_kv_heads, size), np.float32)
+        value = np.empty_like(key)
+        for name, out in (("query", query), ("key", key), ("value", value)):
+            kernels.linear(self._dense[prefix + name], normed, out.reshape(count, -1))
+        cos, sin = self._rope[index]
+        kernels.rope(query, cos, sin, positions)
+        kernels.rope(key, cos, sin, positions)
+        kernels.store_kv(key, value, kv.keys[index], kv.values[index], slots, positions)
+        mixed = np.empty_like(query)
+        kernels.attention(
+            query, kv.keys[index], kv.values[index], slots, positions, size**-0.5, attention.sliding_window, mixed
+        )
+        out = np.empty_like(hidden)
+        kernels.linear(self._dense[prefix + "output"], mixed.reshape(count, -1), out)
+        hidden += out
+
+    def _experts_layer(self, state: PassState, predicted: np.ndarray | None) -> np.ndarray | None:
+        """Route, advise, compute, add in router-rank order. Returns the candidates predicted for the next layer."""
+        index, hidden = state.layer, state.hidden
+        spec, count = self.spec.layers[index].experts, len(state.hidden)
+        normed = np.empty_like(hidden)
+        kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
+        logits = np.empty((count, spec.count), np.float32)
+        kernels.linear(self._dense[f"layers.{index}.router"], normed, logits)
+        chosen, weights = kernels.route(logits, spec.top_k, spec.router.renormalize)
+        state.chosen.append(chosen)
+
+        flat = chosen.reshape(-1)
+        order = np.argsort(flat, kind="stable")
+        unique, starts = np.unique(flat[order], return_index=True)
+        if predicted is not None:
+            self.prefetch_quality.observe(index, set(predicted.tolist()), unique)
+        following = self._predict(state)
+        groups = dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))
+        self._record(index, groups)
+        self._compute(index, groups, normed, weights, hidden, following)
+        return following
+
+    def _compute(
+        self,
+        index: int,
+        groups: dict[int, np.ndarray],
+        normed: np.ndarray,
+        weights: np.ndarray,
+        hidden: np.ndarray,
+        following: np.ndarray | None,
+    ) -> None:
+        top_k, first = weights.shape[1], self._first_expert[index]
+        parts = np.empty((len(hidden), top_k, hidden.shape[1]), np.float32)
+        advice: list[int] = []
+        if following is not None:
+            advice = (following + self._first_expert[(index + 1) % self.spec.num_layers]).tolist()
+        for expert in self._cache.stream(index, [first + e for e in groups], advice):
+            places = groups[expert - first]
+            tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
+            kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
+        out = np.empty_like(hidden)
+        kernels.combine(parts, weights, out)
+        hidden += out
+
+    def _predict(self, state: PassState) -> np.ndarray | None:
+        if self.predictor is None:
+            return None
+        scores = self.predictor.scores(state)
+        if scores is None:
+            return None
+        following = self.spec.layers[(state.layer + 1) % self.spec.num_layers].experts
+        return candidates(scores, len(state.hidden), following.top_k)
+
+    def _record(self, index: int, groups: dict[int, np.ndarray]) -> None:
+        if self.trace is not None:
+            self.trace.append((index, tuple(groups)))

@@ -1,0 +1,70 @@
+"""RuntimeOptions: everything a user can set about how a bundle runs. Lossless all: none changes a logit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from moec.manifests.errors import OptionError
+
+POLICIES = ("edgemoe", "lru", "lfu")
+PREFETCHERS = ("lookahead", "path", "popularity", "off")
+IO_MODES = ("auto", "direct", "buffered", "mmap")
+_UNITS = {
+    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+
+Policy = Literal["edgemoe", "lru", "lfu"]
+Prefetch = Literal["lookahead", "path", "popularity", "off"]
+IoMode = Literal["auto", "direct", "buffered", "mmap"]
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `2GB`, `4096` -> bytes. GB is 10**9, GiB 2**30; a bare G is refused. Raises OptionError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or (match[2] and match[2] not in _UNITS):
+        raise OptionError(f"`{text}` is not a size", "write a size like `512MiB`, `2GiB` or `2GB`")
+    if "." in match[1] and not match[2]:
+        raise OptionError(f"`{text}` is not a whole number of bytes", "add a unit, like `2GiB`")
+    return int(float(match[1]) * _UNITS[match[2] or "B"])
+
+
+def parse_cache(text: str, expert_bytes: int) -> int:
+    """`BYTES` or `PERCENT%` of this bundle's routed-expert bytes -> bytes. Raises OptionError."""
+    if text.strip().endswith("%"):
+        number = text.strip()[:-1]
+        if not re.fullmatch(r"\d+(\.\d+)?", number) or not 0 < float(number) <= 100:
+            raise OptionError(f"`{text}` is not a share of the experts", "write `50%`, more than 0 and at most 100")
+        return int(expert_bytes * float(number) / 100)
+    return parse_bytes(text)
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """memory: whole-process budget (`2GiB`), expert_cache: `BYTES` or `PERCENT%`; neither: 7/8 of available memory.
+
+    context 0: min(model, 4096). threads 0: all the process may use. slots: sequences decoded side by side.
+    verify: compare every expert with its digest when it is first read.
+    """
+
+    memory: str | None = None
+    expert_cache: str | None = None
+    context: int = 0
+    policy: Policy = "edgemoe"
+    prefetch: Prefetch = "lookahead"
+    io: IoMode = "auto"
+    threads: int = 0
+    slots: int = 1
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise OptionError(f"unknown policy `{self.policy}`", f"choose one of {', '.join(POLICIES)}")
+        if self.prefetch not in PREFETCHERS:
+            raise OptionError(f"unknown prefetch `{self.prefetch}`", f"choose one of {', '.join(PREFETCHERS)}")
+        if self.io not in IO_MODES:
+            raise OptionError(f"unknown io mode `{self.io}`", f"choose one of {', '.join(IO_MODES)}")
+        if self.context < 0 or self.threads < 0 or self.slots < 1:
+            raise OptionError("context and threads must not be negative, slots must be at least 1")

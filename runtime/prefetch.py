@@ -1,0 +1,148 @@
+"""Predictors: which experts the next layer is likely to ask for. They advise; results never depend on them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+
+from . import kernels
+from .bundle import Tables
+from .options import Prefetch
+
+# Pairs seen less often than this say less than the expert before alone.
+# Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
+MINIMUM_PAIR_COUNT = 8
+
+
+@dataclass(slots=True)
+class PassState:
+    """What a predictor may look at while layer `layer` of a pass runs.
+
+    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far.
+    """
+
+    layer: int
+    hidden: np.ndarray
+    chosen: list[np.ndarray]
+
+
+class Predictor(Protocol):
+    """Scores the experts of the layer after the running one."""
+
+    def scores(self, state: PassState) -> np.ndarray | None:
+        """[E] float64, likelier is higher; None: nothing to say."""
+
+
+@dataclass(slots=True)
+class PrefetchQuality:
+    """Per predicted layer: experts demanded, and of these the ones among the predicted top candidates."""
+
+    demanded: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    predicted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def observe(self, layer: int, predicted: set[int], demanded: np.ndarray) -> None:
+        """Count one layer of one pass."""
+        self.demanded[layer] += len(demanded)
+        self.predicted[layer] += sum(int(expert) in predicted for expert in demanded)
+
+    @property
+    def recall(self) -> float | None:
+        """Share of demanded experts that had been predicted; None if nothing was predicted."""
+        total = sum(self.demanded.values())
+        return sum(self.predicted.values()) / total if total else None
+
+
+class PopularityPredictor:
+    """The experts that calibration saw most often in the next layer."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._popularity = tables.popularity.astype(np.float64)
+
+    def scores(self, state: PassState) -> np.ndarray | None:
+        return self._popularity[(state.layer + 1) % len(self._popularity)]
+
+
+class PathPredictor:
+    """EdgeMoE's dictionary: the experts of two layers predict those of the next, with back-off.
+
+    score(e) sums over pairs (a in layer l-1, b in layer l) the counts of e in layer l+1; pairs seen fewer than
+    MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity. Source: EdgeMoE, activation-path dictionary.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._popularity = PopularityPredictor(tables)
+        self._rows = {tuple(key): row for row, key in enumerate(tables.path_keys.tolist())}
+
+    def scores(self, state: PassState) -> np.ndarray | None:
+        tables, layer = self._tables, state.layer
+        if layer + 1 >= len(tables.popularity):
+            return self._popularity.scores(state)
+        total = np.zeros(tables.popularity.shape[1])
+        for token in range(len(state.chosen[layer])):
+            total += self._token_scores(state, token)
+        return total if total.any() else self._popularity.scores(state)
+
+    def _token_scores(self, state: PassState, token: int) -> np.ndarray:
+        tables, layer = self._tables, state.layer
+        scores = np.zeros(tables.popularity.shape[1])
+        before = state.chosen[layer - 1][token].tolist() if layer > 0 else []
+        for last in state.chosen[layer][token].tolist():
+            for first in before:
+                row = self._rows.get((layer + 1, first, last))
+                if row is None:
+                    continue
+                part = slice(tables.path_offsets[row], tables.path_offsets[row + 1])
+                counts = tables.path_counts[part].astype(np.float64)
+                if counts.sum() >= MINIMUM_PAIR_COUNT:
+                    scores[tables.path_experts[part]] += counts / counts.sum()
+        if not scores.any():
+            for last in state.chosen[layer][token].tolist():
+                counts = tables.transitions[layer, last].astype(np.float64)
+                scores += counts / max(counts.sum(), 1)
+        return scores
+
+
+class LookaheadPredictor:
+    """The next layer's own router, applied to this layer's residual stream. Source: HOBBIT, layer-level prediction.
+
+    The last layer has no next router to ask; there popularity speaks for the first layer of the next token.
+    """
+
+    def __init__(self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[object]) -> None:
+        self._model, self._norms, self._routers = model, norms, routers
+        self._fallback = PopularityPredictor(tables)
+
+    def scores(self, state: PassState) -> np.ndarray | None:
+        following = state.layer + 1
+        if following >= len(self._routers):
+            return self._fallback.scores(state)
+        normed = np.empty_like(state.hidden)
+        kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
+        logits = np.empty((len(normed), self._model.layers[following].experts.count), np.float32)
+        kernels.linear(self._routers[following], normed, logits)
+        logits -= logits.max(axis=1, keepdims=True)
+        probabilities = np.exp(logits)
+        return (probabilities / probabilities.sum(axis=1, keepdims=True)).sum(axis=0)
+
+
+def make_predictor(
+    kind: Prefetch, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[object]
+) -> Predictor | None:
+    """The predictor of an option; None for `off`."""
+    if kind == "lookahead":
+        return LookaheadPredictor(tables, model, norms, routers)
+    if kind == "path":
+        return PathPredictor(tables)
+    return PopularityPredictor(tables) if kind == "popularity" else None
+
+
+def candidates(scores: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
+    """Likeliest first; as many as the layer can ask for: min(E, tokens x top_k). Ties: lowest index."""
+    order = np.argsort(-scores, kind="stable")
+    return order[: min(len(order), tokens * top_k)]

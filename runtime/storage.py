@@ -1,0 +1,196 @@
+"""Where expert bytes come from, and the memory they land in.
+
+All experts share one address range, laid out like the expert files; residency is which pages of it are populated.
+An expert therefore has one fixed address for the life of the engine, a slot never fragments, and giving an expert up
+is one `madvise`. Reads land in place: no copy lies between the file and the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import mmap
+import os
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from moec.manifests.bundle import ExpertEntry
+from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
+
+from .bundle import Bundle
+from .options import IoMode
+
+_MAP_NORESERVE = 0x4000
+_RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class ExpertStorage(Protocol):
+    """Blocks of expert bytes; indices count the manifest's experts in order."""
+
+    mode: str
+
+    def block(self, index: int) -> np.ndarray:
+        """uint8 view of one expert, [size_bytes]; content is valid between load and release."""
+
+    def load(self, index: int) -> None:
+        """Read one expert. Thread-safe for different indices. Raises StorageReadFailed, ChecksumMismatch."""
+
+    def release(self, index: int) -> None:
+        """Give the memory of one expert back to the system."""
+
+    def close(self) -> None:
+        """Close files; views stay valid until they are dropped."""
+
+
+def open_storage(bundle: Bundle, io: IoMode, verify: bool) -> ExpertStorage:
+    """`auto` is direct reads where the file system allows them, else buffered reads that drop what they read."""
+    if io == "mmap":
+        return MappedStorage(bundle, verify)
+    return ReadStorage(bundle, io, verify)
+
+
+class _Verifier:
+    """Compares an expert with its digest the first time it is read; later reads of the same bytes are trusted."""
+
+    def __init__(self, bundle: Bundle, enabled: bool) -> None:
+        self._path = bundle.path
+        self._pending = set(range(len(bundle.manifest.experts))) if enabled else set()
+
+    def check(self, index: int, entry: ExpertEntry, block: np.ndarray) -> None:
+        if index not in self._pending:
+            return
+        if hashlib.sha256(memoryview(block)).hexdigest() != entry.sha256:
+            raise ChecksumMismatch(
+                f"`{self._path / entry.file}`, expert {entry.expert} of layer {entry.layer}: bytes differ from "
+                "their digest",
+                "copy the bundle again",
+            )
+        self._pending.discard(index)
+
+
+class ReadStorage:
+    """Explicit reads into a sparse anonymous mapping.
+
+    Direct reads bypass the page cache; where the file system refuses them, buffered reads drop their pages at once,
+    so the page cache never holds a second copy that the budget would have to count.
+    """
+
+    def __init__(self, bundle: Bundle, io: IoMode, verify: bool) -> None:
+        self._entries = bundle.manifest.experts
+        self._verifier = _Verifier(bundle, verify)
+        sizes = [entry.size_bytes for entry in self._entries]
+        self._starts = [0, *np.cumsum(sizes).tolist()]
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._arena = mmap.mmap(-1, self._starts[-1], flags=flags)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            # A huge page would make an expert's neighbour resident, outside the budget.
+            self._arena.madvise(mmap.MADV_NOHUGEPAGE)
+        self._view = np.frombuffer(self._arena, np.uint8)
+        self._files: dict[str, int] = {}
+        self.mode = "buffered"
+        if io in ("auto", "direct") and self._open_all(bundle.path, getattr(os, "O_DIRECT", 0)):
+            self.mode = "direct"
+        elif not self._files and not self._open_all(bundle.path, 0):
+            raise StorageReadFailed(f"cannot open the expert files of `{bundle.path}`", "check permissions")
+
+    def _open_all(self, path: Path, flag: int) -> bool:
+        files: dict[str, int] = {}
+        try:
+            for name in sorted({entry.file for entry in self._entries}):
+                files[name] = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC | flag)
+            if flag:
+                first = self._entries[0]
+                probe = mmap.mmap(-1, mmap.PAGESIZE)
+                os.preadv(files[first.file], [memoryview(probe)], first.offset_bytes)
+        except OSError as error:
+            for descriptor in files.values():
+                os.close(descriptor)
+            if flag and error.errno in _RETRY_FLAGS:
+                return False
+            raise StorageReadFailed(f"cannot open the expert files of `{path}`: {error.strerror}") from error
+        self._files = files
+        return bool(flag) or True
+
+    def block(self, index: int) -> np.ndarray:
+        return self._view[self._starts[index] : self._starts[index + 1]]
+
+    def load(self, index: int) -> None:
+        entry, block = self._entries[index], self.block(index)
+        descriptor, done = self._files[entry.file], 0
+        try:
+            while done < entry.size_bytes:
+                count = os.preadv(descriptor, [memoryview(block)[done:]], entry.offset_bytes + done)
+                if count == 0:
+                    raise StorageReadFailed(f"`{entry.file}` ended at byte {entry.offset_bytes + done}")
+                done += count
+        except OSError as error:
+            raise StorageReadFailed(
+                f"`{entry.file}`, expert {entry.expert} at byte {entry.offset_bytes}: {error.strerror}"
+            ) from error
+        if self.mode == "buffered" and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
+        self._verifier.check(index, entry, block)
+
+    def release(self, index: int) -> None:
+        start = self._starts[index]
+        self._arena.madvise(mmap.MADV_DONTNEED, start, self._starts[index + 1] - start)
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+
+
+class MappedStorage:
+    """Expert files mapped read-only: the portable way. Released ranges leave the mapping and the page cache."""
+
+    mode = "mmap"
+
+    def __init__(self, bundle: Bundle, verify: bool) -> None:
+        self._entries = bundle.manifest.experts
+        self._verifier = _Verifier(bundle, verify)
+        self._maps: dict[str, mmap.mmap] = {}
+        self._views: dict[str, np.ndarray] = {}
+        self._files: dict[str, int] = {}
+        for name in sorted({entry.file for entry in self._entries}):
+            descriptor = os.open(bundle.path / name, os.O_RDONLY | os.O_CLOEXEC)
+            self._files[name] = descriptor
+            self._maps[name] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            # Read-around would bring neighbours in that nobody asked for.
+            self._maps[name].madvise(mmap.MADV_RANDOM)
+            self._views[name] = np.frombuffer(self._maps[name], np.uint8)
+
+    def block(self, index: int) -> np.ndarray:
+        entry = self._entries[index]
+        return self._views[entry.file][entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+
+    def load(self, index: int) -> None:
+        entry, block = self._entries[index], self.block(index)
+        self._maps[entry.file].madvise(mmap.MADV_WILLNEED, entry.offset_bytes, entry.size_bytes)
+        np.add.reduce(block[:: mmap.PAGESIZE], dtype=np.int64)
+        self._verifier.check(index, entry, block)
+
+    def release(self, index: int) -> None:
+        entry = self._entries[index]
+        self._maps[entry.file].madvise(mmap.MADV_DONTNEED, entry.offset_bytes, entry.size_bytes)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._files[entry.file], entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+
+
+def resident_bytes(view: np.ndarray) -> int:
+    """Bytes of a page-aligned mapped range that are in memory (mincore); -1 where the system cannot tell."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = -(-view.nbytes // mmap.PAGESIZE)
+    vector = (ctypes.c_ubyte * pages)()
+    address = view.__array_interface__["data"][0]
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(view.nbytes), vector) != 0:
+        return -1
+    return sum(byte & 1 for byte in vector) * mmap.PAGESIZE

@@ -1,0 +1,51 @@
+"""Tokenizer of a bundle and text that streams without ever splitting a character."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from moec.manifests.errors import BundleIncomplete, ManifestInvalid
+
+TOKENIZER_NAME = "tokenizer.json"
+_REPLACEMENT = "\ufffd"
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Read `tokenizer.json`. Raises BundleIncomplete or ManifestInvalid."""
+    path = folder / TOKENIZER_NAME
+    if not path.is_file():
+        raise BundleIncomplete(f"`{path}` is missing", "compile a checkpoint that has a fast tokenizer")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
+        raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", "copy the bundle again") from error
+
+
+class TextStream:
+    """Feeds tokens in, gives finished text out; bytes of an unfinished character wait for the rest."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._start = 0
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        """Text that this token completes; may be empty."""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._start : self._shown])
+        now = self._tokenizer.decode(self._tokens[self._start :])
+        if now.endswith(_REPLACEMENT) or len(now) <= len(before):
+            return ""
+        # Decode from the last shown piece on, so that the cost per token stays constant.
+        self._start, self._shown = self._shown, len(self._tokens)
+        return now[len(before) :]
+
+    def flush(self) -> str:
+        """What is left at the end, replacement characters included."""
+        before = self._tokenizer.decode(self._tokens[self._start : self._shown])
+        now = self._tokenizer.decode(self._tokens[self._start :])
+        self._start = self._shown = len(self._tokens)
+        return now[len(before) :]
