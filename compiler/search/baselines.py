@@ -1,0 +1,159 @@
+"""What the search is compared with: the best uniform format, and EdgeMoE's list and count.
+
+All baselines keep the dense formats of the plan they are compared with, so that only routed experts differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moec.evaluation.run import answer_scores
+from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..plan import CompilePlan
+from ..trials import Trials
+from ..unit_store import UnitStore
+
+# Items of EdgeMoE's sensitivity measurement.
+EXACT_ITEMS = 64
+Progress = Callable[[int, int], None]
+Keeps = Callable[[CompilePlan], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineResult:
+    """A baseline at the target: its plan and size, or None where no plan of its kind keeps the target.
+
+    frontier: (expert packed bytes, mean KL) of every plan measured, for comparison at equal KL.
+    """
+
+    name: str
+    plan: CompilePlan | None
+    frontier: tuple[tuple[int, float], ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values."""
+        return {
+            "name": self.name,
+            "expert_packed_bytes": None if self.plan is None else self.plan.expert_packed_bytes,
+            "bits_per_weight": None if self.plan is None else self.plan.bits_per_weight,
+            "frontier": [list(point) for point in self.frontier],
+        }
+
+
+def uniform_like(plan: CompilePlan, spec: QuantSpec, quantizer: str | None = None) -> CompilePlan:
+    """All units in one format, everything else as in `plan`."""
+    return replace(plan, units=dict.fromkeys(plan.units, spec), quantizer=quantizer or plan.quantizer)
+
+
+def best_uniform(plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, keeps: Keeps) -> BaselineResult:
+    """Fewest bytes over all formats that keep the target.
+
+    Formats are ranked by measured KL; the worst one that still keeps the target is found by bisection, and of all at
+    least as good the smallest is taken.
+    """
+    offered = [spec for spec in specs if all(spec.fits(_columns(plan, unit)) for unit in plan.units)]
+    plans = [uniform_like(plan, spec) for spec in offered]
+    kls = [trials.kl(candidate, f"uniform {spec}").mean for candidate, spec in zip(plans, offered, strict=True)]
+    order = np.argsort(kls, kind="stable").tolist()
+    frontier = tuple((candidate.expert_packed_bytes, kl) for candidate, kl in zip(plans, kls, strict=True))
+    good = _last_kept([plans[i] for i in order], keeps)
+    kept = [plans[i] for i in order[: good + 1]]
+    best = min(kept, key=lambda candidate: candidate.expert_packed_bytes, default=None)
+    return BaselineResult("best uniform", best, frontier)
+
+
+def _columns(plan: CompilePlan, unit: UnitKey) -> int:
+    return plan.model.unit_shape(unit.layer, unit.projection)[1]
+
+
+def _last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
+    """Index of the last plan that keeps the target if plans only get worse; -1 for none. Bisection."""
+    low, high = -1, len(ordered)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if keeps(ordered[middle]):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def importance_list(
+    plan: CompilePlan, low: QuantSpec, high: QuantSpec, trials: Trials, store: UnitStore, progress: Progress
+) -> dict[ExpertKey, float]:
+    """Answer NLL (nats per token, above all experts at `high`) with one expert at `low` and the others at `high`.
+
+    Source: EdgeMoE, expert-wise bitwidth adaptation: one expert at INT2, the rest at INT4.
+    """
+    base = uniform_like(plan, high, store.quantizer)
+    before = _answer_nll(base, trials, store)
+    keys, losses = plan.model.expert_keys(), {}
+    for done, key in enumerate(keys, 1):
+        own = {UnitKey(*key, p): low for p in PROJECTIONS}
+        losses[key] = _answer_nll(replace(base, units={**base.units, **own}), trials, store) - before
+        progress(done, len(keys))
+    return losses
+
+
+def _answer_nll(plan: CompilePlan, trials: Trials, store: UnitStore) -> float:
+    data = trials.tasks[0]
+    items = data.validation.items[:EXACT_ITEMS]
+    with trials.reference.weights(trials.weights_of(plan, store)):
+        scores = answer_scores(data.task, items, trials.reference, shots=data.shots)
+    return sum(score.nll for score in scores) / max(sum(score.tokens for score in scores), 1)
+
+
+def edgemoe(
+    name: str,
+    plan: CompilePlan,
+    formats: Mapping[int, QuantSpec],
+    losses: Mapping[ExpertKey, float],
+    trials: Trials,
+    store: UnitStore,
+    keeps: Keeps,
+) -> BaselineResult:
+    """Bounds, then a count: the n least important experts at the lower bitwidth, the rest at the upper.
+
+    formats: bitwidth -> format, 16 included. losses: of the importance list. Source: EdgeMoE, expert-wise bitwidth
+    adaptation.
+    """
+    frontier: list[tuple[int, float]] = []
+
+    def measured(candidate: CompilePlan) -> bool:
+        frontier.append((candidate.expert_packed_bytes, trials.kl(candidate, name, store).mean))
+        return keeps(candidate)
+
+    widths = sorted(formats)
+    uniform = [uniform_like(plan, formats[width], store.quantizer) for width in reversed(widths)]
+    kept = _last_kept(uniform, measured)
+    if kept < 0:
+        return BaselineResult(name, None, tuple(frontier))
+    if kept == len(uniform) - 1:
+        return BaselineResult(name, uniform[kept], tuple(frontier))
+    lower = formats[widths[-2 - kept]]
+    order = sorted(losses, key=lambda key: (losses[key], key))
+    counts = [_counted(uniform[kept], order[:count], lower) for count in range(len(order))]
+    best = _last_kept(counts, measured)
+    return BaselineResult(name, counts[max(best, 0)], tuple(frontier))
+
+
+def _counted(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:
+    return replace(base, units={**base.units, **{UnitKey(*key, p): lower for key in keys for p in PROJECTIONS}})
+
+
+def bytes_at_kl(frontier: Sequence[tuple[int, float]], kl: float) -> float | None:
+    """Bytes of a family of plans at this KL, interpolated in log KL on its lower envelope; None outside it."""
+    envelope: list[tuple[float, float]] = []
+    for size, value in sorted(frontier):
+        if value > 0 and (not envelope or math.log(value) < envelope[-1][1]):
+            envelope.append((float(size), math.log(value)))
+    if len(envelope) < 2 or not envelope[-1][1] <= math.log(max(kl, 1e-30)) <= envelope[0][1]:
+        return None
+    sizes, logs = np.array(envelope).T
+    return float(np.interp(math.log(kl), logs[::-1], sizes[::-1]))

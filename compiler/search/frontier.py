@@ -1,0 +1,111 @@
+"""Multiple-choice knapsack on convex hulls: one option per unit, least cost under a loss budget or the reverse.
+
+Costs and losses add up over units, so the greedy over hull steps is the linear-programming optimum of the relaxation
+and off the integer optimum by at most one step of one unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceTable:
+    """costs, losses: [U, S] float64; inf where unit u cannot take option s. Every unit has a finite option."""
+
+    costs: np.ndarray
+    losses: np.ndarray
+
+    def totals(self, choice: np.ndarray) -> tuple[float, float]:
+        """Cost and predicted loss of a choice [U]."""
+        rows = np.arange(len(choice))
+        return float(self.costs[rows, choice].sum()), float(self.losses[rows, choice].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    ratio: float
+    unit: int
+    option: int
+    saved_cost: float
+    added_loss: float
+
+
+def _hull_steps(costs: np.ndarray, losses: np.ndarray, unit: int) -> tuple[int, list[_Step]]:
+    """Start option of a unit (least loss) and its steps down the lower convex hull, cheapest loss per cost first."""
+    order = sorted(np.flatnonzero(np.isfinite(costs)).tolist(), key=lambda s: (losses[s], costs[s]))
+    hull: list[int] = []
+    for option in order:
+        if hull and costs[option] >= costs[hull[-1]]:
+            continue
+        while len(hull) >= 2:
+            first, second = hull[-2], hull[-1]
+            slope = (losses[second] - losses[first]) / (costs[first] - costs[second])
+            if (losses[option] - losses[second]) / (costs[second] - costs[option]) > slope:
+                break
+            hull.pop()
+        hull.append(option)
+    steps = []
+    for before, after in itertools.pairwise(hull):
+        saved, added = float(costs[before] - costs[after]), float(losses[after] - losses[before])
+        steps.append(_Step(added / saved, unit, after, saved, added))
+    return hull[0], steps
+
+
+def _all_steps(table: ChoiceTable) -> tuple[np.ndarray, list[_Step]]:
+    start = np.empty(len(table.costs), np.int64)
+    steps: list[_Step] = []
+    for unit in range(len(table.costs)):
+        start[unit], own = _hull_steps(table.costs[unit], table.losses[unit], unit)
+        steps += own
+    # Stable in (ratio, unit): the same table gives the same plan.
+    return start, sorted(steps, key=lambda step: (step.ratio, step.unit))
+
+
+def least_cost(table: ChoiceTable, loss_budget: float) -> np.ndarray:
+    """Options [U] of least cost whose losses sum to at most loss_budget; the least lossy choice if none does."""
+    choice, steps = _all_steps(table)
+    remaining = loss_budget - table.totals(choice)[1]
+    blocked: set[int] = set()
+    for step in steps:
+        if step.unit in blocked:
+            continue
+        if step.added_loss > remaining:
+            # Later hull steps of this unit build on this one.
+            blocked.add(step.unit)
+            continue
+        choice[step.unit] = step.option
+        remaining -= step.added_loss
+    return choice
+
+
+def least_loss(table: ChoiceTable, cost_budget: float) -> np.ndarray | None:
+    """Options [U] of least predicted loss whose costs sum to at most cost_budget; None if the cheapest costs more."""
+    choice, steps = _all_steps(table)
+    excess = table.totals(choice)[0] - cost_budget
+    for step in steps:
+        if excess <= 0:
+            break
+        choice[step.unit] = step.option
+        excess -= step.saved_cost
+    if excess > 0:
+        return None
+    return _refill(table, choice, -excess)
+
+
+def _refill(table: ChoiceTable, choice: np.ndarray, room: float) -> np.ndarray:
+    """Spend what the last step left over: repeatedly the upgrade that removes most loss and still fits."""
+    rows = np.arange(len(choice))
+    while True:
+        gain = table.losses[rows, choice][:, None] - table.losses
+        extra = table.costs - table.costs[rows, choice][:, None]
+        gain = np.where((extra <= room) & np.isfinite(table.costs), gain, 0.0)
+        best = int(np.argmax(gain))
+        unit, option = divmod(best, table.costs.shape[1])
+        if gain[unit, option] <= 0:
+            return choice
+        room -= float(extra[unit, option])
+        choice[unit] = option

@@ -1,0 +1,152 @@
+"""The search: predictions propose, measurements decide.
+
+A plan for a predicted loss comes from the knapsack in milliseconds. What it really costs is measured, and the budget
+moves until the measured value meets the target: at most MAX_GENERATED measurements on generated answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moec.evaluation.statistics import LossEstimate
+from moec.manifests.errors import TargetUnreachable
+
+from ..plan import CompilePlan
+from ..sensitivity import SearchSpace
+from ..targets import Target
+from ..trials import Trials
+from .frontier import least_cost, least_loss
+from .space import size_table
+
+MAX_GENERATED = 6
+MAX_KL = 8
+# A first guess of the KL at which a task begins to suffer: 2 % loss came at 0.02 to 0.05 nats on the example.
+FIRST_KL_PER_LOSS = 1.0
+# Two predicted budgets closer than this give plans whose sizes differ by less than 1 %.
+CLOSE_ENOUGH = 1.08
+_SPREAD = 4.0
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An accepted plan; predicted: its budget in the knapsack's units."""
+
+    plan: CompilePlan
+    predicted: float
+
+
+def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> CompilePlan:
+    """The plan of least cost that keeps the target. Raises TargetUnreachable with the best that can be had."""
+    if target.kind == "loss":
+        return _search_loss(space, trials, target.value, note).plan
+    if target.kind == "kl":
+        return _search_kl(space, trials, target.value, note).plan
+    weights = sum(math.prod(space.plain.model.unit_shape(u.layer, u.projection)) for u in space.units)
+    budget = target.value if target.kind == "size" else target.value * weights / 8
+    table = size_table(space)
+    choice = least_loss(table, budget)
+    if choice is None:
+        least = float(np.min(table.costs, axis=1).sum())
+        raise TargetUnreachable(
+            f"{target} is below the smallest offered plan of {least:.0f} bytes ({8 * least / weights:.3f} bits per weight)",
+            "ask for more, or offer smaller formats with `--bits` and `--group-size`",
+        )
+    plan = space.plan(choice)
+    if trials.has_data:
+        trials.kl(plan, "search")
+    return plan
+
+
+def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
+    """Largest predicted budget whose plan measures a mean KL of at most the target."""
+    low: Found | None = None
+    high = math.inf
+    budget = target
+    for _ in range(MAX_KL):
+        plan = space.plan(least_cost(space.table, budget))
+        measured = trials.kl(plan, "search").mean
+        note(f"KL {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
+        if measured <= target:
+            low = Found(plan, budget)
+            if measured >= target / CLOSE_ENOUGH:
+                break
+        else:
+            high = budget
+        budget = _next_budget(budget, low, high, target / max(measured, 1e-12))
+        if low is not None and high / low.predicted < CLOSE_ENOUGH:
+            break
+    if low is None:
+        low = _most_precise(space, lambda plan: trials.kl(plan, "most precise").mean <= target, f"KL {target:g}")
+    return low
+
+
+def _next_budget(budget: float, low: Found | None, high: float, ratio: float) -> float:
+    """Secant step in log space, kept inside the bracket; bisection where it would leave it."""
+    proposed = budget * float(np.clip(ratio, 1 / _SPREAD, _SPREAD))
+    floor = low.predicted if low is not None else 0.0
+    if floor * 1.02 < proposed < high / 1.02:
+        return proposed
+    if math.isinf(high):
+        return floor * 2
+    return math.sqrt(floor * high) if floor > 0 else high / _SPREAD
+
+
+def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
+    """Largest predicted budget whose generated answers lose at most the target, one standard error included."""
+    low: Found | None = None
+    high = math.inf
+    budget = _calibrated_budget(space, trials, FIRST_KL_PER_LOSS * target)
+    for _ in range(MAX_GENERATED):
+        plan = space.plan(least_cost(space.table, budget))
+        accepted, losses = trials.accepts(plan, target, "search")
+        note(_sentence(plan, losses, accepted))
+        if accepted:
+            low = Found(plan, budget)
+        else:
+            high = budget
+        if low is not None and high / low.predicted < CLOSE_ENOUGH:
+            break
+        budget = _next_budget(budget, low, high, _headroom(losses, target))
+    if low is None:
+        low = _most_precise(
+            space, lambda plan: trials.accepts(plan, target, "most precise")[0], f"a loss of {target:.2%}"
+        )
+    return low
+
+
+def _headroom(losses: dict[str, LossEstimate], target: float) -> float:
+    """By how much the budget may grow if the loss were proportional to it; the worst task speaks."""
+    worst = max(losses.values(), key=lambda loss: loss.loss + loss.standard_error)
+    room = target - worst.standard_error
+    return room / max(worst.loss, target / _SPREAD) if room > 0 else 1 / _SPREAD
+
+
+def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
+    """The predicted budget whose plan measures about this KL, by two cheap measurements."""
+    budget = kl
+    for _ in range(2):
+        measured = trials.kl(space.plan(least_cost(space.table, budget)), "search").mean
+        budget *= float(np.clip(kl / max(measured, 1e-9), 1 / 16, 16))
+    return budget
+
+
+def _most_precise(space: SearchSpace, keeps: Callable[[CompilePlan], bool], wanted: str) -> Found:
+    plan = space.plan(least_cost(space.table, 0.0))
+    if not keeps(plan):
+        raise TargetUnreachable(
+            f"no plan on offer keeps {wanted}; the most precise one has {plan.bits_per_weight:.2f} bits per weight",
+            "allow more loss, or offer more bits with `--bits`",
+        )
+    return Found(plan, 0.0)
+
+
+def _sentence(plan: CompilePlan, losses: dict[str, LossEstimate], accepted: bool) -> str:
+    parts = ", ".join(
+        f"{task} {loss.loss:.2%} +- {loss.standard_error:.2%} (n {loss.n})" for task, loss in losses.items()
+    )
+    return f"{plan.bits_per_weight:.3f} bits per weight: loss {parts}: {'kept' if accepted else 'too much'}"

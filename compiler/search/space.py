@@ -1,0 +1,76 @@
+"""The knapsack's table: predicted loss and cost of every option of every unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..objective import ByteWeights
+from ..plan import CompilePlan
+from ..sensitivity import DenseGroup, SearchSpace, SensitivityTable, dense_groups
+from ..unit_store import UnitStore
+from .frontier import ChoiceTable
+
+
+def build_space(
+    plain: CompilePlan,
+    store: UnitStore,
+    sensitivity: SensitivityTable,
+    weights: ByteWeights,
+    unit_specs: Sequence[QuantSpec],
+    dense_options: Sequence[Mapping[str, QuantSpec]],
+) -> SearchSpace:
+    """All options priced. unit_specs: formats offered to units; dense_options: formats of all dense weights, one per
+    bitwidth on offer (a single one fixes them)."""
+    units, groups = tuple(plain.units), dense_groups(plain.model)
+    width = max(len(unit_specs), len(dense_options))
+    costs = np.full((len(units) + len(groups), width), np.inf)
+    losses = np.full_like(costs, np.inf)
+    for row, unit in enumerate(units):
+        _price_unit(plain, store, sensitivity, weights, unit, unit_specs, costs[row], losses[row])
+    for row, group in enumerate(groups, len(units)):
+        for column, specs in enumerate(dense_options):
+            costs[row, column] = weights.dense * dense_bytes(plain, group, specs)
+            losses[row, column] = sensitivity.dense_loss(store, group, specs)
+    # Two options that predict the same loss to the last bit would make the choice depend on order; the cheaper wins.
+    table = ChoiceTable(costs, losses)
+    return SearchSpace(plain, units, tuple(unit_specs), groups, tuple(dense_options), table)
+
+
+def _price_unit(
+    plain: CompilePlan,
+    store: UnitStore,
+    sensitivity: SensitivityTable,
+    weights: ByteWeights,
+    unit: UnitKey,
+    specs: Sequence[QuantSpec],
+    costs: np.ndarray,
+    losses: np.ndarray,
+) -> None:
+    rows, columns = plain.model.unit_shape(unit.layer, unit.projection)
+    for column, spec in enumerate(specs):
+        if spec.fits(columns):
+            costs[column] = weights.experts[unit.layer, unit.expert] * rows * spec.row_bytes(columns)
+            losses[column] = sensitivity.unit_loss(store, unit, spec)
+
+
+def dense_bytes(plain: CompilePlan, group: DenseGroup, specs: Mapping[str, QuantSpec]) -> float:
+    """Packed bytes of one dense group."""
+    shapes = plain.model.dense_shapes()
+    return sum(shapes[name][0] * specs[name].row_bytes(shapes[name][-1]) for name in group.tensors)
+
+
+def size_table(space: SearchSpace) -> ChoiceTable:
+    """The same table with plain bytes of routed experts as cost and dense rows free: for size and bits targets."""
+    costs = np.full_like(space.table.costs, np.inf)
+    for row, unit in enumerate(space.units):
+        rows, columns = space.plain.model.unit_shape(unit.layer, unit.projection)
+        for column, spec in enumerate(space.unit_specs):
+            if spec.fits(columns):
+                costs[row, column] = rows * spec.row_bytes(columns)
+    costs[len(space.units) :] = np.where(np.isfinite(space.table.costs[len(space.units) :]), 0.0, np.inf)
+    return ChoiceTable(costs, space.table.losses)

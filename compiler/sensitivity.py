@@ -1,0 +1,147 @@
+"""How much each unit suffers in each format: predicted KL, from output errors and a few measured gains.
+
+proxy: routing-weighted squared output error of the unit, times a gain measured per layer and projection (and per
+group of dense weights) as KL at a probe format over the error there. exact: EdgeMoE's measurement, one expert at a
+time, used to correct the proxy of each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from .plan import CompilePlan
+from .search.frontier import ChoiceTable
+from .trials import Trials
+from .unit_store import UnitStore
+
+Progress = Callable[[int, int], None]
+# At 3 bits the KL of one projection of one layer stands clear of rounding, and still grows in proportion to the error.
+PROBE_BITWIDTH = 3
+DENSE_PROBE_BITWIDTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DenseGroup:
+    """Dense weights that take one format together: attention of a layer, embedding, lm_head."""
+
+    name: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityTable:
+    """Predicted KL of every choice. loss of a unit in a format = gain[layer, projection] x correction[expert] x error.
+
+    gains: [L, 3] in the order of PROJECTIONS. dense_gains: per group. corrections: [L, E], ones unless measured.
+    """
+
+    gains: np.ndarray
+    dense_gains: Mapping[str, float]
+    corrections: np.ndarray
+
+    def unit_loss(self, store: UnitStore, unit: UnitKey, spec: QuantSpec) -> float:
+        """Predicted KL in nats per token if only this unit is stored in this format."""
+        gain = self.gains[unit.layer, PROJECTIONS.index(unit.projection)] * self.corrections[unit.layer, unit.expert]
+        return float(gain) * store.error(unit, spec)
+
+    def dense_loss(self, store: UnitStore, group: DenseGroup, specs: Mapping[str, QuantSpec]) -> float:
+        """Predicted KL of one dense group."""
+        return self.dense_gains[group.name] * sum(store.dense_error(name, specs[name]) for name in group.tensors)
+
+
+def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
+    """All dense weights that may go below 16 bits, grouped."""
+    groups = [DenseGroup("embedding", ("embedding",))]
+    for layer in range(model.num_layers):
+        names = tuple(f"layers.{layer}.{name}" for name in ("query", "key", "value", "output"))
+        groups.append(DenseGroup(f"layers.{layer}.attention", names))
+    if not model.tie_embeddings:
+        groups.append(DenseGroup("lm_head", ("lm_head",)))
+    return tuple(groups)
+
+
+def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> CompilePlan:
+    """Everything at the checkpoint's own 16 bits."""
+    units = {UnitKey(*key, p): spec_16bit for key in model.expert_keys() for p in PROJECTIONS}
+    return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)
+
+
+def measure_proxy(
+    trials: Trials, plain: CompilePlan, probe: QuantSpec, dense_probe: Mapping[str, QuantSpec], progress: Progress
+) -> SensitivityTable:
+    """Measure the gains: one KL per layer and projection, one per dense group that dense_probe puts below 16 bits."""
+    model, store = plain.model, trials.store
+    groups = [g for g in dense_groups(model) if any(dense_probe[name].bitwidth < 16 for name in g.tensors)]
+    total, done = model.num_layers * len(PROJECTIONS) + len(groups), 0
+    gains = np.zeros((model.num_layers, len(PROJECTIONS)))
+    for layer in range(model.num_layers):
+        for column, projection in enumerate(PROJECTIONS):
+            own = [u for u in plain.units if u.layer == layer and u.projection == projection]
+            plan = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
+            error = sum(store.error(unit, probe) for unit in own)
+            kl = trials.kl(plan, f"sensitivity of layer {layer}, {projection}").mean
+            gains[layer, column] = kl / error if error > 0 else 0.0
+            done += 1
+            progress(done, total)
+    dense_gains = {group.name: 0.0 for group in dense_groups(model)}
+    for group in groups:
+        plan = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
+        error = sum(store.dense_error(name, dense_probe[name]) for name in group.tensors)
+        kl = trials.kl(plan, f"sensitivity of {group.name}").mean
+        dense_gains[group.name] = kl / error if error > 0 else 0.0
+        done += 1
+        progress(done, total)
+    counts = max(layer.experts.count for layer in model.layers)
+    return SensitivityTable(gains, dense_gains, np.ones((model.num_layers, counts)))
+
+
+def correct_by_expert(
+    table: SensitivityTable, store: UnitStore, measured: Mapping[ExpertKey, float], low: QuantSpec, high: QuantSpec
+) -> SensitivityTable:
+    """Scale each expert's prediction to its measured loss: that expert at `low`, the others at `high`.
+
+    measured: increase of the loss over all experts at `high`, any unit; only the ratio between experts is used, within
+    a factor of 4 either way, since single measurements are noisy.
+    """
+    predicted = {
+        key: sum(
+            table.unit_loss(store, UnitKey(*key, p), low) - table.unit_loss(store, UnitKey(*key, p), high)
+            for p in PROJECTIONS
+        )
+        for key in measured
+    }
+    scale = sum(max(v, 0.0) for v in measured.values()) / max(sum(predicted.values()), 1e-30)
+    corrections = table.corrections.copy()
+    for key, value in measured.items():
+        if predicted[key] > 0 and scale > 0:
+            corrections[key.layer, key.expert] = float(np.clip(value / (scale * predicted[key]), 0.25, 4.0))
+    return replace(table, corrections=corrections)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """The knapsack of one model: rows are units, then dense groups; columns are options.
+
+    options: per row the formats by column (a dense group's columns are mappings name -> format).
+    """
+
+    plain: CompilePlan
+    units: tuple[UnitKey, ...]
+    unit_specs: tuple[QuantSpec, ...]
+    groups: tuple[DenseGroup, ...]
+    dense_options: tuple[Mapping[str, QuantSpec], ...]
+    table: ChoiceTable
+
+    def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
+        """The plan of a choice [U]."""
+        units = {unit: self.unit_specs[int(choice[row])] for row, unit in enumerate(self.units)}
+        dense = dict(self.plain.dense)
+        for row, group in enumerate(self.groups, len(self.units)):
+            dense.update({name: self.dense_options[int(choice[row])][name] for name in group.tensors})
+        return replace(self.plain, units=units, dense=dense)

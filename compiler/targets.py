@@ -1,0 +1,77 @@
+"""What the user asked the search to keep: exactly one target."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from moec.manifests.errors import OptionError
+
+TargetKind = Literal["loss", "kl", "bits_per_weight", "size", "uniform"]
+_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """kind and value: relative loss, nats per token, bits per routed weight, bytes of routed experts, or a bitwidth."""
+
+    kind: TargetKind
+    value: float
+
+    def __str__(self) -> str:
+        return {
+            "loss": f"loss {self.value:.3%}",
+            "kl": f"KL {self.value:g} nats per token",
+            "bits_per_weight": f"{self.value:g} bits per weight",
+            "size": f"{self.value:.0f} bytes of routed experts",
+            "uniform": f"uniform {self.value:.0f} bits",
+        }[self.kind]
+
+
+def parse_loss(text: str) -> float:
+    """`2%` or `0.02` -> 0.02. A bare number of 1 or more is refused: it could mean either. Raises OptionError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%?)\s*", text)
+    if match is None:
+        raise OptionError(f"`--loss {text}` is not a loss", "write `--loss 2%` or `--loss 0.02`")
+    value = float(match[1]) / (100 if match[2] else 1)
+    if not match[2] and value >= 1:
+        raise OptionError(f"`--loss {text}` is ambiguous", f"write `--loss {match[1]}%`")
+    if not 0 < value < 1:
+        raise OptionError(f"`--loss {text}` must be more than 0 and less than 100%", "write `--loss 2%`")
+    return value
+
+
+def parse_size(text: str) -> int:
+    """`2.1GiB`, `900MB` -> bytes; a bare G or a bare number is refused. Raises OptionError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise OptionError(f"`--size {text}` is not a size", "write `2.1GiB` (2^30) or `2.1GB` (10^9)")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def choose_target(
+    loss: str | None, kl: float | None, bits_per_weight: float | None, size: str | None, uniform: int | None
+) -> Target:
+    """The one target that was given. Raises OptionError for none, several or values out of range."""
+    given = {"--loss": loss, "--kl": kl, "--bits-per-weight": bits_per_weight, "--size": size, "--uniform": uniform}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        found = "none" if not named else " and ".join(named)
+        raise OptionError(f"expected exactly one target, found {found}", f"give one of {', '.join(given)}")
+    if loss is not None:
+        return Target("loss", parse_loss(loss))
+    if size is not None:
+        return Target("size", parse_size(size))
+    if uniform is not None:
+        if uniform not in (2, 3, 4, 8, 16):
+            raise OptionError(f"`--uniform {uniform}` is not a bitwidth", "choose 2, 3, 4, 8 or 16")
+        return Target("uniform", uniform)
+    if kl is not None:
+        if not kl > 0:
+            raise OptionError(f"`--kl {kl:g}` must be more than 0", "write `--kl 0.05`")
+        return Target("kl", kl)
+    value = float(bits_per_weight or 0)
+    if not 0 < value <= 16:
+        raise OptionError(f"`--bits-per-weight {value:g}` must be more than 0 and at most 16", "write 3.25")
+    return Target("bits_per_weight", value)

@@ -1,0 +1,107 @@
+"""Every unit in every format that the search asks for, quantized once, a layer's experts at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from .families.lowering import Lowering
+from .output_error import output_error
+from .quantized import QuantizedMatrix
+from .quantizers import quantize_batch
+from .quantizers.rtn import quantize_rtn
+from .second_moments import SecondMoments
+
+Progress = Callable[[int, int], None]
+
+
+class UnitStore:
+    """Quantized units and dense weights of one checkpoint, kept in memory as codes.
+
+    quantizer: `gptq`, `rtn` or `quanto`. second_moments: None makes gptq round to nearest, and errors unweighted.
+    """
+
+    def __init__(self, lowering: Lowering, second_moments: SecondMoments | None, quantizer: str) -> None:
+        self.lowering, self.quantizer = lowering, quantizer
+        self.model: ModelSpec = lowering.model
+        self._moments = second_moments
+        self._units: dict[tuple[UnitKey, QuantSpec], QuantizedMatrix] = {}
+        self._errors: dict[tuple[UnitKey, QuantSpec], float] = {}
+        self._dense: dict[tuple[str, QuantSpec], QuantizedMatrix] = {}
+        self._weights: dict[tuple[int, str], torch.Tensor] = {}
+
+    def prepare(self, specs: Iterable[QuantSpec], progress: Progress) -> None:
+        """Quantize all units in these formats. progress: (batches done, batches in all)."""
+        jobs = [
+            (layer, projection, spec)
+            for layer in range(self.model.num_layers)
+            for projection in ("gate", "up", "down")
+            for spec in specs
+            if spec.bitwidth < 16 and spec.fits(self.model.unit_shape(layer, projection)[1])
+        ]
+        for done, job in enumerate(jobs, 1):
+            self._quantize(*job)
+            progress(done, len(jobs))
+
+    def original(self, layer: int, projection: str) -> torch.Tensor:
+        """Weights of one projection of all experts of a layer, [E, N, K] float32."""
+        key = (layer, projection)
+        if key not in self._weights:
+            count = self.model.layers[layer].experts.count
+            rows = [self.lowering.unit(UnitKey(layer, expert, projection)) for expert in range(count)]
+            self._weights[key] = torch.stack(rows).float()
+        return self._weights[key]
+
+    def _quantize(self, layer: int, projection: str, spec: QuantSpec) -> None:
+        if (UnitKey(layer, 0, projection), spec) in self._units:
+            return
+        weights = self.original(layer, projection)
+        moments = tokens = None
+        if self._moments is not None:
+            moments, tokens = self._moments.of(layer, projection), self._moments.tokens(layer)
+        for expert, matrix in enumerate(quantize_batch(self.quantizer, weights, spec, moments, tokens)):
+            key = (UnitKey(layer, expert, projection), spec)
+            self._units[key] = matrix
+            moment = None if moments is None else moments[expert]
+            self._errors[key] = float(output_error(weights[expert], matrix.dequantize(), moment))
+
+    def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
+        """Codes of one unit in a format below 16 bits."""
+        self._quantize(unit.layer, unit.projection, spec)
+        return self._units[(unit, spec)]
+
+    def weight(self, unit: UnitKey, spec: QuantSpec) -> torch.Tensor:
+        """The weights the runtime would compute with, [N, K] float32."""
+        if spec.bitwidth == 16:
+            return self.original(unit.layer, unit.projection)[unit.expert]
+        return self.matrix(unit, spec).dequantize()
+
+    def error(self, unit: UnitKey, spec: QuantSpec) -> float:
+        """Routing-weighted squared output error of one unit; 0 at 16 bits."""
+        if spec.bitwidth == 16:
+            return 0.0
+        self._quantize(unit.layer, unit.projection, spec)
+        return self._errors[(unit, spec)]
+
+    def dense_matrix(self, name: str, spec: QuantSpec) -> QuantizedMatrix:
+        """Codes of one dense weight in a format below 16 bits, rounded to nearest with clip search."""
+        if (name, spec) not in self._dense:
+            self._dense[(name, spec)] = quantize_rtn(self.lowering.dense_weight(name).float(), spec, clip_search=True)
+        return self._dense[(name, spec)]
+
+    def dense_weight(self, name: str, spec: QuantSpec) -> torch.Tensor:
+        """The dense weight the runtime would compute with, float32."""
+        if spec.bitwidth == 16:
+            return self.lowering.dense_weight(name).float()
+        return self.dense_matrix(name, spec).dequantize()
+
+    def dense_error(self, name: str, spec: QuantSpec) -> float:
+        """Squared weight error of one dense weight; 0 at 16 bits."""
+        if spec.bitwidth == 16:
+            return 0.0
+        difference = self.lowering.dense_weight(name).float() - self.dense_weight(name, spec)
+        return float(difference.square().sum())

@@ -1,0 +1,303 @@
+"""From a JSONL file, a folder or a hub name to checked items in disjoint splits.
+
+Local files are read by our own reader, which names file and line and keeps every text as it is written; the JSON
+loader of `datasets` 5.2 turns a column of texts such as "2020-01-01" into timestamps, also where text is asked for.
+`datasets` loads hub sets, and `ItemSet.to_dataset` hands any set over to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.errors import DataError, OptionError
+
+from .jsonl import Rows, read_jsonl
+from .optional import load
+from .tasks import TASKS, Item, Task, find_task, infer_task
+
+SPLITS = ("train", "validation", "test")
+SHARES = {"train": 20, "validation": 30, "test": 50}
+"""How one set is divided, in per cent: calibration, search, certification."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSet:
+    """Checked items of one task in the order they were read; `skipped` were left out because a field is blank."""
+
+    task: Task
+    source: str
+    items: tuple[Item, ...]
+    skipped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the set: a digest over task and exact texts, in order."""
+        return items_sha256(self.task, self.items)
+
+    def limit(self, count: int | None, seed: int = 0) -> ItemSet:
+        """`count` items chosen by hash of seed and text, in file order; None or too large a count: all.
+
+        Independent of the file's order, and a smaller subset lies inside a larger one of the same seed.
+        Raises OptionError if count is under 1.
+        """
+        if count is None:
+            return self
+        if count < 1:
+            raise OptionError(f"`--limit` must be at least 1, found {count}", "leave it out to take all items")
+        ranks = sorted((_digest(f"limit {seed} {item_key(self.task, item)}"), at) for at, item in enumerate(self.items))
+        chosen = sorted(at for _, at in ranks[:count])
+        return replace(self, items=tuple(self.items[at] for at in chosen))
+
+    def to_dataset(self) -> Any:
+        """The items as a `datasets.Dataset` in memory, every field text. Raises MissingDependency."""
+        datasets = load("datasets", "a data set object")
+        features = datasets.Features({name: datasets.Value("string") for name in self.task.fields})
+        return datasets.Dataset.from_list([dict(item) for item in self.items], features=features)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitData:
+    """Three disjoint sets. `repeated` items were dropped: their input stood in a set held out longer, or twice."""
+
+    task: Task
+    train: ItemSet
+    validation: ItemSet
+    test: ItemSet
+    repeated: int
+
+
+def item_key(task: Task, item: Item) -> str:
+    """The normalised item: its input in lower case, runs of white space as one space."""
+    return " ".join(item[task.input_field].lower().split())
+
+
+def items_sha256(task: Task, items: Iterable[Item]) -> str:
+    """Digest over the task's name and the exact texts of all fields, in order."""
+    digest = hashlib.sha256(task.name.encode())
+    for item in items:
+        for name in task.fields:
+            digest.update(hashlib.sha256(item[name].encode()).digest())
+    return digest.hexdigest()
+
+
+def split_of(task: Task, item: Item) -> str:
+    """The split an item belongs to where there are no files for them: by SHA-256 of the normalised item, 20/30/50."""
+    return _share_of(task, item, SPLITS)
+
+
+def load_splits(source: str | Path, task: str | None = None) -> SplitData:
+    """Train, validation and test items from `source`, disjoint in their normalised inputs.
+
+    source: a folder with train.jsonl, validation.jsonl and test.jsonl (or with a folder of that kind named after the
+    task); one JSONL file, divided by `split_of`; or a hub name `owner/set` or `owner/set:configuration`, whose missing
+    splits are cut out of its train split. task None: inferred from the fields. An input that stands in several splits
+    stays in the one that is held out longest.
+    Raises DataError (file and line where there is one), OptionError, MissingDependency.
+    """
+    found, parts = _read_parts(source, task, SPLITS)
+    sets = _divided(found, parts)
+    seen: set[str] = set()
+    kept: dict[str, ItemSet] = {}
+    repeated = 0
+    for name in reversed(SPLITS):
+        unique = _unseen(sets[name], seen)
+        repeated += len(sets[name]) - len(unique)
+        if not len(unique):
+            raise DataError(
+                f"`{source}`: the split `{name}` has no items of its own", "hand in more items, or one file per split"
+            )
+        kept[name] = unique
+    return SplitData(found, kept["train"], kept["validation"], kept["test"], repeated)
+
+
+def load_items(
+    source: str | Path, task: str | None = None, split: str | None = None, shots: int = 0, seed: int = 0
+) -> tuple[ItemSet, tuple[Item, ...]]:
+    """The items to evaluate and `shots` solved examples from the train split, which are not among the items.
+
+    split None: the test split of a folder or hub set; a single file is taken whole, and its share of train items
+    lends the examples. Raises as load_splits, and OptionError on an unknown split or more shots than there are.
+    """
+    if split not in (None, *SPLITS):
+        raise OptionError(f"`{split}` is not a split", f"choose one of {', '.join(SPLITS)}")
+    if shots < 0:
+        raise OptionError(f"`--shots` must not be negative, found {shots}", "leave it out for none")
+    wanted = tuple(name for name in SPLITS if name == (split or "test") or (shots and name == "train"))
+    found, parts = _read_parts(source, task, wanted)
+    if shots and found.answer_field is None:
+        raise OptionError(f"task `{found.name}` scores plain text and takes no solved examples", "drop `--shots`")
+    sets = _divided(found, parts)
+    whole = "file" in parts and split is None
+    items = parts["file"] if whole else sets[split or "test"]
+    examples = sets["train"].limit(shots, seed).items if shots else ()
+    if len(examples) < shots:
+        raise OptionError(f"`{source}` has {len(examples)} train items for {shots} shots", "lower `--shots`")
+    items = _without(items, {item_key(found, item) for item in examples})
+    if not len(items):
+        raise DataError(f"`{source}`: no items are left to evaluate", "hand in more items")
+    return items, examples
+
+
+def _read_parts(source: str | Path, task: str | None, wanted: Sequence[str]) -> tuple[Task, dict[str, ItemSet]]:
+    """The task and the sets by split name; a single file stands under `file`."""
+    path = Path(source)
+    chosen = None if task is None else find_task(task)
+    if path.is_dir():
+        rows = {name: read_jsonl(file) for name, file in _split_files(path, chosen, wanted).items()}
+    elif path.exists():
+        rows = {"file": read_jsonl(path)}
+    elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in (".json", ".jsonl"):
+        rows = _hub_rows(str(source))
+    else:
+        raise DataError(f"`{source}` does not exist", "hand in a JSONL file or a folder of JSONL files")
+    if chosen is None:
+        first = next(iter(rows.values()))
+        number, value = first.numbered[0]
+        chosen = infer_task(value, first.place(number))
+    parts = {name: check_items(chosen, part) for name, part in rows.items()}
+    return chosen, parts if path.exists() else _completed(chosen, parts)
+
+
+def _split_files(folder: Path, task: Task | None, wanted: Sequence[str]) -> dict[str, Path]:
+    """The files of the wanted splits, in the folder or in its sub-folder of the task's name."""
+    names = [f"{name}.jsonl" for name in wanted]
+    if not any((folder / f"{name}.jsonl").exists() for name in SPLITS):
+        inner = [name for name in ([task.name] if task else TASKS) if (folder / name).is_dir()]
+        if len(inner) > 1:
+            raise DataError(f"`{folder}` holds the tasks {' and '.join(inner)}", "choose one with `--task`")
+        folder = folder / inner[0] if inner else folder
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DataError(
+            f"`{folder}`: expected the files {', '.join(names)}, {' and '.join(missing)} is missing",
+            "add it, or hand in one JSONL file to have it divided",
+        )
+    return {name: folder / f"{name}.jsonl" for name in wanted}
+
+
+def check_items(task: Task, rows: Rows) -> ItemSet:
+    """The task's fields of every row. Items with a blank field are skipped and counted.
+
+    Raises DataError with the place if a field is missing, is not text, or holds an answer that cannot be scored.
+    """
+    kept: list[Item] = []
+    for number, value in rows.numbered:
+        item = {name: _text(task, rows, number, value, name) for name in task.fields}
+        if not all(text.strip() for text in item.values()):
+            continue
+        fault = task.answer_fault(task.reference(item))
+        if fault:
+            raise DataError(
+                f"{rows.place(number)}: the field `{task.answer_field}` {fault}",
+                f"correct the item, or choose another task than `{task.name}`",
+            )
+        kept.append(item)
+    if not kept:
+        raise DataError(
+            f"{rows.place(rows.numbered[0][0])}: expected text, found a blank field in every item",
+            f"fill in the fields {', '.join(task.fields)}",
+        )
+    return ItemSet(task, rows.source, tuple(kept), len(rows.numbered) - len(kept))
+
+
+def _text(task: Task, rows: Rows, number: int, value: dict[str, object], name: str) -> str:
+    hint = f"task `{task.name}` needs the fields {', '.join(task.fields)}, each text"
+    if name not in value:
+        raise DataError(f"{rows.place(number)}: the field `{name}` of task `{task.name}` is missing", hint)
+    text = value[name]
+    if not isinstance(text, str):
+        raise DataError(f"{rows.place(number)}: expected text in `{name}`, found {type(text).__name__}", hint)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{rows.place(number)}: `{name}` holds half a surrogate pair, which is not text", hint
+        ) from error
+    return text
+
+
+def _divided(task: Task, parts: dict[str, ItemSet]) -> dict[str, ItemSet]:
+    """The sets by split: a single file divided 20/30/50, anything else as it is."""
+    return _portions(task, parts["file"], SPLITS) if "file" in parts else parts
+
+
+def _completed(task: Task, parts: dict[str, ItemSet]) -> dict[str, ItemSet]:
+    """The splits of a hub set, absent ones cut out of its train split, or all three out of the only one it has."""
+    absent = [name for name in SPLITS if name not in parts]
+    if not absent:
+        return parts
+    if "train" in parts:
+        return {**parts, **_portions(task, parts["train"], ["train", *absent])}
+    return _portions(task, next(iter(parts.values())), SPLITS)
+
+
+def _portions(task: Task, whole: ItemSet, names: Sequence[str]) -> dict[str, ItemSet]:
+    homes = [_share_of(task, item, names) for item in whole.items]
+    return {
+        name: replace(whole, items=tuple(i for i, home in zip(whole.items, homes, strict=True) if home == name))
+        for name in names
+    }
+
+
+def _share_of(task: Task, item: Item, names: Sequence[str]) -> str:
+    """One of `names`, in proportion to SHARES, by the first 8 bytes of the digest of the normalised item."""
+    total = sum(SHARES[name] for name in names)
+    bucket = int(_digest(item_key(task, item))[:16], 16) * total >> 64
+    for name in names:
+        if bucket < SHARES[name]:
+            return name
+        bucket -= SHARES[name]
+    raise AssertionError("the bucket is under the sum of all shares")
+
+
+def _unseen(part: ItemSet, seen: set[str]) -> ItemSet:
+    """The items whose normalised input is new; adds them to `seen`."""
+    kept = []
+    for item in part.items:
+        key = item_key(part.task, item)
+        if key not in seen:
+            seen.add(key)
+            kept.append(item)
+    return replace(part, items=tuple(kept))
+
+
+def _without(part: ItemSet, keys: set[str]) -> ItemSet:
+    return replace(part, items=tuple(item for item in part.items if item_key(part.task, item) not in keys))
+
+
+def _hub_rows(name: str) -> dict[str, Rows]:
+    """All of the splits of a hub set that we know; rows count from 1. Needs a network or a filled cache."""
+    datasets = load("datasets", f"the hub set `{name}`")
+    repository, _, configuration = name.partition(":")
+    options = datasets.DownloadConfig(max_retries=1)
+    try:
+        loaded = datasets.load_dataset(repository, configuration or None, download_config=options)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"`{name}` is not a file here and could not be loaded from the hub: {reason}",
+            "hand in a local JSONL file or folder, or name the configuration as `owner/set:configuration`",
+        ) from error
+    rows = {
+        split: Rows(f"hub:{name}/{split}", tuple(enumerate((dict(row) for row in loaded[split]), start=1)))
+        for split in SPLITS
+        if split in loaded and len(loaded[split])
+    }
+    if not rows:
+        raise DataError(
+            f"`{name}`: expected the splits {', '.join(SPLITS)}, found {', '.join(loaded)}", "hand in local files"
+        )
+    return rows
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

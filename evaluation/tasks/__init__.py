@@ -1,0 +1,48 @@
+"""The tasks moec knows, by name and by the fields of their items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moec.manifests.errors import DataError, OptionError
+
+from .base import Item, Task
+from .gsm8k import GSM8K
+from .perplexity import PERPLEXITY
+from .summaries import SAMSUM, XSUM
+
+__all__ = ["TASKS", "Item", "Task", "find_task", "infer_task"]
+
+TASKS: dict[str, Task] = {task.name: task for task in (GSM8K, SAMSUM, XSUM, PERPLEXITY)}
+
+
+def _known() -> str:
+    return ", ".join(f"{task.name} ({', '.join(task.fields)})" for task in TASKS.values())
+
+
+def find_task(name: str) -> Task:
+    """The task of that name. Raises OptionError."""
+    if name not in TASKS:
+        raise OptionError(f"task `{name}` is not known", f"the tasks and their fields are {_known()}")
+    return TASKS[name]
+
+
+def infer_task(fields: Iterable[str], place: str) -> Task:
+    """The task whose fields are all among `fields`; one with a question and an answer goes before plain text.
+
+    place: file and line the fields were read from, for the message. Raises DataError if none or several fit.
+    """
+    present = set(fields)
+    fits = [task for task in TASKS.values() if present.issuperset(task.fields)]
+    most = max((len(task.fields) for task in fits), default=0)
+    best = [task for task in fits if len(task.fields) == most]
+    if len(best) == 1:
+        return best[0]
+    found = ", ".join(f"`{name}`" for name in sorted(present)[:10]) or "none"
+    if not best:
+        raise DataError(
+            f"{place}: expected the fields of a known task, found {found}",
+            f"rename the fields; the tasks and their fields are {_known()}",
+        )
+    names = " and ".join(task.name for task in best)
+    raise DataError(f"{place}: the fields {found} fit the tasks {names}", "choose one with `--task`")

@@ -1,0 +1,34 @@
+"""Summaries: of dialogues (SAMSum's form) and of documents (XSum's form). Scored by Rouge-2 first."""
+
+from __future__ import annotations
+
+from ..metrics import ROUGE_KINDS, rouge
+from .base import Task
+
+SAMSUM = Task(
+    name="samsum",
+    input_field="dialogue",
+    answer_field="summary",
+    lead="Dialogue:\n",
+    cue="\nSummary:",
+    metrics=ROUGE_KINDS,
+    score=rouge,
+    higher_is_better=True,
+    score_range=1.0,
+    max_new_tokens=96,
+    stop=("\n\n", "\nDialogue:"),
+)
+
+XSUM = Task(
+    name="xsum",
+    input_field="document",
+    answer_field="summary",
+    lead="Document:\n",
+    cue="\nSummary:",
+    metrics=ROUGE_KINDS,
+    score=rouge,
+    higher_is_better=True,
+    score_range=1.0,
+    max_new_tokens=64,
+    stop=("\n\n", "\nDocument:"),
+)

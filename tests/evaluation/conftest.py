@@ -1,0 +1,67 @@
+"""Writers of small data sets and an engine that answers from a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress
+
+Write = Callable[..., Path]
+
+
+class TableEngine:
+    """Answers each prompt from a table and keeps what it was asked."""
+
+    def __init__(self, answers: dict[str, str] | None = None, nll: dict[str, tuple[float, int]] | None = None) -> None:
+        self.answers = answers or {}
+        self.nll = nll or {}
+        self.requests: list[GenerationRequest] = []
+        self.pairs: list[tuple[str, str]] = []
+
+    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+        self.requests.extend(requests)
+        made = []
+        for done, request in enumerate(requests, start=1):
+            text = self.answers.get(request.prompt, "")
+            made.append(Generation(text, len(text.split()), len(request.prompt.split())))
+            progress(done, len(requests))
+        return made
+
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+        self.pairs.extend(pairs)
+        progress(len(pairs), len(pairs))
+        return [AnswerScore(*self.nll.get(answer, (1.0, 1))) for _, answer in pairs]
+
+
+@pytest.fixture
+def table_engine() -> type[TableEngine]:
+    return TableEngine
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """write("a/b.jsonl", rows): one line per row; a row that is text or bytes is written as it is."""
+
+    def _write(name: str, rows: Sequence[object]) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            row if isinstance(row, bytes) else row.encode() if isinstance(row, str) else json.dumps(row).encode()
+            for row in rows
+        ]
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        return path
+
+    return _write
+
+
+@pytest.fixture
+def problems() -> Callable[[int, int], list[dict[str, str]]]:
+    def _problems(start: int, count: int) -> list[dict[str, str]]:
+        return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(start, start + count)]
+
+    return _problems
