@@ -1,1 +1,1 @@
-"""Checkpoint to bundle: calibrate, measure sensitivity, search, quantize, emit, certify. Heavy; runs on a workstation."""
+"""Checkpoint to bundle: calibrate, measure sensitivity, search, quantize, emit, certify. Runs on a workstation."""

@@ -19,12 +19,12 @@ from moec.manifests.errors import ContextOverflow, InputError, OptionError
 
 from . import kernels
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
-from .bundle import Bundle, open_bundle
-from .eviction import SCORES, ExpertRecords
+from .bundle import Bundle, Tables, open_bundle
+from .eviction import SCORES, ExpertRecords, expert_records
 from .expert_cache import CacheStats, ExpertCache
 from .kv_cache import KVCache
 from .model import Model, bind_experts, load_dense
-from .options import RuntimeOptions
+from .options import MAX_THREADS, RuntimeOptions
 from .prefetch import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage
@@ -61,6 +61,14 @@ def load(path: str | Path, **options: Any) -> Engine:
     return Engine(open_bundle(Path(path)), chosen)
 
 
+def bundle_records(bundle: Bundle, tables: Tables) -> ExpertRecords:
+    """What is known of the experts before the first token: their layers and how often calibration saw them."""
+    entries = bundle.manifest.experts
+    layer = np.array([entry.layer for entry in entries], np.int32)
+    popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
+    return expert_records(layer, popularity, bundle.manifest.model.num_layers)
+
+
 class Engine:
     """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
 
@@ -69,19 +77,13 @@ class Engine:
         manifest = bundle.manifest
         self.tokenizer = load_tokenizer(bundle.path)
         self.memory: MemoryPlan = plan_memory(manifest, options)
-        kernels.set_threads(options.threads or len(os.sched_getaffinity(0)))
+        kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
         tables = bundle.tables()
         dense = load_dense(bundle, options.verify)
         self._storage = open_storage(bundle, options.io, options.verify)
         entries = manifest.experts
         sizes = np.array([entry.size_bytes for entry in entries], np.int64)
-        layer = np.array([entry.layer for entry in entries], np.int32)
-        popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
-        totals = np.maximum(tables.popularity.sum(axis=1), 1)[layer]
-        records = ExpertRecords(
-            layer, popularity / totals, np.zeros(len(entries), np.int64), np.zeros(len(entries), np.int64),
-            manifest.model.num_layers,
-        )  # fmt: skip
+        records = bundle_records(bundle, tables)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
         self.cache = ExpertCache(
             self._storage, sizes, self.memory.cache_bytes, records, SCORES[options.policy], pin_limit

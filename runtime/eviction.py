@@ -35,6 +35,16 @@ class ExpertRecords:
         return (self.layer - running_layer - 1) % self.num_layers + 1
 
 
+def expert_records(layer: np.ndarray, popularity: np.ndarray, num_layers: int) -> ExpertRecords:
+    """Records of experts that nothing has used yet. layer: int [N]; popularity: counts [N] over the same experts.
+
+    A layer whose counts are all zero gives frequency 0 to all of its experts.
+    """
+    totals = np.maximum(np.bincount(layer, weights=popularity, minlength=num_layers), 1)
+    unused = np.zeros(len(layer), np.int64)
+    return ExpertRecords(layer.astype(np.int32), popularity / totals[layer], unused, unused.copy(), num_layers)
+
+
 PolicyScore = Callable[[ExpertRecords, int], np.ndarray]
 
 

@@ -62,6 +62,10 @@ class CacheStats:
         """Difference of two snapshots."""
         return CacheStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
+    def plus(self, other: CacheStats) -> CacheStats:
+        """Sum of two counts."""
+        return CacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
 
 class ExpertCache:
     """Residency of all routed experts of one bundle.
@@ -160,9 +164,11 @@ class ExpertCache:
                 self._reserve(index)
                 self._demand.append(index)
             elif state == QUEUED:
-                self._advice.remove(index)
-                self._demand.append(index)
-                self.stats.late_hits += 1
+                # Advised but not begun: now a read on demand. An abandoned stream may have left it in demand already.
+                if index in self._advice:
+                    self._advice.remove(index)
+                    self._prefetched[index] = False
+                    self._demand.append(index)
             elif state == LOADING:
                 self.stats.late_hits += 1
             self._leases[index] = 1

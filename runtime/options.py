@@ -11,6 +11,7 @@ from moec.manifests.errors import OptionError
 POLICIES = ("edgemoe", "lru", "lfu")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
+MAX_THREADS = 256
 _UNITS = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -68,3 +69,5 @@ class RuntimeOptions:
             raise OptionError(f"unknown io mode `{self.io}`", f"choose one of {', '.join(IO_MODES)}")
         if self.context < 0 or self.threads < 0 or self.slots < 1:
             raise OptionError("context and threads must not be negative, slots must be at least 1")
+        if self.threads > MAX_THREADS:
+            raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")

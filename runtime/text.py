@@ -18,9 +18,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise BundleIncomplete(f"`{path}` is missing", "compile a checkpoint that has a fast tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
         raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", "copy the bundle again") from error
+    # What a training run left in the file must neither cut a prompt nor fill it up.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 class TextStream:

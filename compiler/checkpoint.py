@@ -1,0 +1,273 @@
+"""A Hugging Face model folder as a mapping of tensors on disk. Knows files and headers, nothing of model families.
+
+Every file is untrusted: headers are bounded and checked before a byte of weights is read, shard names stay in the
+folder, and pickled weights are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moec.manifests.bundle import FileEntry
+from moec.manifests.codec import load_strict_json
+from moec.manifests.errors import CheckpointError
+from moec.manifests.safetensors_header import ITEM_BYTES, HeaderError, TensorEntry, read_header
+
+CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+TOKENIZER_NAME = "tokenizer.json"
+COMPANION_PATTERNS = (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.*",
+)
+_MAX_JSON_BYTES = 64 << 20
+_READ_BYTES = 8 << 20
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """One tensor on disk: its file in the folder, dtype as the file names it, shape, and bytes in the file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An opened model folder. `name` is the folder's or hub's name, without a path."""
+
+    root: Path
+    name: str
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tensors: Mapping[str, TensorRef]
+    _digests: dict[str, FileEntry] = field(default_factory=dict, repr=False)
+
+    def tensor(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Read one tensor, or of a stacked one the matrix `index`, or of that the rows start to stop; its own dtype.
+
+        Reads exactly the bytes it returns. Raises CheckpointError if the file ends early or cannot be read.
+        """
+        ref = self.tensors[name]
+        shape, start = ref.shape, ref.offset_bytes
+        item = ITEM_BYTES[ref.dtype]
+        for at, stop in (() if index is None else ((index, None),)) + (() if rows is None else (rows,)):
+            row_bytes = _elements(shape[1:]) * item
+            start += at * row_bytes
+            shape = shape[1:] if stop is None else (stop - at, *shape[1:])
+        raw = bytearray(_elements(shape) * item)
+        if not raw:
+            return torch.empty(shape, dtype=_DTYPES[ref.dtype])
+        try:
+            with (self.root / ref.file).open("rb", buffering=0) as file:
+                file.seek(start)
+                view, done = memoryview(raw), 0
+                while done < len(raw):
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise CheckpointError(
+                            f"`{self.root / ref.file}` ends inside tensor `{name}`, expected {len(raw)} bytes at {start}",
+                            "copy the file again",
+                        )
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"cannot read `{self.root / ref.file}`: {error.strerror or error}") from error
+        return torch.frombuffer(raw, dtype=_DTYPES[ref.dtype]).reshape(shape)
+
+    def companion_files(self) -> tuple[str, ...]:
+        """Names of config, tokenizer and template files: what a bundle copies, sorted."""
+        found = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if path.is_file()}
+        return tuple(sorted(name for name in found if _PLAIN_NAME.fullmatch(name)))
+
+    def weight_files(self) -> tuple[str, ...]:
+        """Names of the files that hold tensors, sorted."""
+        return tuple(sorted({ref.file for ref in self.tensors.values()}))
+
+    def source_files(self) -> tuple[FileEntry, ...]:
+        """Size and SHA-256 of every file the model consists of, by name. Reads all of them, once per opened folder."""
+        index = (INDEX_NAME,) if (self.root / INDEX_NAME).is_file() and WEIGHTS_NAME not in self.weight_files() else ()
+        for name in (*self.companion_files(), *self.weight_files(), *index):
+            if name not in self._digests:
+                self._digests[name] = _digest(self.root / name)
+        return tuple(self._digests[name] for name in sorted(self._digests))
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Open a local model folder, or a hub id where there is a network.
+
+    Raises CheckpointError, naming the file: not a folder, no or damaged config.json, no safetensors weights, damaged
+    or truncated weights, an index that does not match its shards, a dtype other than bfloat16, float16, float32.
+    """
+    root, name = _locate(path)
+    config = _read_json(root / CONFIG_NAME, "a Hugging Face model folder has one; is this one?")
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            f"`{root / CONFIG_NAME}` has no `model_type`, expected the name of a model family",
+            "use the config.json that came with the weights",
+        )
+    generation = root / GENERATION_CONFIG_NAME
+    generation_config = _read_json(generation, "remove or repair it") if generation.is_file() else {}
+    tensors = _read_tensors(root)
+    wrong = sorted(name for name, ref in tensors.items() if ref.dtype not in _DTYPES)
+    if wrong:
+        raise CheckpointError(
+            f"`{root}`: {len(wrong)} tensors are neither bfloat16, float16 nor float32, first `{wrong[0]}` with "
+            f"{tensors[wrong[0]].dtype}",
+            "start from the checkpoint before it was quantized",
+        )
+    return Checkpoint(root, name, config, generation_config, tensors)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _digest(path: Path) -> FileEntry:
+    """Hash one file in bounded pieces."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                size += len(piece)
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+    return FileEntry(path.name, size, digest.hexdigest())
+
+
+def _locate(path: str) -> tuple[Path, str]:
+    """The folder and the model's name. Raises CheckpointError."""
+    root = Path(path).expanduser()
+    if root.is_dir():
+        return root, root.resolve().name or "model"
+    if root.exists():
+        raise CheckpointError(f"`{path}` is a file, expected a model folder", "name the folder that holds config.json")
+    if _HUB_ID.fullmatch(path) and not root.parent.is_dir():
+        return _download(path), path.rpartition("/")[2]
+    raise CheckpointError(f"no folder `{path}`, expected a Hugging Face model folder", "check the path")
+
+
+def _download(hub_id: str) -> Path:
+    """Fetch a hub snapshot. Raises CheckpointError when it cannot be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    transport_errors = HfHubHTTPError.__bases__  # the HTTP library behind the hub client has changed its name twice
+    try:
+        patterns = ["*.safetensors", INDEX_NAME, *COMPANION_PATTERNS]
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (OSError, HFValidationError, *transport_errors) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"no folder `{hub_id}` here, and the hub gave no model of that name: {reason}",
+            "check the path, or download the model and name its folder",
+        ) from error
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON object from a small file. Raises CheckpointError."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"`{path}` has more than {_MAX_JSON_BYTES} bytes, expected a small JSON file", remedy)
+        plain = load_strict_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no `{path.name}` in `{path.parent}`", remedy) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"`{path}` is not JSON: {error}", remedy) from error
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"`{path}`: expected a JSON object, found {type(plain).__name__}", remedy)
+    return plain
+
+
+def _read_tensors(root: Path) -> dict[str, TensorRef]:
+    """All tensors of the folder, from headers alone."""
+    if (root / WEIGHTS_NAME).is_file():
+        return _refs(WEIGHTS_NAME, _header(root / WEIGHTS_NAME))
+    if (root / INDEX_NAME).is_file():
+        return _read_sharded(root, _read_json(root / INDEX_NAME, "copy the index again"))
+    pickles = sorted(path.name for path in root.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"`{root}` holds pickled weights only (`{pickles[0]}`), expected `{WEIGHTS_NAME}`",
+            "load and save the model with transformers, which writes safetensors",
+        )
+    raise CheckpointError(
+        f"`{root}` has neither `{WEIGHTS_NAME}` nor `{INDEX_NAME}`", "name a folder that holds safetensors weights"
+    )
+
+
+def _read_sharded(root: Path, index: dict[str, Any]) -> dict[str, TensorRef]:
+    """The tensors of all shards, checked against the index both ways."""
+    place = root / INDEX_NAME
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"`{place}` has no `weight_map`, expected tensor names and files", "copy the index again")
+    files = sorted({str(file) for file in weight_map.values()})
+    for file in files:
+        if not _PLAIN_NAME.fullmatch(file):
+            raise CheckpointError(f"`{place}` names `{file[:80]}`, expected a plain file name", "copy the index again")
+    missing = [file for file in files if not (root / file).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"`{root}` lacks {len(missing)} of {len(files)} weight files that its index names, first `{missing[0]}`",
+            "copy the missing files",
+        )
+    tensors: dict[str, TensorRef] = {}
+    for file in files:
+        for name, ref in _refs(file, _header(root / file)).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"tensor `{name}` lies in both `{root / tensors[name].file}` and `{file}`", "keep one of them"
+                )
+            tensors[name] = ref
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file != file:
+            raise CheckpointError(
+                f"`{place}` names tensor `{name}` in `{file}`, which does not hold it", "copy index and weights again"
+            )
+    return tensors
+
+
+def _refs(file: str, header: Mapping[str, TensorEntry]) -> dict[str, TensorRef]:
+    return {
+        name: TensorRef(file, entry.dtype, entry.shape, entry.offset_bytes, entry.size_bytes)
+        for name, entry in header.items()
+    }
+
+
+def _header(path: Path) -> dict[str, TensorEntry]:
+    try:
+        return read_header(path)
+    except HeaderError as error:
+        raise CheckpointError(
+            f"`{path}` is damaged or truncated: {error}", "copy the file again and compare its size with the source"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error

@@ -1,0 +1,316 @@
+"""Checkpoint and plan to a bundle folder that is complete but for its certificate. docs/format.md is what it writes.
+
+One tensor is resident at a time; every byte is hashed as it is written; equal inputs give equal bytes. The manifest is
+the last file, so a folder without one is no bundle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moec.manifests.bundle import (
+    CARD_NAME,
+    DENSE_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    QUALITY_NAME,
+    TABLES_NAME,
+    BundleManifest,
+    CalibrationSummary,
+    CostSummary,
+    DenseEntry,
+    DeviceSummary,
+    ExpertEntry,
+    FileEntry,
+    SourceSummary,
+    experts_file_name,
+    unit_offsets,
+)
+from moec.manifests.codec import encode_manifest
+from moec.manifests.errors import CheckpointError
+from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.quant import LAYOUT, ROWS_PER_BLOCK, QuantSpec
+from moec.manifests.safetensors_header import build_header
+
+from .checkpoint import Checkpoint
+from .durable import Disk, StreamingFile, require_free_bytes
+from .families import Lowering
+from .packing import pack, pack_16bit
+from .plan import CompilePlan
+from .quantized import QuantizedMatrix
+from .quantizers import Quantizer, quantizer
+from .quantizers.rtn import quantize_rtn
+from .tables import Statistics, Tables, encode_tables
+
+SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
+QuantizedUnits = Callable[[UnitKey, QuantSpec], QuantizedMatrix | None]
+Progress = Callable[[int, int], None]
+
+KV_ELEMENT_BYTES = 4  # the runtime keeps keys and values in float32
+_DENSE_CHUNK_ROWS = 128 * ROWS_PER_BLOCK  # bounds the float32 copies of a large embedding
+_MANIFEST_BYTES_PER_EXPERT = 512
+_MANIFEST_BASE_BYTES = 1 << 20
+_HEADER_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
+
+
+def expert_tensor_name(expert: int) -> str:
+    """Name of one expert's tensor in its layer's file. Source: docs/format.md, Expert files."""
+    return f"experts.{expert:05d}"
+
+
+def emit(
+    checkpoint: Checkpoint,
+    lowering: Lowering,
+    plan: CompilePlan,
+    partial: Path,
+    *,
+    device: DeviceSummary,
+    disk: Disk,
+    name: str | None = None,
+    options: Mapping[str, str] | None = None,
+    calibration: CalibrationSummary | None = None,
+    statistics: Statistics | None = None,
+    second_moments: SecondMoments | None = None,
+    quantized_units: QuantizedUnits | None = None,
+    progress: Progress | None = None,
+) -> BundleManifest:
+    """Write every file of the bundle into the new folder `partial`, the manifest (certified: false) last.
+
+    name: of the model in the manifest, by default the checkpoint's. statistics: for the tables and the expected reads;
+    None: empty tables, all experts equally popular. second_moments: per unit, [K, K] and its tokens, for quantizers
+    that ask. quantized_units: units already quantized by an earlier run, or None for those that are not.
+    progress: called with (weights done, weights in all).
+    Raises CheckpointError (weights that are not finite or that the format cannot hold), DoesNotFit (disk), OSError;
+    the folder is then removed.
+    """
+    tables = Tables.empty(plan.model) if statistics is None else Tables.of(statistics)
+    tables.check(plan.model)
+    emitter = _Emitter(lowering, plan, partial, disk, progress)
+    require_free_bytes(partial.parent, emitter.expected_bytes(checkpoint, encode_tables(tables)))
+    source = SourceSummary(checkpoint.name, checkpoint.source_files())
+    disk.make_directory(partial)
+    try:
+        emitter.write_dense()
+        experts = emitter.write_experts(quantizer(plan.quantizer), second_moments, quantized_units)
+        emitter.write_file(TABLES_NAME, encode_tables(tables))
+        for companion in checkpoint.companion_files():
+            emitter.write_file(companion, (checkpoint.root / companion).read_bytes())
+        manifest = BundleManifest(
+            format_version=FORMAT_VERSION,
+            producer=_producer(),
+            name=name or checkpoint.name,
+            certified=False,
+            layout=LAYOUT,
+            model=plan.model,
+            device=device,
+            cost=cost_summary(plan, tables.popularity),
+            calibration=calibration,
+            source=source,
+            options=dict(sorted((options or {}).items())),
+            required_cpu_features=(),
+            dense=tuple(DenseEntry(n, shape, plan.dense[n]) for n, shape in plan.model.dense_shapes().items()),
+            experts=experts,
+            files=tuple(sorted(emitter.files, key=lambda entry: entry.name)),
+        )
+        disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
+        disk.sync_directory(partial)
+    except BaseException:
+        disk.remove_tree(partial)
+        raise
+    return manifest
+
+
+def finish(
+    partial: Path, manifest: BundleManifest, quality_bytes: bytes, card_bytes: bytes, disk: Disk
+) -> BundleManifest:
+    """Add quality.json and README.md to an emitted folder and certify its manifest. Publishing is the caller's.
+
+    Raises OSError. A crash in between leaves a folder that is not certified.
+    """
+    added = {QUALITY_NAME: quality_bytes, CARD_NAME: card_bytes}
+    entries = {entry.name: entry for entry in manifest.files}
+    for file_name, data in added.items():
+        disk.write_file(partial / file_name, data)
+        entries[file_name] = FileEntry(file_name, len(data), hashlib.sha256(data).hexdigest())
+    files = tuple(entries[file_name] for file_name in sorted(entries))
+    certified = dataclasses.replace(manifest, certified=True, files=files)
+    disk.write_file(partial / MANIFEST_NAME, encode_manifest(certified))
+    disk.sync_directory(partial)
+    return certified
+
+
+def cost_summary(plan: CompilePlan, popularity: np.ndarray) -> CostSummary:
+    """What the bundle weighs. popularity: [L, E] counts; a layer of zeros counts all its experts alike.
+
+    Source: docs/format.md, Manifest.
+    """
+    model = plan.model
+    sizes = [
+        [plan.expert_padded_bytes(ExpertKey(index, expert)) for expert in range(layer.experts.count)]
+        for index, layer in enumerate(model.layers)
+    ]
+    expected = Fraction(0)
+    for layer, padded, row in zip(model.layers, sizes, popularity.tolist(), strict=True):
+        counts = row[: len(padded)] if any(row) else [1] * len(padded)
+        read = sum(count * size for count, size in zip(counts, padded, strict=True))
+        expected += Fraction(layer.experts.top_k * read, sum(counts))
+    minimum = (sum(sorted(s)[-layer.experts.top_k :]) for layer, s in zip(model.layers, sizes, strict=True))
+    kv = sum(2 * layer.attention.num_kv_heads * layer.attention.head_size for layer in model.layers)
+    return CostSummary(
+        expert_packed_bytes=plan.expert_packed_bytes,
+        expert_padded_bytes=sum(map(sum, sizes)),
+        dense_packed_bytes=plan.dense_packed_bytes,
+        expert_bits_per_weight=plan.bits_per_weight,
+        expected_read_bytes_per_token=round(expected),
+        minimum_expert_bytes=max(minimum),
+        kv_bytes_per_position=kv * KV_ELEMENT_BYTES,
+    )
+
+
+def _producer() -> str:
+    try:
+        return f"moec {metadata.version('moec')}"
+    except metadata.PackageNotFoundError:
+        return "moec (not installed)"
+
+
+def packed_pieces(weight: torch.Tensor, spec: QuantSpec) -> Iterator[np.ndarray]:
+    """A dense matrix in its format, a bounded number of rows at a time; the pieces in a row are the packed matrix."""
+    for start in range(0, len(weight), _DENSE_CHUNK_ROWS):
+        rows = weight[start : start + _DENSE_CHUNK_ROWS]
+        yield pack_16bit(rows, spec) if spec.bitwidth == 16 else pack(quantize_rtn(rows, spec, clip_search=True))
+
+
+class _Emitter:
+    """Writes the files of one bundle and collects their entries."""
+
+    def __init__(
+        self, lowering: Lowering, plan: CompilePlan, partial: Path, disk: Disk, progress: Progress | None
+    ) -> None:
+        self._lowering, self._plan, self._partial, self._disk = lowering, plan, partial, disk
+        self._progress = progress
+        self._done, self._total = 0, len(plan.dense) + len(plan.units)
+        self.files: list[FileEntry] = []
+
+    def expected_bytes(self, checkpoint: Checkpoint, tables: bytes) -> int:
+        """Bytes that the bundle takes on disk, without quality.json and README.md; rounded up."""
+        keys = self._plan.model.expert_keys()
+        total = sum(self._plan.expert_padded_bytes(key) for key in keys) + len(tables)
+        for name, shape in self._plan.model.dense_shapes().items():
+            total += _dense_bytes(shape, self._plan.dense[name])
+        total += sum((checkpoint.root / name).stat().st_size for name in checkpoint.companion_files())
+        return total + len(keys) * _MANIFEST_BYTES_PER_EXPERT + _MANIFEST_BASE_BYTES
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """One whole small file."""
+        with self._disk.create(self._partial / name) as file:
+            file.write(data)
+        self._finished(name, file, len(data))
+
+    def write_dense(self) -> None:
+        """`dense.safetensors`. Source: docs/format.md, Dense weights."""
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, shape in self._plan.model.dense_shapes().items():
+            spec = self._plan.dense[name]
+            is_norm = len(shape) == 1
+            tensors[name] = (_HEADER_DTYPES[spec.float_type], shape) if is_norm else ("U8", (_dense_bytes(shape, spec),))
+        header = build_header(tensors)
+        size = len(header)
+        with self._disk.create(self._partial / DENSE_NAME) as file:
+            file.write(header)
+            for name, shape in self._plan.model.dense_shapes().items():
+                weight, spec = self._lowering.dense_weight(name), self._plan.dense[name]
+                size += _dense_bytes(shape, spec)
+                if len(shape) == 1:
+                    file.write(weight.view(torch.uint8).numpy().data)
+                else:
+                    for piece in self._translated(self._lowering.dense[name].name, packed_pieces(weight, spec)):
+                        file.write(piece.data)
+                self._step()
+        self._finished(DENSE_NAME, file, size)
+
+    def write_experts(
+        self, quantize: Quantizer, second_moments: SecondMoments | None, quantized_units: QuantizedUnits | None
+    ) -> tuple[ExpertEntry, ...]:
+        """All expert files, one per layer. Source: docs/format.md, Expert files."""
+
+        def unit_bytes(key: UnitKey, spec: QuantSpec) -> np.ndarray:
+            if spec.bitwidth == 16:
+                return pack_16bit(self._lowering.unit(key), spec)
+            known = quantized_units(key, spec) if quantized_units is not None else None
+            if known is not None:
+                return pack(known)
+            moment, tokens = second_moments(key) if second_moments is not None else (None, 0)
+            return pack(quantize(self._lowering.unit(key), spec, moment, tokens))
+
+        entries: list[ExpertEntry] = []
+        for layer in range(self._plan.model.num_layers):
+            entries += self._write_layer(layer, unit_bytes)
+        return tuple(entries)
+
+    def _write_layer(self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray]) -> list[ExpertEntry]:
+        """One expert file; blobs are built one at a time."""
+        keys = [ExpertKey(layer, expert) for expert in range(self._plan.model.layers[layer].experts.count)]
+        sizes = [self._plan.expert_padded_bytes(key) for key in keys]
+        header = build_header({expert_tensor_name(key.expert): ("U8", (size,)) for key, size in zip(keys, sizes)})
+        name, offset, entries = experts_file_name(layer), len(header), []
+        with self._disk.create(self._partial / name) as file:
+            file.write(header)
+            for key, size in zip(keys, sizes, strict=True):
+                blob = self._expert_blob(key, unit_bytes)
+                digest = hashlib.sha256(blob.data).hexdigest()
+                file.write(blob.data)
+                entries.append(ExpertEntry(*key, name, offset, size, digest, **self._plan.expert_specs(key)))
+                offset += size
+        self._finished(name, file, offset)
+        return entries
+
+    def _expert_blob(self, key: ExpertKey, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray]) -> np.ndarray:
+        """One expert, padded, uint8."""
+        specs = self._plan.expert_specs(key)
+        offsets, size = unit_offsets(self._plan.model, key.layer, specs)
+        blob = np.zeros(size, np.uint8)
+        for projection in PROJECTIONS:
+            unit = UnitKey(*key, projection)
+            source = self._lowering.units[unit].name
+            (packed,) = self._translated(source, (unit_bytes(unit, spec) for spec in (specs[projection],)))
+            expected = specs[projection].packed_bytes(*self._plan.model.unit_shape(key.layer, projection))
+            if len(packed) != expected:
+                raise RuntimeError(f"{unit}: the quantizer gave {len(packed)} bytes, the plan says {expected}")
+            blob[offsets[projection] : offsets[projection] + len(packed)] = packed
+            self._step()
+        return blob
+
+    def _translated(self, source: str, pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """The pieces; what a quantizer or the packer refuses becomes a CheckpointError that names the tensor."""
+        try:
+            yield from pieces
+        except ValueError as error:
+            raise CheckpointError(
+                f"tensor `{source}` in `{self._lowering.checkpoint.root}` cannot be stored: {error}",
+                "give its weights 16 bits",
+            ) from error
+
+    def _finished(self, name: str, file: StreamingFile, expected_bytes: int) -> None:
+        """Note a file that is closed. Its size must be what the plan says."""
+        if file.size_bytes != expected_bytes:
+            raise RuntimeError(f"`{name}` took {file.size_bytes} bytes, the plan says {expected_bytes}")
+        self.files.append(FileEntry(name, file.size_bytes, file.sha256))
+
+    def _step(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _dense_bytes(shape: tuple[int, ...], spec: QuantSpec) -> int:
+    """Bytes of one dense weight in the file."""
+    return 2 * shape[0] if len(shape) == 1 else spec.packed_bytes(shape[0], shape[1])

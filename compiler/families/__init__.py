@@ -1,0 +1,30 @@
+"""Model families: the only place that knows how a checkpoint names its weights and settings.
+
+A family is one module with `lower(checkpoint) -> Lowering`, listed in FAMILIES by the config's `model_type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moec.manifests.errors import CheckpointError
+
+from ..checkpoint import CONFIG_NAME, Checkpoint
+from . import mixtral
+from .lowering import Lowering, TensorSource
+
+__all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
+
+FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {"mixtral": mixtral.lower}
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a checkpoint. Raises CheckpointError: unknown family, or settings that the family cannot express."""
+    family = checkpoint.config["model_type"]
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"`{checkpoint.root / CONFIG_NAME}`: model family `{family}` is unknown, expected one of "
+            f"{', '.join(f'`{name}`' for name in sorted(FAMILIES))}",
+            "compile a model of a known family",
+        )
+    return FAMILIES[family](checkpoint)

@@ -1,0 +1,92 @@
+"""The result of translating a checkpoint's names: a ModelSpec, and where each of its weights lies on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moec.manifests.errors import CheckpointError
+from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.quant import FloatType, QuantSpec
+
+from ..checkpoint import Checkpoint
+
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Where one weight lies.
+
+    name: the tensor on disk. shape: what that tensor must have on disk. index: which matrix of a stack [E, ., .], or
+    None. rows: start and stop within that matrix, or None for all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """One checkpoint, seen as a ModelSpec.
+
+    dense: canonical name (ModelSpec.dense_shapes) -> source. units: every routed projection -> source.
+    ignored: tensors on disk that the computation does not read. float_type: what 16-bit weights are stored as;
+    float32 tensors are rounded to it. notes: what the user should know.
+    """
+
+    checkpoint: Checkpoint
+    model: ModelSpec
+    dense: Mapping[str, TensorSource]
+    units: Mapping[UnitKey, TensorSource]
+    ignored: frozenset[str]
+    float_type: FloatType
+    notes: tuple[str, ...] = ()
+
+    @property
+    def spec_16bit(self) -> QuantSpec:
+        """The format of weights that keep their floats."""
+        return QuantSpec(16, float_type=self.float_type)
+
+    def unit(self, key: UnitKey) -> torch.Tensor:
+        """One projection of one expert, [N, K] bfloat16 or float16. Raises CheckpointError."""
+        return self.read(self.units[key])
+
+    def dense_weight(self, name: str) -> torch.Tensor:
+        """One dense weight, [N, K] or a norm [D], bfloat16 or float16. Raises CheckpointError."""
+        return self.read(self.dense[name])
+
+    def read(self, source: TensorSource) -> torch.Tensor:
+        """Read exactly this weight in the 16-bit type. Raises CheckpointError where a value is not finite."""
+        weight = self.checkpoint.tensor(source.name, source.index, source.rows).to(_TORCH_DTYPES[self.float_type])
+        if not torch.isfinite(weight).all():
+            raise CheckpointError(
+                f"tensor `{source.name}` in `{self.checkpoint.root}` holds NaN or infinite values in {self.float_type}, "
+                "expected finite weights",
+                "copy the checkpoint again, or train it without overflow",
+            )
+        return weight
+
+
+def common_float_type(checkpoint: Checkpoint, names: list[str]) -> tuple[FloatType, tuple[str, ...]]:
+    """The 16-bit type of the named tensors that exist, and notes. float32 goes to the other type, alone to bfloat16.
+
+    Raises CheckpointError if bfloat16 and float16 are mixed.
+    """
+    by_dtype: dict[str, str] = {}
+    for name in names:
+        if name in checkpoint.tensors:
+            by_dtype.setdefault(checkpoint.tensors[name].dtype, name)
+    if "BF16" in by_dtype and "F16" in by_dtype:
+        raise CheckpointError(
+            f"`{checkpoint.root}` mixes bfloat16 (`{by_dtype['BF16']}`) and float16 (`{by_dtype['F16']}`)",
+            "save the model in one 16-bit type",
+        )
+    float_type: FloatType = "float16" if "F16" in by_dtype else "bfloat16"
+    if "F32" not in by_dtype:
+        return float_type, ()
+    return float_type, (f"float32 weights (first `{by_dtype['F32']}`) are rounded to {float_type}",)

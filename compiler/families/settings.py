@@ -1,0 +1,144 @@
+"""Reading config.json: every key is accounted for, so that no setting that changes the result is passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from moec.manifests.errors import CheckpointError
+
+from ..checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
+
+# Keys of transformers' configuration that do not change what a forward pass in evaluation mode computes: identity,
+# training, outputs on request, token ids other than the end, and generation defaults of older configurations.
+HARMLESS_KEYS = frozenset(
+    ["model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "bos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16", "pruned_heads", "chunk_size_feed_forward", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix", "tf_legacy_loss"]
+)
+# Keys that are known and may only have these values.
+FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+    "auto_map": (None,),
+}
+_MISSING = object()
+
+
+class Settings:
+    """Typed access to the keys of config.json. Every failure is a CheckpointError that names the key."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._config = checkpoint.config
+        self._read: set[str] = set()
+
+    def fail(self, key: str, expected: str, remedy: str = "use the config.json that came with the weights") -> NoReturn:
+        """Raise CheckpointError for one key."""
+        value = self._config.get(key, _MISSING)
+        found = "nothing" if value is _MISSING else f"`{str(value)[:80]}`"
+        raise CheckpointError(
+            f"`{self._checkpoint.root / CONFIG_NAME}`: key `{key}`: expected {expected}, found {found}", remedy
+        )
+
+    def raw(self, key: str) -> Any:
+        """The value, or None where the key is absent."""
+        self._read.add(key)
+        return self._config.get(key)
+
+    def integer(self, key: str, most: int = 1 << 28) -> int:
+        """A whole number from 1 to `most`."""
+        value = self.raw(key)
+        if type(value) is not int or not 1 <= value <= most:
+            self.fail(key, f"a whole number from 1 to {most}")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        """A positive whole number, or None where the key is absent or null."""
+        return None if self.raw(key) is None else self.integer(key)
+
+    def number(self, key: str) -> float:
+        """A positive number."""
+        value = self.raw(key)
+        if type(value) not in (int, float) or not value > 0:
+            self.fail(key, "a positive number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false; `default` where the key is absent, as transformers takes it."""
+        value = self.raw(key)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.fail(key, "true or false")
+        return bool(value)
+
+    def one_of(self, key: str, values: Sequence[str]) -> str:
+        """A text out of a list."""
+        value = self.raw(key)
+        if value not in values or not isinstance(value, str):
+            self.fail(key, f"one of {', '.join(f'`{name}`' for name in values)}", "compile another checkpoint")
+        return str(value)
+
+    def rope_theta(self) -> float:
+        """Base of the rotary embedding, from `rope_theta` or `rope_parameters`; scaled variants are refused."""
+        for key in ("rope_scaling", "rope_parameters"):
+            self._check_rope(key)
+        parameters = self.raw("rope_parameters") or {}
+        nested = parameters.get("rope_theta")
+        if nested is None:
+            return self.number("rope_theta")
+        if type(nested) not in (int, float) or not nested > 0:
+            self.fail("rope_parameters", "a positive `rope_theta`")
+        if self.raw("rope_theta") not in (None, nested):
+            self.fail("rope_theta", f"the {nested} of `rope_parameters`")
+        return float(nested)
+
+    def _check_rope(self, key: str) -> None:
+        """Refuse everything but the plain rotary embedding."""
+        value = self.raw(key)
+        if value is None:
+            return
+        if not isinstance(value, dict):
+            self.fail(key, "an object or null")
+        remedy = "compile a checkpoint with plain rotary embeddings"
+        kind = value.get("rope_type", value.get("type", "default"))
+        if kind != "default":
+            self.fail(key, "rope type `default`", remedy)
+        unknown = sorted(set(value) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+        if unknown or value.get("partial_rotary_factor") not in (None, 1):
+            self.fail(key, "a plain rotary embedding over the whole head", remedy)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation: those of generation_config.json, else those of config.json."""
+        own = self._token_ids(CONFIG_NAME, self.raw("eos_token_id"))
+        generation = self._token_ids(GENERATION_CONFIG_NAME, self._checkpoint.generation_config.get("eos_token_id"))
+        return generation or own
+
+    def _token_ids(self, file: str, value: Any) -> tuple[int, ...]:
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            raise CheckpointError(
+                f"`{self._checkpoint.root / file}`: key `eos_token_id`: expected token ids, found `{str(value)[:80]}`",
+                "repair the file",
+            )
+        return tuple(dict.fromkeys(tokens))
+
+    def finish(self) -> None:
+        """Refuse keys that nobody has read and that are not known to be harmless. Call it last."""
+        for key, values in FIXED_KEYS.items():
+            if key in self._config and self._config[key] not in values:
+                self.fail(key, f"`{values[0]}`", "compile a checkpoint without it")
+        known = HARMLESS_KEYS | FIXED_KEYS.keys() | self._read
+        unknown = sorted(key for key in self._config if key not in known and not key.startswith("_"))
+        if unknown:
+            self.fail(
+                unknown[0],
+                f"only keys whose effect is known (unknown: {', '.join(unknown)[:200]})",
+                "remove the key if it does not change the computation",
+            )

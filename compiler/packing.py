@@ -1,0 +1,126 @@
+"""Matrices to bytes: layout `rows16` of docs/format.md, section Packing. The inverse belongs to the runtime.
+
+Shapes: N rows, K columns, B row blocks of 16, G groups, g columns of a group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
+
+from .quantized import QuantizedMatrix
+
+_LANE_BYTES = 4
+_LANES_PER_TILE = COLUMNS_PER_TILE // _LANE_BYTES
+_LOW_TWO_BITS = np.uint32(0x03030303)
+_HIGH_BIT = np.uint32(0x01010101)
+_FLOAT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pack(matrix: QuantizedMatrix) -> np.ndarray:
+    """Bytes of a quantized matrix, uint8, `spec.packed_bytes(N, K)` of them.
+
+    Raises ValueError when codes, scales or minima do not have the shape, type or range that the format asks for.
+    Source: docs/format.md, Packing.
+    """
+    spec = matrix.spec
+    codes, scales, minima = _checked(matrix)
+    rows, columns = codes.shape
+    groups = spec.groups(columns)
+    blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
+    parts = [scales] if minima is None else [scales, minima]
+    header_lanes = len(parts) * 2 * ROWS_PER_BLOCK // _LANE_BYTES
+    code_lanes = columns // groups * spec.bitwidth * ROWS_PER_BLOCK // 8 // _LANE_BYTES
+    lanes = np.empty((blocks, groups, header_lanes + code_lanes), dtype="<u4")
+    for index, part in enumerate(parts):
+        start = index * header_lanes // len(parts)
+        padded = _pad_rows(part).reshape(blocks, ROWS_PER_BLOCK, groups).transpose(0, 2, 1)
+        lanes[:, :, start : start + header_lanes // len(parts)] = np.ascontiguousarray(padded).view("<u4")
+    _pack_codes(_pad_rows(codes), spec.bitwidth, lanes[:, :, header_lanes:])
+    return lanes.reshape(-1).view(np.uint8)
+
+
+def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
+    """Bytes of a matrix that keeps its floats, uint8. weight: [N, K] bfloat16 or float16, as the format says.
+
+    Raises ValueError for another type or shape. Source: docs/format.md, Packing.
+    """
+    if spec.bitwidth != 16 or weight.dtype != _FLOAT_DTYPES[spec.float_type]:
+        raise ValueError(f"format {spec} cannot store {weight.dtype} unchanged")
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(f"expected a matrix, found shape {tuple(weight.shape)}")
+    values = _pad_rows(weight.detach().contiguous().view(torch.int16).numpy())
+    columns = values.shape[1]
+    packed = np.empty((len(values) // ROWS_PER_BLOCK, columns, ROWS_PER_BLOCK), dtype="<i2")
+    packed[...] = values.reshape(-1, ROWS_PER_BLOCK, columns).transpose(0, 2, 1)
+    return packed.reshape(-1).view(np.uint8)
+
+
+def _checked(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Codes [N, K] uint8, scales and minima [N, G] float16 as arrays. Raises ValueError."""
+    spec = matrix.spec
+    if spec.bitwidth == 16:
+        raise ValueError("a 16-bit matrix has no codes")
+    if matrix.codes.dtype != torch.uint8 or matrix.codes.ndim != 2 or 0 in matrix.codes.shape:
+        raise ValueError(f"codes: expected a uint8 matrix, found {matrix.codes.dtype} {tuple(matrix.codes.shape)}")
+    rows, columns = matrix.codes.shape
+    if not spec.fits(columns):
+        raise ValueError(f"format {spec} cannot hold rows of {columns} weights")
+    if (matrix.minima is None) != spec.symmetric:
+        raise ValueError(f"format {spec}: minima belong to asymmetric formats and to no other")
+    codes = matrix.codes.contiguous().numpy()
+    if spec.bitwidth < 8 and int(codes.max()) >> spec.bitwidth:
+        raise ValueError(f"codes: expected values below {1 << spec.bitwidth}, found {int(codes.max())}")
+    shape = (rows, spec.groups(columns))
+    scales = _half("scales", matrix.scales, shape)
+    minima = None if matrix.minima is None else _half("minima", matrix.minima, shape)
+    return codes, scales, minima
+
+
+def _half(name: str, values: torch.Tensor, shape: tuple[int, int]) -> np.ndarray:
+    """Scales or minima as a checked array, [N, G] float16."""
+    if values.dtype != torch.float16 or tuple(values.shape) != shape:
+        raise ValueError(f"{name}: expected float16 {shape}, found {values.dtype} {tuple(values.shape)}")
+    array: np.ndarray = values.contiguous().numpy()
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name}: found a value that is not finite in float16")
+    return array
+
+
+def _pad_rows(array: np.ndarray) -> np.ndarray:
+    """Zero rows up to a multiple of 16; no copy where there is nothing to add."""
+    missing = -len(array) % ROWS_PER_BLOCK
+    return np.pad(array, ((0, missing), (0, 0))) if missing else np.ascontiguousarray(array)
+
+
+def _pack_codes(codes: np.ndarray, bitwidth: int, out: np.ndarray) -> None:
+    """Write the tiles of all groups. codes: [16 B, K] uint8; out: [B, G, lanes of a group] uint32, a view.
+
+    A lane is four neighbouring columns of one row, so planes combine lane by lane and only lanes change places.
+    """
+    blocks, groups, _ = out.shape
+    lanes = codes.view("<u4").reshape(len(codes), -1, _LANES_PER_TILE)
+    planes = _planes(lanes, bitwidth)
+    shape = (blocks, ROWS_PER_BLOCK, groups, lanes.shape[1] // groups, planes.shape[-1])
+    target = out.reshape(blocks, groups, shape[3], shape[4], ROWS_PER_BLOCK)
+    target[...] = planes.reshape(shape).transpose(0, 2, 3, 4, 1)
+
+
+def _planes(lanes: np.ndarray, bitwidth: int) -> np.ndarray:
+    """Combine the eight lanes of each tile row into its planes. [16 B, tiles, 8] -> [16 B, tiles, planes] uint32."""
+    if bitwidth == 8:
+        return lanes
+    if bitwidth == 4:
+        return lanes[..., 0::2] | lanes[..., 1::2] << np.uint32(4)
+    low = lanes & _LOW_TWO_BITS if bitwidth == 3 else lanes
+    two = low[..., 0::4] | low[..., 1::4] << np.uint32(2)
+    two |= low[..., 2::4] << np.uint32(4)
+    two |= low[..., 3::4] << np.uint32(6)
+    if bitwidth == 2:
+        return two
+    high = (lanes[..., 0] >> np.uint32(2)) & _HIGH_BIT
+    for q in range(1, _LANES_PER_TILE):
+        high |= ((lanes[..., q] >> np.uint32(2)) & _HIGH_BIT) << np.uint32(q)
+    return np.concatenate((two, high[..., np.newaxis]), axis=-1)

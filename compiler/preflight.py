@@ -1,0 +1,164 @@
+"""Everything that can be known to go wrong before a weight is read: one report with every problem."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moec.manifests.errors import CheckpointError, TargetUnreachable
+from moec.manifests.model import PROJECTIONS, ModelSpec
+from moec.manifests.quant import QuantSpec
+
+from .checkpoint import TOKENIZER_NAME, Checkpoint
+from .families import Lowering, TensorSource
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightReport:
+    """problems: what stands against the compile, each one sentence. notes: what the user should know."""
+
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def preflight(
+    checkpoint: Checkpoint,
+    lowering: Lowering,
+    *,
+    required: Sequence[QuantSpec] = (),
+    offered: Sequence[QuantSpec] = (),
+    bits_per_weight: float | None = None,
+    size_bytes: int | None = None,
+    needs_tokenizer: bool = True,
+) -> PreflightReport:
+    """Check shapes, formats and target. Reads no weights.
+
+    required: formats the user named for the routed experts; each must fit all of them. offered: formats the search may
+    choose from; those that do not fit a unit are left out for it. bits_per_weight, size_bytes: the target, scales
+    included. Returns the notes. Raises CheckpointError with every problem, or TargetUnreachable where only formats and
+    target stand against the compile.
+    """
+    model_problems = [*_tensor_problems(checkpoint, lowering)]
+    if needs_tokenizer and not (checkpoint.root / TOKENIZER_NAME).is_file():
+        model_problems.append(f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights")
+    model = lowering.model
+    plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
+    if not plan_problems:
+        plan_problems += _target_problems(model, (*required, *offered), bits_per_weight, size_bytes)
+    problems = (*model_problems, *plan_problems)
+    if problems:
+        kind = CheckpointError if model_problems else TargetUnreachable
+        where = f"`{checkpoint.root}`"
+        text = f": {problems[0]}" if len(problems) == 1 else "".join(
+            [f" has {len(problems)} problems:", *(f"\n- {problem}" for problem in problems)]
+        )
+        raise kind(where + text, None if plan_problems else "compare the folder with the model's source")
+    return PreflightReport((), (*lowering.notes, *_ignored_notes(checkpoint, lowering)))
+
+
+def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec]) -> tuple[int, int]:
+    """Least and greatest bytes of the routed experts, scales included, padding left out: smallest formats, 16 bits."""
+    formats = [*offered, QuantSpec(16, float_type="bfloat16")]
+    least = greatest = 0.0
+    for index, layer in enumerate(model.layers):
+        for projection in PROJECTIONS:
+            rows, columns = model.unit_shape(index, projection)
+            sizes = [spec.row_bytes(columns) for spec in formats if spec.fits(columns)]
+            least += layer.experts.count * rows * min(sizes)
+            greatest += layer.experts.count * rows * columns * 2
+    return round(least), round(greatest)
+
+
+def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
+    """Missing, misshapen and unexpected tensors, those that differ in a number only taken together."""
+    sources: dict[str, TensorSource] = {}
+    for source in (*lowering.dense.values(), *lowering.units.values()):
+        sources.setdefault(source.name, source)
+    missing, misshapen = [], []
+    for name, source in sources.items():
+        ref = checkpoint.tensors.get(name)
+        if ref is None:
+            missing.append((name, ""))
+        elif ref.shape != source.shape:
+            misshapen.append((name, f"expected shape {list(source.shape)}, found {list(ref.shape)}"))
+    unexpected = [(n, "") for n in checkpoint.tensors if n not in sources and n not in lowering.ignored]
+    return [
+        *(f"missing tensor {text}" for text in _together(missing)),
+        *(f"misshapen tensor {text}" for text in _together(misshapen)),
+        *(f"unexpected tensor {text}, which this family does not have" for text in _together(unexpected)),
+    ]
+
+
+def _together(found: Sequence[tuple[str, str]]) -> list[str]:
+    """One text for all names that differ in their numbers only and share the detail."""
+    patterns: dict[tuple[str, str], list[str]] = {}
+    for name, detail in sorted(found):
+        patterns.setdefault((_NUMBER.sub("*", name), detail), []).append(name)
+    texts = []
+    for (pattern, detail), names in patterns.items():
+        text = f"`{names[0]}`" if len(names) == 1 else f"`{pattern}` ({len(names)} times, first `{names[0]}`)"
+        texts.append(f"{text}: {detail}" if detail else text)
+    return texts
+
+
+def _widths(model: ModelSpec) -> dict[int, list[str]]:
+    """Columns of the routed projections -> which projections have them."""
+    widths: dict[int, list[str]] = {}
+    for index in range(model.num_layers):
+        for projection in PROJECTIONS:
+            names = widths.setdefault(model.unit_shape(index, projection)[1], [])
+            if projection not in names:
+                names.append(projection)
+    return widths
+
+
+def _format_problems(model: ModelSpec, required: Sequence[QuantSpec]) -> list[str]:
+    """Every format that the user named and a routed projection cannot take."""
+    problems = []
+    for columns, projections in sorted(_widths(model).items()):
+        wrong = [str(spec) for spec in required if not spec.fits(columns)]
+        if wrong:
+            fitting = [size for size in (256, 128, 64, 32) if columns % size == 0]
+            ways = f"group sizes that do: {', '.join(map(str, fitting))}" if fitting else "only 16 bits fit"
+            problems.append(
+                f"{', '.join(wrong)}: the group size (at least 32) does not divide the {columns} columns of "
+                f"{', '.join(projections)}; {ways}"
+            )
+    return problems
+
+
+def _unheld_problems(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str]:
+    """Widths that none of the offered formats can hold."""
+    return [
+        f"none of the offered formats ({', '.join(map(str, offered))}) holds the {columns} columns of "
+        f"{', '.join(projections)}"
+        for columns, projections in sorted(_widths(model).items())
+        if offered and not any(spec.fits(columns) for spec in offered)
+    ]
+
+
+def _target_problems(
+    model: ModelSpec, formats: Sequence[QuantSpec], bits_per_weight: float | None, size_bytes: int | None
+) -> list[str]:
+    """Targets outside what the formats reach."""
+    least, greatest = reachable_bytes(model, formats)
+    weights = greatest // 2
+    problems = []
+    least_bits = math.ceil(8000 * least / weights) / 1000
+    if bits_per_weight is not None and not 8 * least <= bits_per_weight * weights <= 16 * weights:
+        problems.append(f"{bits_per_weight:g} bits per weight cannot be had, {least_bits:g} to 16 can")
+    if size_bytes is not None and not least <= size_bytes <= greatest:
+        problems.append(f"{size_bytes} bytes of routed experts cannot be had, {least} to {greatest} can")
+    return problems
+
+
+def _ignored_notes(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
+    """What is on disk and plays no part."""
+    ignored = sorted(name for name in checkpoint.tensors if name in lowering.ignored)
+    named = ", ".join(f"`{name}`" for name in ignored[:_MAX_NAMED])
+    return [f"{len(ignored)} tensors play no part: {named}"] if ignored else []

@@ -1,0 +1,61 @@
+"""Quantizers: a weight matrix and a format in, codes with scales out. Modules load when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import torch
+
+from moec.manifests.errors import OptionError
+from moec.manifests.quant import QuantSpec
+
+from ..quantized import QuantizedMatrix
+
+QUANTIZERS = ("gptq", "rtn", "quanto")
+
+
+class Quantizer(Protocol):
+    """weight: [N, K] floats. second_moment: [K, K] sum of x x^T over the inputs x seen, or None. tokens: how many."""
+
+    def __call__(
+        self, weight: torch.Tensor, spec: QuantSpec, second_moment: torch.Tensor | None, tokens: int
+    ) -> QuantizedMatrix: ...
+
+
+def quantizer(name: str) -> Quantizer:
+    """The quantizer of that name. Raises OptionError for an unknown name.
+
+    `rtn` and `quanto` look at the weights alone; `gptq` uses the second moment.
+    """
+    if name not in QUANTIZERS:
+        raise OptionError(f"unknown quantizer `{name[:40]}`, expected one of {', '.join(QUANTIZERS)}")
+    function: Any = getattr(importlib.import_module(f".{name}", __package__), f"quantize_{name}")
+    if name == "gptq":
+        return function  # type: ignore[no-any-return]
+
+    def from_weights(
+        weight: torch.Tensor, spec: QuantSpec, second_moment: torch.Tensor | None, tokens: int
+    ) -> QuantizedMatrix:
+        return function(weight, spec)  # type: ignore[no-any-return]
+
+    return from_weights
+
+
+def quantize_batch(
+    name: str,
+    weights: torch.Tensor,
+    spec: QuantSpec,
+    second_moments: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+) -> list[QuantizedMatrix]:
+    """Quantize one projection of several experts; the same matrices as one by one.
+
+    weights: [E, N, K] floats. second_moments: [E, K, K] or None. tokens: [E] or None. Raises as the quantizer does.
+    """
+    function = quantizer(name)
+    matrices = []
+    for expert, weight in enumerate(weights):
+        moment = None if second_moments is None else second_moments[expert]
+        matrices.append(function(weight, spec, moment, 0 if tokens is None else int(tokens[expert])))
+    return matrices

@@ -1,0 +1,123 @@
+"""Round to nearest: scales from each group's range, every weight to its nearest code.
+
+Shapes: N rows, K columns, G groups, g columns of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moec.manifests.quant import QuantSpec
+
+from ..quantized import QuantizedMatrix
+
+# Shrink factors of the clip search. On Gaussian rows of 64 the best factor at 2 bits lies near 0.7, at 8 bits at 1.
+_SHRINK_FACTORS = tuple(1.0 - 0.05 * step for step in range(1, 13))
+_CHUNK_WEIGHTS = 1 << 17  # the search makes a dozen passes over a chunk, which should stay in the second-level cache
+_SMALLEST_NEGATIVE_HALF = -32767  # bit pattern 0x8001
+
+
+def quantize_rtn(
+    weight: torch.Tensor, spec: QuantSpec, clip_search: bool = False, importance: torch.Tensor | None = None
+) -> QuantizedMatrix:
+    """Round a matrix to the nearest codes.
+
+    weight: [N, K] floats, finite. importance: [K], >= 0, weighs the columns in the clip search; None: all equal.
+    Scales and minima are rounded to float16 outwards before codes are chosen, so without clip search no weight is
+    clipped and each lies within scale / 2 of its value, up to float32 rounding: |w - w'| <= scale / 2 +
+    2**-22 * (2**bitwidth * scale + |minimum|). A group of equal values that float16 holds is exact.
+    With clip search each group takes the range, out of its own and twelve smaller ones about the same centre, with
+    the least (weighted) squared error; it is never worse than without.
+    Raises ValueError: the format does not fit, or its scales exceed float16.
+    """
+    if spec.bitwidth == 16 or weight.ndim != 2 or 0 in weight.shape or not spec.fits(weight.shape[1]):
+        raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
+    weights = None if importance is None else importance.float().reshape(spec.groups(weight.shape[1]), -1)
+    step = max(1, _CHUNK_WEIGHTS // weight.shape[1])
+    chunks = [_quantize_rows(rows, spec, clip_search, weights) for rows in weight.detach().split(step)]
+    codes, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return QuantizedMatrix(spec, codes, scales, None if spec.symmetric else minima)
+
+
+def _quantize_rows(
+    weight: torch.Tensor, spec: QuantSpec, clip_search: bool, importance: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [N, K] uint8, scales and minima [N, G] float16 of some rows. importance: [G, g] or None."""
+    rows, columns = weight.shape
+    groups = spec.groups(columns)
+    grouped = weight.float().reshape(rows, groups, columns // groups)
+    low, high = _range(grouped, spec.symmetric)
+    scales, minima = _grid(low, high, spec)
+    codes = _codes(grouped, scales, minima, spec)
+    if clip_search:
+        best = _error(grouped, codes, scales, minima, importance)
+        centre, half = (low + high) / 2, (high - low) / 2
+        for factor in _SHRINK_FACTORS:
+            trial_scales, trial_minima = _grid(centre - factor * half, centre + factor * half, spec)
+            trial_codes = _codes(grouped, trial_scales, trial_minima, spec)
+            error = _error(grouped, trial_codes, trial_scales, trial_minima, importance)
+            better = error < best
+            best = torch.where(better, error, best)
+            scales = torch.where(better, trial_scales, scales)
+            minima = torch.where(better, trial_minima, minima)
+        codes = _codes(grouped, scales, minima, spec)
+    return codes.to(torch.uint8).reshape(rows, columns), scales.half(), minima.half()
+
+
+def _range(grouped: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and greatest value of each group, [N, G, g] -> [N, G]; symmetric: both from the greatest magnitude."""
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    return low, high
+
+
+def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima that cover low to high, float32 values that float16 holds. [N, G] each.
+
+    Symmetric: scale = high / (2**(b-1) - 1), minimum = -scale * 2**(b-1). Raises ValueError beyond float16.
+    Source: docs/format.md, Packing.
+    """
+    if spec.symmetric:
+        scales = _half_above(high / float(2 ** (spec.bitwidth - 1) - 1))
+        minima = -scales * float(2 ** (spec.bitwidth - 1))
+    else:
+        minima = _half_below(low)
+        scales = _half_above((high - minima) / float(2**spec.bitwidth - 1))
+    if not (torch.isfinite(scales).all() and (spec.symmetric or torch.isfinite(minima).all())):
+        raise ValueError(f"weights up to {float(high.abs().max()):.3g} exceed the float16 scales of format {spec}")
+    return scales, minima
+
+
+def _codes(grouped: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """The nearest codes, ties to even, [N, G, g] float32."""
+    divisor = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(-1)
+    return ((grouped - minima.unsqueeze(-1)) / divisor).round_().clamp_(0, float(2**spec.bitwidth - 1))
+
+
+def _error(
+    grouped: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minima: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """Squared error of each group, weighted by column. [N, G]"""
+    error = torch.addcmul(minima.unsqueeze(-1), codes, scales.unsqueeze(-1)).sub_(grouped).square_()
+    return (error if weights is None else error.mul_(weights)).sum(-1)
+
+
+def _half_above(values: torch.Tensor) -> torch.Tensor:
+    """The least float16 value >= each of `values` >= 0, as float32."""
+    half = values.half()
+    below = half.float() < values
+    return (half.view(torch.int16) + below.to(torch.int16)).view(torch.float16).float()
+
+
+def _half_below(values: torch.Tensor) -> torch.Tensor:
+    """The greatest float16 value <= each of `values`, as float32."""
+    half = values.half()
+    bits = half.view(torch.int16)
+    next_below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, _SMALLEST_NEGATIVE_HALF))
+    return torch.where(half.float() > values, next_below.to(torch.int16), bits).view(torch.float16).float()

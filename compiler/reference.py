@@ -1,0 +1,239 @@
+"""The reference model: the checkpoint in transformers, its own 16-bit weights, float32 arithmetic.
+
+It is the baseline of every measured loss, and the place where plans are tried: routed-expert and dense weights can be
+exchanged for dequantized ones and put back. Implements `moec.evaluation.engine.TextEngine`.
+Shapes: A answer tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
+from moec.manifests.errors import CheckpointError, ContextOverflow
+from moec.manifests.model import ModelSpec, UnitKey
+
+from .checkpoint import TOKENIZER_NAME, open_checkpoint
+from .families import lower
+from .reference_decode import Continuation, GreedyDecoder
+from .reference_network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network
+from .reference_weights import WeightName, WeightStore
+
+TokenPair = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its answer."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ForcedBatch:
+    """Hidden states before the answer tokens of several pairs, one after the other.
+
+    indices: which pairs. counts: scored tokens of each. hidden: [sum of counts, D]. targets: [sum of counts].
+    """
+
+    indices: list[int]
+    counts: list[int]
+    hidden: Tensor
+    targets: Tensor
+
+
+class ReferenceModel:
+    """A checkpoint that generates, scores, and lets its weights be exchanged.
+
+    model: what the checkpoint was lowered to. network: the transformers model behind it.
+    """
+
+    def __init__(self, path: str | Path, threads: int | None = None) -> None:
+        """Load a model folder. threads: of torch, for the whole process; None leaves them.
+
+        Raises CheckpointError: not a folder of a known family, damaged or missing weights, no fast tokenizer.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        lowering = lower(open_checkpoint(str(path)))
+        self.model: ModelSpec = lowering.model
+        self.network: Network = load_network(lowering)
+        self._tokenizer = _load_tokenizer(lowering.checkpoint.root)
+        self._weights = WeightStore(self.network, TORCH_TYPES[lowering.float_type])
+
+    # -- text -------------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text with the special tokens that the tokenizer puts around it."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def encode_pair(self, prompt: str, answer: str) -> TokenPair:
+        """Tokens of a prompt and of the answer behind it."""
+        return self.encode_pairs([(prompt, answer)])[0]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
+        """Tokens of prompts and answers: the answer's are those that the joint text adds to the prompt's.
+
+        Where the two texts share a token, the answer is encoded by itself.
+        """
+        prompts = [encoding.ids for encoding in self._tokenizer.encode_batch([prompt for prompt, _ in pairs])]
+        joint = [
+            encoding.ids for encoding in self._tokenizer.encode_batch([prompt + answer for prompt, answer in pairs])
+        ]
+        encoded = []
+        for (_, answer), before, both in zip(pairs, prompts, joint, strict=True):
+            if both[: len(before)] == before:
+                encoded.append((before, both[len(before) :]))
+            else:
+                encoded.append((before, self._tokenizer.encode(answer, add_special_tokens=False).ids))
+        return encoded
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special tokens left out."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def generate(self, requests: Sequence[GenerationRequest], progress: Progress = no_progress) -> list[Generation]:
+        """Continue each prompt greedily; drafts only save time. The end token is not counted.
+
+        Raises ContextOverflow where a prompt leaves no room; a continuation ends where the context does.
+        """
+        pairs = self.encode_pairs([(request.prompt, request.draft or "") for request in requests])
+        items = []
+        for request, (prompt, draft) in zip(requests, pairs, strict=True):
+            room = self.model.max_positions - len(prompt)
+            if not prompt or room < 1:
+                raise ContextOverflow(
+                    f"a prompt has {len(prompt)} tokens, expected 1 to {self.model.max_positions - 1}",
+                    "shorten the prompt" if prompt else "write a prompt",
+                )
+            limit = min(request.max_new_tokens, room)
+            items.append(Continuation(prompt, draft[:limit], limit, request.stop))
+        GreedyDecoder(self.network, self.model.eos_token_ids, self.decode).run(items, progress)
+        return [Generation(self.decode(item.tokens), len(item.tokens), len(item.prompt)) for item in items]
+
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress = no_progress) -> list[AnswerScore]:
+        """Score each answer given its prompt, teacher-forced, without the end token.
+
+        Behind an empty prompt that the tokenizer puts nothing in front of, the first token is not scored.
+        Raises ContextOverflow where prompt and answer exceed the context.
+        """
+        scores = [AnswerScore(0.0, 0)] * len(pairs)
+        encoded = self.encode_pairs(pairs)
+        for indices, counts, losses in self.answer_nll(encoded, with_end=False, progress=progress):
+            for index, count, part in zip(indices, counts, torch.split(losses, counts), strict=True):
+                scores[index] = AnswerScore(float(part.double().sum()), count)
+        return scores
+
+    # -- tokens -----------------------------------------------------------------------------------------------------
+
+    def forced_logits(
+        self, pairs: Sequence[TokenPair], with_end: bool = True, progress: Progress = no_progress
+    ) -> list[np.ndarray]:
+        """Logits at the places that predict the answer tokens, [A, V] float32 for each pair.
+
+        with_end: the end token counts as the last token of every answer. Raises ContextOverflow.
+        """
+        logits = [np.empty((0, self.model.vocab_size), np.float32)] * len(pairs)
+        for batch in self.forced_batches(pairs, with_end, progress):
+            for index, part in zip(batch.indices, torch.split(batch.hidden, batch.counts), strict=True):
+                logits[index] = self.network.logits(part).numpy()
+        return logits
+
+    def answer_nll(
+        self, pairs: Sequence[TokenPair], with_end: bool = True, progress: Progress = no_progress
+    ) -> Iterator[tuple[list[int], list[int], Tensor]]:
+        """-log p of every answer token in nats, batch by batch: (pairs, tokens of each, [sum of tokens] float32)."""
+        for batch in self.forced_batches(pairs, with_end, progress):
+            losses, start = [], 0
+            for chunk in self.network.logit_chunks(batch.hidden):
+                wanted = batch.targets[start : start + len(chunk)]
+                losses.append(torch.nn.functional.cross_entropy(chunk, wanted, reduction="none"))
+                start += len(chunk)
+            yield batch.indices, batch.counts, torch.cat(losses)
+
+    def forced_batches(
+        self, pairs: Sequence[TokenPair], with_end: bool = True, progress: Progress = no_progress
+    ) -> Iterator[ForcedBatch]:
+        """Teacher-forced passes over prompts and answers, batched by length. Raises ContextOverflow."""
+        end = list(self.model.eos_token_ids[:1]) if with_end else []
+        answers = [answer + end for _, answer in pairs]
+        rows = [(prompt + answer)[:-1] for (prompt, _), answer in zip(pairs, answers, strict=True)]
+        scored = [min(len(answer), len(row)) for answer, row in zip(answers, rows, strict=True)]
+        usable = [index for index, count in enumerate(scored) if count]
+        done = len(pairs) - len(usable)
+        for chosen, hidden in self.hidden_batches([rows[index] for index in usable]):
+            indices = [usable[at] for at in chosen]
+            counts = [scored[index] for index in indices]
+            spans = [
+                states[len(rows[index]) - count : len(rows[index])]
+                for states, index, count in zip(hidden, indices, counts, strict=True)
+            ]
+            targets = [token for index, count in zip(indices, counts, strict=True) for token in answers[index][-count:]]
+            yield ForcedBatch(indices, counts, torch.cat(spans), torch.tensor(targets))
+            done += len(indices)
+            progress(done, len(pairs))
+
+    def hidden_batches(
+        self, rows: Sequence[Sequence[int]], before: Callable[[Tensor], None] | None = None
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Final hidden states [B, T, D] of token rows, longest first; rows are padded on the right.
+
+        before: called ahead of each pass with the mask of real tokens, [B * T] bool. Raises ContextOverflow.
+        """
+        longest = max(map(len, rows), default=0)
+        if longest > self.model.max_positions:
+            raise ContextOverflow(
+                f"a text has {longest} tokens, the context of the model has {self.model.max_positions}",
+                "shorten the text",
+            )
+        for indices in length_batches([len(row) for row in rows], TOKENS_PER_FORWARD):
+            batch = [rows[index] for index in indices]
+            if before is not None:
+                lengths = torch.tensor([len(row) for row in batch])
+                before((torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).reshape(-1))
+            with torch.inference_mode():
+                hidden = self.network.hidden(batch)
+            yield indices, hidden
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def original_weight(self, name: WeightName) -> Tensor:
+        """The checkpoint's own weight in float32: of a UnitKey or of a canonical dense name. Raises KeyError."""
+        return self._weights.original(name)
+
+    def set_unit(self, key: UnitKey, weight: Tensor) -> None:
+        """Compute with this projection of this expert until `restore`. Raises KeyError, ValueError on another shape."""
+        self._weights.set(key, weight)
+
+    def set_dense(self, name: str, weight: Tensor) -> None:
+        """Compute with this dense weight until `restore`. Raises KeyError, ValueError on another shape."""
+        self._weights.set(name, weight)
+
+    def restore(self) -> None:
+        """Put back every weight of the checkpoint, bit for bit."""
+        self._weights.restore()
+
+    def weights(self, mapping: Mapping[WeightName, Tensor]) -> AbstractContextManager[None]:
+        """Compute with these weights inside a `with` block, afterwards with what was there before."""
+        return self._weights.exchanged(mapping)
+
+
+def _load_tokenizer(root: Path) -> Tokenizer:
+    """The fast tokenizer of a folder; padding and truncation that the file may ask for are off.
+
+    Raises CheckpointError.
+    """
+    path = root / TOKENIZER_NAME
+    if not path.is_file():
+        raise CheckpointError(f"no `{TOKENIZER_NAME}` in `{root}`", "save the fast tokenizer with transformers")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers package raises nothing more specific
+        raise CheckpointError(f"`{path}` is not a tokenizer: {error}", "copy the file again") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

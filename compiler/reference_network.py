@@ -1,0 +1,204 @@
+"""The checkpoint as a transformers model: loading it, and its forward pass over batches of token rows.
+
+Shapes: B rows, T tokens of a row, D hidden, V vocabulary, E experts, K top-k, N = tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from moec.manifests.errors import CheckpointError
+
+from .families import Lowering
+
+TOKENS_PER_FORWARD = 2048
+"""Tokens of one forward pass: more is slower on a CPU, where larger activations leave the cache."""
+LOGITS_PER_CHUNK = 1 << 24
+"""Logits held at once where only their maximum or one entry of each row is wanted (64 MiB)."""
+_EXPERTS_IMPLEMENTATION = "moec_sorted"
+TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_FOREIGN_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A loaded model. `experts`: layer -> its module with the fused `gate_up_proj`, `down_proj`.
+
+    `backbone` maps tokens to hidden states, `head` those to logits.
+    """
+
+    model: Any
+    backbone: Any
+    head: Any
+    experts: dict[int, Any]
+    vocab_size: int
+
+    def hidden(self, rows: Sequence[Sequence[int]], cache: Any = None) -> Tensor:
+        """Final hidden states of the rows, [B, T, D] with T the longest.
+
+        Shorter rows are padded on the right, where the causal mask hides the padding from every real token; what
+        stands at padded places is meaningless. cache: a transformers cache to fill.
+        """
+        width = max(len(row) for row in rows)
+        ids = torch.zeros((len(rows), width), dtype=torch.long)
+        for at, row in enumerate(rows):
+            ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
+        return self._states(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """Hidden states [B, D] of one more token per row; tokens and positions [B], mask [B, cached + 1] of 0 and 1."""
+        states = self._states(
+            input_ids=tokens.unsqueeze(1),
+            position_ids=positions.unsqueeze(1),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return states[:, 0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V] float32."""
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def logit_chunks(self, hidden: Tensor) -> Iterator[Tensor]:
+        """The rows of `logits(hidden)` in bounded pieces."""
+        for piece in torch.split(hidden, max(1, LOGITS_PER_CHUNK // self.vocab_size)):
+            yield self.logits(piece)
+
+    def best(self, hidden: Tensor) -> list[int]:
+        """The most likely next token of each row of [N, D]."""
+        return [token for chunk in self.logit_chunks(hidden) for token in chunk.argmax(-1).tolist()]
+
+    def _states(self, **inputs: Any) -> Tensor:
+        states: Tensor = self.backbone(**inputs).last_hidden_state
+        return states
+
+
+def length_batches(lengths: Sequence[int], tokens: int, max_rows: int | None = None) -> list[list[int]]:
+    """Group indices into batches of similar length, longest first, of at most `tokens` padded tokens and `max_rows`.
+
+    A row longer than `tokens` is a batch of its own. Ties keep the order of the input.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        full = not batches or (len(batches[-1]) + 1) * width > tokens or len(batches[-1]) == max_rows
+        if full:
+            batches.append([])
+            width = lengths[index]
+        batches[-1].append(index)
+    return batches
+
+
+def load_network(lowering: Lowering) -> Network:
+    """Load with the checkpoint's own 16-bit weights in float32 arithmetic.
+
+    Raises CheckpointError if transformers cannot build the model, or if a weight is missing or has another shape.
+    """
+    root = lowering.checkpoint.root
+    loader: Any = AutoModelForCausalLM
+    try:
+        with _quiet():
+            model, report = loader.from_pretrained(
+                root, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+    except _FOREIGN_ERRORS as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"`{root}`: transformers cannot load the model: {reason}", "check that the folder is complete"
+        ) from error
+    faults = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if faults:
+        raise CheckpointError(
+            f"`{root}`: {len(faults)} weights are missing or have another shape, first `{faults[0]}`",
+            "copy the checkpoint again",
+        )
+    model.eval().requires_grad_(False)
+    _round_to_16_bits(model, lowering)
+    experts = _find_experts(model)
+    if sorted(experts) != list(range(lowering.model.num_layers)):
+        raise CheckpointError(
+            f"`{root}`: {len(experts)} layers of `{type(model).__name__}` hold routed experts as expected, not all of "
+            f"{lowering.model.num_layers}",
+            "install a release of transformers that pyproject.toml allows",
+        )
+    if all(_is_plain(module) for module in experts.values()):
+        ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_IMPLEMENTATION, sorted_experts)
+        model.set_experts_implementation(_EXPERTS_IMPLEMENTATION)
+    return Network(model, model.get_decoder(), model.get_output_embeddings(), experts, lowering.model.vocab_size)
+
+
+def sorted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Routed experts with one product per expert over its tokens: hidden [N, D], index and weights [N, K] -> [N, D].
+
+    Takes the place of transformers' own loop: 8-14 % more tokens/s at 2,048 tokens and 8 experts. Contributions of a
+    token are added in the order of its top-k.
+    """
+    top_k = top_k_index.shape[-1]
+    chosen = top_k_index.reshape(-1)
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=module.num_experts).tolist()
+    rows = hidden_states.index_select(0, order // top_k)
+    outputs = torch.empty_like(rows)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            piece = slice(start, start + count)
+            gated = module._apply_gate(functional.linear(rows[piece], module.gate_up_proj[expert]))
+            torch.mm(gated, module.down_proj[expert].T, out=outputs[piece])
+            start += count
+    outputs.mul_(top_k_weights.reshape(-1)[order].unsqueeze(-1))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    return outputs.index_select(0, place).view(len(hidden_states), top_k, -1).sum(1)
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether `sorted_experts` computes what the module would: gated, without biases, [outputs, inputs]."""
+    plain = not module.has_bias and not module.is_transposed and module.has_gate
+    return bool(plain and not module.has_post_expert_norm and not module._is_expert_parallel)
+
+
+def _find_experts(model: Any) -> dict[int, Any]:
+    found = {}
+    for name, module in model.named_modules():
+        match = _LAYER.search(name)
+        if match and name.endswith(".experts") and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            found[int(match[1])] = module
+    return found
+
+
+def _round_to_16_bits(model: Any, lowering: Lowering) -> None:
+    """Round what the checkpoint holds in float32 to the type that the bundle stores."""
+    if any(ref.dtype == "F32" for ref in lowering.checkpoint.tensors.values()):
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(TORCH_TYPES[lowering.float_type]))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers: what it finds is reported as errors here."""
+    settings: Any = transformers_logging
+    bars, level = settings.is_progress_bar_enabled(), settings.get_verbosity()
+    settings.disable_progress_bar()
+    settings.set_verbosity_error()
+    try:
+        yield
+    finally:
+        settings.set_verbosity(level)
+        if bars:
+            settings.enable_progress_bar()

@@ -1,0 +1,99 @@
+"""Weights of the loaded model under this project's names: exchanged for quantized ones, and put back exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moec.manifests.model import PROJECTIONS, UnitKey
+
+from .reference_network import Network
+
+WeightName = UnitKey | str
+"""One projection of one expert, or the canonical name of a dense weight (manifests.model, dense_shapes)."""
+_LAYER_WEIGHTS = {
+    "attention_norm": "input_layernorm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "experts_norm": "post_attention_layernorm",
+    "router": "mlp.gate",
+}
+
+
+class WeightStore:
+    """The weights of a network by name. Changed ones are remembered in 16 bits, so `restore` is exact."""
+
+    def __init__(self, network: Network, dtype: torch.dtype) -> None:
+        """dtype: the 16-bit type that holds every weight of the checkpoint."""
+        self._network, self._dtype = network, dtype
+        self._originals: dict[WeightName, Tensor] = {}
+        self._changed: set[WeightName] = set()
+
+    def original(self, name: WeightName) -> Tensor:
+        """The checkpoint's own weight, a float32 copy. Raises KeyError for a name the model does not have."""
+        if name in self._changed:
+            return self._originals[name].float()
+        return self._view(name).clone()
+
+    def set(self, name: WeightName, weight: Tensor) -> None:
+        """Compute with `weight` from now on. Raises KeyError, or ValueError if the shape differs."""
+        view = self._view(name)
+        if view.shape != weight.shape:
+            raise ValueError(f"weight {name} has shape {tuple(view.shape)}, found {tuple(weight.shape)}")
+        if name not in self._originals:
+            self._originals[name] = view.to(self._dtype)
+        view.copy_(weight)
+        self._changed.add(name)
+
+    def restore(self) -> None:
+        """Put back every changed weight."""
+        for name in self._changed:
+            self._view(name).copy_(self._originals[name])
+        self._changed.clear()
+
+    @contextmanager
+    def exchanged(self, weights: Mapping[WeightName, Tensor]) -> Iterator[None]:
+        """Compute with `weights` inside the block; afterwards with what was there before, also after an error."""
+        before = {name: self._view(name).clone() for name in weights if name in self._changed}
+        try:
+            for name, weight in weights.items():
+                self.set(name, weight)
+            yield
+        finally:
+            for name in self._changed.intersection(weights):
+                if name in before:
+                    self._view(name).copy_(before[name])
+                else:
+                    self._view(name).copy_(self._originals[name])
+                    self._changed.discard(name)
+
+    def _view(self, name: WeightName) -> Tensor:
+        """The memory the model computes with. Raises KeyError."""
+        return self._unit(name) if isinstance(name, UnitKey) else self._dense(name)
+
+    def _unit(self, key: UnitKey) -> Tensor:
+        module = self._network.experts[key.layer]
+        if key.projection not in PROJECTIONS or not 0 <= key.expert < module.num_experts:
+            raise KeyError(key)
+        if key.projection == "down":
+            down: Tensor = module.down_proj.data[key.expert]
+            return down
+        fused: Tensor = module.gate_up_proj.data[key.expert]
+        width = fused.shape[0] // 2
+        return fused[:width] if key.projection == "gate" else fused[width:]
+
+    def _dense(self, name: str) -> Tensor:
+        if name in ("embedding", "final_norm", "lm_head"):
+            network = self._network
+            module = {"embedding": network.backbone.embed_tokens, "final_norm": network.backbone.norm}.get(name)
+            module = network.head if module is None else module
+        else:
+            prefix, _, part = name.rpartition(".")
+            module = self._network.backbone.get_submodule(f"{prefix}.{_LAYER_WEIGHTS[part]}")
+        weight: Tensor = module.weight.data
+        return weight

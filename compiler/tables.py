@@ -1,0 +1,125 @@
+"""`tables.safetensors`: the counts of calibration, as the runtime's prefetcher and cache read them.
+
+Shapes: L layers, E experts of the largest layer, N paths, P successors of all paths, Q quantiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+from moec.manifests.safetensors_header import build_header, read_header
+
+# In file order: the widest items first, so that every tensor starts at a multiple of its item size.
+_TENSORS = {
+    "path.offsets": ("path_offsets", "I64", "<i8"),
+    "popularity": ("popularity", "U32", "<u4"),
+    "transitions": ("transitions", "U32", "<u4"),
+    "path.keys": ("path_keys", "I32", "<i4"),
+    "path.counts": ("path_counts", "U32", "<u4"),
+    "router_score_quantiles": ("router_quantiles", "F32", "<f4"),
+    "path.experts": ("path_experts", "U16", "<u2"),
+}
+
+
+class Statistics(Protocol):
+    """The arrays of ActivationStatistics that a bundle carries."""
+
+    @property
+    def popularity(self) -> np.ndarray: ...
+    @property
+    def transitions(self) -> np.ndarray: ...
+    @property
+    def path_keys(self) -> np.ndarray: ...
+    @property
+    def path_offsets(self) -> np.ndarray: ...
+    @property
+    def path_experts(self) -> np.ndarray: ...
+    @property
+    def path_counts(self) -> np.ndarray: ...
+    @property
+    def router_quantiles(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tables:
+    """The arrays of the file.
+
+    popularity: uint32 [L, E]. transitions: uint32 [L-1, E, E]. path_keys: int32 [N, 3], sorted.
+    path_offsets: int64 [N+1] into path_experts uint16 [P] and path_counts uint32 [P]. router_quantiles: float32 [L, Q].
+    """
+
+    popularity: np.ndarray
+    transitions: np.ndarray
+    path_keys: np.ndarray
+    path_offsets: np.ndarray
+    path_experts: np.ndarray
+    path_counts: np.ndarray
+    router_quantiles: np.ndarray
+
+    @classmethod
+    def empty(cls, model: ModelSpec) -> Tables:
+        """Zero counts and no paths: the tables of a compile without data."""
+        layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
+        return cls(
+            np.zeros((layers, experts), np.uint32),
+            np.zeros((layers - 1, experts, experts), np.uint32),
+            np.zeros((0, 3), np.int32),
+            np.zeros(1, np.int64),
+            np.zeros(0, np.uint16),
+            np.zeros(0, np.uint32),
+            np.zeros((layers, 0), np.float32),
+        )
+
+    @classmethod
+    def of(cls, statistics: Statistics) -> Tables:
+        """The arrays that a bundle carries, out of activation statistics."""
+        return cls(**{attribute: getattr(statistics, attribute) for attribute, _, _ in _TENSORS.values()})
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise ValueError where types or shapes contradict the model or each other."""
+        layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
+        paths, successors = len(self.path_keys), len(self.path_experts)
+        shapes: dict[str, tuple[int, ...]] = {
+            "popularity": (layers, experts),
+            "transitions": (layers - 1, experts, experts),
+            "path_keys": (paths, 3),
+            "path_offsets": (paths + 1,),
+            "path_experts": (successors,),
+            "path_counts": (successors,),
+            "router_quantiles": (layers, self.router_quantiles.shape[-1]),
+        }
+        for attribute, _, dtype in _TENSORS.values():
+            array = getattr(self, attribute)
+            if array.dtype != np.dtype(dtype) or array.shape != shapes[attribute]:
+                raise ValueError(
+                    f"{attribute}: expected {np.dtype(dtype).name} {shapes[attribute]}, "
+                    f"found {array.dtype.name} {array.shape}"
+                )
+        if self.path_offsets[0] != 0 or self.path_offsets[-1] != successors or np.any(np.diff(self.path_offsets) < 0):
+            raise ValueError("path_offsets: expected a rising sequence from 0 to the number of successors")
+
+
+def encode_tables(tables: Tables) -> bytes:
+    """The bytes of `tables.safetensors`; data starts at a multiple of 4096. Source: docs/format.md, Tables."""
+    arrays = {name: getattr(tables, attribute) for name, (attribute, _, _) in _TENSORS.items()}
+    header = build_header({name: (_TENSORS[name][1], array.shape) for name, array in arrays.items()})
+    return header + b"".join(
+        np.ascontiguousarray(array, dtype=_TENSORS[name][2]).tobytes() for name, array in arrays.items()
+    )
+
+
+def read_tables(path: Path) -> Tables:
+    """Read the file back. Raises HeaderError, KeyError if it is not a tables file; OSError."""
+    header = read_header(path)
+    data = path.read_bytes()
+    arrays = {}
+    for name, (attribute, _, dtype) in _TENSORS.items():
+        entry = header[name]
+        raw = data[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        arrays[attribute] = np.frombuffer(raw, dtype).reshape(entry.shape)
+    return Tables(**arrays)

@@ -1,0 +1,52 @@
+"""The plan of `--uniform`: one format for all routed experts, no search and no data."""
+
+from __future__ import annotations
+
+from moec.manifests.errors import PlanError
+from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
+from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
+
+from .plan import CompilePlan
+
+
+def uniform_plan(
+    model: ModelSpec,
+    bitwidth: int,
+    group_size: int,
+    dense_bits: int,
+    float_type: FloatType,
+    quantizer: str = "rtn",
+) -> CompilePlan:
+    """One format for all experts, another for attention, embedding and lm_head; norms and routers keep 16 bits.
+
+    group_size 0: one scale per row. float_type: the 16-bit type of the checkpoint (Lowering.float_type).
+    Raises PlanError if the format cannot hold the expert matrices, with every width that it does not divide.
+    """
+    plain = QuantSpec(16, float_type=float_type)
+    spec = plain if bitwidth == 16 else QuantSpec(bitwidth, group_size)
+    units = {UnitKey(*key, projection): spec for key in model.expert_keys() for projection in PROJECTIONS}
+    shapes = {model.unit_shape(layer, projection) for layer in range(model.num_layers) for projection in PROJECTIONS}
+    wrong = sorted({columns for _, columns in shapes if not spec.fits(columns)})
+    if wrong:
+        raise PlanError(
+            f"format {spec} cannot hold expert matrices of {', '.join(map(str, wrong))} columns, expected a multiple "
+            f"of the group size and of {COLUMNS_PER_TILE}",
+            "choose another --group-size" if spec.group_size else "use --uniform 16",
+        )
+    dense = {
+        name: dense_spec(name, shape, dense_bits, group_size, float_type)
+        for name, shape in model.dense_shapes().items()
+    }
+    return CompilePlan(model, units, dense, quantizer)
+
+
+def dense_spec(name: str, shape: tuple[int, ...], bits: int, group_size: int, float_type: FloatType) -> QuantSpec:
+    """The format of one dense weight: 16 bits for norms, routers and widths that no group divides.
+
+    Where the group size does not divide the columns, one scale per row takes its place.
+    """
+    plain = QuantSpec(16, float_type=float_type)
+    if bits == 16 or len(shape) == 1 or name.endswith(".router"):
+        return plain
+    grouped, per_row = QuantSpec(bits, group_size), QuantSpec(bits)
+    return grouped if grouped.fits(shape[-1]) else per_row if per_row.fits(shape[-1]) else plain

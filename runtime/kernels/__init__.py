@@ -1,0 +1,248 @@
+"""The operations a model is made of, over weights in the packed format.
+
+Each function runs in the C++ extension, on the best instruction set of this processor, or in numpy (`reference`) where
+the extension is not installed. Scalar and vector kernels give the same bits, for any number of threads and any batch;
+numpy differs in the last bits. The reference documents shapes, dtypes and errors of every function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from moec.manifests.errors import KernelUnavailable
+from moec.manifests.quant import QuantSpec
+
+from . import reference
+from .reference import Bytes, Floats, Int32s, Int64s, check_array
+
+__all__ = [
+    "Expert",
+    "PackedMatrix",
+    "active",
+    "attention",
+    "available",
+    "combine",
+    "dequantize_rows",
+    "expert_ffn",
+    "linear",
+    "rms_norm",
+    "rope",
+    "route",
+    "select",
+    "set_threads",
+    "store_kv",
+    "threads",
+]
+
+NUMPY = "numpy"
+MAX_THREADS = 256
+_EXTENSION = "_native"
+_FLOAT_CODES = {"none": 0, "bfloat16": 1, "float16": 2}
+
+
+class _State:
+    """The choice of this process: loaded on first use, changed by `select` and `set_threads`."""
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+        self.extension: ModuleType | None = None
+        self.uses_numpy = False
+        self.thread_count = 1
+
+
+_state = _State()
+
+
+def _load_extension() -> ModuleType | None:
+    """The extension, or None if there is none. Raises KernelUnavailable if there is one that does not load."""
+    name = f"{__name__}.{_EXTENSION}"
+    if importlib.util.find_spec(name) is None:
+        foreign = [path.name for folder in __path__ for path in Path(folder).glob(f"{_EXTENSION}.*") if path.suffix in (".so", ".pyd")]
+        if foreign:
+            raise KernelUnavailable(f"the kernel extension `{foreign[0]}` is built for another python", "install moec again")
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise KernelUnavailable(f"the kernel extension does not load: {error}", "install moec again") from error
+
+
+def _extension() -> ModuleType | None:
+    if not _state.is_loaded:
+        _state.extension = _load_extension()
+        _state.is_loaded = True
+    return _state.extension
+
+
+def _compiled() -> ModuleType | None:
+    """The extension if the active kernels are native."""
+    extension = _extension()
+    return None if _state.uses_numpy else extension
+
+
+def available() -> tuple[str, ...]:
+    """Names of the kernels that run here, best first; `numpy` is always the last."""
+    extension = _extension()
+    return (*(extension.available() if extension else ()), NUMPY)
+
+
+def active() -> str:
+    """The kernels in use: `avx2`, `scalar` or `numpy`."""
+    extension = _compiled()
+    return str(extension.active()) if extension else NUMPY
+
+
+def select(name: str) -> None:
+    """Use the kernels of this name from now on. Raises KernelUnavailable if this processor or build has none."""
+    names = available()
+    if name not in names:
+        raise KernelUnavailable(f"no kernels `{name[:40]}` here, available: {', '.join(names)}")
+    _state.uses_numpy = name == NUMPY
+    extension = _compiled()
+    if extension is not None:
+        extension.select(name)
+
+
+def set_threads(count: int) -> None:
+    """Use up to this many threads per call, 1 to MAX_THREADS; numpy kernels keep numpy's own. Raises ValueError."""
+    if not 1 <= count <= MAX_THREADS:
+        raise ValueError(f"threads: expected 1 to {MAX_THREADS}, found {count}")
+    extension = _extension()
+    if extension is not None:
+        extension.set_threads(count)
+    _state.thread_count = count
+
+
+def threads() -> int:
+    """The thread count that was set; 1 until then."""
+    return _state.thread_count
+
+
+class PackedMatrix(reference.PackedMatrix):
+    """A weight matrix in layout `rows16`, over memory that somebody else owns.
+
+    data: uint8[packed_bytes], kept by reference, never copied or written. Raises ValueError if the buffer does not
+    have exactly the bytes of the format. Source: docs/format.md, Packing.
+    """
+
+    __slots__ = ("native",)
+
+    def __init__(self, data: Bytes, rows: int, columns: int, spec: QuantSpec) -> None:
+        super().__init__(data, rows, columns, spec)
+        extension = _extension()
+        form = (spec.bitwidth, spec.group_size, spec.symmetric, _FLOAT_CODES[spec.float_type])
+        self.native = extension.PackedMatrix(data, rows, columns, *form) if extension else None
+
+
+class Expert(reference.Expert):
+    """The three projections of one expert: down(activation(gate x) * (up x)).
+
+    gate, up: F x D. down: D x F. Raises ValueError if the shapes do not fit or the activation is unknown.
+    """
+
+    __slots__ = ("native",)
+
+    def __init__(self, gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix, activation: str = "silu") -> None:
+        super().__init__(gate, up, down, activation)
+        extension = _extension()
+        self.native = extension.Expert(gate.native, up.native, down.native) if extension else None
+
+
+def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
+    """out = x W^T. x: [T, K]; out: [T, N], written; they must not overlap. Raises ValueError."""
+    native = _compiled()
+    if native is None:
+        reference.linear(matrix, x, out)
+    else:
+        native.linear(matrix.native, x, out)
+
+
+def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
+    """out[i] = row rows[i] of the matrix. rows: int64[n]; out: [n, K], written. Raises ValueError."""
+    native = _compiled()
+    if native is None:
+        reference.dequantize_rows(matrix, rows, out)
+    else:
+        native.dequantize_rows(matrix.native, rows, out)
+
+
+def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Floats) -> None:
+    """out[tokens[i], ranks[i]] = expert(x[tokens[i]]) for each i; nothing else is written.
+
+    x: [T, D]; tokens, ranks: int32[n], no pair twice; out: [T, K, D]. x and out must not overlap. Raises ValueError.
+    """
+    native = _compiled()
+    if native is None:
+        reference.expert_ffn(expert, x, tokens, ranks, out)
+    else:
+        native.expert_ffn(expert.native, x, tokens, ranks, out)
+
+
+def combine(parts: Floats, weights: Floats, out: Floats) -> None:
+    """out[t] = sum over ranks, in order, of weights[t, k] * parts[t, k].
+
+    parts: [T, K, D]; weights: [T, K]; out: [T, D], written. Raises ValueError.
+    """
+    (_compiled() or reference).combine(parts, weights, out)
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
+    """out = weight * (x / sqrt(mean(x^2) + eps)). x, out: [T, D]; weight: [D]. out may be x. Raises ValueError."""
+    (_compiled() or reference).rms_norm(x, weight, eps, out)
+
+
+def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
+    """Rotate the first R features of each head in place, halves against each other.
+
+    x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Raises ValueError.
+    """
+    (_compiled() or reference).rope(x, cos, sin, positions)
+
+
+def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
+    """Write keys and values of each token to its slot and position.
+
+    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, C, Hkv, Dh]; slots, positions: int32[T]. Raises ValueError.
+    """
+    (_compiled() or reference).store_kv(k, v, k_cache, v_cache, slots, positions)
+
+
+def attention(
+    q: Floats,
+    k_cache: Floats,
+    v_cache: Floats,
+    slots: Int32s,
+    positions: Int32s,
+    scale: float,
+    window: int,
+    out: Floats,
+) -> None:
+    """Causal attention of each token over the cache of its slot, with grouped heads.
+
+    q, out: [T, H, Dh]; k_cache, v_cache: [S, C, Hkv, Dh], H a multiple of Hkv; slots, positions: int32[T].
+    A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
+    """
+    (_compiled() or reference).attention(q, k_cache, v_cache, slots, positions, scale, window, out)
+
+
+def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:
+    """Softmax over all experts, then the top_k of each token, best first; equal logits: the lowest expert wins.
+
+    logits: [T, E]. Returns experts int32[T, K] and weights float32[T, K]; rows sum to 1 if `renormalize`.
+    Raises ValueError.
+    """
+    native = _compiled()
+    if native is None:
+        return reference.route(logits, top_k, renormalize)
+    check_array(logits, "logits", np.float32, 2)
+    if not 0 < top_k <= logits.shape[1]:
+        raise ValueError(f"top_k: expected 1 to {logits.shape[1]}, found {top_k}")
+    experts = np.empty((logits.shape[0], top_k), np.int32)
+    weights = np.empty((logits.shape[0], top_k), np.float32)
+    native.route(logits, renormalize, experts, weights)
+    return experts, weights

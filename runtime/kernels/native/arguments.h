@@ -1,0 +1,52 @@
+// Arrays as the binding receives them: dtype, rank, memory order and writability checked, each with a readable ValueError.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <string>
+
+namespace moec {
+
+namespace nb = nanobind;
+
+enum class Kind { kUint8, kInt32, kInt64, kFloat32 };
+enum class Access { kRead, kWrite };
+
+// A C-contiguous array, held through the buffer protocol for as long as this object lives. Needs the interpreter lock to be
+// made and destroyed; the memory may be used without it.
+class Array {
+  public:
+    static constexpr int kMaxRank = 4;
+
+    Array(nb::handle object, const char* name, Kind kind, int rank, Access access = Access::kRead);
+    ~Array() { PyBuffer_Release(&view_); }
+    Array(const Array&) = delete;
+    Array& operator=(const Array&) = delete;
+
+    int64_t size(int axis) const { return view_.shape[axis]; }
+    int64_t bytes() const { return view_.len; }
+    const char* name() const { return name_; }
+
+    template <class Value>
+    Value* data() const {
+        return static_cast<Value*>(view_.buf);
+    }
+
+    // Raises ValueError unless the shape is this one.
+    void expect(std::initializer_list<int64_t> shape) const;
+    // Raises ValueError unless all values, of int32 or int64, lie in [0, count).
+    void expect_indices(int64_t count) const;
+    // Raises ValueError if the two share memory.
+    void expect_apart(const Array& other) const;
+
+  private:
+    Py_buffer view_;
+    const char* name_;
+    Kind kind_;
+};
+
+[[noreturn]] void refuse(const std::string& message);
+
+}  // namespace moec

@@ -1,0 +1,275 @@
+// The Python face of the kernels: every argument is checked here, then the interpreter lock is released around the work.
+// Shapes and meanings: runtime/kernels/reference.py. Types: runtime/kernels/_native.pyi.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "arguments.h"
+#include "operations.h"
+#include "thread_pool.h"
+
+namespace moec {
+namespace {
+
+// A matrix and the hold on its memory.
+struct PackedMatrix {
+    Array data;
+    MatrixView view;
+
+    PackedMatrix(nb::handle bytes, int64_t rows, int64_t columns, int bitwidth, int64_t group_size, bool is_symmetric, int float_type)
+        : data(bytes, "data", Kind::kUint8, 1),
+          view{data.data<const uint8_t>(), rows, columns, group_size, bitwidth, is_symmetric, static_cast<FloatType>(float_type)} {
+        if (float_type < 0 || float_type > static_cast<int>(FloatType::kFloat16) || !is_valid(view)) {
+            refuse("not a matrix of the format: " + std::to_string(rows) + " x " + std::to_string(columns) + ", bitwidth " +
+                   std::to_string(bitwidth) + ", group_size " + std::to_string(group_size));
+        }
+        if (data.bytes() != packed_bytes(view)) {
+            refuse("data: expected " + std::to_string(packed_bytes(view)) + " bytes, found " + std::to_string(data.bytes()));
+        }
+    }
+};
+
+// Three matrices, kept alive.
+struct Expert {
+    nb::object gate, up, down;
+    ExpertView view;
+
+    Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix)
+        : gate(gate_matrix), up(up_matrix), down(down_matrix) {
+        view = {nb::cast<const PackedMatrix&>(gate).view, nb::cast<const PackedMatrix&>(up).view,
+                nb::cast<const PackedMatrix&>(down).view};
+        const bool is_same = view.gate.rows == view.up.rows && view.gate.columns == view.up.columns;
+        if (!is_same || view.down.rows != view.gate.columns || view.down.columns != view.gate.rows) {
+            refuse("gate, up and down: expected F x D, F x D and D x F");
+        }
+    }
+};
+
+void expect_memory(bool has_memory) {
+    if (!has_memory) {
+        throw std::bad_alloc();
+    }
+}
+
+void bind_linear(const PackedMatrix& matrix, nb::handle x_object, nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 2), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
+    x.expect({x.size(0), matrix.view.columns});
+    out.expect({x.size(0), matrix.view.rows});
+    out.expect_apart(x);
+    nb::gil_scoped_release unlocked;
+    linear(matrix.view, x.data<const float>(), x.size(0), out.data<float>());
+}
+
+void bind_dequantize_rows(const PackedMatrix& matrix, nb::handle rows_object, nb::handle out_object) {
+    const Array rows(rows_object, "rows", Kind::kInt64, 1), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
+    out.expect({rows.size(0), matrix.view.columns});
+    rows.expect_indices(matrix.view.rows);
+    nb::gil_scoped_release unlocked;
+    dequantize_rows(matrix.view, rows.data<const int64_t>(), rows.size(0), out.data<float>());
+}
+
+void bind_expert_ffn(const Expert& expert, nb::handle x_object, nb::handle tokens_object, nb::handle ranks_object,
+                     nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 2), tokens(tokens_object, "tokens", Kind::kInt32, 1);
+    const Array ranks(ranks_object, "ranks", Kind::kInt32, 1), out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
+    x.expect({x.size(0), expert.view.gate.columns});
+    ranks.expect({tokens.size(0)});
+    out.expect({x.size(0), out.size(1), expert.view.down.rows});
+    tokens.expect_indices(x.size(0));
+    ranks.expect_indices(out.size(1));
+    out.expect_apart(x);
+    std::vector<int64_t> rows(2 * static_cast<size_t>(tokens.size(0)));
+    int64_t* x_rows = rows.data();
+    int64_t* out_rows = x_rows + tokens.size(0);
+    for (int64_t i = 0; i < tokens.size(0); ++i) {
+        x_rows[i] = tokens.data<const int32_t>()[i];
+        out_rows[i] = x_rows[i] * out.size(1) + ranks.data<const int32_t>()[i];
+    }
+    bool has_memory;
+    {
+        nb::gil_scoped_release unlocked;
+        has_memory = expert_ffn(expert.view, {x.data<const float>(), x_rows, out_rows, tokens.size(0), out.data<float>()});
+    }
+    expect_memory(has_memory);
+}
+
+void bind_combine(nb::handle parts_object, nb::handle weights_object, nb::handle out_object) {
+    const Array parts(parts_object, "parts", Kind::kFloat32, 3), weights(weights_object, "weights", Kind::kFloat32, 2);
+    const Array out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
+    weights.expect({parts.size(0), parts.size(1)});
+    out.expect({parts.size(0), parts.size(2)});
+    out.expect_apart(parts);
+    nb::gil_scoped_release unlocked;
+    combine(parts.data<const float>(), weights.data<const float>(), parts.size(0), parts.size(1), parts.size(2), out.data<float>());
+}
+
+void bind_rms_norm(nb::handle x_object, nb::handle weight_object, float eps, nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 2), weight(weight_object, "weight", Kind::kFloat32, 1);
+    const Array out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
+    weight.expect({x.size(1)});
+    out.expect({x.size(0), x.size(1)});
+    nb::gil_scoped_release unlocked;
+    rms_norm(x.data<const float>(), weight.data<const float>(), eps, x.size(0), x.size(1), out.data<float>());
+}
+
+void bind_rope(nb::handle x_object, nb::handle cos_object, nb::handle sin_object, nb::handle positions_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 3, Access::kWrite), positions(positions_object, "positions", Kind::kInt32, 1);
+    const Array cos(cos_object, "cos", Kind::kFloat32, 2), sin(sin_object, "sin", Kind::kFloat32, 2);
+    sin.expect({cos.size(0), cos.size(1)});
+    positions.expect({x.size(0)});
+    positions.expect_indices(cos.size(0));
+    if (cos.size(1) > x.size(2) / 2) {
+        refuse("cos: expected at most " + std::to_string(x.size(2) / 2) + " columns, found " + std::to_string(cos.size(1)));
+    }
+    const RopeCall call{x.data<float>(), cos.data<const float>(), sin.data<const float>(), positions.data<const int32_t>(),
+                        x.size(1),       x.size(2),               cos.size(1)};
+    nb::gil_scoped_release unlocked;
+    rope(call, x.size(0));
+}
+
+void check_cache(const Array& k_cache, const Array& v_cache, const Array& slots, const Array& positions, int64_t tokens) {
+    v_cache.expect({k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3)});
+    slots.expect({tokens});
+    positions.expect({tokens});
+    slots.expect_indices(k_cache.size(0));
+    positions.expect_indices(k_cache.size(1));
+}
+
+void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_object, nb::handle v_cache_object,
+                   nb::handle slots_object, nb::handle positions_object) {
+    const Array k(k_object, "k", Kind::kFloat32, 3), v(v_object, "v", Kind::kFloat32, 3);
+    const Array k_cache(k_cache_object, "k_cache", Kind::kFloat32, 4, Access::kWrite);
+    const Array v_cache(v_cache_object, "v_cache", Kind::kFloat32, 4, Access::kWrite);
+    const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
+    check_cache(k_cache, v_cache, slots, positions, k.size(0));
+    k.expect({k.size(0), k_cache.size(2), k_cache.size(3)});
+    v.expect({k.size(0), k_cache.size(2), k_cache.size(3)});
+    k_cache.expect_apart(k);
+    v_cache.expect_apart(v);
+    nb::gil_scoped_release unlocked;
+    const int64_t row = k.size(1) * k.size(2);
+    for (int64_t t = 0; t < k.size(0); ++t) {
+        const int64_t place = (slots.data<const int32_t>()[t] * k_cache.size(1) + positions.data<const int32_t>()[t]) * row;
+        std::memcpy(k_cache.data<float>() + place, k.data<const float>() + t * row, static_cast<size_t>(row) * sizeof(float));
+        std::memcpy(v_cache.data<float>() + place, v.data<const float>() + t * row, static_cast<size_t>(row) * sizeof(float));
+    }
+}
+
+void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v_cache_object, nb::handle slots_object,
+                    nb::handle positions_object, float scale, int64_t window, nb::handle out_object) {
+    const Array q(q_object, "q", Kind::kFloat32, 3), out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
+    const Array k_cache(k_cache_object, "k_cache", Kind::kFloat32, 4), v_cache(v_cache_object, "v_cache", Kind::kFloat32, 4);
+    const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
+    check_cache(k_cache, v_cache, slots, positions, q.size(0));
+    out.expect({q.size(0), q.size(1), q.size(2)});
+    const int64_t kv_heads = k_cache.size(2);
+    if (kv_heads == 0 || q.size(1) % kv_heads != 0 || q.size(2) != k_cache.size(3)) {
+        refuse("q: expected heads a multiple of " + std::to_string(kv_heads) + " and size " + std::to_string(k_cache.size(3)));
+    }
+    if (window < 0) {
+        refuse("window: expected 0 or more, found " + std::to_string(window));
+    }
+    AttentionCall call{};
+    call.q = q.data<const float>();
+    call.k_cache = k_cache.data<const float>();
+    call.v_cache = v_cache.data<const float>();
+    call.slots = slots.data<const int32_t>();
+    call.positions = positions.data<const int32_t>();
+    call.out = out.data<float>();
+    call.heads = q.size(1);
+    call.kv_heads = kv_heads;
+    call.head_size = q.size(2);
+    call.context = k_cache.size(1);
+    call.window = window;
+    call.scale = scale;
+    bool has_memory;
+    {
+        nb::gil_scoped_release unlocked;
+        has_memory = attention(call, q.size(0));
+    }
+    expect_memory(has_memory);
+}
+
+void bind_route(nb::handle logits_object, bool renormalize, nb::handle experts_object, nb::handle weights_object) {
+    const Array logits(logits_object, "logits", Kind::kFloat32, 2);
+    const Array experts(experts_object, "experts", Kind::kInt32, 2, Access::kWrite);
+    const Array weights(weights_object, "weights", Kind::kFloat32, 2, Access::kWrite);
+    experts.expect({logits.size(0), experts.size(1)});
+    weights.expect({logits.size(0), experts.size(1)});
+    if (experts.size(1) < 1 || experts.size(1) > logits.size(1)) {
+        refuse("top_k: expected 1 to " + std::to_string(logits.size(1)) + ", found " + std::to_string(experts.size(1)));
+    }
+    const RouteCall call{logits.data<const float>(), experts.data<int32_t>(), weights.data<float>(),
+                         logits.size(1),             experts.size(1),         renormalize};
+    bool has_memory;
+    {
+        nb::gil_scoped_release unlocked;
+        has_memory = route(call, logits.size(0));
+    }
+    expect_memory(has_memory);
+}
+
+void bind_exp(nb::handle x_object, nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 1), out(out_object, "out", Kind::kFloat32, 1, Access::kWrite);
+    out.expect({x.size(0)});
+    nb::gil_scoped_release unlocked;
+    active_kernels().exp(x.data<const float>(), x.size(0), out.data<float>());
+}
+
+nb::tuple available_names() {
+    const KernelTable* tables[kMaxTables];
+    const int count = supported_kernels(tables);
+    nb::list names;
+    for (int i = 0; i < count; ++i) {
+        names.append(tables[i]->name);
+    }
+    return nb::tuple(names);
+}
+
+void bind_select(const std::string& name) {
+    if (!select_kernels(name.c_str())) {
+        refuse("no kernels of this name");
+    }
+}
+
+void bind_set_threads(int count) {
+    constexpr int kMaxThreads = 256;
+    if (count < 1 || count > kMaxThreads) {
+        refuse("threads: expected 1 to " + std::to_string(kMaxThreads) + ", found " + std::to_string(count));
+    }
+    nb::gil_scoped_release unlocked;
+    set_thread_count(count);
+}
+
+}  // namespace
+}  // namespace moec
+
+NB_MODULE(_native, module) {
+    using namespace nanobind::literals;
+    using namespace moec;
+    nb::set_leak_warnings(false);  // matrices may outlive the interpreter's last collection
+    nb::class_<PackedMatrix>(module, "PackedMatrix")
+        .def(nb::init<nb::handle, int64_t, int64_t, int, int64_t, bool, int>(), "data"_a, "rows"_a, "columns"_a, "bitwidth"_a,
+             "group_size"_a, "symmetric"_a, "float_type"_a)
+        .def_prop_ro("rows", [](const PackedMatrix& matrix) { return matrix.view.rows; })
+        .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; });
+    nb::class_<Expert>(module, "Expert").def(nb::init<nb::object, nb::object, nb::object>(), "gate"_a, "up"_a, "down"_a);
+    module.def("available", available_names);
+    module.def("active", [] { return active_kernels().name; });
+    module.def("select", bind_select, "name"_a);
+    module.def("set_threads", bind_set_threads, "count"_a);
+    module.def("linear", bind_linear, "matrix"_a, "x"_a, "out"_a);
+    module.def("dequantize_rows", bind_dequantize_rows, "matrix"_a, "rows"_a, "out"_a);
+    module.def("expert_ffn", bind_expert_ffn, "expert"_a, "x"_a, "tokens"_a, "ranks"_a, "out"_a);
+    module.def("combine", bind_combine, "parts"_a, "weights"_a, "out"_a);
+    module.def("rms_norm", bind_rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
+    module.def("rope", bind_rope, "x"_a, "cos"_a, "sin"_a, "positions"_a);
+    module.def("store_kv", bind_store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a);
+    module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a);
+    module.def("route", bind_route, "logits"_a, "renormalize"_a, "experts"_a, "weights"_a);
+    module.def("exp", bind_exp, "x"_a, "out"_a);
+}

@@ -1,0 +1,87 @@
+// The packed layout `rows16`: the one definition of its bytes on this side (docs/format.md, Packing).
+//
+// A row block holds 16 rows. Quantized: groups of [16 scales][16 minima, if asymmetric][tiles of 16 rows x 32 columns].
+// 16-bit: columns of 16 values. Every plane of a tile is 64 bytes: one 32-bit lane per row, four columns in its bytes.
+// Sizes: rows and columns are at most 2^24, bits at most 16, so every size below fits in 53 bits.
+
+#pragma once
+
+#include <cstdint>
+
+namespace moec {
+
+constexpr int kRowsPerBlock = 16;
+constexpr int kColumnsPerTile = 32;
+constexpr int kColumnsPerLane = 4;
+constexpr int kLanesPerTile = kColumnsPerTile / kColumnsPerLane;
+constexpr int kPlaneBytes = 64;
+constexpr int kScaleBytes = 2 * kRowsPerBlock;
+constexpr int64_t kMaxDimension = int64_t{1} << 24;
+
+template <int Bitwidth>
+struct Tile {
+    uint8_t planes[Bitwidth][kPlaneBytes];
+};
+
+static_assert(kPlaneBytes == kRowsPerBlock * kColumnsPerLane, "a plane is one byte per row and column of a lane");
+static_assert(sizeof(Tile<2>) == 128 && sizeof(Tile<3>) == 192, "tile sizes of docs/format.md");
+static_assert(sizeof(Tile<4>) == 256 && sizeof(Tile<8>) == 512, "tile sizes of docs/format.md");
+static_assert(sizeof(Tile<4>) * 8 == 4 * kRowsPerBlock * kColumnsPerTile, "a tile has no padding");
+
+enum class FloatType : int { kNone = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+// A packed matrix in memory that somebody else owns. group_size 0: one group of all columns.
+struct MatrixView {
+    const uint8_t* data;
+    int64_t rows;
+    int64_t columns;
+    int64_t group_size;
+    int bitwidth;
+    bool is_symmetric;
+    FloatType float_type;
+};
+
+// Internal linkage throughout: this header is compiled once per instruction set, and the linker must not mix them.
+static inline int64_t blocks_of(const MatrixView& matrix) {
+    return (matrix.rows + kRowsPerBlock - 1) / kRowsPerBlock;
+}
+
+static inline int64_t group_columns(const MatrixView& matrix) {
+    return matrix.group_size != 0 ? matrix.group_size : matrix.columns;
+}
+
+static inline int64_t group_header_bytes(const MatrixView& matrix) {
+    return matrix.is_symmetric ? kScaleBytes : 2 * kScaleBytes;
+}
+
+static inline int64_t group_bytes(const MatrixView& matrix) {
+    return group_header_bytes(matrix) + group_columns(matrix) / kColumnsPerTile * kPlaneBytes * matrix.bitwidth;
+}
+
+static inline int64_t block_bytes(const MatrixView& matrix) {
+    if (matrix.bitwidth == 16) {
+        return matrix.columns * 2 * kRowsPerBlock;
+    }
+    return matrix.columns / group_columns(matrix) * group_bytes(matrix);
+}
+
+static inline int64_t packed_bytes(const MatrixView& matrix) {
+    return blocks_of(matrix) * block_bytes(matrix);
+}
+
+// Whether the fields describe a matrix of the format; nothing else here may be called before this holds.
+static inline bool is_valid(const MatrixView& matrix) {
+    const bool is_16_bit = matrix.bitwidth == 16;
+    if (matrix.rows < 1 || matrix.rows > kMaxDimension || matrix.columns < 1 || matrix.columns > kMaxDimension) {
+        return false;
+    }
+    if (is_16_bit) {
+        return matrix.group_size == 0 && !matrix.is_symmetric && matrix.float_type != FloatType::kNone;
+    }
+    const bool is_known = matrix.bitwidth == 2 || matrix.bitwidth == 3 || matrix.bitwidth == 4 || matrix.bitwidth == 8;
+    const bool is_group = matrix.group_size >= 0 && matrix.group_size % kColumnsPerTile == 0 &&
+                          matrix.columns % group_columns(matrix) == 0;
+    return is_known && is_group && matrix.columns % kColumnsPerTile == 0 && matrix.float_type == FloatType::kNone;
+}
+
+}  // namespace moec

@@ -1,0 +1,78 @@
+// Detection by CPUID and XGETBV. A feature counts only if the operating system saves its registers: XCR0 bits 1 (SSE)
+// and 2 (AVX) must be set, or the upper halves are lost at the next context switch.
+//
+// leaf 1 ECX: bit 12 FMA, bit 27 OSXSAVE, bit 28 AVX, bit 29 F16C; leaf 7.0 EBX: bit 5 AVX2.
+
+#include "detect.h"
+
+#include <cstdint>
+
+#if defined(__x86_64__) || defined(_M_X64) || defined(__i386__)
+
+#if defined(_MSC_VER)
+#include <immintrin.h>
+#include <intrin.h>
+#else
+#include <cpuid.h>
+#endif
+
+namespace moec {
+namespace {
+
+struct Registers {
+    uint32_t eax, ebx, ecx, edx;
+};
+
+Registers cpuid(uint32_t leaf) {
+    Registers r{0, 0, 0, 0};
+#if defined(_MSC_VER)
+    int highest[4], found[4];
+    __cpuid(highest, 0);
+    if (leaf <= static_cast<uint32_t>(highest[0])) {
+        __cpuidex(found, static_cast<int>(leaf), 0);
+        r = {uint32_t(found[0]), uint32_t(found[1]), uint32_t(found[2]), uint32_t(found[3])};
+    }
+#else
+    if (__get_cpuid_count(leaf, 0, &r.eax, &r.ebx, &r.ecx, &r.edx) == 0) {
+        r = {0, 0, 0, 0};
+    }
+#endif
+    return r;
+}
+
+uint64_t saved_registers() {
+#if defined(_MSC_VER)
+    return _xgetbv(0);
+#else
+    uint32_t low = 0, high = 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t{high} << 32) | low;
+#endif
+}
+
+}  // namespace
+
+bool has_avx2() {
+    constexpr uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+    constexpr uint32_t kAvx2 = 1u << 5;
+    constexpr uint64_t kSseAndAvxState = 6;
+    const uint32_t wanted = kFma | kOsxsave | kAvx | kF16c;
+    if ((cpuid(1).ecx & wanted) != wanted || (cpuid(7).ebx & kAvx2) == 0) {
+        return false;
+    }
+    return (saved_registers() & kSseAndAvxState) == kSseAndAvxState;
+}
+
+}  // namespace moec
+
+#else
+
+namespace moec {
+
+bool has_avx2() {
+    return false;
+}
+
+}  // namespace moec
+
+#endif

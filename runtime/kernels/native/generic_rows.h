@@ -1,0 +1,262 @@
+// Operations on rows of floats, written once over eight lanes. Included inside the namespace of an instruction set, after
+// generic_linear.h; no include guard, for that reason.
+//
+// Reductions: lane i sums elements i, i + 8, ... in order by fma; then lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
+// A last part of fewer than eight elements is filled with zeros. Sums over positions and ranks are sequential.
+// exp: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial of degree 7 in r, then two exact scalings by powers of two (the
+// second may round, into subnormals). Relative error <= 2e-7 for normal results; -inf gives 0, +inf gives inf, NaN stays NaN.
+// Bound of a reduction: (n / 8 + 4) 2^-24 sum |a_i b_i| to first order.
+// Accuracy class: bit-equal across instruction sets, thread counts and batches, for inputs without NaN.
+
+MOEC_INLINE Floats exp_lanes(Floats x) {
+    const Floats low = broadcast(-104.0f), high = broadcast(89.0f);  // beyond: exactly 0 and inf
+    x = smaller(high, larger(low, x));                                // NaN stays: the second operand wins
+    const Floats magic = broadcast(12582912.0f);                      // 1.5 * 2^23: the sum's low bits are the integer
+    const Floats shifted = fma(x, broadcast(1.44269504088896341f), magic);
+    const Floats n = sub(shifted, magic);
+    Floats r = fma(n, broadcast(-0.693359375f), x);
+    r = fma(n, broadcast(2.12194440e-4f), r);
+    Floats p = broadcast(1.9875691500e-4f);
+    p = fma(p, r, broadcast(1.3981999507e-3f));
+    p = fma(p, r, broadcast(8.3334519073e-3f));
+    p = fma(p, r, broadcast(4.1665795894e-2f));
+    p = fma(p, r, broadcast(1.6666665459e-1f));
+    p = fma(p, r, broadcast(5.0000001201e-1f));
+    p = add(fma(p, mul(r, r), r), broadcast(1.0f));
+    const Ints exponent = sub_int(bits_of(shifted), bits_of(magic));
+    const Ints half = halve_signed(exponent), rest = sub_int(exponent, half), bias = broadcast_int(127);
+    p = mul(p, float_of(shift_left<23>(add_int(half, bias))));
+    return mul(p, float_of(shift_left<23>(add_int(rest, bias))));
+}
+
+MOEC_INLINE Floats silu_lanes(Floats x) {
+    return div(x, add(broadcast(1.0f), exp_lanes(sub(zero(), x))));
+}
+
+MOEC_INLINE float sum_lanes(Floats a) {
+    a = add(a, upper<4>(a));
+    a = add(a, upper<2>(a));
+    return first_lane(add(a, upper<1>(a)));
+}
+
+MOEC_INLINE int lanes_left(int64_t size, int64_t i) {
+    return static_cast<int>(size - i < kLanes ? size - i : kLanes);
+}
+
+inline void exp_row(const float* x, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left(size, i);
+        store_partial(out + i, exp_lanes(load_partial(x + i, count)), count);
+    }
+}
+
+// silu(gate) * up for the first `rows` <= 16 lanes.
+inline void store_hidden(float* out, const float* gate, const float* up, int64_t rows) {
+    for (int64_t row = 0; row < rows; row += kLanes) {
+        store_partial(out + row, mul(silu_lanes(load(gate + row)), load(up + row)), lanes_left(rows, row));
+    }
+}
+
+inline void expert_hidden(const MatrixView& gate, const MatrixView& up, InputRows x, int64_t tokens, OutputRows out,
+                          int64_t begin, int64_t end) {
+    const Format gate_format = format_of(gate), up_format = format_of(up);
+    alignas(64) float gate_acc[kChunkTokens * kRowsPerBlock];
+    alignas(64) float up_acc[kChunkTokens * kRowsPerBlock];
+    if (tokens == 1) {
+        for (int64_t block = begin; block < end; block += kPairedBlocks) {
+            const int blocks = blocks_in_step(block, end);
+            multiply_step(gate, gate_format, block, blocks, row_of(x, 0), gate_acc);
+            multiply_step(up, up_format, block, blocks, row_of(x, 0), up_acc);
+            for (int b = 0; b < blocks; ++b) {
+                store_hidden(row_of(out, 0) + (block + b) * kRowsPerBlock, gate_acc + b * kRowsPerBlock,
+                             up_acc + b * kRowsPerBlock, rows_in_block(gate, block + b));
+            }
+        }
+        return;
+    }
+    for (int64_t first = 0; first < tokens; first += kChunkTokens) {
+        const int count = static_cast<int>(tokens - first < kChunkTokens ? tokens - first : kChunkTokens);
+        for (int64_t block = begin; block < end; ++block) {
+            multiply_block(gate, gate_format, block, x, first, count, gate_acc);
+            multiply_block(up, up_format, block, x, first, count, up_acc);
+            for (int i = 0; i < count; ++i) {
+                store_hidden(row_of(out, first + i) + block * kRowsPerBlock, gate_acc + i * kRowsPerBlock,
+                             up_acc + i * kRowsPerBlock, rows_in_block(gate, block));
+            }
+        }
+    }
+}
+
+// out[d] = sum over ranks, in order. parts: [K, D]; weights: [K]; out: [D].
+inline void combine(const float* parts, const float* weights, int64_t top_k, int64_t size, float* out) {
+    for (int64_t d = 0; d < size; d += kLanes) {
+        const int count = lanes_left(size, d);
+        Floats sum = zero();
+        for (int64_t rank = 0; rank < top_k; ++rank) {
+            sum = fma(broadcast(weights[rank]), load_partial(parts + rank * size + d, count), sum);
+        }
+        store_partial(out + d, sum, count);
+    }
+}
+
+inline void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* out) {
+    Floats squares = zero();
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const Floats value = load_partial(x + i, lanes_left(size, i));
+        squares = fma(value, value, squares);
+    }
+    const float inverse = 1.0f / square_root(sum_lanes(squares) / static_cast<float>(size) + eps);
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left(size, i);
+        const Floats scaled = mul(load_partial(x + i, count), broadcast(inverse));
+        store_partial(out + i, mul(load_partial(weight + i, count), scaled), count);
+    }
+}
+
+// first' = first cos - second sin; second' = second cos + first sin; one rounded product and one fma each.
+inline void rope(const RopeCall& call, int64_t token) {
+    const float* cos = call.cos + call.positions[token] * call.half;
+    const float* sin = call.sin + call.positions[token] * call.half;
+    for (int64_t head = 0; head < call.heads; ++head) {
+        float* first = call.x + (token * call.heads + head) * call.head_size;
+        float* second = first + call.half;
+        for (int64_t i = 0; i < call.half; i += kLanes) {
+            const int count = lanes_left(call.half, i);
+            const Floats a = load_partial(first + i, count), b = load_partial(second + i, count);
+            const Floats c = load_partial(cos + i, count), s = load_partial(sin + i, count);
+            store_partial(first + i, fma(sub(zero(), b), s, mul(a, c)), count);
+            store_partial(second + i, fma(a, s, mul(b, c)), count);
+        }
+    }
+}
+
+// Count dot products of one vector with rows `stride` apart: independent chains, the same order of sums for each.
+template <int Count>
+MOEC_INLINE void dot_rows(const float* q, const float* rows, int64_t stride, int64_t size, float scale, float* out) {
+    Floats sum[Count];
+    unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA { sum[decltype(r)::value] = zero(); });
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left(size, i);
+        const Floats value = load_partial(q + i, count);
+        unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA {
+            constexpr int R = decltype(r)::value;
+            sum[R] = fma(value, load_partial(rows + R * stride + i, count), sum[R]);
+        });
+    }
+    unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA { out[decltype(r)::value] = sum_lanes(sum[decltype(r)::value]) * scale; });
+}
+
+inline float largest(const float* x, int64_t size) {
+    float best = x[0];
+    for (int64_t i = 1; i < size; ++i) {
+        best = x[i] > best ? x[i] : best;
+    }
+    return best;
+}
+
+// x becomes exp(x - max x). Returns the sum.
+inline float exponentiate(float* x, int64_t size) {
+    const Floats peak = broadcast(largest(x, size));
+    Floats sum = zero();
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left(size, i);
+        store_partial(x + i, exp_lanes(sub(load_partial(x + i, count), peak)), count);
+        sum = add(sum, load_partial(x + i, count));
+    }
+    return sum_lanes(sum);
+}
+
+// out = sum over positions, in order, of share * row, divided by `total`; Vectors x 8 features at once.
+template <int Vectors>
+MOEC_INLINE void weigh_rows(const float* shares, const float* rows, int64_t stride, int64_t positions, float total, float* out) {
+    Floats sum[Vectors];
+    unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA { sum[decltype(v)::value] = zero(); });
+    for (int64_t p = 0; p < positions; ++p) {
+        const Floats share = broadcast(shares[p]);
+        unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            sum[V] = fma(share, load(rows + p * stride + V * kLanes), sum[V]);
+        });
+    }
+    unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA {
+        constexpr int V = decltype(v)::value;
+        store(out + V * kLanes, div(sum[V], broadcast(total)));
+    });
+}
+
+inline void weigh_partial_rows(const float* shares, const float* rows, int64_t stride, int64_t positions, float total, float* out,
+                               int count) {
+    Floats sum = zero();
+    for (int64_t p = 0; p < positions; ++p) {
+        sum = fma(broadcast(shares[p]), load_partial(rows + p * stride, count), sum);
+    }
+    store_partial(out, div(sum, broadcast(total)), count);
+}
+
+inline void attention(const AttentionCall& call, int64_t token, int64_t head, float* scores) {
+    constexpr int kRowsAtOnce = 4, kVectorsAtOnce = 8;
+    const int64_t size = call.head_size, stride = call.kv_heads * size, position = call.positions[token];
+    const int64_t first = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
+    const int64_t count = position - first + 1;
+    const int64_t start = (call.slots[token] * call.context + first) * stride + head / (call.heads / call.kv_heads) * size;
+    const float* q = call.q + (token * call.heads + head) * size;
+    const float* keys = call.k_cache + start;
+    const float* values = call.v_cache + start;
+    float* out = call.out + (token * call.heads + head) * size;
+    int64_t p = 0;
+    for (; p + kRowsAtOnce <= count; p += kRowsAtOnce) {
+        dot_rows<kRowsAtOnce>(q, keys + p * stride, stride, size, call.scale, scores + p);
+    }
+    for (; p < count; ++p) {
+        dot_rows<1>(q, keys + p * stride, stride, size, call.scale, scores + p);
+    }
+    const float total = exponentiate(scores, count);
+    int64_t d = 0;
+    for (; d + kVectorsAtOnce * kLanes <= size; d += kVectorsAtOnce * kLanes) {
+        weigh_rows<kVectorsAtOnce>(scores, values + d, stride, count, total, out + d);
+    }
+    for (; d < size; d += kLanes) {
+        weigh_partial_rows(scores, values + d, stride, count, total, out + d, lanes_left(size, d));
+    }
+}
+
+// A total order: larger first, NaN last, then the lower index.
+inline bool ranks_before(const float* logits, int64_t a, int64_t b) {
+    const bool is_nan_a = logits[a] != logits[a], is_nan_b = logits[b] != logits[b];
+    if (is_nan_a || is_nan_b) {
+        return is_nan_a == is_nan_b ? a < b : is_nan_b;
+    }
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+inline void route(const RouteCall& call, int64_t token, float* shares) {
+    const float* logits = call.logits + token * call.expert_count;
+    int32_t* experts = call.experts + token * call.top_k;
+    float* weights = call.weights + token * call.top_k;
+    for (int64_t e = 0; e < call.expert_count; ++e) {
+        shares[e] = logits[e];
+    }
+    const float total = exponentiate(shares, call.expert_count);
+    int64_t previous = -1;
+    float kept = 0.0f;
+    for (int64_t rank = 0; rank < call.top_k; ++rank) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < call.expert_count; ++e) {
+            const bool is_left = previous < 0 || ranks_before(logits, previous, e);
+            if (is_left && (best < 0 || ranks_before(logits, e, best))) {
+                best = e;
+            }
+        }
+        experts[rank] = static_cast<int32_t>(best);
+        weights[rank] = shares[best] / total;
+        kept += weights[rank];
+        previous = best;
+    }
+    for (int64_t rank = 0; call.renormalizes && rank < call.top_k; ++rank) {
+        weights[rank] /= kept;
+    }
+}
+
+constexpr KernelTable make_table(const char* name, bool (*is_supported)()) {
+    return {name, is_supported, linear, expert_hidden, dequantize_row, combine, rms_norm, rope, attention, route, exp_row};
+}

@@ -1,0 +1,136 @@
+// Scalar kernels: the specification of every other instruction set, for any processor.
+//
+// Eight lanes are eight floats in an array. fmaf rounds once everywhere, in hardware or in the C library, so these results
+// equal those of the vector kernels bit for bit. Half precision and bfloat16 are converted by integer arithmetic, exactly.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define MOEC_COMPACT
+#include "inlining.h"
+#include "registry.h"
+
+namespace moec {
+namespace scalar {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kPairedBlocks = 1;  // blocks per step over one token
+
+struct Floats {
+    float v[kLanes];
+};
+
+struct Ints {
+    uint32_t v[kLanes];
+};
+
+template <class Result, class Make>
+inline Result each(Make make) {
+    Result result;
+    for (int i = 0; i < kLanes; ++i) {
+        result.v[i] = make(i);
+    }
+    return result;
+}
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline uint32_t load_u16(const uint8_t* p) {
+    return uint32_t{p[0]} | (uint32_t{p[1]} << 8);
+}
+
+// Exponent 0 is m * 2^-24, exact in float; exponent 31 is infinity or NaN (made quiet, as the processor does).
+inline float from_half(uint32_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31u, mantissa = half & 0x3FFu;
+    if (exponent == 0) {
+        const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-8f;
+        return from_bits(to_bits(magnitude) | sign);
+    }
+    if (exponent == 31) {
+        return from_bits(sign | 0x7F800000u | (mantissa << 13) | (mantissa != 0 ? 0x400000u : 0u));
+    }
+    return from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+inline Floats zero() { return each<Floats>([](int) { return 0.0f; }); }
+inline Floats broadcast(float x) { return each<Floats>([=](int) { return x; }); }
+inline Floats load(const float* p) { return each<Floats>([=](int i) { return p[i]; }); }
+inline Floats load_partial(const float* p, int n) { return each<Floats>([=](int i) { return i < n ? p[i] : 0.0f; }); }
+inline Floats load_half(const uint8_t* p) { return each<Floats>([=](int i) { return from_half(load_u16(p + 2 * i)); }); }
+inline Floats load_bfloat(const uint8_t* p) {
+    return each<Floats>([=](int i) { return from_bits(load_u16(p + 2 * i) << 16); });
+}
+inline void store(float* p, const Floats& a) { std::memcpy(p, a.v, sizeof a.v); }
+inline void store_partial(float* p, const Floats& a, int n) { std::memcpy(p, a.v, static_cast<size_t>(n) * sizeof(float)); }
+inline Floats add(const Floats& a, const Floats& b) { return each<Floats>([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Floats sub(const Floats& a, const Floats& b) { return each<Floats>([&](int i) { return a.v[i] - b.v[i]; }); }
+inline Floats mul(const Floats& a, const Floats& b) { return each<Floats>([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Floats div(const Floats& a, const Floats& b) { return each<Floats>([&](int i) { return a.v[i] / b.v[i]; }); }
+inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+    return each<Floats>([&](int i) { return std::fmaf(a.v[i], b.v[i], c.v[i]); });
+}
+// The second operand if either is NaN, as the vector instruction does.
+inline Floats larger(const Floats& a, const Floats& b) {
+    return each<Floats>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats smaller(const Floats& a, const Floats& b) {
+    return each<Floats>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+
+inline Ints load_lanes(const uint8_t* p) {
+    return each<Ints>([=](int i) { return load_u16(p + 4 * i) | (load_u16(p + 4 * i + 2) << 16); });
+}
+template <int Count>
+inline Ints shift_right(const Ints& a) { return each<Ints>([&](int i) { return a.v[i] >> Count; }); }
+template <int Count>
+inline Ints shift_left(const Ints& a) { return each<Ints>([&](int i) { return a.v[i] << Count; }); }
+inline Ints mask(const Ints& a, uint32_t bits) { return each<Ints>([&](int i) { return a.v[i] & bits; }); }
+inline Ints either(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] | b.v[i]; }); }
+inline Ints add_int(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Ints sub_int(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] - b.v[i]; }); }
+inline Ints halve_signed(const Ints& a) {
+    return each<Ints>([&](int i) { return (a.v[i] >> 1) | (a.v[i] & 0x80000000u); });
+}
+inline Ints broadcast_int(uint32_t x) { return each<Ints>([=](int) { return x; }); }
+inline Ints bits_of(const Floats& a) { return each<Ints>([&](int i) { return to_bits(a.v[i]); }); }
+inline Floats float_of(const Ints& a) { return each<Floats>([&](int i) { return from_bits(a.v[i]); }); }
+// Codes: at most 255.
+inline Floats to_float(const Ints& a) {
+    return each<Floats>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
+}
+
+inline float first_lane(const Floats& a) { return a.v[0]; }
+// Lane i of the result holds lane i + Count of the operand, for i < Count.
+template <int Count>
+inline Floats upper(const Floats& a) { return each<Floats>([&](int i) { return i < Count ? a.v[i + Count] : 0.0f; }); }
+inline float square_root(float x) { return std::sqrt(x); }
+
+#include "generic_linear.h"
+#include "generic_rows.h"
+
+bool is_supported() {
+    return true;
+}
+
+constexpr KernelTable kTable = make_table("scalar", is_supported);
+
+}  // namespace
+}  // namespace scalar
+
+const KernelTable& scalar_kernels() {
+    return scalar::kTable;
+}
+
+}  // namespace moec

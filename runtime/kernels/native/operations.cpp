@@ -1,0 +1,196 @@
+// Work is split over row blocks (products), tokens (norms, routes) or tokens and heads (attention). A split never changes a
+// result: every output value is computed by one thread, in an order that depends on its own inputs alone.
+//
+// A thread is added per kFlopsPerThread of work, since waking one costs several microseconds. Scratch belongs to the calling
+// thread and only grows: at most 96 x F floats for experts, threads x positions for attention, threads x E for routes.
+
+#include "operations.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+
+#include "thread_pool.h"
+
+namespace moec {
+namespace {
+
+constexpr double kFlopsPerThread = 5e5;
+constexpr double kFlopsPerExp = 30;
+constexpr int64_t kPartsPerThread = 4;  // so that a slow thread can be helped out
+constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
+constexpr int64_t kExpertTokens = 96;   // tokens whose hidden values are kept at once
+
+// Memory of the calling thread, kept from call to call.
+class Scratch {
+  public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() { std::free(data_); }
+
+    // At least `count` floats with unspecified values, or null.
+    float* take(int64_t count) {
+        if (count > capacity_) {
+            if (static_cast<uint64_t>(count) > std::numeric_limits<size_t>::max() / sizeof(float)) {
+                return nullptr;
+            }
+            std::free(data_);
+            data_ = static_cast<float*>(std::malloc(static_cast<size_t>(count) * sizeof(float)));
+            capacity_ = data_ != nullptr ? count : 0;
+        }
+        return data_;
+    }
+
+  private:
+    float* data_ = nullptr;
+    int64_t capacity_ = 0;
+};
+
+thread_local Scratch scratch;
+
+int threads_for(double flops) {
+    const int available = thread_count();
+    const double useful = 1 + flops / kFlopsPerThread;
+    return useful < available ? static_cast<int>(useful) : available;
+}
+
+// body(begin, end) over parts of the row blocks of a matrix.
+template <class Body>
+void split_blocks(int64_t blocks, double flops, const Body& body) {
+    const int threads = threads_for(flops);
+    const int64_t units = (blocks + kBlocksPerUnit - 1) / kBlocksPerUnit;
+    const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(units, threads * kPartsPerThread);
+    parallel_for(parts, threads, [&](int64_t part, int) {
+        const int64_t begin = part * units / parts * kBlocksPerUnit;
+        const int64_t end = std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit);
+        body(begin, end);
+    });
+}
+
+double product_flops(const MatrixView& matrix, int64_t tokens) {
+    return 2.0 * static_cast<double>(matrix.rows) * static_cast<double>(matrix.columns) * static_cast<double>(tokens);
+}
+
+// body(first, last, worker) over parts of the tokens.
+template <class Body>
+void split_tokens(int64_t tokens, double flops, const Body& body) {
+    const int threads = threads_for(flops);
+    const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(tokens, threads * kPartsPerThread);
+    parallel_for(parts, threads, [&](int64_t part, int worker) {
+        body(part * tokens / parts, (part + 1) * tokens / parts, worker);
+    });
+}
+
+}  // namespace
+
+void linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const InputRows inputs{x, matrix.columns, nullptr};
+    const OutputRows outputs{out, matrix.rows, nullptr};
+    split_blocks(blocks_of(matrix), product_flops(matrix, tokens), [&](int64_t begin, int64_t end) {
+        kernels.linear(matrix, inputs, tokens, outputs, begin, end);
+    });
+}
+
+void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 2.0 * kRowsPerBlock * static_cast<double>(matrix.columns) * static_cast<double>(count);
+    split_tokens(count, flops, [&](int64_t first, int64_t last, int) {
+        for (int64_t i = first; i < last; ++i) {
+            kernels.dequantize_row(matrix, rows[i], out + i * matrix.columns);
+        }
+    });
+}
+
+bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t width = expert.gate.rows;
+    float* hidden = scratch.take(std::min(call.count, kExpertTokens) * width);
+    if (hidden == nullptr && call.count > 0) {
+        return false;
+    }
+    for (int64_t first = 0; first < call.count; first += kExpertTokens) {
+        const int64_t tokens = std::min(call.count - first, kExpertTokens);
+        const InputRows inputs{call.x, expert.gate.columns, call.x_rows + first};
+        const OutputRows hidden_rows{hidden, width, nullptr};
+        split_blocks(blocks_of(expert.gate), 2 * product_flops(expert.gate, tokens), [&](int64_t begin, int64_t end) {
+            kernels.expert_hidden(expert.gate, expert.up, inputs, tokens, hidden_rows, begin, end);
+        });
+        const InputRows hidden_inputs{hidden, width, nullptr};
+        const OutputRows outputs{call.out, expert.down.rows, call.out_rows + first};
+        split_blocks(blocks_of(expert.down), product_flops(expert.down, tokens), [&](int64_t begin, int64_t end) {
+            kernels.linear(expert.down, hidden_inputs, tokens, outputs, begin, end);
+        });
+    }
+    return true;
+}
+
+void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 2.0 * static_cast<double>(tokens) * static_cast<double>(top_k) * static_cast<double>(size);
+    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.combine(parts + t * top_k * size, weights + t * top_k, top_k, size, out + t * size);
+        }
+    });
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 4.0 * static_cast<double>(tokens) * static_cast<double>(size);
+    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.rms_norm(x + t * size, weight, eps, size, out + t * size);
+        }
+    });
+}
+
+void rope(const RopeCall& call, int64_t tokens) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 6.0 * static_cast<double>(tokens) * static_cast<double>(call.heads) * static_cast<double>(call.half);
+    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.rope(call, t);
+        }
+    });
+}
+
+bool attention(const AttentionCall& call, int64_t tokens) {
+    const KernelTable& kernels = active_kernels();
+    int64_t longest = 0;
+    double pairs = 0;
+    for (int64_t t = 0; t < tokens; ++t) {
+        const int64_t seen = int64_t{call.positions[t]} + 1;
+        const int64_t count = call.window > 0 ? std::min(seen, call.window) : seen;
+        longest = std::max(longest, count);
+        pairs += static_cast<double>(count);
+    }
+    const int threads = threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
+    float* scores = scratch.take(threads * longest);
+    if (scores == nullptr && longest > 0) {
+        return false;
+    }
+    parallel_for(tokens * call.heads, threads, [&](int64_t item, int worker) {
+        kernels.attention(call, item / call.heads, item % call.heads, scores + worker * longest);
+    });
+    return true;
+}
+
+bool route(const RouteCall& call, int64_t tokens) {
+    const KernelTable& kernels = active_kernels();
+    const double per_expert = kFlopsPerExp + 4.0 * static_cast<double>(call.top_k);
+    const double flops = per_expert * static_cast<double>(tokens) * static_cast<double>(call.expert_count);
+    float* shares = scratch.take(threads_for(flops) * call.expert_count);
+    if (shares == nullptr) {
+        return false;
+    }
+    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int worker) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.route(call, t, shares + worker * call.expert_count);
+        }
+    });
+    return true;
+}
+
+}  // namespace moec

@@ -1,0 +1,34 @@
+// Whole operations: the kernels of the active instruction set, spread over threads. Arguments are validated by the caller.
+// Each returns false, with the output undefined, if there is no memory for its scratch.
+
+#pragma once
+
+#include <cstdint>
+
+#include "registry.h"
+
+namespace moec {
+
+struct ExpertView {
+    MatrixView gate, up, down;
+};
+
+// Indices of an expert call: row i reads x row x_rows[i] and writes output row out_rows[i].
+struct ExpertCall {
+    const float* x;            // [T, D]
+    const int64_t* x_rows;     // [n]
+    const int64_t* out_rows;   // [n]
+    int64_t count;
+    float* out;                // rows of D
+};
+
+void linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out);
+void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out);
+bool expert_ffn(const ExpertView& expert, const ExpertCall& call);
+void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out);
+void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out);
+void rope(const RopeCall& call, int64_t tokens);
+bool attention(const AttentionCall& call, int64_t tokens);
+bool route(const RouteCall& call, int64_t tokens);
+
+}  // namespace moec

@@ -1,0 +1,50 @@
+// The choice: detected once, on first use, the first supported entry of a list from best to worst; then one atomic
+// pointer. All tables give the same bits, so a change between two calls is safe.
+
+#include "registry.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace moec {
+namespace {
+
+std::atomic<const KernelTable*> chosen{nullptr};
+
+}  // namespace
+
+int supported_kernels(const KernelTable* tables[kMaxTables]) {
+    const KernelTable* const ordered[kMaxTables] = {avx2_kernels(), &scalar_kernels()};
+    int count = 0;
+    for (const KernelTable* table : ordered) {
+        if (table != nullptr && table->is_supported()) {
+            tables[count++] = table;
+        }
+    }
+    return count;
+}
+
+const KernelTable& active_kernels() {
+    const KernelTable* table = chosen.load(std::memory_order_acquire);
+    if (table == nullptr) {
+        const KernelTable* tables[kMaxTables];
+        supported_kernels(tables);
+        table = tables[0];
+        chosen.store(table, std::memory_order_release);
+    }
+    return *table;
+}
+
+bool select_kernels(const char* name) {
+    const KernelTable* tables[kMaxTables];
+    const int count = supported_kernels(tables);
+    for (int i = 0; i < count; ++i) {
+        if (std::strcmp(tables[i]->name, name) == 0) {
+            chosen.store(tables[i], std::memory_order_release);
+            return true;
+        }
+    }
+    return false;
+}
+
+}  // namespace moec

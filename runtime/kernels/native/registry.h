@@ -1,0 +1,80 @@
+// The table of kernels, one entry per instruction set, and the choice among them.
+
+#pragma once
+
+#include <cstdint>
+
+#include "block.h"
+
+namespace moec {
+
+// Rows of floats: row i starts at base + (index ? index[i] : i) * stride.
+template <class Float>
+struct Rows {
+    Float* base;
+    int64_t stride;
+    const int64_t* index;
+};
+using InputRows = Rows<const float>;
+using OutputRows = Rows<float>;
+
+struct AttentionCall {
+    const float* q;        // [T, H, Dh]
+    const float* k_cache;  // [S, C, Hkv, Dh]
+    const float* v_cache;
+    const int32_t* slots;      // [T]
+    const int32_t* positions;  // [T]
+    float* out;                // [T, H, Dh]
+    int64_t heads, kv_heads, head_size, context;
+    int64_t window;  // 0: no window
+    float scale;
+};
+
+struct RopeCall {
+    float* x;                  // [T, H, Dh]
+    const float* cos;          // [C, half]
+    const float* sin;          // [C, half]
+    const int32_t* positions;  // [T]
+    int64_t heads, head_size, half;
+};
+
+struct RouteCall {
+    const float* logits;  // [T, E]
+    int32_t* experts;     // [T, K]
+    float* weights;       // [T, K]
+    int64_t expert_count, top_k;
+    bool renormalizes;
+};
+
+// The kernels of one instruction set. They validate nothing, allocate nothing and cannot fail.
+struct KernelTable {
+    const char* name;
+    bool (*is_supported)();
+    // Row blocks [begin, end) of out = x W^T, for `tokens` rows.
+    void (*linear)(const MatrixView&, InputRows x, int64_t tokens, OutputRows out, int64_t begin, int64_t end);
+    // Row blocks [begin, end) of silu(gate x) * (up x).
+    void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, InputRows x, int64_t tokens, OutputRows out,
+                          int64_t begin, int64_t end);
+    void (*dequantize_row)(const MatrixView&, int64_t row, float* out);
+    void (*combine)(const float* parts, const float* weights, int64_t top_k, int64_t size, float* out);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int64_t size, float* out);
+    void (*rope)(const RopeCall&, int64_t token);
+    void (*attention)(const AttentionCall&, int64_t token, int64_t head, float* scores);  // scores: [positions]
+    void (*route)(const RouteCall&, int64_t token, float* shares);                         // shares: [E]
+    void (*exp)(const float* x, int64_t size, float* out);
+};
+
+const KernelTable& scalar_kernels();
+const KernelTable* avx2_kernels();  // null where the file compiles to nothing
+
+constexpr int kMaxTables = 2;
+
+// Supported tables, best first. Returns how many.
+int supported_kernels(const KernelTable* tables[kMaxTables]);
+
+const KernelTable& active_kernels();
+
+// False, and no change, if no supported table has this name.
+bool select_kernels(const char* name);
+
+}  // namespace moec

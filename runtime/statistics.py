@@ -1,0 +1,106 @@
+"""What one run did: times per token, cache counts, bytes read, peak memory. Collected step by step, cheaply."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from .expert_cache import CacheStats
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident set of this process so far, file mappings included.
+
+    VmHWM where the kernel tells it: the peak of `getrusage` can be inherited from the process that started this one.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def quantile(values: Sequence[int], share: float) -> int | None:
+    """The smallest value that `share` of the values do not exceed; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatistics:
+    """One generation. Times in nanoseconds; TPOT covers the tokens after the first; None: nothing to tell.
+
+    bytes_read_per_token counts padded expert bytes from storage over all passes, prefill and prefetches included,
+    per emitted token. tokens_per_s is the rate of the tokens after the first.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    ttft_ns: int | None
+    tpot_p50_ns: int | None
+    tpot_p95_ns: int | None
+    tokens_per_s: float | None
+    lookups: int
+    hit_rate: float
+    misses: int
+    late_hits: int
+    evictions: int
+    rereads: int
+    bytes_read: int
+    bytes_read_per_token: float
+    stall_ns: int
+    prefetch_reads: int
+    prefetch_hits: int
+    prefetch_precision: float | None
+    prefetch_recall: float | None
+    peak_memory_bytes: int
+
+    def to_plain(self) -> dict[str, int | float | None]:
+        """For `--json`."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class RunRecorder:
+    """Takes the time and the cache counts of each emitted token."""
+
+    prompt_tokens: int
+    elapsed_ns: list[int] = field(default_factory=list)
+    cache: CacheStats = field(default_factory=CacheStats)
+
+    def add(self, elapsed_ns: int, cache: CacheStats) -> None:
+        """One emitted token: time since the one before, and what the cache did meanwhile."""
+        self.elapsed_ns.append(elapsed_ns)
+        self.cache = self.cache.plus(cache)
+
+    def finish(self, prefetch_recall: float | None = None) -> RunStatistics:
+        """Sum up; peak memory is taken now."""
+        later, cache, tokens = self.elapsed_ns[1:], self.cache, len(self.elapsed_ns)
+        return RunStatistics(
+            prompt_tokens=self.prompt_tokens,
+            tokens=tokens,
+            ttft_ns=self.elapsed_ns[0] if self.elapsed_ns else None,
+            tpot_p50_ns=quantile(later, 0.5),
+            tpot_p95_ns=quantile(later, 0.95),
+            tokens_per_s=len(later) / (sum(later) / 1e9) if sum(later) else None,
+            lookups=cache.lookups,
+            hit_rate=cache.hit_rate,
+            misses=cache.misses,
+            late_hits=cache.late_hits,
+            evictions=cache.evictions,
+            rereads=cache.rereads,
+            bytes_read=cache.bytes_read,
+            bytes_read_per_token=cache.bytes_read / max(tokens, 1),
+            stall_ns=cache.stall_ns,
+            prefetch_reads=cache.prefetch_reads,
+            prefetch_hits=cache.prefetch_hits,
+            prefetch_precision=cache.prefetch_precision,
+            prefetch_recall=prefetch_recall,
+            peak_memory_bytes=peak_memory_bytes(),
+        )

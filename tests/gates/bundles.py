@@ -1,0 +1,40 @@
+"""Bundles for the gates: a checkpoint emitted with a uniform or a mixed plan, certified without an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk, publish_directory
+from moec.compiler.emit import emit, finish
+from moec.compiler.families import lower
+from moec.compiler.plan import CompilePlan
+from moec.compiler.uniform import uniform_plan
+from moec.manifests.bundle import DeviceSummary
+from moec.manifests.quant import QuantSpec
+
+DEVICE = DeviceSummary("host", "0" * 64, 1 << 30, 1 << 29)
+MIXED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q3g32", "q4s", "q8", "bf16", "q4g32"))
+
+
+def mixed_formats(plan: CompilePlan) -> CompilePlan:
+    """Every unit in another format than its neighbours."""
+    fitting = [spec if spec.bitwidth < 16 else plan.dense["final_norm"] for spec in MIXED]
+    units = {unit: fitting[index % len(fitting)] for index, unit in enumerate(plan.units)}
+    return replace(plan, units=units)
+
+
+def emit_bundle(checkpoint_folder: Path, target: Path, bitwidth: int = 16, mixed: bool = False) -> Path:
+    """Compile with one format for all experts, or with many; dense weights at 16 bits."""
+    checkpoint = open_checkpoint(str(checkpoint_folder))
+    lowering = lower(checkpoint)
+    group = 0 if bitwidth == 16 else 32
+    plan = uniform_plan(lowering.model, bitwidth, group, 16, lowering.float_type)
+    partial, disk = target.with_name(target.name + ".partial"), Disk()
+    manifest = emit(
+        checkpoint, lowering, mixed_formats(plan) if mixed else plan, partial, device=DEVICE, disk=disk
+    )
+    finish(partial, manifest, b"{}\n", b"# test\n", disk)
+    publish_directory(disk, partial, target)
+    return target

@@ -1,0 +1,62 @@
+"""G9: a 16-bit bundle computes what transformers computes from the same 16-bit values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moec.runtime import load
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TINY_MODELS, VOCABULARY, save_tiny_mixtral
+
+PROMPT_TOKENS, DECODE_STEPS = 40, 32
+TOLERANCE = 1e-3  # of the largest logit
+
+
+@pytest.mark.gate("G9")
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    folder = save_tiny_mixtral(tmp_path / "model", TINY_MODELS[name])
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = np.random.default_rng(7).integers(0, VOCABULARY, PROMPT_TOKENS + DECODE_STEPS).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0].numpy()
+    with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=128) as engine:
+        prefill = engine.logits(tokens[:PROMPT_TOKENS])
+        rows = [prefill]
+        for position in range(PROMPT_TOKENS, len(tokens)):
+            rows.append(engine.model.logits(engine.step([tokens[position]], [0], [position])))
+    found = np.concatenate(rows)
+    assert np.abs(found - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.gate("G9")
+def test_greedy_continuation_equals_transformers(tmp_path: Path) -> None:
+    folder = save_tiny_mixtral(tmp_path / "model")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = [5, 60, 31, 7, 90, 2, 8]
+    expected = reference.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=DECODE_STEPS, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=128) as engine:
+        found = [step.token_id for step in engine.generate(prompt, max_new_tokens=DECODE_STEPS)]
+    assert found == expected
+
+
+@pytest.mark.gate("G9")
+def test_the_gate_sees_a_wrong_weight(tmp_path: Path) -> None:
+    """The tolerance is tight enough: one expert's projections swapped between gate and up is caught."""
+    folder = save_tiny_mixtral(tmp_path / "model")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = list(range(10, 50))
+    parameters = dict(reference.named_parameters())
+    fused = next(value for key, value in parameters.items() if key.endswith("layers.0.mlp.experts.gate_up_proj"))
+    with torch.no_grad():
+        before = reference(torch.tensor([tokens])).logits[0].numpy()
+        fused[1] = fused[1].roll(fused.shape[1] // 2, dims=0)
+        after = reference(torch.tensor([tokens])).logits[0].numpy()
+    assert np.abs(after - before).max() > 10 * TOLERANCE * np.abs(before).max()

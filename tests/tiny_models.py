@@ -1,0 +1,86 @@
+"""Seeded random tiny checkpoints, written with transformers as a user's would be, and bundles made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 288  # 256 bytes, four special tokens, the rest never produced by the tokenizer
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+
+
+@dataclass(frozen=True)
+class TinyMixtral:
+    """One configuration. Widths are multiples of 32, so that every bitwidth fits with group sizes 32 and 0."""
+
+    hidden_size: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int | None = None
+    experts: int = 4
+    top_k: int = 2
+    width: int = 96
+    tied: bool = False
+    sliding_window: int | None = None
+    dtype: str = "bfloat16"
+    shard_size: str = "50GB"
+    seed: int = 0
+
+
+TINY_MODELS = {
+    "plain": TinyMixtral(),
+    "top1": TinyMixtral(top_k=1, experts=3, seed=1),
+    "top4-tied": TinyMixtral(top_k=4, experts=8, tied=True, layers=3, seed=2),
+    "sharded-half": TinyMixtral(dtype="float16", shard_size="100KB", seed=3),
+    "window-heads": TinyMixtral(sliding_window=5, heads=3, kv_heads=1, head_size=32, hidden_size=64, seed=4),
+}
+
+
+def save_tiny_mixtral(folder: Path, tiny: TinyMixtral | None = None, **config: Any) -> Path:
+    """Write a checkpoint with tokenizer into `folder` and return it. config: further keys of MixtralConfig."""
+    tiny = tiny or TinyMixtral()
+    settings = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.width,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.kv_heads,
+        head_dim=tiny.head_size,
+        num_local_experts=tiny.experts,
+        num_experts_per_tok=tiny.top_k,
+        sliding_window=tiny.sliding_window,
+        tie_word_embeddings=tiny.tied,
+        max_position_embeddings=128,
+        # Larger than a trained model's, so that experts, routing and attention all matter to the logits.
+        initializer_range=0.15,
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10_000.0, **config},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(tiny.seed)
+        model = MixtralForCausalLM(settings)
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.data.uniform_(0.5, 1.5)
+    model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, max_shard_size=tiny.shard_size)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: any text, any script."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk
+    )
