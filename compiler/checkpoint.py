@@ -35,7 +35,7 @@ COMPANION_PATTERNS = (
     "merges.txt",
     "chat_template.*",
 )
-_MAX_JSON_BYTES = 64 << 20
+_MAX_COMPANION_BYTES = 256 << 20
 _READ_BYTES = 8 << 20
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -88,7 +88,8 @@ class Checkpoint:
                     count = file.readinto(view[done:])
                     if not count:
                         raise CheckpointError(
-                            f"`{self.root / ref.file}` ends inside tensor `{name}`, expected {len(raw)} bytes at {start}",
+                            f"`{self.root / ref.file}` ends inside tensor `{name}`, expected {len(raw)} bytes "
+                            f"at {start}",
                             "copy the file again",
                         )
                     done += count
@@ -100,6 +101,18 @@ class Checkpoint:
         """Names of config, tokenizer and template files: what a bundle copies, sorted."""
         found = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if path.is_file()}
         return tuple(sorted(name for name in found if _PLAIN_NAME.fullmatch(name)))
+
+    def file_bytes(self, name: str) -> bytes:
+        """The content of one companion file. Raises CheckpointError."""
+        path = self.root / name
+        try:
+            if path.stat().st_size > _MAX_COMPANION_BYTES:
+                raise CheckpointError(
+                    f"`{path}` has more than {_MAX_COMPANION_BYTES} bytes", "remove it from the folder"
+                )
+            return path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
 
     def weight_files(self) -> tuple[str, ...]:
         """Names of the files that hold tensors, sorted."""
@@ -177,7 +190,8 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    transport_errors = HfHubHTTPError.__bases__  # the HTTP library behind the hub client has changed its name twice
+    # The HTTP library behind the hub client has changed twice; its base error is a base of the hub's own.
+    transport_errors: Any = HfHubHTTPError.__bases__
     try:
         patterns = ["*.safetensors", INDEX_NAME, *COMPANION_PATTERNS]
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
@@ -192,8 +206,8 @@ def _download(hub_id: str) -> Path:
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     """A JSON object from a small file. Raises CheckpointError."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"`{path}` has more than {_MAX_JSON_BYTES} bytes, expected a small JSON file", remedy)
+        if path.stat().st_size > _MAX_COMPANION_BYTES:
+            raise CheckpointError(f"`{path}` has more than {_MAX_COMPANION_BYTES} bytes, expected JSON", remedy)
         plain = load_strict_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"no `{path.name}` in `{path.parent}`", remedy) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import DoesNotFit, MoecError, OptionError
 
 ASIDE_SUFFIX = ".replaced"
@@ -34,8 +36,16 @@ class Disk:
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)
 
+    def sync_file(self, path: Path) -> None:
+        """Sync a file that is already closed."""
+        self._sync_path(path, os.O_RDONLY)
+
     def sync_directory(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        """Sync the names in a folder: new, renamed and removed ones."""
+        self._sync_path(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def _sync_path(self, path: Path, flags: int) -> None:
+        descriptor = os.open(path, flags)
         try:
             os.fsync(descriptor)
         finally:
@@ -45,9 +55,10 @@ class Disk:
         path.mkdir()
 
     def remove_tree(self, path: Path) -> None:
+        """Remove a folder with its content, a file, or nothing. A link is removed, never what it points to."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.exists() or path.is_symlink():
+        elif os.path.lexists(path):
             path.unlink()
 
     def create(self, path: Path) -> StreamingFile:
@@ -55,7 +66,10 @@ class Disk:
         return StreamingFile(self, path)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """Replace `path` by these bytes: afterwards it holds the old content or the new, never a mixture."""
+        """Replace `path` by these bytes: afterwards it holds the old content or the new, never a mixture.
+
+        Raises OSError; translate it with `disk_errors`.
+        """
         with self.create(path) as file:
             file.write(data)
         self.sync_directory(path.parent)
@@ -73,7 +87,10 @@ def disk_errors(place: Path) -> Iterator[None]:
 
 
 class StreamingFile:
-    """A file written front to back, hashed in the same pass. Synced and renamed into place on a clean exit only."""
+    """A file written front to back, hashed in the same pass. Synced and renamed into place on a clean exit only.
+
+    On any other exit nothing is left of it and what stood at the path is untouched.
+    """
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._path = disk, path
@@ -91,9 +108,9 @@ class StreamingFile:
         """Append. Raises OSError."""
         if self._file is None:
             raise RuntimeError("the file is not open")
+        self._disk.write(self._file, data)
         self._digest.update(data)
         self.size_bytes += len(memoryview(data).cast("B"))
-        self._disk.write(self._file, data)
 
     def __enter__(self) -> StreamingFile:
         self._file = self._disk.open(self._beside)
@@ -102,57 +119,103 @@ class StreamingFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is None:
+        file, self._file = self._file, None
+        if file is None:
             return
         try:
             if error is None:
-                self._disk.sync(self._file)
-        finally:
-            self._file.close()
-        if error is None:
-            self._disk.rename(self._beside, self._path)
-        elif self._beside.exists():
+                self._disk.sync(file)
+                file.close()
+                self._disk.rename(self._beside, self._path)
+        except BaseException:
+            self._discard(file)
+            raise
+        if error is not None:
+            self._discard(file)
+
+    def _discard(self, file: BinaryIO) -> None:
+        """Close and remove the unfinished file. The first error is the one to report, so later ones are dropped."""
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(OSError):
             self._disk.remove_tree(self._beside)
+
+
+def check_replaceable(final: Path, overwrite: bool) -> None:
+    """Ask before any work whether a bundle may take the name `final`.
+
+    With overwrite an empty folder or an earlier bundle may be replaced, a link, a file or any other folder never.
+    Raises OptionError.
+    """
+    if not os.path.lexists(final):
+        return
+    if not overwrite:
+        raise OptionError(f"`{final}` exists", "choose another output or add `--overwrite`")
+    is_folder = final.is_dir() and not final.is_symlink()
+    if not is_folder or not ((final / MANIFEST_NAME).is_file() or not any(final.iterdir())):
+        raise OptionError(f"`{final}` is not a bundle, so it is not overwritten", "choose another output or remove it")
 
 
 def publish_directory(disk: Disk, partial: Path, final: Path, overwrite: bool = False) -> None:
     """Give a finished folder its name. What stood there is moved aside first and restored if the rename fails.
 
-    Raises OptionError if `final` exists and overwrite is not set; OSError.
+    Everything in it is synced before. A crash leaves the old folder, the new one, or the old one aside, which
+    `recover_replaced` puts back. Raises OptionError (check_replaceable), DoesNotFit, MoecError.
     """
-    disk.sync_directory(partial)
-    aside = final.with_name(final.name + ASIDE_SUFFIX)
-    if final.exists():
-        if not overwrite:
-            raise OptionError(f"`{final}` exists", "choose another output or add `--overwrite`")
-        disk.remove_tree(aside)
-        disk.rename(final, aside)
-    try:
-        disk.rename(partial, final)
-    except BaseException:
-        if aside.exists() and not final.exists():
-            disk.rename(aside, final)
-        raise
-    disk.sync_directory(final.parent)
-    if aside.exists():
+    check_replaceable(final, overwrite)
+    aside = _aside(final)
+    with disk_errors(final):
+        _sync_tree(disk, partial)
+        if final.exists():
+            disk.remove_tree(aside)
+            disk.rename(final, aside)
+        try:
+            disk.rename(partial, final)
+        except BaseException:
+            # If even this fails, the old folder stays aside and recover_replaced finds it.
+            with contextlib.suppress(OSError):
+                if aside.exists() and not final.exists():
+                    disk.rename(aside, final)
+            raise
+        disk.sync_directory(final.parent)
+    # The new folder is in place: a leftover beside it is no failure, and the next compile removes it.
+    with contextlib.suppress(OSError):
         disk.remove_tree(aside)
 
 
 def recover_replaced(disk: Disk, final: Path) -> None:
-    """Put back what a crash between the two renames of `publish_directory` left aside."""
-    aside = final.with_name(final.name + ASIDE_SUFFIX)
-    if aside.exists():
+    """Put back what a crash between the two renames of `publish_directory` left aside. Raises DoesNotFit, MoecError."""
+    aside = _aside(final)
+    if not aside.exists():
+        return
+    with disk_errors(final):
         if final.exists():
             disk.remove_tree(aside)
         else:
             disk.rename(aside, final)
+            disk.sync_directory(final.parent)
 
 
 def require_free_bytes(folder: Path, need_bytes: int) -> None:
-    """Raise DoesNotFit if the file system of `folder` has less than need_bytes free."""
-    free = shutil.disk_usage(folder).free
+    """Raise DoesNotFit if the file system of `folder` has less than need_bytes free; it need not exist yet."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
     if free < need_bytes:
         raise DoesNotFit(
             f"the disk of `{folder}` has {free} bytes free, the bundle needs {need_bytes}",
             "free space, or choose another output",
         )
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(final.name + ASIDE_SUFFIX)
+
+
+def _sync_tree(disk: Disk, folder: Path) -> None:
+    """Sync every file below a folder, then the folders, innermost first."""
+    for root, _, names in os.walk(folder, topdown=False):
+        for name in sorted(names):
+            disk.sync_file(Path(root, name))
+        disk.sync_directory(Path(root))

@@ -6,12 +6,14 @@ the last file, so a folder without one is no bundle.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from moec.manifests.bundle import (
     DENSE_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
+    PARTIAL_SUFFIX,
     QUALITY_NAME,
     TABLES_NAME,
     BundleManifest,
@@ -35,13 +38,13 @@ from moec.manifests.bundle import (
     unit_offsets,
 )
 from moec.manifests.codec import encode_manifest
-from moec.manifests.errors import CheckpointError
+from moec.manifests.errors import CheckpointError, OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import LAYOUT, ROWS_PER_BLOCK, QuantSpec
 from moec.manifests.safetensors_header import build_header
 
 from .checkpoint import Checkpoint
-from .durable import Disk, StreamingFile, require_free_bytes
+from .durable import Disk, StreamingFile, disk_errors, require_free_bytes
 from .families import Lowering
 from .packing import pack, pack_16bit
 from .plan import CompilePlan
@@ -73,7 +76,7 @@ def emit(
     partial: Path,
     *,
     device: DeviceSummary,
-    disk: Disk,
+    disk: Disk | None = None,
     name: str | None = None,
     options: Mapping[str, str] | None = None,
     calibration: CalibrationSummary | None = None,
@@ -82,73 +85,93 @@ def emit(
     quantized_units: QuantizedUnits | None = None,
     progress: Progress | None = None,
 ) -> BundleManifest:
-    """Write every file of the bundle into the new folder `partial`, the manifest (certified: false) last.
+    """Write every file of the bundle into the folder `partial`, the manifest (certified: false) last.
 
-    name: of the model in the manifest, by default the checkpoint's. statistics: for the tables and the expected reads;
-    None: empty tables, all experts equally popular. second_moments: per unit, [K, K] and its tokens, for quantizers
-    that ask. quantized_units: units already quantized by an earlier run, or None for those that are not.
-    progress: called with (weights done, weights in all).
-    Raises CheckpointError (weights that are not finite or that the format cannot hold), DoesNotFit (disk), OSError;
-    the folder is then removed.
+    partial: `NAME.partial`; what a killed run left there is removed first. name: of the model in the manifest, by
+    default the checkpoint's. statistics: for the tables and the expected reads; None: empty tables, all experts
+    equally popular. second_moments: per unit, [K, K] and its tokens, for quantizers that ask. quantized_units: units
+    already quantized by an earlier stage, None for others. progress: called with (weights done, weights in all).
+    Raises CheckpointError (weights that are not finite or that the format cannot hold), DoesNotFit (disk), OptionError,
+    MoecError (the disk refuses); the folder is then removed.
     """
+    if not partial.name.endswith(PARTIAL_SUFFIX):
+        raise OptionError(f"`{partial}` does not end in `{PARTIAL_SUFFIX}`, expected the name of an unfinished bundle")
+    disk = disk or Disk()
     tables = Tables.empty(plan.model) if statistics is None else Tables.of(statistics)
     tables.check(plan.model)
+    small_files = {companion: checkpoint.file_bytes(companion) for companion in checkpoint.companion_files()}
+    small_files[TABLES_NAME] = encode_tables(tables)
     emitter = _Emitter(lowering, plan, partial, disk, progress)
-    require_free_bytes(partial.parent, emitter.expected_bytes(checkpoint, encode_tables(tables)))
-    source = SourceSummary(checkpoint.name, checkpoint.source_files())
-    disk.make_directory(partial)
-    try:
-        emitter.write_dense()
-        experts = emitter.write_experts(quantizer(plan.quantizer), second_moments, quantized_units)
-        emitter.write_file(TABLES_NAME, encode_tables(tables))
-        for companion in checkpoint.companion_files():
-            emitter.write_file(companion, (checkpoint.root / companion).read_bytes())
-        manifest = BundleManifest(
-            format_version=FORMAT_VERSION,
-            producer=_producer(),
-            name=name or checkpoint.name,
-            certified=False,
-            layout=LAYOUT,
-            model=plan.model,
-            device=device,
-            cost=cost_summary(plan, tables.popularity),
-            calibration=calibration,
-            source=source,
-            options=dict(sorted((options or {}).items())),
-            required_cpu_features=(),
-            dense=tuple(DenseEntry(n, shape, plan.dense[n]) for n, shape in plan.model.dense_shapes().items()),
-            experts=experts,
-            files=tuple(sorted(emitter.files, key=lambda entry: entry.name)),
-        )
-        disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
-        disk.sync_directory(partial)
-    except BaseException:
+    with disk_errors(partial):
         disk.remove_tree(partial)
-        raise
+        require_free_bytes(partial.parent, emitter.weight_bytes() + sum(map(len, small_files.values())))
+        source = SourceSummary(checkpoint.name, checkpoint.source_files())
+        with _removed_on_failure(disk, partial):
+            disk.make_directory(partial)
+            emitter.write_dense()
+            experts = emitter.write_experts(quantizer(plan.quantizer), second_moments, quantized_units)
+            for file_name, data in small_files.items():
+                emitter.write_small(file_name, data)
+            manifest = BundleManifest(
+                certified=False,
+                name=name or checkpoint.name,
+                device=device,
+                cost=cost_summary(plan, tables.popularity),
+                calibration=calibration,
+                source=source,
+                options=dict(sorted((options or {}).items())),
+                experts=experts,
+                files=tuple(sorted(emitter.files, key=lambda entry: entry.name)),
+                **_fixed_fields(plan),
+            )
+            disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
     return manifest
 
 
+def _fixed_fields(plan: CompilePlan) -> dict[str, Any]:
+    """The fields of the manifest that follow from the format and the plan."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "producer": producer(),
+        "layout": LAYOUT,
+        "model": plan.model,
+        "required_cpu_features": (),
+        "dense": tuple(DenseEntry(name, shape, plan.dense[name]) for name, shape in plan.model.dense_shapes().items()),
+    }
+
+
+@contextlib.contextmanager
+def _removed_on_failure(disk: Disk, folder: Path) -> Iterator[None]:
+    """Leave nothing half-written behind. A disk that refuses even that keeps its first error."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.remove_tree(folder)
+        raise
+
+
 def finish(
-    partial: Path, manifest: BundleManifest, quality_bytes: bytes, card_bytes: bytes, disk: Disk
+    partial: Path, manifest: BundleManifest, quality_bytes: bytes, card_bytes: bytes, disk: Disk | None = None
 ) -> BundleManifest:
     """Add quality.json and README.md to an emitted folder and certify its manifest. Publishing is the caller's.
 
-    Raises OSError. A crash in between leaves a folder that is not certified.
+    Raises DoesNotFit, MoecError (the disk refuses). A crash in between leaves a folder that is not certified.
     """
-    added = {QUALITY_NAME: quality_bytes, CARD_NAME: card_bytes}
+    disk = disk or Disk()
     entries = {entry.name: entry for entry in manifest.files}
-    for file_name, data in added.items():
-        disk.write_file(partial / file_name, data)
-        entries[file_name] = FileEntry(file_name, len(data), hashlib.sha256(data).hexdigest())
-    files = tuple(entries[file_name] for file_name in sorted(entries))
-    certified = dataclasses.replace(manifest, certified=True, files=files)
-    disk.write_file(partial / MANIFEST_NAME, encode_manifest(certified))
-    disk.sync_directory(partial)
+    with disk_errors(partial):
+        for file_name, data in ((QUALITY_NAME, quality_bytes), (CARD_NAME, card_bytes)):
+            disk.write_file(partial / file_name, data)
+            entries[file_name] = FileEntry(file_name, len(data), hashlib.sha256(data).hexdigest())
+        files = tuple(entries[file_name] for file_name in sorted(entries))
+        certified = dataclasses.replace(manifest, certified=True, files=files)
+        disk.write_file(partial / MANIFEST_NAME, encode_manifest(certified))
     return certified
 
 
-def cost_summary(plan: CompilePlan, popularity: np.ndarray) -> CostSummary:
-    """What the bundle weighs. popularity: [L, E] counts; a layer of zeros counts all its experts alike.
+def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> CostSummary:
+    """What the bundle weighs. popularity: [L, E] counts; None, or a layer of zeros, counts all experts alike.
 
     Source: docs/format.md, Manifest.
     """
@@ -158,7 +181,8 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray) -> CostSummary:
         for index, layer in enumerate(model.layers)
     ]
     expected = Fraction(0)
-    for layer, padded, row in zip(model.layers, sizes, popularity.tolist(), strict=True):
+    rows = Tables.empty(model).popularity if popularity is None else popularity
+    for layer, padded, row in zip(model.layers, sizes, rows.tolist(), strict=True):
         counts = row[: len(padded)] if any(row) else [1] * len(padded)
         read = sum(count * size for count, size in zip(counts, padded, strict=True))
         expected += Fraction(layer.experts.top_k * read, sum(counts))
@@ -175,7 +199,8 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray) -> CostSummary:
     )
 
 
-def _producer() -> str:
+def producer() -> str:
+    """Program and version, as the manifest names them."""
     try:
         return f"moec {metadata.version('moec')}"
     except metadata.PackageNotFoundError:
@@ -200,16 +225,14 @@ class _Emitter:
         self._done, self._total = 0, len(plan.dense) + len(plan.units)
         self.files: list[FileEntry] = []
 
-    def expected_bytes(self, checkpoint: Checkpoint, tables: bytes) -> int:
-        """Bytes that the bundle takes on disk, without quality.json and README.md; rounded up."""
+    def weight_bytes(self) -> int:
+        """Bytes on disk of weights and manifest, rounded up."""
         keys = self._plan.model.expert_keys()
-        total = sum(self._plan.expert_padded_bytes(key) for key in keys) + len(tables)
-        for name, shape in self._plan.model.dense_shapes().items():
-            total += _dense_bytes(shape, self._plan.dense[name])
-        total += sum((checkpoint.root / name).stat().st_size for name in checkpoint.companion_files())
+        total = sum(self._plan.expert_padded_bytes(key) for key in keys)
+        total += sum(_dense_bytes(shape, self._plan.dense[n]) for n, shape in self._plan.model.dense_shapes().items())
         return total + len(keys) * _MANIFEST_BYTES_PER_EXPERT + _MANIFEST_BASE_BYTES
 
-    def write_file(self, name: str, data: bytes) -> None:
+    def write_small(self, name: str, data: bytes) -> None:
         """One whole small file."""
         with self._disk.create(self._partial / name) as file:
             file.write(data)
@@ -220,8 +243,9 @@ class _Emitter:
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, shape in self._plan.model.dense_shapes().items():
             spec = self._plan.dense[name]
-            is_norm = len(shape) == 1
-            tensors[name] = (_HEADER_DTYPES[spec.float_type], shape) if is_norm else ("U8", (_dense_bytes(shape, spec),))
+            tensors[name] = ("U8", (_dense_bytes(shape, spec),))
+            if len(shape) == 1:
+                tensors[name] = (_HEADER_DTYPES[spec.float_type], shape)
         header = build_header(tensors)
         size = len(header)
         with self._disk.create(self._partial / DENSE_NAME) as file:
@@ -249,7 +273,7 @@ class _Emitter:
             if known is not None:
                 return pack(known)
             moment, tokens = second_moments(key) if second_moments is not None else (None, 0)
-            return pack(quantize(self._lowering.unit(key), spec, moment, tokens))
+            return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
 
         entries: list[ExpertEntry] = []
         for layer in range(self._plan.model.num_layers):
@@ -260,7 +284,8 @@ class _Emitter:
         """One expert file; blobs are built one at a time."""
         keys = [ExpertKey(layer, expert) for expert in range(self._plan.model.layers[layer].experts.count)]
         sizes = [self._plan.expert_padded_bytes(key) for key in keys]
-        header = build_header({expert_tensor_name(key.expert): ("U8", (size,)) for key, size in zip(keys, sizes)})
+        names = [expert_tensor_name(key.expert) for key in keys]
+        header = build_header({name: ("U8", (size,)) for name, size in zip(names, sizes, strict=True)})
         name, offset, entries = experts_file_name(layer), len(header), []
         with self._disk.create(self._partial / name) as file:
             file.write(header)
@@ -268,7 +293,9 @@ class _Emitter:
                 blob = self._expert_blob(key, unit_bytes)
                 digest = hashlib.sha256(blob.data).hexdigest()
                 file.write(blob.data)
-                entries.append(ExpertEntry(*key, name, offset, size, digest, **self._plan.expert_specs(key)))
+                specs = self._plan.expert_specs(key)
+                formats = (specs[projection] for projection in PROJECTIONS)
+                entries.append(ExpertEntry(layer, key.expert, name, offset, size, digest, *formats))
                 offset += size
         self._finished(name, file, offset)
         return entries

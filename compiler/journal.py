@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,41 +16,73 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.codec import load_strict_json
+from moec.manifests.errors import OptionError
 
-from .durable import Disk
+from .durable import Disk, disk_errors
 
 _DIGEST_BYTES = 32
 _KEY_CHARACTERS = 16
+_STAGE = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+_ENTRY = re.compile(rf"[a-z0-9][a-z0-9._-]*-[0-9a-f]{{{_KEY_CHARACTERS}}}(\.writing)?")
 
 
 class Journal:
     """Stage results in one folder.
 
-    identity: digest of what all stages depend on (checkpoint, data, options, version). A journal of another identity
-    is not found, so stale results are never taken up.
+    folder: `NAME.work` beside the output; made if absent. identity: digest of what all stages depend on (checkpoint,
+    data, options, version). A journal of another identity is not found, so stale results are never taken up.
+    notes: one sentence for each damaged result that was passed over.
+    Raises OptionError if the folder holds anything but results of a journal; DoesNotFit, MoecError (the disk refuses).
     """
 
     def __init__(self, folder: Path, identity: str, disk: Disk) -> None:
         self._folder, self._identity, self._disk = folder, identity, disk
-        if not folder.is_dir():
-            disk.make_directory(folder)
+        self.notes: list[str] = []
+        with disk_errors(folder):
+            if not folder.is_dir():
+                disk.make_directory(folder)
+                disk.sync_directory(folder.parent)
+            _check_folder(folder)
+
+    @classmethod
+    def fresh(cls, folder: Path, identity: str, disk: Disk) -> Journal:
+        """An empty journal: what an earlier run left is removed. Raises as the class does."""
+        if folder.is_dir():
+            _check_folder(folder)
+            with disk_errors(folder):
+                disk.remove_tree(folder)
+        return cls(folder, identity, disk)
 
     def _path(self, stage: str) -> Path:
+        if not _STAGE.fullmatch(stage):
+            raise ValueError(f"not a stage name: `{stage[:100]}`")
         key = hashlib.sha256(f"{self._identity}\n{stage}".encode()).hexdigest()[:_KEY_CHARACTERS]
         return self._folder / f"{stage}-{key}"
 
     def get(self, stage: str) -> bytes | None:
         """The stored bytes of a stage; None if it is not done or its file is damaged."""
         path = self._path(stage)
-        if not path.is_file():
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
             return None
-        raw = path.read_bytes()
+        except OSError as error:
+            self.notes.append(f"`{path}` cannot be read ({error.strerror}), so its stage runs again")
+            return None
         data = raw[_DIGEST_BYTES:]
-        return data if hashlib.sha256(data).digest() == raw[:_DIGEST_BYTES] else None
+        if hashlib.sha256(data).digest() == raw[:_DIGEST_BYTES]:
+            return data
+        self.notes.append(f"`{path}` is damaged, so its stage runs again")
+        return None
 
     def put(self, stage: str, data: bytes) -> None:
-        """Store the bytes of a finished stage."""
-        self._disk.write_file(self._path(stage), hashlib.sha256(data).digest() + data)
+        """Store the bytes of a finished stage; an earlier result gives way at once or not at all.
+
+        Raises DoesNotFit, MoecError (the disk refuses).
+        """
+        path = self._path(stage)
+        with disk_errors(path):
+            self._disk.write_file(path, hashlib.sha256(data).digest() + data)
 
     def json(self, stage: str, compute: Callable[[], Any]) -> Any:
         """The stage's JSON value, computed and stored if it is not there yet.
@@ -70,8 +103,19 @@ class Journal:
         if data is None:
             data = save({name: np.ascontiguousarray(array) for name, array in compute().items()})
             self.put(stage, data)
-        return load(data)
+        arrays: dict[str, np.ndarray] = load(data)
+        return arrays
 
     def remove(self) -> None:
-        """Forget everything: the compile is complete, or starts afresh."""
-        self._disk.remove_tree(self._folder)
+        """Forget everything: the compile is complete. Raises MoecError."""
+        with disk_errors(self._folder):
+            self._disk.remove_tree(self._folder)
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that a user may have made: removing it must never cost anyone's files."""
+    for path in sorted(folder.iterdir()):
+        if not _ENTRY.fullmatch(path.name) or not path.is_file():
+            raise OptionError(
+                f"`{folder}` holds `{path.name}`, which is no stage result", "move it, or rename the output"
+            )

@@ -113,9 +113,10 @@ def _planes(lanes: np.ndarray, bitwidth: int) -> np.ndarray:
     if bitwidth == 8:
         return lanes
     if bitwidth == 4:
-        return lanes[..., 0::2] | lanes[..., 1::2] << np.uint32(4)
+        pairs: np.ndarray = lanes[..., 0::2] | lanes[..., 1::2] << np.uint32(4)
+        return pairs
     low = lanes & _LOW_TWO_BITS if bitwidth == 3 else lanes
-    two = low[..., 0::4] | low[..., 1::4] << np.uint32(2)
+    two: np.ndarray = low[..., 0::4] | low[..., 1::4] << np.uint32(2)
     two |= low[..., 2::4] << np.uint32(4)
     two |= low[..., 3::4] << np.uint32(6)
     if bitwidth == 2:

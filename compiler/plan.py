@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,12 @@ class CompilePlan:
     units: Mapping[UnitKey, QuantSpec]
     dense: Mapping[str, QuantSpec]
     quantizer: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all formats and the quantizer: names a plan in the journal."""
+        parts = [self.quantizer, *map(str, self.units.values()), *(f"{n}={s}" for n, s in self.dense.items())]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
 
     def expert_specs(self, key: ExpertKey) -> dict[str, QuantSpec]:
         """The formats of one expert's projections."""

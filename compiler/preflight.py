@@ -54,8 +54,10 @@ def preflight(
     if problems:
         kind = CheckpointError if model_problems else TargetUnreachable
         where = f"`{checkpoint.root}`"
-        text = f": {problems[0]}" if len(problems) == 1 else "".join(
-            [f" has {len(problems)} problems:", *(f"\n- {problem}" for problem in problems)]
+        text = (
+            f": {problems[0]}"
+            if len(problems) == 1
+            else "".join([f" has {len(problems)} problems:", *(f"\n- {problem}" for problem in problems)])
         )
         raise kind(where + text, None if plan_problems else "compare the folder with the model's source")
     return PreflightReport((), (*lowering.notes, *_ignored_notes(checkpoint, lowering)))

@@ -6,6 +6,7 @@ task metric on generated answers (what a loss target speaks of).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,19 +17,20 @@ import torch
 
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine
-from moec.evaluation.run import EvaluationResult, evaluate
+from moec.evaluation.run import EvaluationResult, answer_scores, evaluate
 from moec.evaluation.statistics import (
     DistributionSummary,
     LossEstimate,
-    accepts,
     distribution_summary,
     perplexity_loss,
     relative_loss,
 )
 from moec.evaluation.tasks import Item, Task
+from moec.manifests.codec import from_plain, to_plain
 from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
 
+from .journal import Journal
 from .plan import CompilePlan
 from .unit_store import UnitStore
 
@@ -37,6 +39,7 @@ LOOKS = (500, 1000)
 CLEAR_STANDARD_ERRORS = 3.0
 # Enough for a standard error; the certificate takes five times as many.
 TRIAL_RESAMPLES = 2000
+ONE_SIDED_95 = 1.645
 Progress = Callable[[int, int], None]
 
 
@@ -52,10 +55,11 @@ class Reference(TextEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaskData:
-    """One task of the target: items to search on, and solved examples put in front of each."""
+    """One task of the target: items to search on, examples put in front of each, how many items will certify."""
 
     task: Task
     validation: ItemSet
+    certification_items: int
     shots: tuple[Item, ...] = ()
 
 
@@ -90,16 +94,19 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float32)
 
 
-def divergence(reference: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """KL(reference || logits) per row in nats, and whether the top-1 tokens agree. Both [A, V] logits."""
-    log_p, log_q = log_softmax(reference), log_softmax(logits)
+def divergence(log_p: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """KL(reference || logits) per row in nats, and whether the top-1 tokens agree.
+
+    log_p: [A, V] log probabilities of the reference. logits: [A, V].
+    """
+    log_q = log_softmax(logits)
     kl = np.sum(np.exp(log_p.astype(np.float64)) * (log_p - log_q), axis=1)
     return np.maximum(kl, 0.0), np.argmax(log_p, axis=1) == np.argmax(log_q, axis=1)
 
 
-def summarise_divergence(references: Sequence[np.ndarray], logits: Sequence[np.ndarray]) -> DistributionSummary:
+def summarise_divergence(log_p: Sequence[np.ndarray], logits: Sequence[np.ndarray]) -> DistributionSummary:
     """KL and agreement over the answer tokens of several items."""
-    parts = [divergence(r, q) for r, q in zip(references, logits, strict=True)]
+    parts = [divergence(r, q) for r, q in zip(log_p, logits, strict=True)]
     items = np.concatenate([np.full(len(kl), i) for i, (kl, _) in enumerate(parts)])
     return distribution_summary(np.concatenate([kl for kl, _ in parts]), np.concatenate([s for _, s in parts]), items)
 
@@ -108,24 +115,39 @@ class Trials:
     """Applies plans to one reference model; every measurement is kept in `log`."""
 
     def __init__(
-        self, reference: Reference, store: UnitStore, tasks: Sequence[TaskData], kl_items: int, progress: Progress
+        self,
+        reference: Reference | None,
+        store: UnitStore,
+        tasks: Sequence[TaskData],
+        kl_items: int,
+        progress: Progress,
+        journal: Journal,
     ) -> None:
-        self.reference, self.store, self.tasks = reference, store, tasks
+        self.store, self.tasks = store, tasks
+        self._reference, self._journal = reference, journal
         self.log: list[Trial] = []
         self._progress = progress
-        self._pairs = [
-            reference.encode_pair(data.task.prompt(item, data.shots), data.task.answer(item))
-            for data in tasks
-            for item in data.validation.items[: max(1, kl_items // len(tasks))]
-        ]
-        self._reference_logits = reference.forced_logits(self._pairs) if self._pairs else []
+        self._pairs: list[tuple[list[int], list[int]]] = []
+        if reference is not None:
+            self._pairs = [
+                reference.encode_pair(data.task.prompt(item, data.shots), data.task.answer(item))
+                for data in tasks
+                for item in data.validation.items[: max(1, kl_items // len(tasks))]
+            ]
+        self._reference_log_p: list[np.ndarray] = []
         self._baselines: dict[str, EvaluationResult] = {}
-        self._kl_cache: dict[tuple[object, ...], DistributionSummary] = {}
 
     @property
     def has_data(self) -> bool:
         """Whether anything can be measured."""
         return bool(self._pairs)
+
+    @property
+    def reference(self) -> Reference:
+        """The model that trials run on. Raises OptionError where there is no data to run it on."""
+        if self._reference is None:
+            raise OptionError("this measurement needs task data", "add `--data`, or take `--size` or `--uniform`")
+        return self._reference
 
     def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> dict[UnitKey | str, torch.Tensor]:
         """Dequantized weights of everything the plan stores below 16 bits."""
@@ -136,57 +158,83 @@ class Trials:
 
     def kl(self, plan: CompilePlan, purpose: str, store: UnitStore | None = None) -> DistributionSummary:
         """Mean KL to the reference on answer tokens, nats per token."""
-        key = (plan.quantizer, tuple(plan.units.values()), tuple(plan.dense.values()))
-        if key not in self._kl_cache:
-            with self.reference.weights(self.weights_of(plan, store)):
-                logits = self.reference.forced_logits(self._pairs)
-            self._kl_cache[key] = summarise_divergence(self._reference_logits, logits)
-        summary = self._kl_cache[key]
+        plain = self._journal.json(f"kl-{plan.digest}", lambda: self._measure_kl(plan, store).to_json())
+        summary = DistributionSummary(**plain)
         self._log(plan, purpose, kl=summary)
         return summary
 
+    def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
+        if not self._reference_log_p:
+            self._reference_log_p = [log_softmax(rows) for rows in self.reference.forced_logits(self._pairs)]
+        with self.reference.weights(self.weights_of(plan, store)):
+            return summarise_divergence(self._reference_log_p, self.reference.forced_logits(self._pairs))
+
+    def answer_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
+        """Mean NLL of the reference answers of the first validation items, nats per token."""
+
+        def measure() -> float:
+            data = self.tasks[0]
+            with self.reference.weights(self.weights_of(plan, store)):
+                scores = answer_scores(data.task, data.validation.items[:items], self.reference, shots=data.shots)
+            return sum(score.nll for score in scores) / max(sum(score.tokens for score in scores), 1)
+
+        return float(self._journal.json(f"nll-{plan.digest}-{items}", measure))
+
     def baseline(self, data: TaskData) -> EvaluationResult:
         """The unquantized model on the validation items of one task."""
-        if data.task.name not in self._baselines:
-            self._baselines[data.task.name] = evaluate(
-                data.task, data.validation.items, self.reference, shots=data.shots, progress=self._progress
+        name = data.task.name
+        if name not in self._baselines:
+            plain = self._journal.json(
+                f"baseline-{name}",
+                lambda: evaluate(
+                    data.task, data.validation.items, self.reference, shots=data.shots, progress=self._progress
+                ).to_json(per_item=True),
             )
-        return self._baselines[data.task.name]
+            self._baselines[name] = EvaluationResult.from_json(plain)
+        return self._baselines[name]
 
     def accepts(
         self, plan: CompilePlan, target: float, purpose: str, store: UnitStore | None = None
     ) -> tuple[bool, dict[str, LossEstimate]]:
-        """Whether every task's loss plus one standard error is within the target, measured on generated answers."""
+        """Whether every task keeps the target on generated answers, as `keeps` judges it."""
         if not self.tasks:
             raise OptionError("a loss target needs task data", "give `--data`, or take `--bits-per-weight` or `--size`")
-        losses: dict[str, LossEstimate] = {}
         for data in self.tasks:
             self.baseline(data)
-        with self.reference.weights(self.weights_of(plan, store)):
-            for data in self.tasks:
-                losses[data.task.name] = self._measure(data, target)
-                if not accepts(losses[data.task.name], target):
-                    break
-        accepted = len(losses) == len(self.tasks) and all(accepts(loss, target) for loss in losses.values())
+        plain = self._journal.json(
+            f"loss-{plan.digest}-{target}", lambda: to_plain(self._measure_losses(plan, target, store))
+        )
+        losses = {task: from_plain(LossEstimate, estimate) for task, estimate in plain.items()}
+        accepted = len(losses) == len(self.tasks) and all(
+            keeps(losses[data.task.name], target, data.certification_items) for data in self.tasks
+        )
         self._log(plan, purpose, losses=losses, accepted=accepted)
         return accepted, losses
 
+    def _measure_losses(self, plan: CompilePlan, target: float, store: UnitStore | None) -> dict[str, LossEstimate]:
+        """Loss per task; stops after the first task that does not keep the target."""
+        losses: dict[str, LossEstimate] = {}
+        with self.reference.weights(self.weights_of(plan, store)):
+            for data in self.tasks:
+                losses[data.task.name] = self._measure(data, target)
+                if not keeps(losses[data.task.name], target, data.certification_items):
+                    break
+        return losses
+
     def _measure(self, data: TaskData, target: float) -> LossEstimate:
-        """Loss on validation; stops early where it is CLEAR_STANDARD_ERRORS away from the target."""
+        """Loss on validation; stops early where it is CLEAR_STANDARD_ERRORS away from what decides."""
         baseline, items, done = self.baseline(data), data.validation.items, 0
         results: list[EvaluationResult] = []
         drafts = [" " + item.prediction for item in baseline.items]
         while True:
             look = next((n for n in LOOKS if done < n < len(items)), len(items))
-            part = items[done:look]
+            part, guesses = items[done:look], drafts[done:look]
             results.append(
-                evaluate(
-                    data.task, part, self.reference, shots=data.shots, drafts=drafts[done:look], progress=self._progress
-                )
+                evaluate(data.task, part, self.reference, shots=data.shots, drafts=guesses, progress=self._progress)
             )
             done = look
             estimate = loss_so_far(data.task, baseline, results)
-            distance = abs(estimate.loss - target)
+            distance = abs(estimate.loss + margin(estimate, data.certification_items) - target)
             if done == len(items) or distance > CLEAR_STANDARD_ERRORS * estimate.standard_error > 0:
                 return estimate
 
@@ -204,6 +252,19 @@ class Trials:
                 accepted,
             )
         )  # fmt: skip
+
+
+def margin(estimate: LossEstimate, certification_items: int) -> float:
+    """What a loss must stay below its target by: one standard error on validation, and the width that the
+    certificate's one-sided 95 % bound will have on its own items, so that an accepted plan is likely to be supported.
+    """
+    at_certification = estimate.standard_error * math.sqrt(estimate.n / max(certification_items, 1))
+    return estimate.standard_error + ONE_SIDED_95 * at_certification
+
+
+def keeps(estimate: LossEstimate, target: float, certification_items: int) -> bool:
+    """The acceptance rule of the search; implies loss + one standard error <= target."""
+    return estimate.loss + margin(estimate, certification_items) <= target
 
 
 def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:

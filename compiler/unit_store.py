@@ -12,7 +12,8 @@ from moec.manifests.quant import QuantSpec
 from .families.lowering import Lowering
 from .output_error import output_error
 from .quantized import QuantizedMatrix
-from .quantizers import quantize_batch
+from .quantizers import quantizer as find_quantizer
+from .quantizers.gptq import quantize_gptq_batch
 from .quantizers.rtn import quantize_rtn
 from .second_moments import SecondMoments
 
@@ -63,11 +64,19 @@ class UnitStore:
         moments = tokens = None
         if self._moments is not None:
             moments, tokens = self._moments.of(layer, projection), self._moments.tokens(layer)
-        for expert, matrix in enumerate(quantize_batch(self.quantizer, weights, spec, moments, tokens)):
+        for expert, matrix in enumerate(self._quantize_batch(weights, spec, moments, tokens)):
             key = (UnitKey(layer, expert, projection), spec)
             self._units[key] = matrix
             moment = None if moments is None else moments[expert]
             self._errors[key] = float(output_error(weights[expert], matrix.dequantize(), moment))
+
+    def _quantize_batch(
+        self, weights: torch.Tensor, spec: QuantSpec, moments: torch.Tensor | None, tokens: torch.Tensor | None
+    ) -> list[QuantizedMatrix]:
+        if self.quantizer == "gptq":
+            return quantize_gptq_batch(weights, spec, moments, tokens)
+        quantize = find_quantizer(self.quantizer)
+        return [quantize(weight, spec, None, 0) for weight in weights]
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         """Codes of one unit in a format below 16 bits."""

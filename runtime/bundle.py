@@ -58,7 +58,7 @@ class Bundle:
         data = np.empty(entry.size_bytes, np.uint8)
         with (self.path / file).open("rb", buffering=0) as source:
             source.seek(entry.offset_bytes)
-            if source.readinto(memoryview(data)) != entry.size_bytes:
+            if source.readinto(data.data) != entry.size_bytes:
                 raise BundleIncomplete(f"`{file}` ended while reading at byte {entry.offset_bytes}")
         return data
 

@@ -20,7 +20,7 @@ from moec.manifests.errors import ContextOverflow, InputError, OptionError
 from . import kernels
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
 from .bundle import Bundle, Tables, open_bundle
-from .eviction import SCORES, ExpertRecords, expert_records
+from .eviction import SCORES, ExpertRecords, expert_records, warm_order
 from .expert_cache import CacheStats, ExpertCache
 from .kv_cache import KVCache
 from .model import Model, bind_experts, load_dense
@@ -94,8 +94,7 @@ class Engine:
         self.model.predictor = make_predictor(
             options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
         )
-        # Warm start: the experts that calibration saw most often. Source: EdgeMoE, initial fill.
-        self.cache.warm(np.lexsort((np.arange(len(entries)), -records.frequency)).tolist())
+        self.cache.warm(warm_order(records).tolist())
         self.warm_stats = self.cache.stats
         self.cache.stats = CacheStats()
 

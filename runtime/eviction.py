@@ -32,7 +32,8 @@ class ExpertRecords:
         d = ((l - I - 1) mod L) + 1. Source: EdgeMoE, expert buffer management; the printed modulus is the other way
         round and contradicts the text around it.
         """
-        return (self.layer - running_layer - 1) % self.num_layers + 1
+        distance: np.ndarray = (self.layer - running_layer - 1) % self.num_layers + 1
+        return distance
 
 
 def expert_records(layer: np.ndarray, popularity: np.ndarray, num_layers: int) -> ExpertRecords:
@@ -45,12 +46,18 @@ def expert_records(layer: np.ndarray, popularity: np.ndarray, num_layers: int) -
     return ExpertRecords(layer.astype(np.int32), popularity / totals[layer], unused, unused.copy(), num_layers)
 
 
+def warm_order(records: ExpertRecords) -> np.ndarray:
+    """Expert indices in the order of the initial fill: what calibration saw most often first. Source: EdgeMoE."""
+    return np.lexsort((np.arange(len(records.layer)), -records.frequency))
+
+
 PolicyScore = Callable[[ExpertRecords, int], np.ndarray]
 
 
 def edgemoe_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
     """f[l, e] / d(l): rarely used and far away goes first. Source: EdgeMoE, expert buffer management."""
-    return records.frequency / records.layer_distance(running_layer)
+    score: np.ndarray = records.frequency / records.layer_distance(running_layer)
+    return score
 
 
 def lru_score(records: ExpertRecords, running_layer: int) -> np.ndarray:

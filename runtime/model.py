@@ -39,7 +39,7 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
     for name, tensor in header.items():
         raw, entry = bundle.read_tensor_bytes(DENSE_NAME, tensor), entries[name]
         if digest is not None:
-            digest.update(memoryview(raw))
+            digest.update(raw.data)
         if len(entry.shape) == 1:
             weights[name] = _widen(raw, entry.spec.float_type)
         else:
@@ -56,13 +56,13 @@ def bind_experts(bundle: Bundle, storage: ExpertStorage) -> list[Any]:
     for index, entry in enumerate(bundle.manifest.experts):
         specs = {projection: entry.spec(projection) for projection in PROJECTIONS}
         offsets, _ = unit_offsets(model, entry.layer, specs)
-        block, matrices = storage.block(index), []
+        block, matrices = storage.block(index), dict[str, kernels.PackedMatrix]()
         for projection in PROJECTIONS:
             rows, columns = model.unit_shape(entry.layer, projection)
             end = offsets[projection] + specs[projection].packed_bytes(rows, columns)
             part = block[offsets[projection] : end]
-            matrices.append(kernels.PackedMatrix(part, rows, columns, specs[projection]))
-        bound.append(kernels.Expert(*matrices, model.layers[entry.layer].experts.activation))
+            matrices[projection] = kernels.PackedMatrix(part, rows, columns, specs[projection])
+        bound.append(kernels.Expert(**matrices, activation=model.layers[entry.layer].experts.activation))
     return bound
 
 

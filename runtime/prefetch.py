@@ -64,7 +64,8 @@ class PopularityPredictor:
         self._popularity = tables.popularity.astype(np.float64)
 
     def scores(self, state: PassState) -> np.ndarray | None:
-        return self._popularity[(state.layer + 1) % len(self._popularity)]
+        following: np.ndarray = self._popularity[(state.layer + 1) % len(self._popularity)]
+        return following
 
 
 class PathPredictor:
@@ -114,7 +115,9 @@ class LookaheadPredictor:
     The last layer has no next router to ask; there popularity speaks for the first layer of the next token.
     """
 
-    def __init__(self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[object]) -> None:
+    def __init__(
+        self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[kernels.PackedMatrix]
+    ) -> None:
         self._model, self._norms, self._routers = model, norms, routers
         self._fallback = PopularityPredictor(tables)
 
@@ -128,11 +131,12 @@ class LookaheadPredictor:
         kernels.linear(self._routers[following], normed, logits)
         logits -= logits.max(axis=1, keepdims=True)
         probabilities = np.exp(logits)
-        return (probabilities / probabilities.sum(axis=1, keepdims=True)).sum(axis=0)
+        total: np.ndarray = (probabilities / probabilities.sum(axis=1, keepdims=True)).sum(axis=0)
+        return total
 
 
 def make_predictor(
-    kind: Prefetch, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[object]
+    kind: Prefetch, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[kernels.PackedMatrix]
 ) -> Predictor | None:
     """The predictor of an option; None for `off`."""
     if kind == "lookahead":

@@ -66,11 +66,12 @@ def replay(
     policy: `edgemoe`, `lru`, `lfu`, `popularity` or `optimum`.
     Raises MemoryBudgetExceeded if one expert does not fit, KeyError on another policy.
     """
-    scores: dict[str, PolicyScore] = {**SCORES, POPULARITY: popularity_score}
+    scores = {**dict[str, PolicyScore](SCORES.items()), POPULARITY: popularity_score}
     chosen = None if policy == OPTIMUM else scores[policy]
-    cache = _SimulatedCache(sizes, capacity_bytes, records, chosen)
+    accesses, first_use = _with_next_use(trace, len(sizes))
+    cache = _SimulatedCache(sizes, capacity_bytes, records, chosen, first_use)
     cache.fill(warm)
-    for layer, experts, next_use in _with_next_use(trace, len(sizes)):
+    for layer, experts, next_use in accesses:
         cache.access(layer, experts, next_use)
     return SimulatedCounts(
         policy=policy,
@@ -84,8 +85,13 @@ def replay(
     )
 
 
-def _with_next_use(trace: Sequence[Access], count: int) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
-    """Each access with the position of the next access of its experts, [experts of the access]; NEVER if none."""
+def _with_next_use(
+    trace: Sequence[Access], count: int
+) -> tuple[list[tuple[int, tuple[int, ...], np.ndarray]], np.ndarray]:
+    """Each access with the position of the next access of its experts, and of every expert's first, [count].
+
+    Positions are int64; NEVER where there is none.
+    """
     upcoming = np.full(count, NEVER, np.int64)
     rows: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     for position in range(len(trace) - 1, -1, -1):
@@ -93,21 +99,26 @@ def _with_next_use(trace: Sequence[Access], count: int) -> list[tuple[int, tuple
         rows.append((layer, experts, upcoming[list(experts)]))
         upcoming[list(experts)] = position
     rows.reverse()
-    return rows
+    return rows, upcoming
 
 
 class _SimulatedCache:
     """ExpertCache without bytes, threads and advice. chosen None: evict what is needed again last."""
 
     def __init__(
-        self, sizes: np.ndarray, capacity_bytes: int, records: ExpertRecords, chosen: PolicyScore | None
+        self,
+        sizes: np.ndarray,
+        capacity_bytes: int,
+        records: ExpertRecords,
+        chosen: PolicyScore | None,
+        first_use: np.ndarray,
     ) -> None:
         count = len(sizes)
         self._sizes, self._capacity_bytes, self._chosen = sizes, capacity_bytes, chosen
         self._records = ExpertRecords(
             records.layer, records.frequency, np.zeros(count, np.int64), np.zeros(count, np.int64), records.num_layers
         )
-        self._next_use = np.full(count, NEVER, np.int64)
+        self._next_use = first_use
         self._is_resident = np.zeros(count, bool)
         self._is_leased = np.zeros(count, bool)
         self._seen = np.zeros(count, bool)

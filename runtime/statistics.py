@@ -24,6 +24,15 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reset_peak_memory() -> bool:
+    """Let `peak_memory_bytes` count from now on; False where the system does not offer that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def quantile(values: Sequence[int], share: float) -> int | None:
     """The smallest value that `share` of the values do not exceed; None without values."""
     if not values:

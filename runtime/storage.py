@@ -62,7 +62,7 @@ class _Verifier:
     def check(self, index: int, entry: ExpertEntry, block: np.ndarray) -> None:
         if index not in self._pending:
             return
-        if hashlib.sha256(memoryview(block)).hexdigest() != entry.sha256:
+        if hashlib.sha256(block.data).hexdigest() != entry.sha256:
             raise ChecksumMismatch(
                 f"`{self._path / entry.file}`, expert {entry.expert} of layer {entry.layer}: bytes differ from "
                 "their digest",
@@ -122,7 +122,7 @@ class ReadStorage:
         descriptor, done = self._files[entry.file], 0
         try:
             while done < entry.size_bytes:
-                count = os.preadv(descriptor, [memoryview(block)[done:]], entry.offset_bytes + done)
+                count = os.preadv(descriptor, [block.data[done:]], entry.offset_bytes + done)
                 if count == 0:
                     raise StorageReadFailed(f"`{entry.file}` ended at byte {entry.offset_bytes + done}")
                 done += count

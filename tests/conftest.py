@@ -1,7 +1,8 @@
-"""Gate report: every test marked `gate(id)` is counted, and the summary names gates that did not run."""
+"""Gate report: every test marked `gate(id)` is counted; the summary goes to the terminal and to build/gates.json."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 
 import pytest
@@ -9,20 +10,29 @@ import pytest
 _results: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
-    outcome = yield
-    report = outcome.get_result()
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Gates travel as properties of the report, so that they also arrive from other processes."""
+    item.user_properties += [("gate", marker.args[0]) for marker in item.iter_markers("gate")]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        for marker in item.iter_markers("gate"):
-            _results[marker.args[0]][report.outcome] += 1
+        for gate in (value for name, value in report.user_properties if name == "gate"):
+            _results[str(gate)][report.outcome] += 1
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def state(counts: dict[str, int]) -> str:
+    """FAILED, ok, or NOT RUN where all tests of a gate were skipped."""
+    return "FAILED" if counts.get("failed") else ("ok" if counts.get("passed") else "NOT RUN")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if not _results:
         return
+    gates = {gate: dict(_results[gate]) for gate in sorted(_results, key=lambda name: int(name[1:]))}
     terminalreporter.section("gates")
-    for gate in sorted(_results, key=lambda name: int(name[1:])):
-        counts = _results[gate]
-        state = "FAILED" if counts["failed"] else ("ok" if counts["passed"] else "NOT RUN")
-        terminalreporter.write_line(f"{gate:>4} {state}: {dict(counts)}")
+    for gate, counts in gates.items():
+        terminalreporter.write_line(f"{gate:>4} {state(counts)}: {counts}")
+    target = config.rootpath / "build" / "gates.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps({gate: {"state": state(counts), **counts} for gate, counts in gates.items()}) + "\n")

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk, publish_directory
+from moec.compiler.emit import emit, finish
+from moec.compiler.families import lower
+from moec.compiler.uniform import uniform_plan
+from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
 
 VOCABULARY = 288  # 256 bytes, four special tokens, the rest never produced by the tokenizer
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+NO_DEVICE = DeviceSummary("unspecified", "0" * 64, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,21 @@ def save_tiny_mixtral(folder: Path, tiny: TinyMixtral | None = None, **config: A
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.data.uniform_(0.5, 1.5)
+    transformers_logging.disable_progress_bar()
     model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, max_shard_size=tiny.shard_size)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def compile_uniform(checkpoint: Path, bundle: Path, bits: int = 16, group_size: int = 32, dense_bits: int = 16) -> Path:
+    """A published bundle of one format, as `--uniform` makes it, and its path."""
+    opened = open_checkpoint(str(checkpoint))
+    lowering, partial = lower(opened), bundle.with_name(bundle.name + PARTIAL_SUFFIX)
+    plan = uniform_plan(lowering.model, bits, group_size, dense_bits, lowering.float_type)
+    manifest = emit(opened, lowering, plan, partial, device=NO_DEVICE)
+    finish(partial, manifest, b"{}\n", b"# A tiny model\n")
+    publish_directory(Disk(), partial, bundle)
+    return bundle
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

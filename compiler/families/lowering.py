@@ -65,8 +65,8 @@ class Lowering:
         weight = self.checkpoint.tensor(source.name, source.index, source.rows).to(_TORCH_DTYPES[self.float_type])
         if not torch.isfinite(weight).all():
             raise CheckpointError(
-                f"tensor `{source.name}` in `{self.checkpoint.root}` holds NaN or infinite values in {self.float_type}, "
-                "expected finite weights",
+                f"tensor `{source.name}` in `{self.checkpoint.root}` holds NaN or infinite values in "
+                f"{self.float_type}, expected finite weights",
                 "copy the checkpoint again, or train it without overflow",
             )
         return weight

@@ -11,9 +11,19 @@ from ..checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
 
 # Keys of transformers' configuration that do not change what a forward pass in evaluation mode computes: identity,
 # training, outputs on request, token ids other than the end, and generation defaults of older configurations.
-HARMLESS_KEYS = frozenset(
-    ["model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "bos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16", "pruned_heads", "chunk_size_feed_forward", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix", "tf_legacy_loss"]
+_HARMLESS = (
+    "model_type architectures torch_dtype dtype transformers_version use_cache initializer_range "
+    "attention_dropout bos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id tokenizer_class "
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params return_dict "
+    "output_hidden_states output_attentions torchscript use_bfloat16 pruned_heads chunk_size_feed_forward "
+    "output_router_logits router_aux_loss_coef router_jitter_noise max_length min_length do_sample "
+    "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix "
+    "tf_legacy_loss"
 )
+HARMLESS_KEYS = frozenset(_HARMLESS.split())
 # Keys that are known and may only have these values.
 FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),

@@ -49,13 +49,13 @@ def quantize_batch(
     second_moments: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
 ) -> list[QuantizedMatrix]:
-    """Quantize one projection of several experts; the same matrices as one by one.
+    """Quantize one projection of several experts.
 
     weights: [E, N, K] floats. second_moments: [E, K, K] or None. tokens: [E] or None. Raises as the quantizer does.
     """
+    if name == "gptq":
+        from .gptq import quantize_gptq_batch
+
+        return quantize_gptq_batch(weights, spec, second_moments, tokens)
     function = quantizer(name)
-    matrices = []
-    for expert, weight in enumerate(weights):
-        moment = None if second_moments is None else second_moments[expert]
-        matrices.append(function(weight, spec, moment, 0 if tokens is None else int(tokens[expert])))
-    return matrices
+    return [function(weight, spec, None, 0) for weight in weights]

@@ -34,7 +34,7 @@ def quantize_rtn(
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
     weights = None if importance is None else importance.float().reshape(spec.groups(weight.shape[1]), -1)
     step = max(1, _CHUNK_WEIGHTS // weight.shape[1])
-    chunks = [_quantize_rows(rows, spec, clip_search, weights) for rows in weight.detach().split(step)]
+    chunks = [_quantize_rows(rows, spec, clip_search, weights) for rows in torch.split(weight.detach(), step)]
     codes, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return QuantizedMatrix(spec, codes, scales, None if spec.symmetric else minima)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moec.evaluation.run import answer_scores
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
 
@@ -92,21 +91,14 @@ def importance_list(
     Source: EdgeMoE, expert-wise bitwidth adaptation: one expert at INT2, the rest at INT4.
     """
     base = uniform_like(plan, high, store.quantizer)
-    before = _answer_nll(base, trials, store)
+    before = trials.answer_nll(base, store, EXACT_ITEMS)
     keys, losses = plan.model.expert_keys(), {}
     for done, key in enumerate(keys, 1):
         own = {UnitKey(*key, p): low for p in PROJECTIONS}
-        losses[key] = _answer_nll(replace(base, units={**base.units, **own}), trials, store) - before
+        alone = replace(base, units={**base.units, **own})
+        losses[key] = trials.answer_nll(alone, store, EXACT_ITEMS) - before
         progress(done, len(keys))
     return losses
-
-
-def _answer_nll(plan: CompilePlan, trials: Trials, store: UnitStore) -> float:
-    data = trials.tasks[0]
-    items = data.validation.items[:EXACT_ITEMS]
-    with trials.reference.weights(trials.weights_of(plan, store)):
-        scores = answer_scores(data.task, items, trials.reference, shots=data.shots)
-    return sum(score.nll for score in scores) / max(sum(score.tokens for score in scores), 1)
 
 
 def edgemoe(

@@ -16,11 +16,10 @@ from moec.evaluation.statistics import LossEstimate
 from moec.manifests.errors import TargetUnreachable
 
 from ..plan import CompilePlan
-from ..sensitivity import SearchSpace
 from ..targets import Target
 from ..trials import Trials
 from .frontier import least_cost, least_loss
-from .space import size_table
+from .space import SearchSpace, size_table
 
 MAX_GENERATED = 6
 MAX_KL = 8
@@ -29,6 +28,7 @@ FIRST_KL_PER_LOSS = 1.0
 # Two predicted budgets closer than this give plans whose sizes differ by less than 1 %.
 CLOSE_ENOUGH = 1.08
 _SPREAD = 4.0
+AIM = 0.93
 Note = Callable[[str], None]
 
 
@@ -53,7 +53,7 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> Co
     if choice is None:
         least = float(np.min(table.costs, axis=1).sum())
         raise TargetUnreachable(
-            f"{target} is below the smallest offered plan of {least:.0f} bytes ({8 * least / weights:.3f} bits per weight)",
+            f"{target} is below the smallest plan on offer: {least:.0f} bytes, {8 * least / weights:.3f} bits per weight",
             "ask for more, or offer smaller formats with `--bits` and `--group-size`",
         )
     plan = space.plan(choice)
@@ -87,7 +87,8 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) ->
 
 def _next_budget(budget: float, low: Found | None, high: float, ratio: float) -> float:
     """Secant step in log space, kept inside the bracket; bisection where it would leave it."""
-    proposed = budget * float(np.clip(ratio, 1 / _SPREAD, _SPREAD))
+    # Aimed a little inside the target: a step that falls just short of it costs a whole measurement.
+    proposed = budget * float(np.clip(AIM * ratio, 1 / _SPREAD, _SPREAD))
     floor = low.predicted if low is not None else 0.0
     if floor * 1.02 < proposed < high / 1.02:
         return proposed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,9 +12,32 @@ from moec.manifests.quant import QuantSpec
 
 from ..objective import ByteWeights
 from ..plan import CompilePlan
-from ..sensitivity import DenseGroup, SearchSpace, SensitivityTable, dense_groups
+from ..sensitivity import DenseGroup, SensitivityTable, dense_groups
 from ..unit_store import UnitStore
 from .frontier import ChoiceTable
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """The knapsack of one model: rows are units, then dense groups; columns are options.
+
+    options: per row the formats by column (a dense group's columns are mappings name -> format).
+    """
+
+    plain: CompilePlan
+    units: tuple[UnitKey, ...]
+    unit_specs: tuple[QuantSpec, ...]
+    groups: tuple[DenseGroup, ...]
+    dense_options: tuple[Mapping[str, QuantSpec], ...]
+    table: ChoiceTable
+
+    def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
+        """The plan of a choice [U]."""
+        units = {unit: self.unit_specs[int(choice[row])] for row, unit in enumerate(self.units)}
+        dense = dict(self.plain.dense)
+        for row, group in enumerate(self.groups, len(self.units)):
+            dense.update({name: self.dense_options[int(choice[row])][name] for name in group.tensors})
+        return replace(self.plain, units=units, dense=dense)
 
 
 def build_space(

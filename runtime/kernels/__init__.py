@@ -62,9 +62,16 @@ def _load_extension() -> ModuleType | None:
     """The extension, or None if there is none. Raises KernelUnavailable if there is one that does not load."""
     name = f"{__name__}.{_EXTENSION}"
     if importlib.util.find_spec(name) is None:
-        foreign = [path.name for folder in __path__ for path in Path(folder).glob(f"{_EXTENSION}.*") if path.suffix in (".so", ".pyd")]
+        foreign = [
+            path.name
+            for folder in __path__
+            for path in Path(folder).glob(f"{_EXTENSION}.*")
+            if path.suffix in (".so", ".pyd")
+        ]
         if foreign:
-            raise KernelUnavailable(f"the kernel extension `{foreign[0]}` is built for another python", "install moec again")
+            raise KernelUnavailable(
+                f"the kernel extension `{foreign[0]}` is built for another python", "install moec again"
+            )
         return None
     try:
         return importlib.import_module(name)

@@ -43,7 +43,10 @@ def check_shape(array: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
 def check_indices(indices: NDArray[np.signedinteger], name: str, count: int) -> None:
     """Refuse indices outside 0 .. count - 1. Raises ValueError."""
     outside = indices.size > 0 and bool((indices < 0).any() or (indices >= count).any())
-    _require(not outside, f"{name}: expected indices below {count}, found {indices.min(initial=0)} to {indices.max(initial=0)}")
+    _require(
+        not outside,
+        f"{name}: expected indices below {count}, found {indices.min(initial=0)} to {indices.max(initial=0)}",
+    )
 
 
 class PackedMatrix:
@@ -97,7 +100,7 @@ def _crumbs(planes: Bytes, bits: int) -> Bytes:
 def _tile_codes(tiles: Bytes, bitwidth: int) -> Bytes:
     """Codes of tiles. tiles: uint8[n, 64 * bitwidth] -> uint8[n, 16, 32]. Source: docs/format.md, Packing, table."""
     planes = tiles.reshape(len(tiles), bitwidth, _PLANE_BYTES)
-    if bitwidth == 3:  # noqa: PLR2004
+    if bitwidth == 3:
         lanes = _crumbs(planes[:, :2], 2).reshape(len(tiles), -1, _PLANE_BYTES)
         lanes = lanes | _crumbs(planes[:, 2:], 1).reshape(lanes.shape) << np.uint8(2)
     else:
@@ -116,7 +119,10 @@ def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Byte
     if spec.symmetric:
         minima, start = scales * np.float32(-(2 ** (spec.bitwidth - 1))), scale_bytes
     else:
-        minima, start = records[:, :, scale_bytes : 2 * scale_bytes].copy().view("<f2").astype(np.float32), 2 * scale_bytes
+        minima, start = (
+            records[:, :, scale_bytes : 2 * scale_bytes].copy().view("<f2").astype(np.float32),
+            2 * scale_bytes,
+        )
     return records[:, :, start:].reshape(blocks, groups, -1, _PLANE_BYTES * spec.bitwidth), scales, minima
 
 
@@ -126,7 +132,7 @@ def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes
     data: uint8[packed_bytes]. Returns uint8[rows, columns]. Raises ValueError for 16-bit formats and wrong sizes.
     Source: docs/format.md, Packing.
     """
-    _require(spec.bitwidth != 16, "a 16-bit matrix has no codes")  # noqa: PLR2004
+    _require(spec.bitwidth != 16, "a 16-bit matrix has no codes")
     PackedMatrix(data, rows, columns, spec)
     tiles, _, _ = _groups(data, rows, columns, spec)
     blocks = tiles.shape[0]
@@ -151,7 +157,7 @@ def unpack(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Floats:
     Source: docs/format.md, Packing.
     """
     PackedMatrix(data, rows, columns, spec)
-    if spec.bitwidth == 16:  # noqa: PLR2004
+    if spec.bitwidth == 16:
         return _unpack_16_bit(data, columns, spec)[:rows]
     codes = unpack_codes(data, rows, columns, spec)
     _, scales, minima = _groups(data, rows, columns, spec)
@@ -192,7 +198,7 @@ def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
 def silu(x: Floats) -> Floats:
     """x / (1 + exp(-x)), float32; never NaN for finite x."""
     with np.errstate(over="ignore", under="ignore"):
-        return x / (np.float32(1) + np.exp(-x))
+        return np.divide(x, np.float32(1) + np.exp(-x), dtype=np.float32)
 
 
 def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Floats) -> None:

@@ -1,6 +1,7 @@
 // Inlining that the vector kernels rely on to keep their accumulators in registers.
 //
-// MOEC_COMPACT, defined by the scalar kernels: leave it to the compiler, which otherwise takes minutes over 900 KB of code.
+// MOEC_COMPACT, defined by the scalar kernels and by sanitized builds: leave it to the compiler, which otherwise takes
+// minutes over 900 KB of code.
 
 #pragma once
 

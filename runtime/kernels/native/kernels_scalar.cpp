@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <cstring>
 
+#if !defined(MOEC_COMPACT)
 #define MOEC_COMPACT
+#endif
 #include "inlining.h"
 #include "registry.h"
 

@@ -1,0 +1,79 @@
+# Every action of a developer, one word each. `make test` and `make demo` set up what they need.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LINKS := build/links
+ROOMS := manifests profiles evaluation runtime compiler cli
+NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format typecheck contracts gates bench schema docs clean links
+
+help:  ## Show this list
+	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(READY)  ## Make .venv and install everything into it
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "error: $(PYTHON) is older than 3.10; name another one: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@command -v gcc >/dev/null || command -v cc >/dev/null || \
+	    { echo "error: no C++ compiler; on Debian and Ubuntu: apt-get install build-essential" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Torch comes first: what follows then finds it there and leaves it alone. The stamp is renewed when the settings or
+# the native sources change; an install that is complete takes seconds.
+$(READY): pyproject.toml $(NATIVE) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.11" "nanobind>=2.4" ninja cmake
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation -e ".[dev]"
+	@touch $@
+
+links:
+	@mkdir -p $(LINKS)/moec
+	@for room in $(ROOMS); do ln -sfn ../../../$$room $(LINKS)/moec/$$room; done
+
+demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show the table
+	$(BIN)/moec demo
+
+test: $(READY) lint typecheck contracts  ## Set up and run the whole fast suite
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)  ## ruff
+	$(BIN)/ruff check .
+
+format: $(READY)  ## Let ruff format the tree
+	$(BIN)/ruff format .
+
+typecheck: $(READY) links  ## mypy, strict
+	cd $(LINKS) && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(ROOMS:%=-p moec.%)
+
+contracts: $(READY) links  ## Who may import whom
+	PYTHONPATH=$(LINKS) $(BIN)/lint-imports
+
+gates: $(READY)  ## Run the tests of the gates alone, slow ones included
+	$(BIN)/python -m pytest -m gate
+
+bench: $(READY)  ## Measure the demo's bundle: ceiling, measurement, ratio
+	@test -f build/demo/example-moec/moec.json || { echo "error: no bundle in build/demo; run: make demo" >&2; exit 1; }
+	$(BIN)/moec bench build/demo/example-moec --expert-cache 50% --policies all
+
+schema: $(READY)  ## Write manifests/schema.json from the dataclasses
+	@mkdir -p build
+	$(BIN)/python -m moec.cli.documents schema > build/schema.json
+	mv build/schema.json manifests/schema.json
+
+docs: $(READY)  ## Write docs/cli.md from the commands
+	@mkdir -p build
+	$(BIN)/python -m moec.cli.documents commands > build/cli.md
+	mv build/cli.md docs/cli.md
+
+clean:  ## Remove what was built, .venv included
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

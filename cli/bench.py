@@ -1,0 +1,251 @@
+"""`moec bench`: the ceiling that the machine sets, the measurement, and the ratio of the two."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import OptionError
+
+from . import output
+from .run import statistics_block
+from .runtime_options import build_options, bundle_folder, mode_text, open_engine, runtime_options
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from moec.profiles.device import DeviceProfile
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.engine import Engine
+    from moec.runtime.simulate import Access
+    from moec.runtime.statistics import RunStatistics
+
+SHARES = (0.25, 0.5, 0.75)
+DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\nAnswer:"
+
+
+@click.command("bench", short_help="Measure a bundle's speed against the ceiling of this machine.")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to decode.")
+@click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="What the measured sequence starts with.")
+@click.option(
+    "--policies",
+    type=click.Choice(("none", "all")),
+    default="none",
+    show_default=True,
+    help="Replay the run's expert trace under every eviction policy, caches of 25, 50 and 75 %.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@runtime_options
+def bench_command(bundle: Path, tokens: int, prompt: str, policies: str, as_json: bool, **values: Any) -> None:
+    """Measure the bundle in folder BUNDLE: ceiling, measurement, ratio.
+
+    The bundle first continues the prompt by itself, past any end token; a fresh engine is then timed on exactly those
+    tokens, so that every setting computes the same. The ceiling is what memory and storage could do at best: bytes of
+    a token over the bandwidths measured on this machine just before.
+
+    \b
+    moec bench mixtral-moec --expert-cache 50%
+    moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
+    """
+    from moec.profiles.probe import probe_host
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.statistics import reset_peak_memory
+
+    if tokens < 2:
+        raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
+    opened = open_bundle(bundle_folder(bundle))
+    options = build_options(values)
+    host = probe_host(_largest_file(opened))
+    with open_engine(bundle, options, values["kernels"]) as engine:
+        sequence = _continuation(engine, prompt, tokens)
+    reset_peak_memory()
+    with open_engine(bundle, options, values["kernels"]) as engine:
+        ceiling = predict(opened, host, engine.memory.cache_bytes)
+        if not as_json:
+            output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
+        statistics, trace = _measure(engine, sequence, len(sequence) - tokens)
+    ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
+    simulated = _simulate(opened, trace) if policies == "all" else []
+    if as_json:
+        output.data_json(
+            {
+                "ceiling": ceiling,
+                "measured": statistics.to_plain(),
+                "ratio": ratio,
+                "policies": simulated,
+                "mode": mode_text(engine),
+                "memory": engine.memory.to_plain(),
+                "tokens": tokens,
+                "host": host.to_plain(),
+            }
+        )
+        return
+    output.data(f"\n{statistics_block(statistics)}\n\nratio  {output.human_share(ratio)} of the ceiling")
+    if simulated:
+        output.data(f"\n{_policies_table(simulated)}")
+
+
+def _largest_file(bundle: Bundle) -> Path:
+    """The file whose reads the storage probe times: what the run will read from."""
+    largest = max(bundle.manifest.files, key=lambda entry: entry.size_bytes)
+    return bundle.path / largest.name
+
+
+def _continuation(engine: Engine, prompt: str, tokens: int) -> list[int]:
+    """The prompt and `tokens` greedy tokens behind it, end tokens included. Raises OptionError if they do not fit."""
+    import numpy as np
+
+    sequence = engine.encode(prompt)
+    engine.check_tokens(sequence)
+    if len(sequence) + tokens > engine.memory.context:
+        raise OptionError(
+            f"a prompt of {len(sequence)} tokens and {tokens} more exceed the context of {engine.memory.context}",
+            "lower `--tokens` or raise `--context`",
+        )
+    hidden = _forward(engine, sequence, 0, len(sequence))
+    with output.Progress("making the sequence") as progress:
+        for count in range(tokens):
+            token = int(np.argmax(engine.model.logits(hidden[-1:])[0]))
+            sequence.append(token)
+            if count + 1 < tokens:
+                hidden = _forward(engine, sequence, len(sequence) - 1, len(sequence))
+            progress(count + 1, tokens)
+    return sequence
+
+
+def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.ndarray:
+    """Run tokens start to end of the sequence, as many at once as a pass may hold. Returns the last residuals."""
+    from moec.runtime.budget import MAX_PASS_TOKENS
+
+    for first in range(start, end, MAX_PASS_TOKENS):
+        last = min(end, first + MAX_PASS_TOKENS)
+        hidden = engine.step(sequence[first:last], [0] * (last - first), range(first, last))
+    return hidden
+
+
+def _measure(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, list[Access]]:
+    """Time a prefill and the forced decode of the rest. Returns the statistics and the trace of experts."""
+    from moec.runtime.statistics import RunRecorder
+
+    trace: list[Access] = []
+    engine.model.trace = trace
+    recorder = RunRecorder(prompt_tokens)
+    with output.Progress("measuring") as progress:
+        for end in range(prompt_tokens, len(sequence)):
+            start = 0 if end == prompt_tokens else end - 1
+            before, started_ns = engine.cache.stats.copy(), time.perf_counter_ns()
+            hidden = _forward(engine, sequence, start, end)
+            engine.model.logits(hidden[-1:])
+            recorder.add(time.perf_counter_ns() - started_ns, engine.cache.stats.since(before))
+            progress(end - prompt_tokens, len(sequence) - prompt_tokens)
+    engine.model.trace = None
+    return recorder.finish(engine.model.prefetch_quality.recall), trace
+
+
+def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, Any]:
+    """The ceiling of decoding: bytes that one token moves, over bandwidth.
+
+    compute_bytes: dense weights (of the embedding one row) and the chosen experts. missed_bytes: of a cache that holds
+    what calibration saw most often; a bundle without calibration counts all experts alike.
+    """
+    from moec.profiles.predict import compute_ns, expected_misses, storage_ns
+
+    manifest = bundle.manifest
+    model, popularity = manifest.model, bundle.tables().popularity
+    experts, expert_bytes = [], 0.0
+    for entry in manifest.experts:
+        layer = model.layers[entry.layer].experts
+        seen = int(popularity[entry.layer].sum())
+        share = int(popularity[entry.layer, entry.expert]) / seen if seen else 1 / layer.count
+        experts.append((entry.size_bytes, share * layer.top_k))
+        expert_bytes += entry.size_bytes * share * layer.top_k
+    compute_bytes = round(_dense_bytes_per_token(bundle) + expert_bytes)
+    missed_bytes, reads = expected_misses(experts, cache_bytes)
+    compute, storage = compute_ns(host, compute_bytes), storage_ns(host, missed_bytes, reads)
+    return {
+        "compute_bytes_per_token": compute_bytes,
+        "missed_bytes_per_token": round(missed_bytes),
+        "reads_per_token": reads,
+        "compute_ns": compute,
+        "storage_ns": storage,
+        "tpot_ns": max(compute, storage),
+        "cache_bytes": cache_bytes,
+    }
+
+
+def _dense_bytes_per_token(bundle: Bundle) -> int:
+    total, model = 0, bundle.manifest.model
+    for entry in bundle.manifest.dense:
+        rows = 1 if len(entry.shape) == 1 else entry.shape[0]
+        if entry.name == "embedding" and not model.tie_embeddings:
+            rows = 1
+        total += round(rows * entry.spec.row_bytes(entry.shape[-1]))
+    return total
+
+
+def _simulate(bundle: Bundle, trace: list[Access]) -> list[dict[str, Any]]:
+    """The run's trace under every policy at every share of the experts, prefetch off."""
+    import numpy as np
+
+    from moec.runtime.engine import bundle_records
+    from moec.runtime.eviction import SCORES, warm_order
+    from moec.runtime.simulate import OPTIMUM, POPULARITY, global_indices, replay
+
+    manifest = bundle.manifest
+    sizes = np.array([entry.size_bytes for entry in manifest.experts], np.int64)
+    records = bundle_records(bundle, bundle.tables())
+    first = np.cumsum([0, *(layer.experts.count for layer in manifest.model.layers)]).tolist()
+    accesses, warm, rows = global_indices(trace, first), warm_order(records).tolist(), []
+    for share in SHARES:
+        capacity = int(int(sizes.sum()) * share)
+        if capacity < manifest.cost.minimum_expert_bytes:
+            output.say(f"a cache of {share:.0%} is under the minimum of one layer's experts, left out")
+            continue
+        for policy in (*SCORES, POPULARITY, OPTIMUM):
+            counts = replay(accesses, sizes, capacity, records, policy, warm)
+            rows.append({"share": share, **counts.to_plain()})
+    return rows
+
+
+def _ceiling_block(ceiling: dict[str, Any], host: DeviceProfile) -> str:
+    size = output.human_bytes
+    return output.facts(
+        [
+            ("memory", f"{size(host.memory_bytes_per_s)}/s ({host.provenance['memory_bytes_per_s']})"),
+            (
+                "storage",
+                f"{size(host.storage_bytes_per_s)}/s, {host.storage_latency_ns / 1e3:.0f} us a read "
+                f"({host.provenance['storage_bytes_per_s']})",
+            ),
+            (
+                "compute",
+                f"{size(ceiling['compute_bytes_per_token'])} a token: {output.human_ms(ceiling['compute_ns'])}",
+            ),
+            (
+                "reads",
+                f"{size(ceiling['missed_bytes_per_token'])} a token expected with a cache of "
+                f"{size(ceiling['cache_bytes'])}: {output.human_ms(ceiling['storage_ns'])}",
+            ),
+            ("ceiling", f"TPOT {output.human_ms(ceiling['tpot_ns'])}, {1e9 / ceiling['tpot_ns']:.1f} tokens/s"),
+        ]
+    )
+
+
+def _policies_table(rows: list[dict[str, Any]]) -> str:
+    least = {row["share"]: row["misses"] for row in rows if row["policy"] == "optimum"}
+    lines = [
+        (
+            f"{row['share']:.0%}",
+            row["policy"],
+            row["misses"],
+            output.human_share(row["hits"] / max(row["lookups"], 1)),
+            output.human_bytes(row["bytes_read"]),
+            "-" if not least[row["share"]] else f"{row['misses'] / least[row['share']]:.2f}",
+        )
+        for row in rows
+    ]
+    return output.table(lines, ("cache", "policy", "misses", "hit rate", "read", "x optimum"))

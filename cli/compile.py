@@ -1,0 +1,232 @@
+"""`moec compile`: a checkpoint and a target in, a certified bundle out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import output
+from .report import comparison_table, loss_table, plan_heat_map, verdict_line
+
+if TYPE_CHECKING:
+    from moec.compiler.options import CompileOptions
+    from moec.compiler.pipeline import CompileResult
+
+    from .engines import BundleEngine
+
+LOG_SUFFIX = ".log.json"
+PICTURE_SUFFIX = ".report.png"
+CERTIFY_SLOTS = 64
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    """`2,3,4` -> (2, 3, 4). Raises OptionError."""
+    from moec.manifests.errors import OptionError
+
+    if text is None:
+        return ()
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise OptionError(f"`{text}` is not a list of numbers", "write them with commas, like `32,64`")
+    return tuple(int(part) for part in parts)
+
+
+@click.command("compile", short_help="Find the fewest bytes that keep a target, and write the bundle.")
+@click.argument("model")
+@click.option(
+    "-o", "--output", "target_path", type=click.Path(path_type=Path), help="Bundle folder.  [default: NAME-moec]"
+)
+@click.option("--loss", metavar="SHARE", help="Target: relative loss of the task's metric, like `2%` or `0.02`.")
+@click.option(
+    "--kl", type=float, metavar="NATS", help="Target: mean KL to the checkpoint, nats per token, like `0.05`."
+)
+@click.option("--bits-per-weight", type=float, metavar="BITS", help="Target: of routed experts, scales included.")
+@click.option("--size", metavar="SIZE", help="Target: bytes of the routed experts, like `2.1GiB`.")
+@click.option("--uniform", type=int, metavar="BITS", help="One bitwidth for all experts: no search, no data.")
+@click.option("--data", metavar="DIR_OR_JSONL", help="Task items: train/validation/test files, or one JSONL to divide.")
+@click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, xsum, perplexity; repeatable.")
+@click.option(
+    "--device", default="host", show_default=True, metavar="PROFILE", help="Device profile, a name or a TOML."
+)
+@click.option("--dense-bits", type=int, metavar="16|8|4", help="Of attention, embedding, lm_head.  [default: searched]")
+@click.option("--bits", metavar="LIST", default="2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
+@click.option("--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128]")
+@click.option("--sensitivity", type=click.Choice(["auto", "proxy", "exact"]), default="auto", show_default=True)
+@click.option("--search", type=click.Choice(["knapsack", "edgemoe"]), default="knapsack", show_default=True)
+@click.option("--objective", type=click.Choice(["tpot", "bytes-per-token", "size"]), help="[default: the device's]")
+@click.option("--quantizer", type=click.Choice(["gptq", "rtn", "quanto"]), default="gptq", show_default=True)
+@click.option("--shots", type=int, default=0, show_default=True, help="Solved examples in front of each item.")
+@click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--no-comparisons", is_flag=True, help="Skip best uniform and EdgeMoE, which take most of the time.")
+@click.option("--plan-only", is_flag=True, help="Print the plan, write no bundle.")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
+@click.option("--json", "as_json", is_flag=True, help="Print quality.json's content.")
+def compile_command(model: str, target_path: Path | None, as_json: bool, **values: Any) -> None:
+    """Compile the checkpoint in folder MODEL (or a hub id) for a device. Give exactly one target.
+
+    Every promise is measured: the search looks at the validation items, the certificate at the test items, with the
+    runtime that ships.
+
+    \b
+    moec compile mixtral --loss 2% --data gsm8k/        fewest bytes that lose at most 2 %
+    moec compile mixtral --uniform 4                    4 bits everywhere, no data needed
+    moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in that many bytes
+    """
+    from moec.compiler.options import Talk
+    from moec.compiler.pipeline import CompileRequest, compile_checkpoint
+
+    log = CompileLog()
+    options = _options(values)
+    destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
+    request = CompileRequest(
+        source=model,
+        output=destination,
+        options=options,
+        profile=_profile(values["device"], destination),
+        open_runtime=open_partial,
+        talk=Talk(log.note, log.progress),
+        resume=values["resume"],
+        overwrite=values["overwrite"],
+        plan_only=values["plan_only"],
+    )
+    result = compile_checkpoint(request)
+    log.close()
+    if result.path is not None:
+        _write_beside(result, log)
+    if as_json:
+        output.data_json(result.quality)
+        return
+    print_result(result)
+
+
+def _options(values: dict[str, Any]) -> CompileOptions:
+    from moec.compiler.options import CompileOptions
+    from moec.compiler.targets import choose_target
+
+    target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
+    return CompileOptions(
+        target=target,
+        data=values["data"],
+        tasks=tuple(values["tasks"]),
+        dense_bits=values["dense_bits"],
+        bits=_numbers(values["bits"]),
+        group_sizes=_numbers(values["group_size"]),
+        sensitivity=values["sensitivity"],
+        search=values["search"],
+        objective=values["objective"],
+        quantizer=values["quantizer"],
+        shots=values["shots"],
+        limit=values["limit"],
+        seed=values["seed"],
+        comparisons=not values["no_comparisons"],
+    )
+
+
+def _profile(name: str, destination: Path) -> Any:
+    from moec.profiles.device import load_profile
+
+    folder = destination.resolve().parent
+    return load_profile(name, folder if folder.is_dir() else Path.cwd())
+
+
+@contextmanager
+def open_partial(path: Path) -> Iterator[BundleEngine]:
+    """The runtime on a bundle that is not published yet: how a compile certifies itself."""
+    from moec.manifests.errors import MemoryBudgetExceeded
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.engine import Engine
+    from moec.runtime.options import RuntimeOptions
+
+    from .engines import BundleEngine
+
+    slots = CERTIFY_SLOTS
+    while True:
+        try:
+            engine = Engine(open_bundle(path, allow_partial=True), RuntimeOptions(slots=slots))
+            break
+        except MemoryBudgetExceeded:
+            if slots == 1:
+                raise
+            slots //= 2
+    with engine:
+        yield BundleEngine(engine)
+
+
+class CompileLog:
+    """Notes and progress on stderr, and the same with times for `NAME.log.json`."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._bar: output.Progress | None = None
+        self.events: list[dict[str, Any]] = []
+
+    def note(self, sentence: str) -> None:
+        """One sentence."""
+        self._close_bar()
+        self._event(sentence)
+        output.say(f"[{output.human_seconds(time.monotonic() - self._start)}] {sentence}")
+
+    def progress(self, title: str) -> Callable[[int, int], None]:
+        """A bar of that title; the callback reports to it."""
+        state: dict[str, Any] = {}
+
+        def report(done: int, total: int) -> None:
+            if state.get("bar") is None or done < state["done"]:
+                self._close_bar()
+                self._event(title)
+                state["bar"] = self._bar = output.Progress(title)
+                self._bar.__enter__()
+            state["done"] = done
+            state["bar"](done, total)
+            if done >= total:
+                self._close_bar()
+                state["bar"] = None
+
+        return report
+
+    def close(self) -> None:
+        """Take the last bar away."""
+        self._close_bar()
+        self._event("done")
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = None
+
+    def _event(self, text: str) -> None:
+        self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
+
+
+def _write_beside(result: CompileResult, log: CompileLog) -> None:
+    from moec.compiler.durable import Disk
+    from moec.compiler.plots import report_picture
+
+    if result.path is None:
+        return
+    disk = Disk()
+    base = result.path
+    lines = json.dumps({"events": log.events}, indent=1)
+    disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
+    disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
+
+
+def print_result(result: CompileResult) -> None:
+    """The report for people, on stdout."""
+    quality = result.quality
+    for part in (plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
+        if part:
+            output.data(part)
+            output.data("")
+    if result.path is not None:
+        output.data(f"bundle   {result.path}")
+        output.data(f"report   {result.path / 'quality.json'}, {result.path.name}{PICTURE_SUFFIX}")
+    output.data(verdict_line(quality))

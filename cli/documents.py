@@ -1,0 +1,83 @@
+"""Files that are made from the code: the manifest's schema and the page of commands. Tests compare them with the tree.
+
+python -m moec.cli.documents schema    manifests/schema.json
+python -m moec.cli.documents commands  docs/cli.md
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import click
+
+from . import output
+
+HEAD = """# The command line
+
+Made by `make docs` from the commands themselves. Text and results go to stdout, talk and progress to stderr;
+`--json` prints one JSON object. Exit codes: 0 done; 1 something to act on, with a hint; 2 usage; 3 a damaged bundle;
+70 a fault in moec; 130 interrupted.
+"""
+
+
+def schema_text() -> str:
+    """The JSON Schema of `moec.json`, as it is published."""
+    from moec.manifests.codec import canonical_json, manifest_schema
+
+    return canonical_json(manifest_schema()).decode()
+
+
+def commands_page() -> str:
+    """`docs/cli.md`: every command with its arguments, options and examples."""
+    from .main import cli
+
+    ctx = click.Context(cli, info_name="moec")
+    parts = [HEAD]
+    for name in cli.list_commands(ctx):
+        command = cli.get_command(ctx, name)
+        if command is not None:
+            parts.append(_section(f"moec {name}", command))
+    return "\n".join(parts)
+
+
+def _section(title: str, command: click.Command) -> str:
+    arguments = [_argument(p) for p in command.params if isinstance(p, click.Argument)]
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    lines = [f"## {title}", "", f"`{' '.join([title, *arguments])} [OPTIONS]`", "", _prose(command.help or ""), ""]
+    lines += ["| Option | Meaning |", "|---|---|"]
+    lines += [f"| {_option_name(option)} | {_meaning(option)} |" for option in options]
+    return "\n".join(lines) + "\n"
+
+
+def _argument(argument: click.Argument) -> str:
+    name = argument.metavar or (argument.name or "").upper()
+    return name if argument.required else f"[{name}]"
+
+
+def _option_name(option: click.Option) -> str:
+    value = ""
+    if not option.is_flag:
+        choices = option.type.choices if isinstance(option.type, click.Choice) else ()
+        value = " " + (option.metavar or "\\|".join(map(str, choices)) or option.type.name.upper())
+    return f"`{', '.join(option.opts)}`{value.replace(' |', ' ')}".replace("SIZE|PERCENT", "SIZE or PERCENT")
+
+
+def _meaning(option: click.Option) -> str:
+    text = (option.help or "").replace("|", "\\|").replace("  [default", " [default")
+    if option.required:
+        return f"{text} Required."
+    return f"{text} [default: {option.default}]" if option.show_default else text
+
+
+def _prose(text: str) -> str:
+    """A command's help, its blocks of examples fenced."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        "```\n" + paragraph.removeprefix("\b\n") + "\n```" if paragraph.startswith("\b") else paragraph
+        for paragraph in paragraphs
+    )
+
+
+if __name__ == "__main__":
+    output.data({"schema": schema_text, "commands": commands_page}[sys.argv[1]](), end="")

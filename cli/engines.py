@@ -1,0 +1,129 @@
+"""What evaluation is handed: a bundle in the runtime, or a checkpoint in transformers, behind one protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, TextEngine
+from moec.manifests.errors import ContextOverflow, MemoryBudgetExceeded
+from moec.runtime.batch import forced_logits, generate_many
+from moec.runtime.options import RuntimeOptions
+
+from .runtime_options import open_engine
+
+if TYPE_CHECKING:
+    from moec.runtime.engine import Engine
+
+TokenPair = tuple[list[int], list[int]]
+
+
+class BundleEngine:
+    """A runtime Engine as evaluation's TextEngine. Texts become tokens in the same way as in the reference model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+        """Continue each prompt greedily; drafts only save time. The end token is not counted.
+
+        Raises ContextOverflow where a prompt leaves no room; a continuation ends where the context does.
+        """
+        pairs = self.encode_pairs([(request.prompt, request.draft or "") for request in requests])
+        context, limits = self.engine.memory.context, []
+        for request, (prompt, _) in zip(requests, pairs, strict=True):
+            if not 0 < len(prompt) < context:
+                raise ContextOverflow(
+                    f"a prompt has {len(prompt)} tokens, expected 1 to {context - 1}",
+                    "shorten it or raise `--context`" if prompt else "write a prompt",
+                )
+            limits.append(min(request.max_new_tokens, context - len(prompt)))
+        answers = generate_many(
+            self.engine, [prompt for prompt, _ in pairs], [draft for _, draft in pairs], limits, progress
+        )
+        return [
+            Generation(self.engine.tokenizer.decode(answer), len(answer), len(prompt))
+            for answer, (prompt, _) in zip(answers, pairs, strict=True)
+        ]
+
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
+        """Score each answer given its prompt, teacher-forced, without the end token.
+
+        Behind an empty prompt that the tokenizer puts nothing in front of, the first token is not scored.
+        """
+        encoded = self.encode_pairs(pairs)
+        scores = [AnswerScore(0.0, 0)] * len(pairs)
+        scored = [at for at, (prompt, answer) in enumerate(encoded) if answer and len(prompt) + len(answer) > 1]
+        done = len(pairs) - len(scored)
+        for index, logits in forced_logits(self.engine, [encoded[at] for at in scored]):
+            answer = encoded[scored[index]][1]
+            scores[scored[index]] = AnswerScore(_nll(logits, answer[-len(logits) :]), len(logits))
+            done += 1
+            progress(done, len(pairs))
+        return scores
+
+    def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
+        """Logits [A, V] float32 that predict each answer token, the end token included; for the certificate."""
+        end = list(self.engine.bundle.manifest.model.eos_token_ids[:1])
+        collected = dict(forced_logits(self.engine, [(prompt, [*answer, *end]) for prompt, answer in pairs]))
+        return [collected[index] for index in range(len(pairs))]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
+        """Tokens of prompts and answers: the answer's are those that the joint text adds to the prompt's.
+
+        Where the two texts share a token, the answer is encoded by itself.
+        """
+        tokenizer = self.engine.tokenizer
+        prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs])
+        joint = tokenizer.encode_batch([prompt + answer for prompt, answer in pairs])
+        encoded = []
+        for (_, answer), before, both in zip(pairs, prompts, joint, strict=True):
+            length = len(before.ids)
+            if both.ids[:length] == before.ids:
+                encoded.append((list(before.ids), list(both.ids[length:])))
+            else:
+                encoded.append((list(before.ids), list(tokenizer.encode(answer, add_special_tokens=False).ids)))
+        return encoded
+
+
+def _nll(logits: np.ndarray, targets: Sequence[int]) -> float:
+    """Sum of -log p. logits: [A, V] float32; targets: A token ids. Returns nats."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    total = np.log(np.exp(wide).sum(axis=1))
+    return float((total - wide[np.arange(len(wide)), list(targets)]).sum())
+
+
+@contextmanager
+def bundle_engine(
+    path: Path, options: RuntimeOptions, kernels: str | None = None, shrinks: bool = False
+) -> Iterator[BundleEngine]:
+    """Open a bundle for evaluation. shrinks: halve the slots until they fit into the budget.
+
+    Raises as open_engine.
+    """
+    while True:
+        try:
+            engine = open_engine(path, options, kernels)
+            break
+        except MemoryBudgetExceeded:
+            if not shrinks or options.slots == 1:
+                raise
+            options = dataclasses.replace(options, slots=options.slots // 2)
+    with engine:
+        yield BundleEngine(engine)
+
+
+def checkpoint_engine(path: Path, threads: int) -> TextEngine:
+    """A model folder in transformers, its own weights, float32 arithmetic. threads 0: all.
+
+    Raises CheckpointError; ModuleNotFoundError where the extra is not installed.
+    """
+    from moec.compiler.reference import ReferenceModel
+
+    return ReferenceModel(path, threads or None)

@@ -1,0 +1,140 @@
+"""`moec eval`: what a bundle or a checkpoint scores on a task."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import InputError
+
+from . import output
+from .runtime_options import OPTION_NAMES, build_options, is_bundle, mode_text, refuse_given, runtime_options
+
+if TYPE_CHECKING:
+    from moec.evaluation.engine import TextEngine
+    from moec.evaluation.run import EvaluationResult
+
+DEFAULT_SLOTS = 32
+_FOR_CHECKPOINTS = ("threads",)
+
+
+@click.command("eval", short_help="Score a bundle or a checkpoint on a task.")
+@click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=click.Path(path_type=Path))
+@click.option("--data", "source", required=True, metavar="FILE_OR_DIR", help="JSONL items, or a folder of splits.")
+@click.option("--task", metavar="NAME", help="gsm8k, samsum, xsum or perplexity.  [default: told by the fields]")
+@click.option(
+    "--split", metavar="NAME", help="train, validation or test.  [default: test; a single file is taken whole]"
+)
+@click.option("--shots", type=int, default=0, show_default=True, metavar="N", help="Solved examples before each item.")
+@click.option("--limit", type=int, metavar="N", help="Take N items, chosen by hash.  [default: all]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of items and examples.")
+@click.option("--slots", type=int, metavar="N", help="Sequences decoded side by side.  [default: 32, or what fits]")
+@click.option(
+    "--per-item", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write JSONL, a line per item."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@runtime_options
+@click.pass_context
+def eval_command(
+    ctx: click.Context,
+    /,
+    model: Path,
+    source: str,
+    task: str | None,
+    split: str | None,
+    shots: int,
+    limit: int | None,
+    seed: int,
+    slots: int | None,
+    per_item: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Evaluate a bundle with the runtime, or a model folder with transformers: same prompts, greedy, same scores.
+
+    The checkpoint is what a bundle's loss is measured against, so anyone can check the promise.
+
+    \b
+    moec eval mixtral-moec --data data/gsm8k --json
+    moec eval mixtral      --data data/gsm8k --limit 500 --per-item reference.jsonl
+    """
+    from moec.evaluation.data import load_items
+    from moec.evaluation.run import evaluate
+
+    if not model.is_dir():
+        raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
+    items, examples = load_items(source, task, split, shots, seed)
+    items = items.limit(limit, seed)
+    with _engine(ctx, model, slots, values) as (engine, facts):
+        with output.Progress(f"{items.task.name}, {len(items)} items") as progress:
+            result = evaluate(items.task, items.items, engine, shots=examples, progress=progress)
+        told = {**facts, **_runtime_facts(engine)}
+    if per_item is not None:
+        _write_items(per_item, result)
+    if as_json:
+        output.data_json({**result.to_json(), "skipped": items.skipped, **told})
+    else:
+        output.data(_page(result))
+
+
+@contextmanager
+def _engine(
+    ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]
+) -> Iterator[tuple[TextEngine, dict[str, Any]]]:
+    """The engine for a folder, and what to say of it."""
+    from .engines import bundle_engine, checkpoint_engine
+
+    if is_bundle(model):
+        options = build_options(values, DEFAULT_SLOTS if slots is None else slots)
+        with bundle_engine(model, options, values["kernels"], shrinks=slots is None) as bundle:
+            output.say(bundle.engine.mode)
+            yield bundle, {"engine": "runtime", "slots": bundle.engine.options.slots}
+        return
+    without_effect = [name for name in (*OPTION_NAMES, "slots") if name not in _FOR_CHECKPOINTS]
+    refuse_given(ctx, without_effect, f"`{model}` is a checkpoint, which transformers runs")
+    output.say("mode: checkpoint in transformers, float32")
+    yield checkpoint_engine(model, values["threads"]), {"engine": "transformers"}
+
+
+def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
+    from moec.runtime.statistics import peak_memory_bytes
+
+    from .engines import BundleEngine
+
+    facts: dict[str, Any] = {"peak_memory_bytes": peak_memory_bytes()}
+    if isinstance(engine, BundleEngine):
+        stats = engine.engine.cache.stats
+        facts |= {"mode": mode_text(engine.engine), "hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
+    return facts
+
+
+def _write_items(path: Path, result: EvaluationResult) -> None:
+    """A line per item; the file appears when it is complete."""
+    rows = result.to_json(per_item=True)["items"]
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            for row in rows if isinstance(rows, list) else []:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        beside.replace(path)
+    except OSError as problem:
+        beside.unlink(missing_ok=True)
+        raise InputError(f"`{path}` cannot be written: {problem.strerror}", "name another file") from problem
+
+
+def _page(result: EvaluationResult) -> str:
+    low, high = result.interval95
+    is_told = math.isfinite(low) and math.isfinite(high)
+    interval = f"95 % interval {low:.4f} to {high:.4f}" if is_told else "too few items for an interval"
+    interval += f", {result.n} items of {result.task}"
+    pairs: list[tuple[str, object]] = [(result.metric, f"{result.value:.4f} ({interval})")]
+    pairs += [(name, f"{value:.4f}") for name, value in result.other_metrics.items()]
+    pairs.append(("time", f"{result.seconds:.1f} s, {result.tokens_per_s:.1f} tokens/s"))
+    return output.facts(pairs)

@@ -1,0 +1,264 @@
+"""`moec inspect`: what is in a bundle, without running it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import output
+from .runtime_options import bundle_folder
+
+if TYPE_CHECKING:
+    from moec.manifests.bundle import BundleManifest, ExpertEntry
+    from moec.runtime.bundle import Bundle
+
+MAX_QUALITY_BYTES = 64 << 20
+MAP_COLUMNS = 64
+LARGEST_BITS = 16.0
+
+
+@click.command("inspect", short_help="Show what is in a bundle: shape, formats, sizes, quality.")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def inspect_command(bundle: Path, as_json: bool) -> None:
+    """Show what the bundle in folder BUNDLE holds. Reads the manifest and headers, no weights.
+
+    The map has a line per layer and a block per expert: the higher, the more bits its weights have on average.
+
+    \b
+    moec inspect mixtral-moec
+    moec inspect mixtral-moec --json | jq .sizes.expert_packed_bytes
+    """
+    folder = bundle_folder(bundle)
+    from moec.runtime.bundle import open_bundle
+
+    opened = open_bundle(folder)
+    facts = describe(opened)
+    if as_json:
+        output.data_json(facts)
+    else:
+        quality = _quality_tables(folder, facts["quality"])
+        output.data(f"{_page(opened.manifest, facts)}\n\n{quality}")
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """Everything `inspect` tells, as plain values."""
+    from moec.runtime import kernels
+    from moec.runtime.budget import plan_memory
+    from moec.runtime.options import RuntimeOptions
+
+    manifest = bundle.manifest
+    model, cost = manifest.model, manifest.cost
+    layer = model.layers[0]
+    plan = plan_memory(manifest, RuntimeOptions(expert_cache="100%"))
+    return {
+        "name": manifest.name,
+        "producer": manifest.producer,
+        "format_version": manifest.format_version,
+        "device": manifest.device.profile,
+        "model": {
+            "family": model.family,
+            "layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "max_positions": model.max_positions,
+            "heads": layer.attention.num_heads,
+            "kv_heads": layer.attention.num_kv_heads,
+            "experts": layer.experts.count,
+            "top_k": layer.experts.top_k,
+            "expert_width": layer.experts.width,
+            "expert_weights": expert_weights(manifest),
+            "dense_weights": dense_weights(manifest),
+        },
+        "formats": {
+            "experts": format_counts(manifest),
+            "dense": dict(Counter(str(entry.spec) for entry in manifest.dense)),
+            "bits_per_weight": cost.expert_bits_per_weight,
+            "bits": [[average_bits(manifest, entry) for entry in row] for row in rows_by_layer(manifest)],
+        },
+        "sizes": _sizes(manifest),
+        "memory": {"floor_bytes": plan.floor_bytes, "context": plan.context},
+        "calibration": None if manifest.calibration is None else _calibration(manifest),
+        "options": manifest.options,
+        "kernels": {"active": kernels.active(), "available": list(kernels.available())},
+        "quality": _summary(read_quality(bundle.path)),
+    }
+
+
+def _sizes(manifest: BundleManifest) -> dict[str, int]:
+    cost = manifest.cost
+    return {
+        "bundle_bytes": sum(entry.size_bytes for entry in manifest.files),
+        "expert_packed_bytes": cost.expert_packed_bytes,
+        "expert_padded_bytes": cost.expert_padded_bytes,
+        "expert_16_bit_bytes": 2 * expert_weights(manifest),
+        "dense_packed_bytes": cost.dense_packed_bytes,
+        "dense_16_bit_bytes": 2 * dense_weights(manifest),
+        "expected_read_bytes_per_token": cost.expected_read_bytes_per_token,
+        "minimum_expert_bytes": cost.minimum_expert_bytes,
+        "kv_bytes_per_position": cost.kv_bytes_per_position,
+    }
+
+
+def _calibration(manifest: BundleManifest) -> dict[str, Any] | None:
+    from moec.manifests.codec import to_plain
+
+    plain: dict[str, Any] | None = to_plain(manifest.calibration)
+    return plain
+
+
+def expert_weights(manifest: BundleManifest) -> int:
+    """Number of weights in routed experts."""
+    model = manifest.model
+    return sum(3 * layer.experts.count * layer.experts.width * model.hidden_size for layer in model.layers)
+
+
+def dense_weights(manifest: BundleManifest) -> int:
+    """Number of all other weights."""
+    count = 0
+    for shape in manifest.model.dense_shapes().values():
+        size = 1
+        for extent in shape:
+            size *= extent
+        count += size
+    return count
+
+
+def rows_by_layer(manifest: BundleManifest) -> list[list[ExpertEntry]]:
+    """The experts of each layer."""
+    rows: list[list[ExpertEntry]] = [[] for _ in manifest.model.layers]
+    for entry in manifest.experts:
+        rows[entry.layer].append(entry)
+    return rows
+
+
+def average_bits(manifest: BundleManifest, entry: ExpertEntry) -> float:
+    """Stored bits of an expert's weights on average, scales included."""
+    from moec.manifests.model import PROJECTIONS
+
+    bits = (entry.spec(p).bits_per_weight(manifest.model.unit_shape(entry.layer, p)[1]) for p in PROJECTIONS)
+    # The three projections have the same number of weights.
+    return round(sum(bits) / len(PROJECTIONS), 4)
+
+
+def format_counts(manifest: BundleManifest) -> dict[str, dict[str, int]]:
+    """Projection -> format -> how many experts have it."""
+    from moec.manifests.model import PROJECTIONS
+
+    return {p: dict(Counter(str(entry.spec(p)) for entry in manifest.experts).most_common()) for p in PROJECTIONS}
+
+
+def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The certificate without the trials and tables of the search."""
+    known = ("target", "verdict", "tasks", "comparison")
+    return quality and {name: quality[name] for name in known if name in quality}
+
+
+def read_quality(folder: Path) -> dict[str, Any] | None:
+    """`quality.json` of a bundle whose file list was checked; None if it has none. Raises ManifestInvalid."""
+    from moec.manifests.bundle import QUALITY_NAME
+    from moec.manifests.codec import load_strict_json
+    from moec.manifests.errors import ManifestInvalid
+
+    path = folder / QUALITY_NAME
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > MAX_QUALITY_BYTES:
+            raise ValueError("it is too large")
+        quality = load_strict_json(path.read_bytes())
+    except ValueError as problem:
+        raise ManifestInvalid(f"`{path}` is not strict JSON: {problem}", "copy the bundle again") from problem
+    if not isinstance(quality, dict):
+        raise ManifestInvalid(f"`{path}`: expected an object", "copy the bundle again")
+    return quality
+
+
+def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
+    model, sizes, size = facts["model"], facts["sizes"], output.human_bytes
+    pairs: list[tuple[str, object]] = [
+        ("bundle", f"{facts['name']}, made by {facts['producer']} for `{facts['device']}`"),
+        (
+            "model",
+            f"{model['family']}, {model['layers']} layers, hidden {model['hidden_size']}, {model['experts']} experts "
+            f"of width {model['expert_width']}, top-{model['top_k']}, vocabulary {model['vocab_size']}, context "
+            f"{model['max_positions']}",
+        ),
+        ("files", size(sizes["bundle_bytes"])),
+        ("experts", _against_16_bit(sizes["expert_packed_bytes"], sizes["expert_16_bit_bytes"])),
+        ("  padded", size(sizes["expert_padded_bytes"])),
+        ("dense", _against_16_bit(sizes["dense_packed_bytes"], sizes["dense_16_bit_bytes"])),
+        ("bits per weight", f"{facts['formats']['bits_per_weight']:.3f} (routed experts, scales included)"),
+        ("read per token", f"{size(sizes['expected_read_bytes_per_token'])} expected from a cold cache"),
+        (
+            "memory floor",
+            f"{size(facts['memory']['floor_bytes'])} for a context of {facts['memory']['context']}, of it "
+            f"{size(sizes['minimum_expert_bytes'])} for experts",
+        ),
+        ("kernels", f"{facts['kernels']['active']} (available: {', '.join(facts['kernels']['available'])})"),
+        ("calibration", _calibration_line(facts["calibration"])),
+    ]
+    parts = (output.facts(pairs), _formats_table(facts), heat_map(manifest, facts["formats"]["bits"]))
+    return "\n\n".join(parts)
+
+
+def _against_16_bit(packed: int, full: int) -> str:
+    return f"{output.human_bytes(packed)} packed, {packed / full:.1%} of {output.human_bytes(full)} at 16 bits"
+
+
+def _calibration_line(calibration: dict[str, Any] | None) -> str:
+    if calibration is None:
+        return "none"
+    without = len(calibration["experts_without_tokens"])
+    return (
+        f"{calibration['task']}, {calibration['items']} items, {calibration['tokens']} tokens"
+        f"{f', {without} experts without tokens' if without else ''}"
+    )
+
+
+def _quality_tables(folder: Path, quality: dict[str, Any] | None) -> str:
+    """What the certificate says: the verdict, and a line per task. Raises ManifestInvalid on another form."""
+    from moec.manifests.errors import ManifestInvalid
+
+    from .report import loss_table, verdict_line
+
+    if not quality:
+        return "quality was not measured"
+    try:
+        return "\n".join(part for part in (verdict_line(quality), loss_table(quality)) if part)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise ManifestInvalid(
+            f"`{folder / 'quality.json'}` does not have the form of a certificate: {problem!r}", "compile it again"
+        ) from problem
+
+
+def _formats_table(facts: dict[str, Any]) -> str:
+    rows = [
+        (projection, ", ".join(f"{count} x {name}" for name, count in counts.items()))
+        for projection, counts in facts["formats"]["experts"].items()
+    ]
+    dense = ", ".join(f"{count} x {name}" for name, count in facts["formats"]["dense"].items())
+    return output.table([*rows, ("dense", dense)], ("weights", "formats"))
+
+
+def heat_map(manifest: BundleManifest, bits: list[list[float]]) -> str:
+    """A line per layer, a block per expert (or per run of experts where there are many), and the layer's average."""
+    widest = max(len(row) for row in bits)
+    per_cell = -(-widest // MAP_COLUMNS)
+    merged = f"; a block is {per_cell} experts" if per_cell > 1 else ""
+    lines = [f"bits per layer and expert ({output.block(0)} 2 or less, {output.block(1)} 16{merged})"]
+    for layer, row in enumerate(bits):
+        cells = [row[at : at + per_cell] for at in range(0, len(row), per_cell)]
+        blocks = "".join(output.block(_height(sum(cell) / len(cell))) for cell in cells)
+        lines.append(f"layer {layer:>{len(str(len(bits) - 1))}}  {blocks}  {sum(row) / len(row):.2f}")
+    return "\n".join(lines)
+
+
+def _height(bits: float) -> float:
+    """Share of a block for an average of bits, on a scale of powers of two from 2 to 16."""
+    from math import log2
+
+    return (log2(max(2.0, min(bits, LARGEST_BITS))) - 1) / (log2(LARGEST_BITS) - 1)

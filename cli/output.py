@@ -1,0 +1,160 @@
+"""What the user sees: data to stdout, talk to stderr. Progress, tables, sizes, errors, JSON: written here alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+import click
+
+from moec.manifests.errors import MoecError
+
+REDRAW_S = 0.1
+LINE_EVERY_S = 10.0
+BAR_CELLS = 24
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_NUMBER = re.compile(r"[+-]?\d[\d.,]*( ?(%|[KMGT]?i?B|n?s|ms))?")
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def allows_colour() -> bool | None:
+    """False where NO_COLOR is set; None leaves it to click, which colours terminals only."""
+    return False if os.environ.get("NO_COLOR") else None
+
+
+def say(text: str = "", *, end: str = "\n") -> None:
+    """Talk: to stderr."""
+    click.echo(text + end, nl=False, err=True, color=allows_colour())
+
+
+def data(text: str, *, end: str = "\n") -> None:
+    """What was asked for: to stdout, at once."""
+    click.echo(text + end, nl=False, color=allows_colour())
+
+
+def data_json(value: dict[str, Any]) -> None:
+    """One JSON object on one line of stdout. Raises ValueError on numbers that JSON does not have."""
+    data(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def error(problem: MoecError) -> None:
+    """`error: <sentence>` and, where there is a remedy, `hint: <remedy>`."""
+    say(click.style("error:", fg="red", bold=True) + f" {problem.message}")
+    if problem.hint:
+        say(click.style("hint:", fg="cyan") + f" {problem.hint}")
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> `1.5 KiB`; binary units, one decimal place, whole bytes below 1 KiB."""
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    power = min(4, (int(abs(count)).bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {_UNITS[power]}"
+
+
+def human_ms(nanoseconds: float | None) -> str:
+    """Nanoseconds as milliseconds; `-` where there is nothing to tell."""
+    return "-" if nanoseconds is None else f"{nanoseconds / 1e6:.2f} ms"
+
+
+def human_share(share: float | None) -> str:
+    """0.123 -> `12.3 %`; `-` where there is nothing to tell."""
+    return "-" if share is None else f"{share:.1%}".replace("%", " %")
+
+
+def human_seconds(seconds: float) -> str:
+    """75 -> `1:15`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
+    """Columns two spaces apart, numbers to the right, text to the left, a rule under the header."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    lines = [list(header), *cells] if header else cells
+    if not lines:
+        return ""
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    numeric = [bool(cells) and all(_is_numeric(row[at]) for row in cells) for at in range(len(widths))]
+
+    def render(line: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    rendered = [render(line) for line in lines]
+    if header:
+        rendered.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(rendered)
+
+
+def _is_numeric(cell: str) -> bool:
+    return cell == "-" or _NUMBER.fullmatch(cell) is not None
+
+
+def facts(pairs: Sequence[tuple[str, object]]) -> str:
+    """A block of `name  value` lines."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
+
+
+def block(share: float) -> str:
+    """A block character whose height is `share` of the line, 0 to 1; a digit where stdout cannot show blocks."""
+    blocks = _BLOCKS if (sys.stdout.encoding or "").lower().startswith("utf") else "12345678"
+    return blocks[min(len(blocks) - 1, max(0, int(share * len(blocks))))]
+
+
+class Progress:
+    """A callback (done, total) that draws a bar with the time left; without a terminal a line every ten seconds.
+
+    with Progress("reading") as progress:
+        verify_bundle(bundle, progress)
+    """
+
+    def __init__(self, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.label = label
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._started = self._drawn = clock()
+        self._line = ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._line and self._is_terminal:
+            self._write("\r" + " " * len(self._line) + "\r")
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report that `done` of `total` are finished. Cheap enough to be called for every item."""
+        now = self._clock()
+        if now - self._drawn < (REDRAW_S if self._is_terminal else LINE_EVERY_S):
+            return
+        self._drawn = now
+        before = len(self._line)
+        self._line = self._render(done, total, now - self._started)
+        self._write(f"\r{self._line.ljust(before)}" if self._is_terminal else f"{self._line}\n")
+
+    def _render(self, done: int, total: int, elapsed_s: float) -> str:
+        share = min(1.0, done / total) if total > 0 else 0.0
+        left = f", {human_seconds(elapsed_s * (1 - share) / share)} left" if share > 0 else ""
+        if not self._is_terminal:
+            return f"{self.label}: {share:.0%}{left}"
+        filled = round(share * BAR_CELLS)
+        return f"{self.label} [{'#' * filled}{'.' * (BAR_CELLS - filled)}] {share:4.0%}{left}"
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

@@ -1,0 +1,111 @@
+"""quality.json as text: tables and a heat map for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import output
+
+Quality = Mapping[str, Any]
+_PROJECTIONS = ("gate", "up", "down")
+
+
+def plan_heat_map(quality: Quality) -> str:
+    """Bits of every unit: one line per layer, a group of three digits (gate, up, down) per expert."""
+    units = quality["bits"]["units"]
+    layers, experts = len(units["gate"]), len(units["gate"][0])
+    lines = ["bits per unit (whole bits of gate, up, down; one group per expert)"]
+    for layer in range(layers):
+        groups = ["".join(_digit(units[p][layer][expert]) for p in _PROJECTIONS) for expert in range(experts)]
+        lines.append(f"layer {layer:>3}  " + " ".join(groups))
+    formats = ", ".join(f"{name} x{count}" for name, count in quality["bits"]["formats"].items())
+    lines.append(f"formats    {formats}")
+    return "\n".join(lines)
+
+
+def _digit(bits: float) -> str:
+    whole = int(bits)
+    return "F" if whole >= 16 else str(min(whole, 9))
+
+
+def loss_table(quality: Quality) -> str:
+    """Baseline and bundle per task; empty without tasks."""
+    rows = []
+    for name, task in quality["tasks"].items():
+        loss, kl = task["loss"], task["kl"]
+        low, high = loss["interval95"]
+        rows.append(
+            [
+                name,
+                task["metric"],
+                str(task["n"]),
+                f"{task['baseline']:.4f}",
+                f"{task['value']:.4f}",
+                f"{_percent(loss['loss'])} ({_percent(low)} to {_percent(high)})",
+                f"{kl['mean']:.4f}",
+                f"{kl['agreement']:.2%}",
+                "-" if task["verdict"] is None else task["verdict"]["status"],
+            ]
+        )
+    header = ["task", "metric", "items", "baseline", "bundle", "relative loss (95 %)", "KL", "top-1 agree", "verdict"]
+    return output.table(rows, header) if rows else ""
+
+
+def comparison_table(quality: Quality) -> str:
+    """Bytes of the routed experts against 16 bits and against what people would pick instead."""
+    sizes = quality["sizes"]
+    ours, sixteen = sizes["expert_packed_bytes"], sizes["expert_16bit_bytes"]
+    rows = [
+        ["this bundle", _bytes(ours), f"{sizes['expert_bits_per_weight']:.3f}", "", ""],
+        [
+            "16 bits",
+            _bytes(sizes["expert_16bit_bytes"]),
+            "16.000",
+            _percent(1 - ours / sizes["expert_16bit_bytes"]),
+            "",
+        ],
+    ]
+    if quality["comparison"] is not None:
+        for baseline in quality["comparison"]["baselines"]:
+            size = baseline["expert_packed_bytes"]
+            bits = baseline["bits_per_weight"]
+            rows.append(
+                [
+                    baseline["name"],
+                    "none keeps the target" if size is None else _bytes(size),
+                    "-" if bits is None else f"{bits:.3f}",
+                    _percent(baseline["gain_at_target"]),
+                    _percent(baseline["gain_at_equal_kl"]),
+                ]
+            )
+    return output.table(rows, ["routed experts", "bytes", "bits per weight", "saved at target", "saved at equal KL"])
+
+
+def verdict_line(quality: Quality) -> str:
+    """The last line: what is proven, and what is not."""
+    verdict = quality["verdict"]
+    if verdict in ("measured", "not measured"):
+        return f"no loss target was asked for: quality is {verdict}"
+    share = _percent(quality["target"]["value"])
+    sentences = {
+        "supported": f"supported: on held-out items the loss is at most {share}, at 95 % confidence",
+        "met": f"met, not supported: the loss measured is within {share}, its 95 % bound is not",
+        "missed": f"missed: the loss measured on held-out items is above {share}",
+        "refuted": f"refuted: the loss on held-out items is above {share}, at 95 % confidence",
+    }
+    needed = [
+        task["verdict"]["items_needed"]
+        for task in quality["tasks"].values()
+        if task["verdict"] is not None and task["verdict"]["items_needed"]
+    ]
+    more = f"; about {max(needed)} items would decide" if needed else ""
+    return sentences[verdict] + more
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}".replace("%", " %")
+
+
+def _bytes(count: float) -> str:
+    return f"{count:,.0f}"

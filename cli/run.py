@@ -1,0 +1,118 @@
+"""`moec run`: text from a bundle, as it comes, and what the run took."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import output
+from .runtime_options import build_options, mode_text, open_engine, runtime_options
+
+if TYPE_CHECKING:
+    from moec.runtime.engine import Engine
+    from moec.runtime.sampling import SamplingOptions
+    from moec.runtime.statistics import RunStatistics
+
+
+@click.command("run", short_help="Continue a prompt; experts are streamed inside a memory budget.")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, metavar="TEXT", help="The text to continue; `-` reads it from stdin.")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, metavar="N", help="Sample from the N likeliest tokens.  [default: all]")
+@click.option("--top-p", type=float, default=1.0, metavar="P", help="Sample from the likeliest tokens that hold P.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
+@runtime_options
+def run_command(
+    bundle: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Continue a prompt with the bundle in folder BUNDLE.
+
+    The text goes to stdout as it is made; the mode and, at the end, the statistics go to stderr. How experts are
+    cached, prefetched and read never changes the text.
+
+    \b
+    moec run mixtral-moec --prompt $'Question: What is 2 + 3?\\nAnswer:' --memory 2GiB
+    echo "Once upon a time" | moec run mixtral-moec --prompt - --temperature 0.8 --seed 1
+    """
+    from moec.runtime.sampling import SamplingOptions
+
+    sampling = SamplingOptions(temperature, top_k, top_p, seed)
+    options = build_options(values)
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    with open_engine(bundle, options, values["kernels"]) as engine:
+        output.say(engine.mode)
+        result = _generate(engine, text, max_new_tokens, sampling, shows_text=not as_json)
+        if as_json:
+            output.data_json(result[0])
+        else:
+            output.say(statistics_block(result[1]))
+
+
+def _generate(
+    engine: Engine, prompt: str, max_new_tokens: int, sampling: SamplingOptions, shows_text: bool
+) -> tuple[dict[str, Any], RunStatistics]:
+    """Decode, showing the text or not. Returns the values of `--json` and the statistics."""
+    from moec.runtime.statistics import RunRecorder
+
+    tokens = engine.encode(prompt)
+    recorder, pieces, ids, reason = RunRecorder(len(tokens)), list[str](), list[int](), None
+    for step in engine.generate(tokens, max_new_tokens, sampling):
+        recorder.add(step.elapsed_ns, step.cache)
+        pieces.append(step.text)
+        ids.append(step.token_id)
+        reason = step.finish_reason
+        if shows_text and step.text:
+            output.data(step.text, end="")
+    if shows_text:
+        output.data("")
+    statistics = recorder.finish(engine.model.prefetch_quality.recall)
+    values = {
+        "text": "".join(pieces),
+        "token_ids": ids,
+        "finish_reason": reason,
+        "mode": mode_text(engine),
+        "memory": engine.memory.to_plain(),
+        "statistics": statistics.to_plain(),
+    }
+    return values, statistics
+
+
+def statistics_block(statistics: RunStatistics) -> str:
+    """The statistics of one generation for people."""
+    rate = "-" if statistics.tokens_per_s is None else f"{statistics.tokens_per_s:.1f} tokens/s"
+    return output.facts(
+        [
+            ("tokens", f"{statistics.tokens} after a prompt of {statistics.prompt_tokens}"),
+            ("first token (TTFT)", output.human_ms(statistics.ttft_ns)),
+            (
+                "per token (TPOT)",
+                f"p50 {output.human_ms(statistics.tpot_p50_ns)}, p95 {output.human_ms(statistics.tpot_p95_ns)}, {rate}",
+            ),
+            (
+                "expert cache",
+                f"hit rate {output.human_share(statistics.hit_rate)}, {statistics.misses} misses in "
+                f"{statistics.lookups} lookups, {statistics.rereads} rereads",
+            ),
+            ("read per token", output.human_bytes(statistics.bytes_read_per_token)),
+            ("stall", output.human_ms(statistics.stall_ns)),
+            (
+                "prefetch",
+                f"precision {output.human_share(statistics.prefetch_precision)}, recall "
+                f"{output.human_share(statistics.prefetch_recall)}, {statistics.prefetch_hits} hits",
+            ),
+            ("peak memory", output.human_bytes(statistics.peak_memory_bytes)),
+        ]
+    )

@@ -1,0 +1,111 @@
+"""The options that say how a bundle runs, shared by `run`, `eval` and `bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from moec.manifests.errors import BundleIncomplete, InputError, OptionError
+from moec.runtime.options import IO_MODES, POLICIES, PREFETCHERS, RuntimeOptions
+
+if TYPE_CHECKING:
+    from moec.runtime.engine import Engine
+
+F = TypeVar("F", bound=Callable[..., Any])
+OPTION_NAMES = ("memory", "expert_cache", "context", "policy", "prefetch", "io", "threads", "kernels", "no_verify")
+
+_OPTIONS = (
+    click.option("--memory", metavar="SIZE", help="Budget of the whole process, like `2GiB`.  [default: 7/8 of free]"),
+    click.option(
+        "--expert-cache", metavar="SIZE|PERCENT", help="Memory for routed experts, like `512MiB` or `50%` of them."
+    ),
+    click.option(
+        "--context", type=int, default=0, metavar="N", help="Longest sequence.  [default: the model's, at most 4096]"
+    ),
+    click.option(
+        "--policy", type=click.Choice(POLICIES), default="edgemoe", show_default=True, help="Which expert goes first."
+    ),
+    click.option(
+        "--prefetch",
+        type=click.Choice(PREFETCHERS),
+        default="lookahead",
+        show_default=True,
+        help="How the next experts are guessed; never changes a result.",
+    ),
+    click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True, help="How experts are read."),
+    click.option("--threads", type=int, default=0, metavar="N", help="Threads of a kernel.  [default: all]"),
+    click.option("--kernels", metavar="NAME", help="Force an instruction set, like `scalar` or `numpy`."),
+    click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digest."),
+)
+
+
+def runtime_options(command: F) -> F:
+    """Add the options to a command; they arrive as keyword arguments of these names."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def build_options(values: dict[str, Any], slots: int = 1) -> RuntimeOptions:
+    """Options of a run from the values of `runtime_options`. Raises OptionError."""
+    return RuntimeOptions(
+        memory=values["memory"],
+        expert_cache=values["expert_cache"],
+        context=values["context"],
+        policy=values["policy"],
+        prefetch=values["prefetch"],
+        io=values["io"],
+        threads=values["threads"],
+        slots=slots,
+        verify=not values["no_verify"],
+    )
+
+
+def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:
+    """Raise OptionError if one of these options was given where it has no effect."""
+    for name in names:
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise OptionError(f"`--{name.replace('_', '-')}` has no effect: {reason}", "leave it out")
+
+
+def bundle_folder(path: Path) -> Path:
+    """The path, if a bundle can be there. Raises InputError on a path that is no folder."""
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise InputError(f"`{path}` is a file, expected a bundle folder", f"if it is packed: moec unpack {path}")
+    raise InputError(f"`{path}` does not exist, expected a bundle folder", "name the folder that `moec compile` wrote")
+
+
+def open_engine(path: Path, options: RuntimeOptions, kernels: str | None = None) -> Engine:
+    """Open a bundle for running, on the kernels of that name if one is given.
+
+    Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable.
+    """
+    folder = bundle_folder(path)
+    from moec.runtime import kernels as runtime_kernels
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.engine import Engine
+
+    if kernels is not None:
+        runtime_kernels.select(kernels)
+    return Engine(open_bundle(folder), options)
+
+
+def mode_text(engine: Engine) -> str:
+    """What is on, as a value of `--json`."""
+    return engine.mode.removeprefix("mode: ")
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a folder is or was a bundle: it has a manifest, or it lost it but kept what only bundles hold."""
+    from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
+
+    if (path / MANIFEST_NAME).exists():
+        return True
+    if (path / DENSE_NAME).exists() and (path / TABLES_NAME).exists():
+        raise BundleIncomplete(f"`{path}` has no `{MANIFEST_NAME}`, so it is not a complete bundle", "copy it again")
+    return False

@@ -1,0 +1,97 @@
+"""The plan beside what people would pick instead: at the target, and at equal KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moec.manifests.errors import MoecError
+from moec.manifests.quant import QuantSpec
+
+from .options import Talk
+from .plan import CompilePlan
+from .search.baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe, importance_list
+from .targets import Target
+from .trials import Trials
+from .unit_store import UnitStore
+
+EDGEMOE_BITWIDTHS = (2, 4, 8)
+PUBLISHED = "EdgeMoE as published"
+OURS = "EdgeMoE with our quantizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL."""
+
+    plan: CompilePlan
+    plan_kl: float
+    uniform: BaselineResult
+    published: BaselineResult
+    edgemoe: BaselineResult
+
+    def to_json(self) -> dict[str, object]:
+        """Gains are shares of the baseline's expert bytes that the plan saves; None where there is no such plan."""
+        rows = []
+        for result in (self.uniform, self.published, self.edgemoe):
+            at_kl = bytes_at_kl(result.frontier, self.plan_kl)
+            size = None if result.plan is None else result.plan.expert_packed_bytes
+            rows.append(
+                {
+                    **result.to_json(),
+                    "gain_at_target": self._gain(size),
+                    "bytes_at_equal_kl": at_kl,
+                    "gain_at_equal_kl": self._gain(at_kl),
+                }
+            )
+        return {"plan_kl": self.plan_kl, "baselines": rows}
+
+    def _gain(self, other_bytes: float | None) -> float | None:
+        return None if not other_bytes else 1 - self.plan.expert_packed_bytes / other_bytes
+
+
+def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str, store: UnitStore | None) -> Keeps:
+    """The acceptance rule of a target, for plans of a baseline."""
+
+    def keeps(plan: CompilePlan) -> bool:
+        if target.kind == "loss":
+            return trials.accepts(plan, target.value, purpose, store)[0]
+        if target.kind == "kl":
+            return trials.kl(plan, purpose, store).mean <= target.value
+        return plan.expert_packed_bytes <= budget_bytes
+
+    return keeps
+
+
+def compare_with_baselines(
+    plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, store: UnitStore, target: Target, talk: Talk
+) -> Comparison:
+    """Measure best uniform and EdgeMoE's search, as published and with this search's quantizer."""
+    plan_kl = trials.kl(plan, "plan").mean
+    size = plan.expert_packed_bytes
+    talk.note("comparing with the best uniform format")
+    uniform = best_uniform(plan, specs, trials, keeps_target(trials, target, size, "best uniform", None))
+    plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
+    group = _group_size(uniform, specs)
+    ours = {bits: QuantSpec(bits, group) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
+    published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    results = []
+    for name, formats, used in ((PUBLISHED, published, UnitStore(store.lowering, None, "rtn")), (OURS, ours, store)):
+        progress = talk.progress(f"{name}: importance of each expert")
+        losses = importance_list(plan, formats[2], formats[4], trials, used, progress)
+        keeps = keeps_target(trials, target, size, name, used)
+        results.append(edgemoe(name, plan, formats, losses, trials, used, keeps))
+    return Comparison(plan, plan_kl, uniform, results[0], results[1])
+
+
+def _group_size(uniform: BaselineResult, specs: Sequence[QuantSpec]) -> int:
+    """The group size of the best uniform format, so that EdgeMoE's search starts from the best there is."""
+    if uniform.plan is not None:
+        spec = next(iter(uniform.plan.units.values()))
+        if spec.bitwidth < 16:
+            return spec.group_size
+    quantized = [spec.group_size for spec in specs if spec.bitwidth < 16]
+    if not quantized:
+        raise MoecError("nothing below 16 bits is on offer, so there is nothing to compare", "offer more with `--bits`")
+    return max(quantized)

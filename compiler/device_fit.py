@@ -1,0 +1,74 @@
+"""What a device profile decides: objective, recommended cache, refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moec.manifests.bundle import DeviceSummary
+from moec.manifests.quant import QuantSpec
+from moec.profiles.device import DeviceProfile
+from moec.profiles.predict import default_objective, expected_misses, recommended_cache_bytes
+
+from .objective import Objective, reads_decide
+from .plan import CompilePlan
+
+# The context that a recommendation leaves room for, as the runtime does by default.
+DEFAULT_CONTEXT = 4096
+
+
+def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple[int, float]], int]:
+    """((padded bytes, reads per token) of each expert, bytes that one token's arithmetic touches)."""
+    model = plan.model
+    experts: list[tuple[int, float]] = []
+    touched = float(plan.dense_packed_bytes)
+    for key in model.expert_keys():
+        layer = model.layers[key.layer].experts
+        total = 0 if popularity is None else int(popularity[key.layer].sum())
+        share = 1 / layer.count if popularity is None or not total else popularity[key.layer, key.expert] / total
+        experts.append((plan.expert_padded_bytes(key), float(layer.top_k * share)))
+        touched += experts[-1][0] * experts[-1][1]
+    return experts, round(touched)
+
+
+def _recommended_cache(profile: DeviceProfile, plan: CompilePlan, experts: list[tuple[int, float]]) -> int:
+    model = plan.model
+    minimum = max(
+        sum(
+            sorted((plan.expert_padded_bytes(k) for k in model.expert_keys() if k.layer == index), reverse=True)[:top_k]
+        )
+        for index, top_k in enumerate(layer.experts.top_k for layer in model.layers)
+    )
+    context = min(model.max_positions, DEFAULT_CONTEXT)
+    return recommended_cache_bytes(
+        profile,
+        dense_bytes=plan.dense_packed_bytes,
+        kv_bytes=model.kv_bytes_per_position * context,
+        scratch_bytes=8 * model.vocab_size + 32 * model.hidden_size * context,
+        minimum_expert_bytes=minimum,
+        total_expert_bytes=sum(size for size, _ in experts),
+    )
+
+
+def choose_objective(
+    profile: DeviceProfile, asked: Objective | None, plain: CompilePlan, popularity: np.ndarray | None
+) -> bool:
+    """Whether bytes count by reads: the asked objective, or the profile's for this model with all experts at 8 bits."""
+    eight = replace(plain, units={unit: QuantSpec(8) for unit in plain.units})
+    experts, touched = _costs(eight, popularity)
+    missed, reads = expected_misses(experts, _recommended_cache(profile, eight, experts))
+    objective = asked or default_objective(profile, touched, missed, reads)
+    compute_ns = touched / profile.memory_bytes_per_s * 1e9
+    return reads_decide(objective, compute_ns, missed, profile.storage_bytes_per_s)
+
+
+def summarise_device(profile: DeviceProfile, plan: CompilePlan) -> DeviceSummary:
+    """The device's part of the manifest. Raises DoesNotFit if the plan's memory floor exceeds the budget.
+
+    A probed host leaves budget and cache to the run (0): free memory differs from minute to minute, bundles must not.
+    """
+    cache = _recommended_cache(profile, plan, _costs(plan, None)[0])
+    if profile.is_probed:
+        return DeviceSummary(profile.name, profile.sha256, 0, 0)
+    return DeviceSummary(profile.name, profile.sha256, profile.memory_budget_bytes, cache)

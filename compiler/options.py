@@ -1,0 +1,124 @@
+"""CompileOptions: what a user may ask of a compile, validated in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moec.manifests.errors import OptionError
+from moec.manifests.quant import BITWIDTHS, COLUMNS_PER_TILE, QuantSpec
+
+from .objective import OBJECTIVES, Objective
+from .quantizers import QUANTIZERS
+from .targets import Target
+
+Sensitivity = Literal["exact", "proxy", "auto"]
+Search = Literal["knapsack", "edgemoe"]
+Progress = Callable[[int, int], None]
+DEFAULT_GROUP_SIZES = (32, 64, 128)
+DENSE_BITS = (4, 8, 16)
+UNIFORM_DENSE_BITS = 8
+UNIFORM_GROUP_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """target: exactly one. data: folder, JSONL or hub name; tasks: empty infers one from the fields.
+
+    dense_bits None: searched (8 with a uniform target). group_sizes: 0 is one scale per row. objective None: the
+    device profile's. limit: items per split. Raises OptionError for values out of range or without effect.
+    """
+
+    target: Target
+    data: str | None = None
+    tasks: tuple[str, ...] = ()
+    dense_bits: int | None = None
+    bits: tuple[int, ...] = BITWIDTHS
+    group_sizes: tuple[int, ...] = ()
+    sensitivity: Sensitivity = "auto"
+    search: Search = "knapsack"
+    objective: Objective | None = None
+    quantizer: str = "gptq"
+    shots: int = 0
+    limit: int | None = None
+    seed: int = 0
+    comparisons: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
+            raise OptionError(f"`--dense-bits {self.dense_bits}` is not on offer", "choose 4, 8 or 16")
+        if not self.bits or set(self.bits) - set(BITWIDTHS):
+            raise OptionError(f"`--bits` must be among {BITWIDTHS}, found {self.bits}", "write `--bits 2,3,4,8`")
+        for size in self.group_sizes:
+            if size < 0 or size % COLUMNS_PER_TILE:
+                raise OptionError(
+                    f"`--group-size {size}` is not a multiple of {COLUMNS_PER_TILE}",
+                    "choose 32, 64, 128 or 0 (per row)",
+                )
+        if self.quantizer not in QUANTIZERS:
+            raise OptionError(f"unknown quantizer `{self.quantizer}`", f"choose one of {', '.join(QUANTIZERS)}")
+        if self.objective is not None and self.objective not in OBJECTIVES:
+            raise OptionError(f"unknown objective `{self.objective}`", f"choose one of {', '.join(OBJECTIVES)}")
+        if self.shots < 0 or (self.limit is not None and self.limit < 1):
+            raise OptionError("shots must not be negative and limit must be at least 1")
+        if self.target.kind == "uniform":
+            self._check_uniform()
+        elif self.data is None and self.target.kind in ("loss", "kl"):
+            raise OptionError(
+                f"a target of {self.target} is measured on text, and none was given",
+                "add `--data DIR_OR_JSONL`, or take `--bits-per-weight`, `--size` or `--uniform`",
+            )
+
+    def _check_uniform(self) -> None:
+        if len(self.group_sizes) > 1:
+            raise OptionError("`--uniform` takes one `--group-size`", "give it once")
+        if self.data is not None:
+            raise OptionError("`--data` has no effect with `--uniform`", "leave it out; `moec eval` measures a bundle")
+
+    def unit_specs(self, bitwidths: tuple[int, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
+        """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
+
+        8 bits come with the widest group alone: narrower ones add bytes and no measurable quality.
+        """
+        groups = self.group_sizes or DEFAULT_GROUP_SIZES
+        specs = []
+        for bits in sorted(set(self.bits) & set(bitwidths)):
+            if bits == 16:
+                specs.append(plain)
+                continue
+            widest = 0 if 0 in groups else max(groups)
+            chosen = (widest,) if bits == 8 else sorted(groups, key=lambda size: (size != 0, -size))
+            specs += [QuantSpec(bits, size) for size in chosen]
+        if not specs:
+            raise OptionError(f"no bitwidth of {self.bits} has a kernel on this device", "offer others with `--bits`")
+        return tuple(specs)
+
+    def dense_widths(self) -> tuple[int, ...]:
+        """Bitwidths offered to attention, embedding and lm_head; one if fixed."""
+        return DENSE_BITS if self.dense_bits is None else (self.dense_bits,)
+
+    def to_plain(self) -> dict[str, str]:
+        """For the manifest: what decides the bytes, as text. The place of the data is left out."""
+        return {
+            "target": str(self.target),
+            "tasks": ",".join(self.tasks),
+            "dense_bits": "searched" if self.dense_bits is None else str(self.dense_bits),
+            "bits": ",".join(map(str, self.bits)),
+            "group_sizes": ",".join(map(str, self.group_sizes or DEFAULT_GROUP_SIZES)),
+            "sensitivity": self.sensitivity,
+            "search": self.search,
+            "objective": self.objective or "device",
+            "quantizer": self.quantizer,
+            "shots": str(self.shots),
+            "limit": str(self.limit or "none"),
+            "seed": str(self.seed),
+        }
+
+
+@dataclass(slots=True)
+class Talk:
+    """How a compile speaks: `note` takes a sentence, `progress` opens a bar of that title and returns its callback."""
+
+    note: Callable[[str], None] = field(default=lambda sentence: None)
+    progress: Callable[[str], Progress] = field(default=lambda title: lambda done, total: None)

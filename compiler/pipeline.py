@@ -1,0 +1,311 @@
+"""The compile, stage by stage. Each stage is a room of its own; this file only connects them.
+
+preflight -> calibrate -> sensitivity -> search -> compare -> emit -> certify -> publish
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moec.evaluation.data import SplitData, load_splits
+from moec.evaluation.tasks import Item
+from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary, DeviceSummary
+from moec.manifests.codec import canonical_json
+from moec.manifests.errors import OptionError
+from moec.manifests.quant import QuantSpec
+from moec.profiles.device import DeviceProfile
+
+from .calibration import ActivationStatistics, calibrate
+from .certify import OpenRuntime, TaskCertificate, certify_task
+from .checkpoint import Checkpoint, open_checkpoint
+from .comparison import Comparison, compare_with_baselines
+from .device_fit import choose_objective, summarise_device
+from .durable import Disk, disk_errors, publish_directory, recover_replaced
+from .emit import cost_summary, emit, finish, producer
+from .families import Lowering, lower
+from .journal import Journal
+from .objective import byte_weights
+from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions, Talk
+from .plan import CompilePlan
+from .preflight import preflight
+from .quality import model_card, quality_report
+from .reference import ReferenceModel
+from .search.knapsack import search
+from .search.space import SearchSpace, build_space
+from .sensitivity import SensitivityTable, dense_formats, measure_sensitivity, plain_plan
+from .tables import Tables
+from .trials import TaskData, Trials
+from .uniform import uniform_plan
+from .unit_store import UnitStore
+
+WORK_SUFFIX = ".work"
+# Answer tokens of this many validation items stand for the KL of a trial.
+KL_ITEMS = 256
+
+
+@dataclass(slots=True)
+class CompileRequest:
+    """What to compile, where to, for which device, and whose runtime certifies it."""
+
+    source: str
+    output: Path
+    options: CompileOptions
+    profile: DeviceProfile
+    open_runtime: OpenRuntime
+    talk: Talk = field(default_factory=Talk)
+    disk: Disk = field(default_factory=Disk)
+    resume: bool = False
+    overwrite: bool = False
+    plan_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompileResult:
+    """What came out. path is None after a plan-only run; quality is the content of quality.json."""
+
+    path: Path | None
+    plan: CompilePlan
+    quality: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What the stages hand on."""
+
+    request: CompileRequest
+    checkpoint: Checkpoint
+    lowering: Lowering
+    splits: tuple[SplitData, ...]
+    shots: dict[str, tuple[Item, ...]]
+    journal: Journal | None = None
+    reference: ReferenceModel | None = None
+    statistics: ActivationStatistics | None = None
+    store: UnitStore | None = None
+    trials: Trials | None = None
+    sensitivity: SensitivityTable | None = None
+    space: SearchSpace | None = None
+    comparison: Comparison | None = None
+    certificates: dict[str, TaskCertificate] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> tuple[QuantSpec, ...]:
+        bitwidths = self.request.profile.bitwidths
+        return self.request.options.unit_specs(bitwidths, self.lowering.spec_16bit)
+
+
+def compile_checkpoint(request: CompileRequest) -> CompileResult:
+    """Run all stages. Afterwards `output` holds a complete bundle, or what it held before.
+
+    Raises MoecError; with `resume` the stages of an interrupted run with the same inputs are taken over.
+    """
+    output, disk = request.output, request.disk
+    recover_replaced(disk, output)
+    if output.exists() and not (request.overwrite or request.plan_only):
+        raise OptionError(f"`{output}` exists", "choose another output with `-o` or add `--overwrite`")
+    stage = _prepare(request)
+    work, partial = output.with_name(output.name + WORK_SUFFIX), output.with_name(output.name + PARTIAL_SUFFIX)
+    with disk_errors(output.parent):
+        if not request.resume:
+            disk.remove_tree(work)
+        disk.remove_tree(partial)
+        stage.journal = Journal(work, _identity(stage), disk)
+        plan = _make_plan(stage)
+        if request.plan_only:
+            return CompileResult(None, plan, _quality(stage, plan, None))
+        quality = _emit_and_certify(stage, plan, partial)
+        publish_directory(disk, partial, output, request.overwrite)
+        stage.journal.remove()
+    return CompileResult(output, plan, quality)
+
+
+def _prepare(request: CompileRequest) -> _Stage:
+    """Everything that can fail before work: checkpoint, shapes, target, data, device."""
+    options = request.options
+    checkpoint = open_checkpoint(request.source)
+    lowering = lower(checkpoint)
+    stage = _Stage(request, checkpoint, lowering, (), {})
+    kind, value = options.target.kind, options.target.value
+    report = preflight(
+        checkpoint,
+        lowering,
+        required=(_uniform_spec(stage),) if kind == "uniform" else (),
+        offered=() if kind == "uniform" else stage.specs,
+        bits_per_weight=value if kind == "bits_per_weight" else None,
+        size_bytes=round(value) if kind == "size" else None,
+    )
+    for note in report.notes:
+        request.talk.note(note)
+    if options.data is not None:
+        names: Sequence[str | None] = options.tasks or (None,)
+        stage.splits = tuple(_limited(load_splits(options.data, name), options) for name in names)
+        for split in stage.splits:
+            examples = split.train.limit(options.shots, options.seed).items if options.shots else ()
+            stage.shots[split.task.name] = examples
+            if split.repeated:
+                request.talk.note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
+    return stage
+
+
+def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
+    if options.limit is None:
+        return splits
+    cut = {name: getattr(splits, name).limit(options.limit, options.seed) for name in ("train", "validation", "test")}
+    return replace(splits, **cut)
+
+
+def _uniform_spec(stage: _Stage) -> QuantSpec:
+    bits = int(stage.request.options.target.value)
+    return stage.lowering.spec_16bit if bits == 16 else QuantSpec(bits, _uniform_group(stage.request.options))
+
+
+def _uniform_group(options: CompileOptions) -> int:
+    return options.group_sizes[0] if options.group_sizes else UNIFORM_GROUP_SIZE
+
+
+def _identity(stage: _Stage) -> str:
+    """Digest of everything that the result depends on."""
+    data = [[split.task.name, split.train.sha256, split.validation.sha256, split.test.sha256] for split in stage.splits]
+    files = [[entry.name, entry.sha256] for entry in stage.checkpoint.source_files()]
+    profile = [stage.request.profile.name, stage.request.profile.sha256]
+    plain = [producer(), files, stage.request.options.to_plain(), data, profile]
+    return hashlib.sha256(canonical_json(plain)).hexdigest()
+
+
+# -- plan ------------------------------------------------------------------------------------------------------------
+
+
+def _make_plan(stage: _Stage) -> CompilePlan:
+    options, model = stage.request.options, stage.lowering.model
+    if options.target.kind == "uniform":
+        bits, dense = int(options.target.value), options.dense_bits or UNIFORM_DENSE_BITS
+        plan = uniform_plan(model, bits, 0 if bits == 16 else _uniform_group(options), dense, stage.lowering.float_type)
+        summarise_device(stage.request.profile, plan)
+        return plan
+    moments = None
+    if stage.splits:
+        stage.request.talk.note("loading the reference model")
+        stage.reference = ReferenceModel(stage.checkpoint.root)
+        stage.statistics = _calibrate(stage)
+        moments = stage.statistics.second_moments
+    stage.store = UnitStore(stage.lowering, moments, options.quantizer)
+    stage.store.prepare(stage.specs, stage.request.talk.progress(f"quantizing with {options.quantizer}"))
+    data = tuple(
+        TaskData(split.task, split.validation, len(split.test.items), stage.shots[split.task.name])
+        for split in stage.splits
+    )
+    progress = stage.request.talk.progress("measuring on validation items")
+    stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    plan = _search(stage)
+    summarise_device(stage.request.profile, plan)
+    if options.comparisons and data:
+        stage.comparison = compare_with_baselines(
+            plan, stage.specs, stage.trials, stage.store, options.target, stage.request.talk
+        )
+        if options.search == "edgemoe" and stage.comparison.edgemoe.plan is not None:
+            plan = stage.comparison.edgemoe.plan
+    return plan
+
+
+def _calibrate(stage: _Stage) -> ActivationStatistics:
+    """Statistics over the train items of all tasks, taken from the journal if they are there."""
+    reference, talk = stage.reference, stage.request.talk
+    if reference is None or stage.journal is None:
+        raise RuntimeError("calibration needs the reference model and the journal")
+    pairs = reference.encode_pairs(
+        [
+            (split.task.prompt(item, stage.shots[split.task.name]), split.task.answer(item))
+            for split in stage.splits
+            for item in split.train.items
+        ]
+    )
+    seed, progress = stage.request.options.seed, talk.progress("calibrating")
+    arrays = stage.journal.arrays("calibration", lambda: calibrate(reference, pairs, seed, None, progress).to_arrays())
+    statistics = ActivationStatistics.from_arrays(arrays)
+    for key in statistics.unseen_experts:
+        talk.note(f"expert {key.expert} of layer {key.layer} saw no calibration token: it is rounded unweighted")
+    return statistics
+
+
+def _search(stage: _Stage) -> CompilePlan:
+    options, talk, trials, store = stage.request.options, stage.request.talk, stage.trials, stage.store
+    if trials is None or store is None or stage.journal is None:
+        raise RuntimeError("the search comes after the trials are set up")
+    plain = plain_plan(stage.lowering.model, stage.lowering.spec_16bit, options.quantizer)
+    dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, stage.lowering.float_type)
+    stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, talk)
+    popularity = None if stage.statistics is None else stage.statistics.popularity
+    reads = choose_objective(stage.request.profile, options.objective, plain, popularity)
+    weights = byte_weights(stage.lowering.model, popularity, reads)
+    stage.space = build_space(plain, store, stage.sensitivity, weights, stage.specs, dense)
+    return search(stage.space, trials, options.target, talk.note)
+
+
+# -- bundle ----------------------------------------------------------------------------------------------------------
+
+
+def _calibration_summary(stage: _Stage) -> CalibrationSummary | None:
+    if stage.statistics is None:
+        return None
+    digest = hashlib.sha256("".join(split.train.sha256 for split in stage.splits).encode()).hexdigest()
+    return CalibrationSummary(
+        task="+".join(split.task.name for split in stage.splits),
+        data_sha256=digest,
+        items=sum(len(split.train.items) for split in stage.splits),
+        tokens=stage.statistics.num_tokens,
+        seed=stage.request.options.seed,
+        experts_without_tokens=tuple(f"{k.layer}.{k.expert}" for k in stage.statistics.unseen_experts),
+    )
+
+
+def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[str, Any]:
+    request, store = stage.request, stage.store
+    manifest = emit(
+        stage.checkpoint,
+        stage.lowering,
+        plan,
+        partial,
+        device=_device(stage, plan),
+        disk=request.disk,
+        options=request.options.to_plain(),
+        calibration=_calibration_summary(stage),
+        statistics=stage.statistics,
+        quantized_units=None if store is None else store.matrix,
+        progress=request.talk.progress("writing the bundle"),
+    )
+    if stage.splits and stage.reference is not None:
+        with request.open_runtime(partial) as engine:
+            for split in stage.splits:
+                stage.certificates[split.task.name] = certify_task(
+                    split.task,
+                    split.test,
+                    stage.shots[split.task.name],
+                    stage.reference,
+                    engine,
+                    request.options.target,
+                    request.talk,
+                )
+    quality = _quality(stage, plan, manifest)
+    finish(partial, manifest, canonical_json(quality), model_card(manifest, quality).encode(), request.disk)
+    return quality
+
+
+def _device(stage: _Stage, plan: CompilePlan) -> DeviceSummary:
+    return summarise_device(stage.request.profile, plan)
+
+
+def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) -> dict[str, Any]:
+    tables = Tables.empty(plan.model) if stage.statistics is None else Tables.of(stage.statistics)
+    return quality_report(
+        plan=plan,
+        target=stage.request.options.target,
+        cost=cost_summary(plan, tables.popularity) if manifest is None else manifest.cost,
+        certificates=stage.certificates,
+        comparison=stage.comparison,
+        trials=[] if stage.trials is None else stage.trials.log,
+        sensitivity=stage.sensitivity,
+        statistics=stage.statistics,
+    )

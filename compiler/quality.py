@@ -1,0 +1,150 @@
+"""quality.json and the model card: what the bundle is, what it cost, and how far that is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.bundle import BundleManifest, CostSummary
+from moec.manifests.codec import to_plain
+from moec.manifests.model import PROJECTIONS, UnitKey
+
+from .calibration import ActivationStatistics
+from .certify import TaskCertificate
+from .comparison import Comparison
+from .plan import CompilePlan
+from .sensitivity import SensitivityTable
+from .targets import Target
+from .trials import Trial
+
+QUALITY_VERSION = 1
+
+
+def quality_report(
+    *,
+    plan: CompilePlan,
+    target: Target,
+    cost: CostSummary,
+    certificates: Mapping[str, TaskCertificate],
+    comparison: Comparison | None,
+    trials: Sequence[Trial],
+    sensitivity: SensitivityTable | None,
+    statistics: ActivationStatistics | None,
+) -> dict[str, Any]:
+    """The content of quality.json. Plain values; no time, host or path, so equal compiles give equal bytes."""
+    return {
+        "version": QUALITY_VERSION,
+        "target": {"kind": target.kind, "value": target.value},
+        "verdict": overall_verdict(target, certificates),
+        "tasks": {name: certificate.to_json() for name, certificate in certificates.items()},
+        "sizes": _sizes(plan, cost),
+        "bits": _bits(plan),
+        "comparison": None if comparison is None else comparison.to_json(),
+        "sensitivity": None if sensitivity is None else _sensitivity(sensitivity),
+        "statistics": None if statistics is None else _statistics(statistics),
+        "trials": [trial.to_json() for trial in trials],
+    }
+
+
+def overall_verdict(target: Target, certificates: Mapping[str, TaskCertificate]) -> str:
+    """The weakest verdict of all tasks: supported, met, missed, refuted; `measured` or `not measured` without a loss
+    target."""
+    if target.kind != "loss":
+        return "measured" if certificates else "not measured"
+    order = ("supported", "met", "missed", "refuted")
+    verdicts = [c.verdict.status for c in certificates.values() if c.verdict is not None]
+    return max(verdicts, key=order.index, default="not measured")
+
+
+def _sizes(plan: CompilePlan, cost: CostSummary) -> dict[str, Any]:
+    sixteen_bit = 2 * plan.expert_weights
+    return {
+        **to_plain(cost),
+        "expert_16bit_bytes": sixteen_bit,
+        "dense_16bit_bytes": 2 * sum(int(np.prod(shape)) for shape in plan.model.dense_shapes().values()),
+        "expert_share_of_16bit": plan.expert_packed_bytes / sixteen_bit,
+    }
+
+
+def _bits(plan: CompilePlan) -> dict[str, Any]:
+    """Bits per weight of every unit, scales included, [L][E] per projection, and the dense formats."""
+    model = plan.model
+    grids: dict[str, list[list[float]]] = {}
+    for projection in PROJECTIONS:
+        grids[projection] = [
+            [
+                plan.units[UnitKey(index, expert, projection)].bits_per_weight(model.unit_shape(index, projection)[1])
+                for expert in range(layer.experts.count)
+            ]
+            for index, layer in enumerate(model.layers)
+        ]
+    counts: dict[str, int] = {}
+    for spec in plan.units.values():
+        counts[str(spec)] = counts.get(str(spec), 0) + 1
+    dense = {name: str(spec) for name, spec in plan.dense.items()}
+    return {"units": grids, "formats": dict(sorted(counts.items())), "dense": dense}
+
+
+def _sensitivity(table: SensitivityTable) -> dict[str, Any]:
+    return {
+        "gains": {p: table.gains[:, column].tolist() for column, p in enumerate(PROJECTIONS)},
+        "dense_gains": dict(table.dense_gains),
+        "corrections": table.corrections.tolist(),
+    }
+
+
+def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
+    """Popularity as shares, and how even it is: entropy over its maximum, per layer."""
+    counts = np.asarray(statistics.popularity, np.float64)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    entropy = -np.sum(shares * np.log(np.maximum(shares, 1e-30)), axis=1) / np.log(max(shares.shape[1], 2))
+    return {"popularity": shares.tolist(), "popularity_entropy": entropy.tolist()}
+
+
+def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
+    """README.md of the bundle: what it is, what it cost, how to run it."""
+    sizes = quality["sizes"]
+    lines = [
+        f"# {manifest.name}, compiled by moec",
+        "",
+        f"{manifest.model.family}, {manifest.model.num_layers} layers, "
+        f"{manifest.model.layers[0].experts.count} experts, top-{manifest.model.layers[0].experts.top_k}; "
+        f"target: {manifest.options.get('target', 'none')}; verdict: {quality['verdict']}.",
+        "",
+        "| | bytes |",
+        "|---|---|",
+        f"| routed experts, {sizes['expert_bits_per_weight']:.3f} bits per weight | {sizes['expert_packed_bytes']:,} |",
+        f"| routed experts at 16 bits | {sizes['expert_16bit_bytes']:,} |",
+        f"| everything else | {sizes['dense_packed_bytes']:,} |",
+        f"| expert bytes per token, nothing cached | {sizes['expected_read_bytes_per_token']:,} |",
+        "",
+    ]
+    if quality["tasks"]:
+        lines += [
+            "| task | metric | baseline | this bundle | relative loss (95 %) | verdict |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [_card_row(name, task) for name, task in quality["tasks"].items()]
+        lines.append("")
+    lines += [
+        "Formats, statistics and every trial of the search are in `quality.json`, the layout in `moec.json`.",
+        "",
+        "```",
+        "moec verify FOLDER",
+        'moec run FOLDER --prompt "..." --expert-cache 50%',
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _card_row(name: str, task: Mapping[str, Any]) -> str:
+    loss = task["loss"]
+    low, high = ("?" if bound is None else f"{bound:.2%}" for bound in loss["interval95"])
+    verdict = "-" if task["verdict"] is None else task["verdict"]["status"]
+    return (
+        f"| {name} ({task['n']} items) | {task['metric']} | {task['baseline']:.4f} | {task['value']:.4f} | "
+        f"{loss['loss']:.2%} ({low} to {high}) | {verdict} |"
+    )

@@ -1,0 +1,176 @@
+"""GPTQ: columns are rounded one after the other, and what rounding one has cost is made up for by those to come.
+
+Static groups (scales are chosen before any column is rounded), columns in the order of their inputs' second moment,
+group ranges by clip search. Rounding to nearest on the same scales is always tried too, so no row comes out worse.
+Source: GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, section 3, algorithm 1.
+Shapes: B matrices, N rows, K columns, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moec.manifests.quant import QuantSpec
+
+from ..output_error import row_errors
+from ..quantized import QuantizedMatrix
+from .rtn import quantize_rtn
+
+DAMPING = 0.01
+"""Share of the mean diagonal added to the second moment; enough where there are more tokens than columns."""
+SPARSE_DAMPING = 0.1
+"""The same with fewer tokens than columns: output error on held-out inputs falls by up to a tenth."""
+_ONE_THREAD_WEIGHTS = 1 << 22
+"""Batches below this are computed by one thread: their operations are too short to be worth sharing."""
+_BLOCK_COLUMNS = 32  # inside a block columns are updated one by one, behind it by one product per block
+_DAMPING_GROWTH = 10.0
+_DAMPING_TRIALS = 6
+
+
+def quantize_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | None, tokens: int) -> QuantizedMatrix:
+    """Quantize one matrix; see quantize_gptq_batch.
+
+    weight: [N, K] floats. second_moment: [K, K], sum of x x^T over the inputs x, or None. tokens: how many inputs.
+    """
+    moments = None if second_moment is None else second_moment.unsqueeze(0)
+    return quantize_gptq_batch(weight.unsqueeze(0), spec, moments, torch.tensor([tokens]))[0]
+
+
+def quantize_gptq_batch(
+    weights: Tensor, spec: QuantSpec, second_moments: Tensor | None, tokens: Tensor | None
+) -> list[QuantizedMatrix]:
+    """Quantize matrices of one shape, each against the second moment of its inputs.
+
+    weights: [B, N, K] floats, finite. second_moments: [B, K, K] float32, any scale, or None. tokens: [B] inputs seen.
+    Matrices without tokens, and all without second moments, are rounded to nearest with clip search. A result does
+    not depend on the others of its batch, rounding aside. Row for row trace(d H d^T) is at most that of rounding to
+    nearest with the same clip search. Raises ValueError: the format does not fit, or its scales exceed float16.
+    """
+    with _one_thread(weights.numel() < _ONE_THREAD_WEIGHTS):
+        return _quantize(weights.detach().float(), spec, second_moments, tokens)
+
+
+def _quantize(
+    weights: Tensor, spec: QuantSpec, second_moments: Tensor | None, tokens: Tensor | None
+) -> list[QuantizedMatrix]:
+    """Rounding to nearest, then GPTQ where there are tokens, then the better of the two for each row."""
+    counts = [0] * len(weights) if tokens is None or second_moments is None else [int(n) for n in tokens]
+    importance = None if second_moments is None else second_moments.diagonal(dim1=1, dim2=2)
+    nearest = [
+        quantize_rtn(weight, spec, True, None if importance is None or not counts[at] else importance[at])
+        for at, weight in enumerate(weights)
+    ]
+    seen = [at for at, count in enumerate(counts) if count]
+    if second_moments is None or not seen:
+        return nearest
+    for at, codes in zip(seen, _compensate(weights, second_moments, nearest, seen, counts), strict=True):
+        rounded = nearest[at]
+        better = QuantizedMatrix(spec, codes, rounded.scales, rounded.minima)
+        plain = row_errors(weights[at], rounded.dequantize(), second_moments[at])
+        keep = row_errors(weights[at], better.dequantize(), second_moments[at]) < plain
+        nearest[at] = QuantizedMatrix(
+            spec, torch.where(keep.unsqueeze(1), codes, rounded.codes), rounded.scales, rounded.minima
+        )
+    return nearest
+
+
+def _compensate(
+    weights: Tensor, second_moments: Tensor, nearest: list[QuantizedMatrix], seen: list[int], counts: list[int]
+) -> Tensor:
+    """The codes of the matrices `seen`, [len(seen), N, K] uint8, on the scales of `nearest`."""
+    spec = nearest[0].spec
+    moments = second_moments[seen].float()
+    moments = (
+        moments / moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)[:, None, None]
+    )
+    order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+    moments = moments.gather(1, order[:, :, None].expand_as(moments)).gather(2, order[:, None].expand_as(moments))
+    columns = moments.shape[1]
+    damping = torch.tensor([DAMPING if counts[at] >= columns else SPARSE_DAMPING for at in seen])
+    factors = inverse_factors(moments, damping)
+    scales = torch.stack([nearest[at].scales.float() for at in seen])
+    if spec.symmetric:
+        minima = -scales * float(2 ** (spec.bitwidth - 1))
+    else:
+        minima = torch.stack([_minima(nearest[at]) for at in seen])
+    group = order // (columns // scales.shape[2])
+    by_column = order[:, :, None].expand(-1, -1, weights.shape[1])
+    work = weights[seen].transpose(1, 2).gather(1, by_column)
+    by_group = group[:, :, None].expand_as(by_column)
+    codes = _round_columns(
+        work,
+        factors,
+        scales.transpose(1, 2).gather(1, by_group),
+        minima.transpose(1, 2).gather(1, by_group),
+        float(2**spec.bitwidth - 1),
+    )
+    back = order.argsort(dim=1)[:, :, None].expand_as(by_column)
+    return codes.gather(1, back).transpose(1, 2).contiguous()
+
+
+def _minima(matrix: QuantizedMatrix) -> Tensor:
+    if matrix.minima is None:
+        raise ValueError("an asymmetric matrix has minima")
+    return matrix.minima.float()
+
+
+def _round_columns(work: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, most: float) -> Tensor:
+    """Round column by column, [B, K, N] uint8. work, scales, minima: [B, K, N]; work is used up. factors: [B, K, K]."""
+    columns = work.shape[1]
+    codes = torch.empty(work.shape, dtype=torch.uint8)
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).reciprocal_()
+    for start in range(0, columns, _BLOCK_COLUMNS):
+        end = min(start + _BLOCK_COLUMNS, columns)
+        errors = torch.empty_like(work[:, start:end])
+        for column in range(start, end):
+            weight, scale, minimum = work[:, column], scales[:, column], minima[:, column]
+            code = (weight - minimum).mul_(steps[:, column]).round_().clamp_(0.0, most)
+            codes[:, column] = code
+            error = (weight - torch.addcmul(minimum, code, scale)).div_(factors[:, column, column, None])
+            errors[:, column - start] = error
+            if column + 1 < end:
+                work[:, column + 1 : end].addcmul_(
+                    factors[:, column, column + 1 : end, None], error.unsqueeze(1), value=-1.0
+                )
+        if end < columns:
+            work[:, end:].baddbmm_(factors[:, start:end, end:].transpose(1, 2), errors, alpha=-1.0)
+    return codes
+
+
+def inverse_factors(moments: Tensor, damping: Tensor) -> Tensor:
+    """Upper triangular U with U^T U = (H + damping * mean diagonal * I)^-1, [B, K, K].
+
+    Columns that no input touches stand alone. damping: [B]; raised tenfold, for that matrix only, where H is not
+    positive definite in float32 even so. Raises ValueError if no damping helps (values that are not finite).
+    """
+    moments = moments.clone()
+    diagonal = moments.diagonal(dim1=1, dim2=2)
+    mean = diagonal.mean(1)
+    diagonal[diagonal == 0] = 1.0
+    original = diagonal.clone()
+    damping = damping.clone()
+    for _ in range(_DAMPING_TRIALS):
+        diagonal.copy_(original + (damping * mean).unsqueeze(1))
+        # With the order of rows and columns reversed, H = L L^T gives H = M M^T with M upper triangular; U = M^-1.
+        lower, failed = torch.linalg.cholesky_ex(moments.flip(1, 2))
+        if not failed.any():
+            identity = torch.eye(moments.shape[1]).expand_as(moments)
+            factors: Tensor = torch.linalg.solve_triangular(lower.flip(1, 2), identity, upper=True)
+            return factors
+        damping = torch.where(failed > 0, damping * _DAMPING_GROWTH, damping)
+    raise ValueError("a second moment is not positive definite, expected finite inputs")
+
+
+@contextmanager
+def _one_thread(small: bool) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

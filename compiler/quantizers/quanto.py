@@ -1,0 +1,118 @@
+"""The arm of optimum-quanto: its optimizers choose scales and shifts, its operators the codes.
+
+Nothing of optimum-quanto goes into a bundle: scales and minima become float16 here, and codes are chosen anew on them.
+Its rule is W ~ codes * scale - shift, so the minimum of a group is -shift.
+Shapes: N rows, K columns, G groups, g columns of a group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.manifests.errors import MissingDependency, OptionError
+from moec.manifests.quant import QuantSpec
+
+from ..quantized import QuantizedMatrix
+
+
+def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
+    """Quantize with the best optimizer that optimum-quanto has for the bitwidth.
+
+    weight: [N, K] floats, finite. 2 and 4 bits: HqqOptimizer (half-quadratic). 3 bits: MaxOptimizer, which alone takes
+    a bitwidth that the package does not offer itself. 8 bits: AbsmaxOptimizer, one scale per row.
+    Raises OptionError for what the package cannot express (8 bits in groups, 2 to 4 bits symmetric), ValueError if the
+    format does not fit or its scales exceed float16, MissingDependency without the package.
+    """
+    if spec.bitwidth == 16 or weight.ndim != 2 or not spec.fits(weight.shape[1]):
+        raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
+    if spec.bitwidth == 8 and spec.group_size:
+        raise OptionError(
+            f"optimum-quanto has no 8-bit weights in groups, found format {spec}", "use `q8`, or another quantizer"
+        )
+    if spec.bitwidth < 8 and spec.symmetric:
+        raise OptionError(
+            f"optimum-quanto has no symmetric weights of {spec.bitwidth} bits, found format {spec}",
+            f"use `{str(spec)[:-1]}`, or another quantizer",
+        )
+    rows = weight.shape[0]
+    # The package takes a matrix of one row for a single tensor without an axis, so it is handed two.
+    weight = weight.detach().float().expand(max(2, rows), -1).contiguous()
+    scales, minima, codes = (_int8 if spec.bitwidth == 8 else _affine)(weight, spec)
+    return QuantizedMatrix(spec, codes[:rows], scales[:rows], None if spec.symmetric else minima[:rows])
+
+
+def _int8(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, minima, codes: one scale per row over -128 to 127, stored as codes 0 to 255 about 128."""
+    quanto = _quanto()
+    scales = _half(quanto.AbsmaxOptimizer()(weight, quanto.qint8, axis=0))
+    codes = (weight / _divisor(scales)).round_().clamp_(-128, 127) + 128
+    return scales, _half(scales.float() * -128.0), codes.to(torch.uint8)
+
+
+def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, minima, codes of groups with a scale and a shift each."""
+    quanto = _quanto()
+    rows, columns = weight.shape
+    size = spec.group_size or columns
+    kind = {2: quanto.qint2, 3: _qint3(), 4: quanto.qint4}[spec.bitwidth]
+    optimizer = quanto.MaxOptimizer() if spec.bitwidth == 3 else quanto.HqqOptimizer()
+    scale, shift = optimizer(weight, kind, axis=0, group_size=size)
+    scales, minima = _half(scale), _half(-shift)
+    codes = torch.ops.quanto.quantize_affine(
+        weight, bits=spec.bitwidth, axis=0, group_size=size, scale=_divisor(scales), shift=-minima.float()
+    )
+    return scales.reshape(rows, -1), minima.reshape(rows, -1), codes.reshape(rows, columns)
+
+
+def _half(values: Tensor) -> Tensor:
+    """The nearest float16. Raises ValueError beyond its range."""
+    half = values.half().contiguous()
+    if not torch.isfinite(half).all():
+        raise ValueError(f"scales up to {float(values.abs().max()):.3g} exceed float16")
+    return half
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """The scales as float32, 1 where a group has no range."""
+    scales = scales.float()
+    return torch.where(scales > 0, scales, torch.ones_like(scales))
+
+
+@cache
+def _quanto() -> Any:
+    """The package, with its unpacking in Python: otherwise the first use compiles C++ into the installed package.
+
+    Raises MissingDependency.
+    """
+    try:
+        package = importlib.import_module("optimum.quanto")
+    except ImportError as error:
+        raise MissingDependency(
+            "the quantizer `quanto` needs the package `optimum-quanto`", "pip install 'moec[compile]'"
+        ) from error
+    library: Any = torch.library.Library
+    _registrations.append(library("quanto", "IMPL"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        _registrations[-1].impl("unpack", _unpack, "CPU", allow_override=True)
+    return package
+
+
+@cache
+def _qint3() -> Any:
+    """A type of three bits, -4 to 3; MaxOptimizer only asks for its width."""
+    return importlib.import_module("optimum.quanto.tensor").qtype("qint3", False, 3, torch.int8, -4.0, 3.0)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Blocks of rows that lie one above the other in the bits of a byte."""
+    return torch.cat([(packed >> (bits * at)) & (2**bits - 1) for at in range(8 // bits)])
+
+
+_registrations: list[Any] = []  # a registration ends with its Library object

@@ -1,0 +1,229 @@
+"""Counts over activation paths: which experts follow which. Pure functions of the routes of tokens.
+
+`routes` is the experts of every token in every layer, [T, L, K], best first; the order within a token never matters
+here. Predictions are of a layer's experts from those of the two layers before.
+Source: EdgeMoE, section on expert preloading (the dictionary of activation paths). Its key, the exact experts of two
+layers, is useless for a top-8 of 64; the pair form counts for every pair (a of layer l-2, b of layer l-1).
+Shapes: T tokens, L layers, E experts, K top-k, N keys, P successors of all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Routes = NDArray[np.integer]
+LEAST_SEEN = 8
+"""A key seen by fewer tokens is not trusted: the layer before alone decides, or popularity if that is as rare."""
+FREQUENT_SHARE = 0.2
+_DENSE_COUNTS = 1 << 24
+_TOKENS_PER_SCORE = 4096
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PathDictionary:
+    """Successors of every observed pair.
+
+    keys: int32 [N, 3], rows (layer l, expert a of l-2, expert b of l-1), sorted. offsets: int64 [N+1] into experts
+    uint16 [P], rising within a key, and counts uint32 [P].
+    """
+
+    keys: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    experts: NDArray[np.uint16]
+    counts: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class PathReport:
+    """How well the two layers before predict a layer, on tokens that were not counted.
+
+    accuracy_*: share of tokens whose top candidate was activated, over layers 2 to L-1: by the pair form, by the exact
+    sets, by the layer before alone, by popularity. frequent_*: share of tokens on the 20 % most frequent observed
+    paths, through all layers and through three consecutive ones. observed_paths: distinct paths through all layers.
+    """
+
+    accuracy_pairs: float
+    accuracy_sets: float
+    accuracy_previous: float
+    accuracy_popularity: float
+    frequent_paths: float
+    frequent_windows: float
+    observed_paths: int
+
+    def to_json(self) -> dict[str, float]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, float]) -> PathReport:
+        """Rebuild what `to_json` gave. Raises TypeError on other fields."""
+        return cls(**{**values, "observed_paths": int(values["observed_paths"])})  # type: ignore[arg-type]
+
+
+def count_popularity(routes: Routes, experts: int) -> NDArray[np.uint32]:
+    """Tokens that activate each expert, uint32 [L, E]."""
+    layers = routes.shape[1]
+    counts = [np.bincount(routes[:, layer].ravel(), minlength=experts) for layer in range(layers)]
+    return np.array(counts, dtype=np.uint32).reshape(layers, experts)
+
+
+def count_transitions(routes: Routes, experts: int) -> NDArray[np.uint32]:
+    """Tokens with expert a in layer l and expert b in layer l+1, uint32 [L-1, E, E]."""
+    layers = routes.shape[1]
+    counts = np.zeros((max(layers - 1, 0), experts, experts), np.uint32)
+    for layer in range(layers - 1):
+        codes = _pairs(routes[:, layer], routes[:, layer + 1], experts)
+        counts[layer] = np.bincount(codes.ravel(), minlength=experts**2).reshape(experts, experts)
+    return counts
+
+
+def count_paths(routes: Routes, experts: int) -> PathDictionary:
+    """The pair form: for every pair (a of layer l-2, b of layer l-1) the experts of layer l, l = 2 to L-1."""
+    keys, sizes, successors, counts = [], [], [], []
+    for layer in range(2, routes.shape[1]):
+        pairs = _pairs(routes[:, layer - 2], routes[:, layer - 1], experts)
+        codes, seen = _count(_pairs(pairs, routes[:, layer], experts), experts**3)
+        pair_codes, pair_sizes = np.unique(codes // experts, return_counts=True)
+        rows = np.empty((len(pair_codes), 3), np.int32)
+        rows[:, 0], rows[:, 1], rows[:, 2] = layer, pair_codes // experts, pair_codes % experts
+        keys.append(rows)
+        sizes.append(pair_sizes)
+        successors.append(codes % experts)
+        counts.append(seen)
+    if not keys:
+        return PathDictionary(
+            np.zeros((0, 3), np.int32), np.zeros(1, np.int64), np.zeros(0, np.uint16), np.zeros(0, np.uint32)
+        )
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
+    return PathDictionary(
+        np.concatenate(keys), offsets, np.concatenate(successors).astype(np.uint16),
+        np.concatenate(counts).astype(np.uint32),
+    )  # fmt: skip
+
+
+def frequent_share(paths: Routes) -> tuple[float, int]:
+    """Share of tokens on the 20 % most frequent observed paths, and how many distinct paths there are.
+
+    paths: [T, l, K] experts of each token in some layers. (0, 0) without tokens.
+    """
+    if not len(paths):
+        return 0.0, 0
+    rows = np.sort(paths, axis=2).reshape(len(paths), -1)
+    counts = np.sort(np.unique(rows, axis=0, return_counts=True)[1])[::-1]
+    top = max(1, round(FREQUENT_SHARE * len(counts)))
+    return float(counts[:top].sum() / counts.sum()), len(counts)
+
+
+def report_paths(counted: Routes, held_out: Routes, experts: int) -> PathReport:
+    """Predict the held-out tokens from the counts of the others; accuracies are 0 where nothing can be predicted."""
+    hits = np.zeros(4)
+    layers = range(2, counted.shape[1])
+    for layer in layers:
+        fallback = _Fallback(counted, layer, experts)
+        pairs, sets = _pair_scores(counted, held_out, layer, experts), _set_scores(counted, held_out, layer, experts)
+        actual = held_out[:, layer]
+        for at, (by_pair, by_set) in enumerate(zip(pairs, sets, strict=True)):
+            here = slice(at * _TOKENS_PER_SCORE, (at + 1) * _TOKENS_PER_SCORE)
+            previous = fallback.scores(held_out[here, layer - 1])
+            pair_keys = np.repeat(held_out[here, layer - 1], actual.shape[1], axis=1)
+            chosen = (
+                np.where(by_pair[1][..., None], by_pair[0], fallback.each(pair_keys)).sum(1),
+                np.where(by_set[1][:, None], by_set[0], previous),
+                previous,
+                fallback.popularity,
+            )
+            for form, scores in enumerate(chosen):
+                top = scores.argmax(-1)
+                hits[form] += (actual[here] == np.broadcast_to(top, len(actual[here]))[:, None]).any(1).sum()
+    share = hits / max(1, len(held_out) * len(layers))
+    everything = np.concatenate([counted, held_out])
+    paths, observed = frequent_share(everything)
+    windows = [frequent_share(everything[:, layer - 2 : layer + 1])[0] for layer in layers]
+    return PathReport(
+        accuracy_pairs=float(share[0]),
+        accuracy_sets=float(share[1]),
+        accuracy_previous=float(share[2]),
+        accuracy_popularity=float(share[3]),
+        frequent_paths=paths,
+        frequent_windows=float(np.mean(windows)) if windows else 0.0,
+        observed_paths=observed,
+    )
+
+
+class _Fallback:
+    """Probabilities of a layer's experts given one expert of the layer before, or nothing."""
+
+    def __init__(self, counted: Routes, layer: int, experts: int) -> None:
+        self.popularity = np.bincount(counted[:, layer].ravel(), minlength=experts) / max(1, len(counted))
+        seen = np.bincount(counted[:, layer - 1].ravel(), minlength=experts)
+        codes = _pairs(counted[:, layer - 1], counted[:, layer], experts)
+        follow = np.bincount(codes.ravel(), minlength=experts**2).reshape(experts, experts)
+        trusted = (seen >= LEAST_SEEN)[:, None]
+        self._table = np.where(trusted, follow / np.maximum(seen, 1)[:, None], self.popularity)
+
+    def each(self, previous: Routes) -> NDArray[np.float64]:
+        """[...] experts of the layer before -> [..., E]."""
+        return np.asarray(self._table[previous])
+
+    def scores(self, previous: Routes) -> NDArray[np.float64]:
+        """[T, K] -> [T, E], summed over K."""
+        return np.asarray(self.each(previous).sum(1))
+
+
+def _pair_scores(
+    counted: Routes, held_out: Routes, layer: int, experts: int
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """Per piece of tokens: probabilities given each pair [t, K*K, E], and whether the pair is trusted [t, K*K].
+
+    Pair i of a token has its expert i // K of layer l-1 and its expert i % K of layer l-2.
+    """
+    codes = _pairs(counted[:, layer - 1], counted[:, layer - 2], experts)
+    table, seen = _table(codes, counted[:, layer], experts**2, experts)
+    wanted = _pairs(held_out[:, layer - 1], held_out[:, layer - 2], experts)
+    for start in range(0, len(wanted), _TOKENS_PER_SCORE):
+        piece = wanted[start : start + _TOKENS_PER_SCORE]
+        yield table[piece], seen[piece] >= LEAST_SEEN
+
+
+def _set_scores(
+    counted: Routes, held_out: Routes, layer: int, experts: int
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """Per piece of tokens: probabilities given the exact experts of two layers [t, E], and whether trusted [t]."""
+    both = np.sort(np.concatenate([counted, held_out])[:, layer - 2 : layer], axis=2)
+    keys = np.unique(both.reshape(len(both), -1), axis=0, return_inverse=True)[1].reshape(-1)
+    table, seen = _table(keys[: len(counted), None], counted[:, layer], int(keys.max(initial=0)) + 1, experts)
+    wanted = keys[len(counted) :]
+    for start in range(0, len(wanted), _TOKENS_PER_SCORE):
+        piece = wanted[start : start + _TOKENS_PER_SCORE]
+        yield table[piece], seen[piece] >= LEAST_SEEN
+
+
+def _table(
+    keys: NDArray[np.int64], successors: Routes, size: int, experts: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Probability of each expert given a key [size, E], and tokens with that key [size]. keys: [T, n]."""
+    seen = np.bincount(keys.ravel(), minlength=size)
+    follow = np.zeros((size, experts))
+    codes, counts = _count(_pairs(keys, successors, experts), size * experts)
+    follow.reshape(-1)[codes] = counts
+    return follow / np.maximum(seen, 1)[:, None], seen
+
+
+def _pairs(first: NDArray[np.integer], second: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
+    """Codes first * E + second of all pairs of a token: [T, n], [T, m] -> [T, n*m], second fastest."""
+    codes = first.astype(np.int64)[:, :, None] * experts + second.astype(np.int64)[:, None, :]
+    return codes.reshape(len(first), first.shape[1] * second.shape[1])
+
+
+def _count(codes: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The codes that occur, rising, and how often."""
+    if size > _DENSE_COUNTS:
+        found, counts = np.unique(codes, return_counts=True)
+        return found, counts
+    dense = np.bincount(codes.ravel(), minlength=size)
+    present = np.flatnonzero(dense)
+    return present, dense[present]

@@ -1,0 +1,224 @@
+"""DeviceProfile: what a device has. Strict TOML in, a checked value out; every number says where it comes from.
+
+A profile knows no model and no bundle. What follows from it for a bundle is `predict.py`; the present machine is
+described by `probe.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.errors import ProfileError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
+
+# Bitwidths with a kernel in each instruction set. A set that lacks one falls out of the formats a profile offers.
+KERNEL_FORMATS: dict[str, tuple[int, ...]] = {
+    "scalar": (2, 3, 4, 8, 16),
+    "avx2": (2, 3, 4, 8, 16),
+    "neon": (2, 3, 4, 8, 16),
+}
+PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "estimate")
+HOST_NAME = "host"
+MAX_PROFILE_BYTES = 64 << 10
+MAX_THREADS = 4096
+_MAX_NUMBER = 1 << 60
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_SHIPPED = Path(__file__).parent
+_NUMBERS = (
+    "memory_budget_bytes",
+    "memory_bytes_per_s",
+    "storage_bytes_per_s",
+    "storage_latency_ns",
+    "storage_block_bytes",
+    "threads",
+)
+_CONTENT = (*_NUMBERS, "instruction_sets")
+# What a second probe of the same machine finds again.
+_STABLE = ("memory_budget_bytes", "storage_block_bytes", "instruction_sets")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """A device that bundles are compiled for.
+
+    memory_budget_bytes: what a run may take in all. memory_bytes_per_s: read and written bytes both counted.
+    storage_bytes_per_s: large reads. storage_latency_ns: one read of storage_block_bytes, empty queue.
+    storage_block_bytes: the unit that reads are aligned to. instruction_sets: names in KERNEL_FORMATS, best first.
+    provenance: field -> where its value comes from. is_probed: measured on the present machine, so it varies.
+    Raises ValueError, with the field first, when one is out of range or has no provenance.
+    """
+
+    name: str
+    memory_budget_bytes: int
+    memory_bytes_per_s: int
+    storage_bytes_per_s: int
+    storage_latency_ns: int
+    storage_block_bytes: int
+    threads: int
+    instruction_sets: tuple[str, ...]
+    provenance: Mapping[str, str] = field(compare=False)
+    is_probed: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"`name`: expected lower-case letters, digits and hyphens, found `{self.name[:80]}`")
+        for key in _NUMBERS:
+            value = getattr(self, key)
+            if not 0 < value < _MAX_NUMBER:
+                raise ValueError(f"`{key}`: expected a positive number, found {value}")
+        block = self.storage_block_bytes
+        if block & (block - 1) or not 512 <= block <= 1 << 24:
+            raise ValueError(f"`storage_block_bytes`: expected a power of two from 512 to {1 << 24}, found {block}")
+        if self.threads > MAX_THREADS:
+            raise ValueError(f"`threads`: expected at most {MAX_THREADS}, found {self.threads}")
+        unknown = [name for name in self.instruction_sets if name not in KERNEL_FORMATS]
+        if unknown or not self.instruction_sets or len(set(self.instruction_sets)) != len(self.instruction_sets):
+            found = list(self.instruction_sets)
+            raise ValueError(f"`instruction_sets`: expected some of {sorted(KERNEL_FORMATS)} once each, found {found}")
+        self._check_provenance()
+
+    def _check_provenance(self) -> None:
+        if set(self.provenance) != set(_CONTENT):
+            missing, unknown = set(_CONTENT) - set(self.provenance), set(self.provenance) - set(_CONTENT)
+            raise ValueError(f"`provenance`: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        for key, text in self.provenance.items():
+            if not text.startswith(PROVENANCE_KINDS):
+                kinds = ", ".join(f"`{kind}`" for kind in PROVENANCE_KINDS)
+                raise ValueError(f"`provenance.{key}`: expected a text that starts with one of {kinds}")
+
+    @property
+    def bitwidths(self) -> tuple[int, ...]:
+        """Bitwidths that the best instruction set has a kernel for: what the search may offer."""
+        return KERNEL_FORMATS[self.instruction_sets[0]]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the content that decides a compile, provenance left out.
+
+        A probed profile counts only what a second probe finds again: rounded memory budget, block size, instruction
+        sets. Its measured rates and its threads are left out, so that compiling twice on one machine can give equal
+        bytes.
+        """
+        steady = self.rounded()
+        keys = ("name", *(_STABLE if self.is_probed else _CONTENT))
+        plain = {key: getattr(steady, key) for key in keys}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def rounded(self) -> DeviceProfile:
+        """The profile that plans are made with; a profile from a file is returned as it is.
+
+        In a probed one the memory budget keeps two significant digits, rounded down, and each measured rate or
+        latency moves to the nearest power of two: probes of one machine differ by 10 to 50 %, so two digits would pass
+        the noise on. A value near the border of two powers still flips; only the named profiles are free of that.
+        """
+        if not self.is_probed:
+            return self
+        return replace(
+            self,
+            memory_budget_bytes=round_down(self.memory_budget_bytes, 2),
+            memory_bytes_per_s=nearest_power_of_two(self.memory_bytes_per_s),
+            storage_bytes_per_s=nearest_power_of_two(self.storage_bytes_per_s),
+            storage_latency_ns=nearest_power_of_two(self.storage_latency_ns),
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """For `--json`: every field, and the digest."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain["instruction_sets"] = list(self.instruction_sets)
+        plain["provenance"] = dict(self.provenance)
+        return {**plain, "bitwidths": list(self.bitwidths), "sha256": self.sha256}
+
+
+def round_down(value: int, digits: int) -> int:
+    """`value`, positive, with all but its first `digits` decimal digits set to zero."""
+    scale: int = 10 ** max(0, len(str(value)) - digits)
+    return value // scale * scale
+
+
+def nearest_power_of_two(value: int) -> int:
+    """The power of two nearest to `value`, positive, in ratio."""
+    lower: int = 1 << (value.bit_length() - 1)
+    return lower if value * value < 2 * lower * lower else 2 * lower
+
+
+def list_profiles() -> tuple[str, ...]:
+    """Names that `--device` takes: `host`, then the shipped profiles."""
+    return (HOST_NAME, *sorted(path.stem for path in _SHIPPED.glob("*.toml")))
+
+
+def load_profile(name_or_path: str | Path, storage: Path | None = None) -> DeviceProfile:
+    """A profile by name or TOML file. `host` probes this machine; `storage` is a file or folder on the device's disk.
+
+    Raises ProfileError with file, key and remedy.
+    """
+    text = str(name_or_path)
+    if text == HOST_NAME:
+        from .probe import probe_host
+
+        return probe_host(storage or Path.cwd())
+    if text in list_profiles():
+        return read_profile(_SHIPPED / f"{text}.toml")
+    if text.endswith(".toml") or Path(text).is_file():
+        return read_profile(Path(text))
+    known = ", ".join(f"`{name}`" for name in list_profiles())
+    raise ProfileError(f"no device profile is called `{text[:200]}`", f"use one of {known}, or a path to a .toml file")
+
+
+def read_profile(path: Path) -> DeviceProfile:
+    """Read one TOML file. Raises ProfileError with file, key and remedy."""
+    plain = _read_toml(path)
+    expected = {"name", *_CONTENT, "provenance"}
+    unknown, missing = sorted(set(plain) - expected), sorted(expected - set(plain))
+    if unknown:
+        raise ProfileError(f"`{path}`: unknown key `{unknown[0]}`", f"expected {', '.join(sorted(expected))}")
+    if missing:
+        raise ProfileError(
+            f"`{path}`: missing key `{missing[0]}`", "every profile states all keys; see the shipped ones"
+        )
+    for key in _NUMBERS:
+        if type(plain[key]) is not int:
+            raise _wrong_type(path, key, "a whole number", plain[key])
+    if type(plain["name"]) is not str:
+        raise _wrong_type(path, "name", "a text", plain["name"])
+    sets = plain["instruction_sets"]
+    if not isinstance(sets, list) or not all(type(name) is str for name in sets):
+        raise _wrong_type(path, "instruction_sets", "a list of texts", sets)
+    provenance = plain["provenance"]
+    if not isinstance(provenance, dict) or not all(type(text) is str for text in provenance.values()):
+        raise _wrong_type(path, "provenance", "a table of texts", provenance)
+    if plain["name"] == HOST_NAME:
+        raise ProfileError(f"`{path}`: `name`: `{HOST_NAME}` is the probed profile", "choose another name")
+    try:
+        return DeviceProfile(**{**plain, "instruction_sets": tuple(sets)})
+    except ValueError as error:
+        raise ProfileError(f"`{path}`: {error}", "correct this key") from error
+
+
+def _wrong_type(path: Path, key: str, expected: str, found: object) -> ProfileError:
+    return ProfileError(f"`{path}`: `{key}`: expected {expected}, found {str(found)[:60]!r}", "correct this key")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PROFILE_BYTES + 1)
+    except OSError as error:
+        raise ProfileError(f"`{path}` cannot be read: {error.strerror}", "check the path") from error
+    if len(data) > MAX_PROFILE_BYTES:
+        raise ProfileError(f"`{path}` has more than {MAX_PROFILE_BYTES} bytes", "is this a device profile?")
+    try:
+        plain: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"`{path}` is not TOML: {error}", "correct the file") from error
+    return plain

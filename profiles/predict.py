@@ -1,0 +1,106 @@
+"""What a profile says about a bundle: predicted speed, cache size, refusal, objective. Pure functions.
+
+Model: while storage reads the experts that are missing, the processor computes, so a token takes the longer of the two.
+compute bytes are those that one token's arithmetic touches in memory: dense weights and the chosen experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from moec.manifests.errors import DoesNotFit
+
+from .device import DeviceProfile
+
+Objective = Literal["tpot", "bytes-per-token", "size"]
+# Interpreter, numpy, tokenizers and a tokenizer resident: 29 MB after imports and 9 to 14 MiB of growth, measured on
+# x86-64; rounded up.
+PROCESS_BYTES = 64 << 20
+# Between 8-bit and 2-bit experts lies a factor of 4: above it, no choice of formats makes storage cease to decide.
+STORAGE_BOUND_RATIO = 4
+_NS_PER_S = 10**9
+
+
+def compute_ns(profile: DeviceProfile, compute_bytes_per_token: int) -> int:
+    """Time to move one token's weights through the processor, rounded up."""
+    return _time_ns(compute_bytes_per_token, profile.memory_bytes_per_s)
+
+
+def storage_ns(profile: DeviceProfile, missed_bytes_per_token: float, reads_per_token: float) -> int:
+    """Time to read one token's missing experts, one read after the other, rounded up."""
+    latency = math.ceil(reads_per_token * profile.storage_latency_ns)
+    return _time_ns(missed_bytes_per_token, profile.storage_bytes_per_s) + latency
+
+
+def _time_ns(size_bytes: float, bytes_per_s: int) -> int:
+    return math.ceil(size_bytes * _NS_PER_S / bytes_per_s)
+
+
+def predicted_tpot_ns(
+    profile: DeviceProfile, compute_bytes_per_token: int, missed_bytes_per_token: float, reads_per_token: float
+) -> int:
+    """Predicted time per output token: max(compute, missed bytes / storage bandwidth + latency of each read)."""
+    return max(
+        compute_ns(profile, compute_bytes_per_token), storage_ns(profile, missed_bytes_per_token, reads_per_token)
+    )
+
+
+def expected_misses(experts: Iterable[tuple[int, float]], cache_bytes: int) -> tuple[float, float]:
+    """(missed bytes per token, reads per token) of a cache that holds the most read experts and keeps them.
+
+    experts: (padded bytes, reads per token) of each routed expert. Ties: the order given. An expert that does not fit
+    is passed over and smaller ones behind it may still be held.
+    """
+    room, missed_bytes, reads = cache_bytes, 0.0, 0.0
+    for size_bytes, reads_per_token in sorted(experts, key=lambda item: -item[1]):
+        if size_bytes <= room:
+            room -= size_bytes
+        else:
+            missed_bytes += size_bytes * reads_per_token
+            reads += reads_per_token
+    return missed_bytes, reads
+
+
+def recommended_cache_bytes(
+    profile: DeviceProfile,
+    *,
+    dense_bytes: int,
+    kv_bytes: int,
+    scratch_bytes: int,
+    minimum_expert_bytes: int,
+    total_expert_bytes: int,
+    process_bytes: int = PROCESS_BYTES,
+) -> int:
+    """What the budget leaves for experts, at most all of them.
+
+    minimum_expert_bytes: one layer's top-k experts. Raises DoesNotFit with the floor when the budget is under it.
+    """
+    fixed = process_bytes + dense_bytes + kv_bytes + scratch_bytes
+    floor = fixed + minimum_expert_bytes
+    if floor > profile.memory_budget_bytes:
+        raise DoesNotFit(
+            f"device `{profile.name}` has a memory budget of {profile.memory_budget_bytes} bytes, this model needs "
+            f"{floor} (dense weights {dense_bytes}, context {kv_bytes}, one layer's experts {minimum_expert_bytes})",
+            "ask for fewer bits, fewer `--dense-bits`, or a device with more memory",
+        )
+    return min(total_expert_bytes, profile.memory_budget_bytes - fixed)
+
+
+def default_objective(
+    profile: DeviceProfile, compute_bytes_per_token: int, missed_bytes_per_token: float, reads_per_token: float
+) -> Objective:
+    """What the search minimises when nothing is asked for; the arguments describe the model with all experts at 8 bits.
+
+    `size`: nothing is missed, storage never decides. `bytes-per-token`: storage takes more than STORAGE_BOUND_RATIO
+    times as long as compute, so it decides at every bitwidth and its bytes rank plans as speed does. Else `tpot`.
+    A probed profile answers from its rounded numbers.
+    """
+    if missed_bytes_per_token <= 0:
+        return "size"
+    steady = profile.rounded()
+    reading_ns = storage_ns(steady, missed_bytes_per_token, reads_per_token)
+    if reading_ns > STORAGE_BOUND_RATIO * compute_ns(steady, compute_bytes_per_token):
+        return "bytes-per-token"
+    return "tpot"

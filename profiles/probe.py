@@ -1,0 +1,248 @@
+"""The `host` profile: the present machine, measured in under two seconds; nothing is cached or left on disk."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from moec.manifests.errors import ProfileError
+
+from .device import HOST_NAME, DeviceProfile
+
+REQUEST_BYTES = 1 << 20
+PROBE_FILE_BYTES = 32 << 20
+MAX_COPY_BYTES = 512 << 20
+MIN_COPY_BYTES = 32 << 20
+MIN_SAMPLE_BYTES = 8 << 20
+WRITE_LIMIT_S = 0.5
+READ_LIMIT_S = 0.4
+LATENCY_LIMIT_S = 0.2
+COPY_LIMIT_S = 0.3
+LATENCY_READS = 64
+DEFAULT_BLOCK_BYTES = 4096
+_FEATURES = {"avx2": {"avx2", "fma", "f16c"}, "neon": {"asimd"}}
+_SYSTEM = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFigures:
+    """How fast a file system reads; is_direct: past the page cache."""
+
+    bytes_per_s: int
+    latency_ns: int
+    block_bytes: int
+    is_direct: bool
+
+
+def probe_host(storage: Path, system: Path = _SYSTEM) -> DeviceProfile:
+    """Measure this machine. `storage`: a file of 8 MiB or more to read, or a folder where a temporary one is made.
+
+    system: the root that /proc and /sys are found under. Raises ProfileError when the place cannot be measured.
+    """
+    limit = memory_limit_bytes(system)
+    cache = last_level_cache_bytes(system)
+    copy_bytes = min(MAX_COPY_BYTES, max(2 * cache, MIN_COPY_BYTES), max(limit // 16, 1 << 20))
+    figures = measure_storage(storage)
+    way = "direct reads" if figures.is_direct else "buffered reads after dropping the page cache"
+    return DeviceProfile(
+        name=HOST_NAME,
+        memory_budget_bytes=limit * 7 // 8,
+        memory_bytes_per_s=measure_memory(copy_bytes),
+        storage_bytes_per_s=figures.bytes_per_s,
+        storage_latency_ns=figures.latency_ns,
+        storage_block_bytes=figures.block_bytes,
+        threads=available_threads(),
+        instruction_sets=instruction_sets(system),
+        provenance={
+            "memory_budget_bytes": "measured: 7/8 of the least of physical memory and the control group's limit",
+            "memory_bytes_per_s": f"measured: copy of {copy_bytes} bytes by one thread, read and written bytes counted",
+            "storage_bytes_per_s": f"measured: median of {way} of {REQUEST_BYTES} bytes",
+            "storage_latency_ns": f"measured: median of {way} of {figures.block_bytes} bytes at random places",
+            "storage_block_bytes": "measured: fragment size of the file system",
+            "threads": "measured: processors this process may use",
+            "instruction_sets": "measured: features in /proc/cpuinfo",
+        },
+        is_probed=True,
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def memory_limit_bytes(system: Path = _SYSTEM) -> int:
+    """The least of physical memory and every control-group limit above this process.
+
+    Totals, not what happens to be free: the same machine gives the same answer. Raises ProfileError if nothing tells.
+    """
+    limits = []
+    for line in _read_text(system / "proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            limits.append(int(line.split()[1]) * 1024)
+    for path in _limit_files(system):
+        text = _read_text(path).strip()
+        if text.isdigit() and int(text) > 0:
+            limits.append(int(text))
+    if not limits:
+        raise ProfileError(f"`{system / 'proc/meminfo'}` does not tell how much memory there is", "name a profile")
+    return min(limits)
+
+
+def _limit_files(system: Path) -> Iterator[Path]:
+    """Limits of this process's control groups and of all above them; version 2, then version 1."""
+    for line in _read_text(system / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = system / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        parts = [part for part in group.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:depth]) / name
+
+
+def last_level_cache_bytes(system: Path = _SYSTEM) -> int:
+    """Size of the largest processor cache; 0 where the system does not tell."""
+    sizes = [0]
+    for path in sorted((system / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")):
+        text = _read_text(path).strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        digits = text.rstrip("KMG")
+        if digits.isdigit():
+            sizes.append(int(digits) * unit)
+    return max(sizes)
+
+
+def instruction_sets(system: Path = _SYSTEM) -> tuple[str, ...]:
+    """Instruction sets with kernels that this processor has, best first; `scalar` is always there."""
+    features: set[str] = set()
+    for line in _read_text(system / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            features = set(value.split())
+            break
+    return (*(name for name, needed in _FEATURES.items() if needed <= features), "scalar")
+
+
+def available_threads() -> int:
+    """Processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def measure_memory(copy_bytes: int) -> int:
+    """Bytes per second of copying `copy_bytes`: the best of several, read and written bytes both counted."""
+    # Filled, so that every page is its own: a fresh zero buffer may be one shared page.
+    source, target = bytearray(b"\x5a") * copy_bytes, bytearray(b"\xa5") * copy_bytes
+    view = memoryview(target)
+    best_ns, deadline = 0, time.perf_counter() + COPY_LIMIT_S
+    while best_ns == 0 or time.perf_counter() < deadline:
+        start = time.perf_counter_ns()
+        view[:] = source
+        elapsed = max(1, time.perf_counter_ns() - start)
+        best_ns = min(best_ns or elapsed, elapsed)
+    return max(1, 2 * copy_bytes * 10**9 // best_ns)
+
+
+def measure_storage(place: Path) -> StorageFigures:
+    """Read bandwidth and latency of the file system that holds `place`. Raises ProfileError."""
+    try:
+        block_bytes = _block_bytes(place)
+        if place.is_file() and place.stat().st_size >= MIN_SAMPLE_BYTES:
+            return _measure_file(place, block_bytes)
+        folder = place if place.is_dir() else place.parent
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".moec-probe-") as file:
+            _fill(file.fileno())
+            return _measure_file(Path(file.name), block_bytes)
+    except OSError as error:
+        raise ProfileError(
+            f"`{place}`: storage cannot be measured there: {error.strerror}", "name a device profile, or another place"
+        ) from error
+
+
+def _block_bytes(place: Path) -> int:
+    size = os.statvfs(place if place.exists() else place.parent).f_frsize
+    return size if 512 <= size <= 1 << 20 and size & (size - 1) == 0 else DEFAULT_BLOCK_BYTES
+
+
+def _fill(descriptor: int) -> None:
+    """Write up to PROBE_FILE_BYTES of random bytes, synced piece by piece, until WRITE_LIMIT_S is over."""
+    deadline = time.perf_counter() + WRITE_LIMIT_S
+    for _ in range(PROBE_FILE_BYTES // REQUEST_BYTES):
+        os.write(descriptor, os.urandom(REQUEST_BYTES))
+        os.fsync(descriptor)
+        if time.perf_counter() > deadline:
+            return
+
+
+@contextmanager
+def _opened(path: Path, block_bytes: int) -> Iterator[tuple[int, bool]]:
+    """A descriptor and whether it reads past the page cache, tried with one read."""
+    direct = getattr(os, "O_DIRECT", 0)
+    descriptor, is_direct = -1, False
+    if direct:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | direct)
+            with mmap.mmap(-1, block_bytes) as page:
+                os.preadv(descriptor, [page], 0)
+            is_direct = True
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    if not is_direct:
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor, is_direct
+    finally:
+        os.close(descriptor)
+
+
+def _measure_file(path: Path, block_bytes: int) -> StorageFigures:
+    size = path.stat().st_size
+    # The order is fixed, so that two probes read the same places.
+    order = random.Random(0)
+    with _opened(path, block_bytes) as (descriptor, is_direct):
+        large = list(range(0, size - REQUEST_BYTES + 1, REQUEST_BYTES))[:256]
+        small = [order.randrange(size // block_bytes) * block_bytes for _ in range(LATENCY_READS)]
+        latencies = _timed_reads(descriptor, small, block_bytes, LATENCY_LIMIT_S, is_direct)
+        times = _timed_reads(descriptor, large, REQUEST_BYTES, READ_LIMIT_S, is_direct)
+    return StorageFigures(
+        # The median, not the mean: a single stalled read on a shared disk would halve the result.
+        bytes_per_s=max(1, REQUEST_BYTES * 10**9 // int(statistics.median(times))),
+        latency_ns=max(1, int(statistics.median(latencies))),
+        block_bytes=block_bytes,
+        is_direct=is_direct,
+    )
+
+
+def _timed_reads(descriptor: int, offsets: list[int], size: int, limit_s: float, is_direct: bool) -> list[int]:
+    """Nanoseconds of each read, at least one, until limit_s is over. Buffered reads drop the page cache before."""
+    times: list[int] = []
+    deadline = time.perf_counter() + limit_s
+    # An anonymous map starts on a page, as direct reads ask.
+    with mmap.mmap(-1, size) as buffer:
+        for offset in offsets:
+            if not is_direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter_ns()
+            os.preadv(descriptor, [buffer], offset)
+            times.append(max(1, time.perf_counter_ns() - start))
+            if time.perf_counter() > deadline:
+                break
+    return times

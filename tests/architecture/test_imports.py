@@ -1,0 +1,120 @@
+"""G7: the runtime is light. Each check starts a fresh interpreter and lists what an import brought in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moec.manifests
+
+ROOMS = Path(moec.manifests.__file__).parent.parent
+HEAVY = {"torch", "transformers", "datasets", "optimum", "evaluate", "safetensors", "rouge_score", "matplotlib"}
+# tokenizers imports huggingface_hub only where a hub name is asked for; numpy and tokenizers bring nothing else.
+ALLOWED = {"moec", "numpy", "tokenizers"}
+PROBE = """
+import json, sys, time
+before = set(sys.modules)
+start = time.perf_counter()
+{code}
+seconds = time.perf_counter() - start
+names = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+foreign = sorted(name for name in names if name not in sys.stdlib_module_names and not name.startswith("__"))
+print(json.dumps({{"foreign": foreign, "seconds": seconds, "extra": globals().get("extra")}}))
+"""
+
+
+def probe(code: str) -> dict[str, object]:
+    """Foreign top-level modules that `code` loads in a fresh interpreter, and how long it took."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(code=code)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([p for p in sys.path if p])},
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def foreign(code: str) -> set[str]:
+    found = probe(code)
+    names = found["foreign"]
+    assert isinstance(names, list)
+    print(f"{code.splitlines()[0]}: {found['seconds']:.3f} s, loads {names}")
+    # Import hooks of editable installs and of coverage are there before the code; compiled parts of rooms are ours.
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.gate("G7")
+def test_runtime_package_loads_nothing() -> None:
+    assert foreign("import moec.runtime") <= {"moec"}
+
+
+@pytest.mark.gate("G7")
+def test_engine_loads_numpy_and_tokenizers_only() -> None:
+    found = foreign(
+        "import moec.runtime.engine, moec.runtime.batch, moec.runtime.simulate, moec.runtime.statistics\n"
+        "from moec.runtime import Engine, load"
+    )
+    assert found <= ALLOWED, f"not on the list: {sorted(found - ALLOWED)}"
+    assert {"numpy", "tokenizers"} <= found
+
+
+@pytest.mark.gate("G7")
+def test_runtime_works_without_the_extension() -> None:
+    """A finder that hides `_native` stands for an install without a compiler; numpy takes over and computes."""
+    code = """
+import importlib.abc, importlib.util
+import sys as system
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.endswith("._native"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+hidden = importlib.util.find_spec
+def find(name, package=None):
+    return None if name.endswith("._native") else hidden(name, package)
+importlib.util.find_spec = find
+system.meta_path.insert(0, Hide())
+import numpy as np
+import moec.runtime.engine
+from moec.runtime import kernels
+kernels.Path = type("NoFiles", (), {"__init__": lambda self, folder: None, "glob": lambda self, pattern: []})
+out = np.empty((1, 32), np.float32)
+kernels.rms_norm(np.ones((1, 32), np.float32), np.ones(32, np.float32), 0.0, out)
+extra = [kernels.active(), list(kernels.available()), float(out[0, 0])]
+"""
+    found = probe(code)
+    assert found["extra"] == ["numpy", ["numpy"], 1.0]
+    assert not HEAVY & set(found["foreign"])  # type: ignore[call-overload]
+
+
+@pytest.mark.gate("G7")
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["inspect", "--help"], ["--version"]])
+def test_help_loads_neither_numpy_nor_anything_heavy(arguments: list[str]) -> None:
+    code = f"""
+import contextlib, io
+from moec.cli.main import cli
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    cli.main({arguments!r}, prog_name="moec")
+"""
+    found = foreign(code)
+    assert not HEAVY & found
+    assert found <= {"moec", "click", "colorama"}
+
+
+@pytest.mark.gate("G7")
+@pytest.mark.parametrize("room", ["manifests", "profiles"])
+def test_light_rooms_are_standard_library_only(room: str) -> None:
+    modules = [
+        f"moec.{room}.{path.stem}" for path in sorted((ROOMS / room).glob("*.py")) if not path.stem.startswith("__")
+    ]
+    assert modules
+    assert foreign(f"import {', '.join(modules)}") <= {"moec", "tomli"}

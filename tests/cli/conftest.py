@@ -1,0 +1,67 @@
+"""A tiny checkpoint, bundles made of it, and a way to call the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moec.cli.main import cli
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    return save_tiny_mixtral(folder, TinyMixtral(layers=3, experts=8, seed=21))
+
+
+@pytest.fixture(scope="session")
+def bundle(checkpoint: Path) -> Path:
+    """16-bit: computes what the checkpoint computes."""
+    return emit_bundle(checkpoint, checkpoint.parent / "tiny-moec")
+
+
+@pytest.fixture(scope="session")
+def mixed_bundle(checkpoint: Path) -> Path:
+    return emit_bundle(checkpoint, checkpoint.parent / "mixed-moec", mixed=True)
+
+
+@pytest.fixture
+def own_bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(mixed_bundle, tmp_path / "own-moec"))
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """Call `moec` with arguments; stdout and stderr come apart."""
+
+    def call(*arguments: object, stdin: str | None = None, **environment: str | None) -> Result:
+        return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin, env=environment)
+
+    return call
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Plain texts of different length, one of a single token."""
+    path = tmp_path / "texts.jsonl"
+    rows = ["A first text, rather short.", "x", "Another text that is a little longer, with more words in it."]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    path = tmp_path / "problems.jsonl"
+    rows = [{"question": f"What is {n} plus {n}?", "answer": f"<<{n}+{n}={2 * n}>>\n#### {2 * n}"} for n in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,68 @@
+"""`moec bench`: ceiling, measurement, ratio, and the comparison of policies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moec.cli.bench import predict
+from moec.profiles.device import DeviceProfile, load_profile
+from moec.runtime.bundle import open_bundle
+
+from .conftest import Invoke
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
+    """A shipped profile in place of the probe, which takes seconds."""
+    profile = load_profile("raspberry-pi-4b-sd")
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: profile)
+    return profile
+
+
+def test_ceiling_first_then_measurement_then_ratio(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:
+    result = invoke("bench", mixed_bundle, "--tokens", 6, "--expert-cache", "40%", "--prompt", "Hello")
+    assert result.exit_code == 0, result.stderr
+    places = [result.stdout.index(part) for part in ("ceiling", "mode: streaming", "per token (TPOT)", "ratio")]
+    assert places == sorted(places)
+
+
+def test_json_holds_all_of_it(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:
+    arguments = ("bench", mixed_bundle, "--tokens", 10, "--expert-cache", "50%", "--prompt", "Hello", "--json")
+    values = json.loads(invoke(*arguments, "--policies", "all").stdout)
+    ceiling, measured = values["ceiling"], values["measured"]
+    assert measured["tokens"] == 10 and measured["prompt_tokens"] == 5
+    assert values["ratio"] == pytest.approx(ceiling["tpot_ns"] / measured["tpot_p50_ns"])
+    assert ceiling["tpot_ns"] == max(ceiling["compute_ns"], ceiling["storage_ns"]) > 0
+    rows = values["policies"]
+    assert {row["policy"] for row in rows} == {"edgemoe", "lru", "lfu", "popularity", "optimum"}
+    for share in {row["share"] for row in rows}:
+        part = {row["policy"]: row for row in rows if row["share"] == share}
+        assert part["optimum"]["lookups"] == measured["lookups"]
+        assert part["optimum"]["misses"] <= min(row["misses"] for row in part.values()) + 2  # sizes differ a little
+
+
+def test_people_get_the_table_of_policies(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:
+    result = invoke("bench", mixed_bundle, "--tokens", 4, "--expert-cache", "50%", "--policies", "all")
+    assert result.exit_code == 0 and "x optimum" in result.stdout and "popularity" in result.stdout
+
+
+def test_the_ceiling_counts_what_a_token_moves(bundle: Path, host: DeviceProfile) -> None:
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
+    resident = predict(opened, host, manifest.cost.expert_padded_bytes)
+    assert resident["missed_bytes_per_token"] == 0 and resident["reads_per_token"] == 0
+    embedding = next(entry for entry in manifest.dense if entry.name == "embedding")
+    without_rows = (embedding.shape[0] - 1) * embedding.spec.row_bytes(embedding.shape[1])
+    expected = manifest.cost.dense_packed_bytes - without_rows + manifest.cost.expected_read_bytes_per_token
+    assert resident["compute_bytes_per_token"] == pytest.approx(expected, rel=1e-3)
+    half = predict(opened, host, manifest.cost.expert_padded_bytes // 2)
+    assert half["missed_bytes_per_token"] == pytest.approx(manifest.cost.expected_read_bytes_per_token / 2, rel=0.05)
+
+
+def test_what_does_not_fit_is_refused(invoke: Invoke, bundle: Path, host: DeviceProfile) -> None:
+    result = invoke("bench", bundle, "--tokens", 500)
+    assert result.exit_code == 1 and "exceed the context of 128" in result.stderr
+    assert invoke("bench", bundle, "--tokens", 1).exit_code == 1

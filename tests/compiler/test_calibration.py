@@ -1,0 +1,202 @@
+"""Statistics against counts made from the model's own router logits, and path predictions on routes made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.compiler.calibration import ActivationStatistics, calibrate
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.second_moments import SecondMoments
+from moec.compiler.statistics_paths import (
+    count_paths,
+    count_popularity,
+    count_transitions,
+    frequent_share,
+    report_paths,
+)
+from moec.compiler.tables import Tables
+from moec.manifests.errors import DataError
+from moec.manifests.model import ExpertKey
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+TEXTS = [("Question: what?\nAnswer:", " this"), ("a", "b"), ("longer " * 9, "and more"), ("", "alone"), ("x", "")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> ReferenceModel:
+    tiny = TinyMixtral(layers=4, experts=5, top_k=2, seed=5)
+    return ReferenceModel(save_tiny_mixtral(tmp_path_factory.mktemp("tiny"), tiny))
+
+
+@pytest.fixture(scope="module")
+def pairs(reference):
+    return reference.encode_pairs(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def statistics(reference, pairs) -> ActivationStatistics:
+    return calibrate(reference, pairs)
+
+
+def router_choices(reference, pairs):
+    """Per text: experts [T, L, K] and weights from `output_router_logits`, and the inputs of every experts module."""
+    top_k = reference.model.layers[0].experts.top_k
+    for row in (prompt + answer for prompt, answer in pairs):
+        with torch.no_grad():
+            logits = reference.network.model(torch.tensor([row]), output_router_logits=True).router_logits
+        weights, chosen = torch.stack(list(logits), 1).softmax(-1).topk(top_k)
+        yield chosen.numpy(), (weights / weights.sum(-1, keepdim=True)).numpy()
+
+
+def test_counts_are_those_of_the_router_logits(reference, pairs, statistics):
+    layers, experts = 4, 5
+    popularity = np.zeros((layers, experts), np.uint32)
+    transitions = np.zeros((layers - 1, experts, experts), np.uint32)
+    paths: dict[tuple[int, int, int], dict[int, int]] = {}
+    largest = []
+    for chosen, weights in router_choices(reference, pairs):
+        largest.append(weights.max(-1))
+        for token in chosen.tolist():
+            for layer, current in enumerate(token):
+                for expert in current:
+                    popularity[layer, expert] += 1
+                    for before in token[layer - 1] if layer else ():
+                        transitions[layer - 1, before, expert] += 1
+                    for a in token[layer - 2] if layer > 1 else ():
+                        for b in token[layer - 1]:
+                            successors = paths.setdefault((layer, a, b), {})
+                            successors[expert] = successors.get(expert, 0) + 1
+    np.testing.assert_array_equal(statistics.popularity, popularity)
+    np.testing.assert_array_equal(statistics.transitions, transitions)
+    assert [tuple(key) for key in statistics.path_keys.tolist()] == sorted(paths)
+    for at, key in enumerate(sorted(paths)):
+        span = slice(statistics.path_offsets[at], statistics.path_offsets[at + 1])
+        found = dict(zip(statistics.path_experts[span].tolist(), statistics.path_counts[span].tolist(), strict=True))
+        assert list(found) == sorted(found) and found == paths[key]
+    expected = np.quantile(np.concatenate(largest), [0, 0.5, 1], axis=0).T
+    np.testing.assert_allclose(statistics.router_quantiles[:, [0, 50, 100]], expected, rtol=1e-5)
+    assert statistics.num_tokens == sum(len(p) + len(a) for p, a in pairs) == popularity[0].sum() // 2
+    Tables.of(statistics).check(reference.model)
+
+
+def test_second_moments_weigh_the_inputs_of_every_expert(reference, pairs, statistics):
+    captured = []
+    module = reference.network.experts[2]
+    handle = module.register_forward_pre_hook(lambda _, arguments: captured.append(arguments))
+    for prompt, answer in pairs:
+        with torch.no_grad():
+            reference.network.model(torch.tensor([prompt + answer]))
+    handle.remove()
+    inputs, intermediates = torch.zeros(5, 64, 64), torch.zeros(5, 96, 96)
+    for x, chosen, weights in captured:
+        for token, experts, shares in zip(x, chosen.tolist(), weights.tolist(), strict=True):
+            for expert, share in zip(experts, shares, strict=True):
+                gate, up = (module.gate_up_proj[expert] @ token).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * up * share
+                inputs[expert] += torch.outer(token * share, token * share)
+                intermediates[expert] += torch.outer(hidden, hidden)
+    moments = statistics.second_moments
+    scale = float(inputs.abs().max()), float(intermediates.abs().max())
+    for projection, expected, largest in (
+        ("gate", inputs, scale[0]), ("up", inputs, scale[0]), ("down", intermediates, scale[1]),
+    ):  # fmt: skip
+        torch.testing.assert_close(moments.of(2, projection), expected, atol=1e-4 * largest, rtol=1e-3)
+    assert moments.tokens(2).tolist() == statistics.popularity[2].tolist()
+    assert moments.of(2, "gate") is moments.of(2, "up")
+    with pytest.raises(ValueError, match="no projection `middle`"):
+        moments.of(0, "middle")
+
+
+def test_equal_input_gives_equal_statistics_and_they_survive_the_journal(reference, pairs, statistics):
+    seen = []
+    again = calibrate(reference, pairs, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (len(pairs), len(pairs))
+    rebuilt = ActivationStatistics.from_arrays({name: array.copy() for name, array in again.to_arrays().items()})
+    for other in (again, rebuilt):
+        ours, theirs = statistics.to_arrays(), other.to_arrays()
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+            assert ours[name].dtype == theirs[name].dtype
+        assert other.path_report == statistics.path_report and other.texts_sha256 == statistics.texts_sha256
+        assert (other.num_tokens, other.seed, other.unseen_experts) == (statistics.num_tokens, 0, ())
+
+
+def test_experts_without_tokens_are_listed(reference):
+    few = calibrate(reference, [([5], [6])])
+    unseen = [ExpertKey(*map(int, at)) for at in np.argwhere(few.popularity == 0)]
+    assert unseen and list(few.unseen_experts) == unseen
+    assert not few.second_moments.of(unseen[0].layer, "gate")[unseen[0].expert].any()
+    arrays = SecondMoments.from_arrays(few.to_arrays())
+    assert arrays.unseen() == few.unseen_experts
+
+
+def test_texts_are_chosen_by_seed_and_cut_at_the_context(reference, pairs):
+    sizes = [len(p) + len(a) for p, a in pairs]
+    chosen = {calibrate(reference, pairs, seed, max_tokens=20).texts_sha256 for seed in range(6)}
+    assert len(chosen) > 1
+    assert min(sizes) <= calibrate(reference, pairs, 1, max_tokens=20).num_tokens <= 60
+    assert calibrate(reference, [([5] * 500, [])]).num_tokens == reference.model.max_positions
+    with pytest.raises(DataError, match="no text"):
+        calibrate(reference, [([], [])])
+    assert not any(module._forward_pre_hooks for module in reference.network.experts.values())
+
+
+ROUTES = st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 2), st.integers(0, 2**32 - 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(ROUTES)
+def test_counts_add_up(shape):
+    tokens, layers, top_k, seed = shape
+    rng = np.random.default_rng(seed)
+    routes = rng.random((tokens, layers, 4)).argsort(axis=2)[:, :, :top_k]
+    popularity, transitions, paths = count_popularity(routes, 4), count_transitions(routes, 4), count_paths(routes, 4)
+    assert popularity.shape == (layers, 4) and transitions.shape == (layers - 1, 4, 4)
+    np.testing.assert_array_equal(popularity.sum(1), np.full(layers, tokens * top_k))
+    np.testing.assert_array_equal(transitions.sum(2), popularity[:-1] * top_k)
+    np.testing.assert_array_equal(transitions.sum(1), popularity[1:] * top_k)
+    assert paths.counts.sum() == tokens * max(0, layers - 2) * top_k**3
+    assert paths.offsets[-1] == len(paths.experts) == len(paths.counts) and (np.diff(paths.offsets) > 0).all()
+    again = count_paths(routes[::-1, :, ::-1], 4)
+    for name in ("keys", "offsets", "experts", "counts"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(paths, name))
+
+
+def test_paths_that_repeat_are_predicted_and_chance_is_not():
+    cycle = np.array([[(i + step) % 8 for step in range(4)] for i in range(8)])[:, :, None]
+    certain = report_paths(np.repeat(cycle, 20, axis=0), cycle, 8)
+    assert certain.accuracy_pairs == certain.accuracy_sets == certain.accuracy_previous == 1.0
+    assert certain.accuracy_popularity == pytest.approx(1 / 8)
+    assert certain.observed_paths == 8 and certain.frequent_paths == pytest.approx(2 / 8)
+    rng = np.random.default_rng(0)
+    random = rng.random((4000, 3, 8)).argsort(axis=2)[:, :, :2]
+    chance = report_paths(random[:3000], random[3000:], 8)
+    assert 0.2 < chance.accuracy_pairs < 0.3 and 0.2 < chance.accuracy_sets < 0.3
+
+
+def test_rare_pairs_back_off_to_the_layer_before_and_then_to_popularity():
+    # Expert 1 of layer 1 is followed by 3, whatever came before, except behind expert 0 of layer 0: there by 2.
+    routes = np.array([[[0], [1], [2]]] * 8 + [[[4], [1], [3]]] * 20 + [[[5], [6], [7]]] * 30)
+    assert report_paths(routes, np.array([[[0], [1], [2]]]), 8).accuracy_pairs == 1.0
+    assert report_paths(routes[1:], np.array([[[0], [1], [3]]]), 8).accuracy_pairs == 1.0  # seven: too few
+    unseen = report_paths(routes, np.array([[[0], [5], [7]]]), 8)
+    assert unseen.accuracy_pairs == unseen.accuracy_sets == unseen.accuracy_popularity == 1.0
+
+
+def test_the_frequent_share_counts_observed_paths():
+    paths = np.array([[[0, 1]]] * 7 + [[[1, 2]], [[2, 1]], [[3, 4]], [[5, 6]], [[0, 6]]])
+    assert frequent_share(paths) == (7 / 12, 5)
+    assert frequent_share(paths[:0]) == (0.0, 0)

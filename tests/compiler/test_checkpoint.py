@@ -1,0 +1,173 @@
+"""Opening model folders: what is read, and one clear error for each way a folder can be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moec.compiler.checkpoint import INDEX_NAME, WEIGHTS_NAME, open_checkpoint
+from moec.manifests.errors import CheckpointError
+from tests.tiny_models import TINY_MODELS, save_tiny_mixtral
+
+ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixtral(tmp_path_factory.mktemp("checkpoint") / "tiny", TINY_MODELS["plain"])
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixtral(tmp_path_factory.mktemp("checkpoint") / "tiny-shards", TINY_MODELS["sharded-half"])
+
+
+@pytest.fixture
+def copy(single: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(single, tmp_path / "copy"))
+
+
+@pytest.fixture
+def copy_of_shards(sharded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharded, tmp_path / "copy"))
+
+
+def test_every_tensor_is_read_as_it_lies_on_disk(single: Path) -> None:
+    checkpoint, expected = open_checkpoint(str(single)), load_file(single / WEIGHTS_NAME)
+    assert checkpoint.name == "tiny"
+    assert set(checkpoint.tensors) == set(expected)
+    for name, tensor in expected.items():
+        read = checkpoint.tensor(name)
+        assert read.dtype == tensor.dtype and torch.equal(read, tensor)
+
+
+def test_shards_are_one_mapping(sharded: Path) -> None:
+    checkpoint = open_checkpoint(str(sharded))
+    assert len(checkpoint.weight_files()) > 1
+    for file in checkpoint.weight_files():
+        for name, tensor in load_file(sharded / file).items():
+            assert torch.equal(checkpoint.tensor(name), tensor)
+
+
+def test_a_slice_of_a_stack_is_read_alone(copy: Path) -> None:
+    stack = torch.randn(3, 8, 4).bfloat16()
+    save_file({"stack": stack}, copy / WEIGHTS_NAME)
+    checkpoint = open_checkpoint(str(copy))
+    assert torch.equal(checkpoint.tensor("stack", 2), stack[2])
+    assert torch.equal(checkpoint.tensor("stack", 1, (2, 5)), stack[1, 2:5])
+    assert torch.equal(checkpoint.tensor("stack", rows=(1, 3)), stack[1:3])
+
+
+def test_source_files_name_everything_the_model_consists_of(sharded: Path) -> None:
+    entries = {entry.name: entry for entry in open_checkpoint(str(sharded)).source_files()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", INDEX_NAME} <= set(entries)
+    assert set(entries) == {path.name for path in sharded.iterdir()}
+    for name, entry in entries.items():
+        data = (sharded / name).read_bytes()
+        assert (entry.size_bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def _refused(path: Path | str, *parts: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(str(path))
+    assert caught.value.hint
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    _refused(tmp_path / "absent", "no folder", "absent")
+    (tmp_path / "file").write_text("x")
+    _refused(tmp_path / "file", "is a file, expected a model folder")
+
+
+def test_a_hub_id_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    _refused("nobody-here/no-such-model", "no folder `nobody-here/no-such-model` here, and the hub gave no model")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), ["no `config.json` in"]),
+        (lambda folder: (folder / "config.json").write_text("{"), ["config.json` is not JSON"]),
+        (lambda folder: (folder / "config.json").write_text("[1]"), ["expected a JSON object, found list"]),
+        (lambda folder: (folder / "config.json").write_text('{"a": 1}'), ["has no `model_type`"]),
+        (lambda folder: (folder / "generation_config.json").write_text("x"), ["generation_config.json` is not JSON"]),
+        (lambda folder: (folder / WEIGHTS_NAME).unlink(), ["has neither `model.safetensors` nor"]),
+        (lambda folder: (folder / WEIGHTS_NAME).write_bytes(b"abc"), ["model.safetensors` is damaged", "3 bytes"]),
+    ],
+)
+def test_damaged_folders(copy: Path, change: Callable[[Path], object], parts: list[str]) -> None:
+    change(copy)
+    _refused(copy, *parts)
+
+
+def test_pickled_weights_are_refused(copy: Path) -> None:
+    (copy / WEIGHTS_NAME).rename(copy / "pytorch_model.bin")
+    _refused(copy, "pickled weights only (`pytorch_model.bin`)", "safetensors")
+
+
+@pytest.mark.parametrize("kept", [4, 100, -1])
+def test_a_truncated_file_is_named(copy: Path, kept: int) -> None:
+    data = (copy / WEIGHTS_NAME).read_bytes()
+    (copy / WEIGHTS_NAME).write_bytes(data[:kept])
+    _refused(copy, "model.safetensors` is damaged or truncated")
+
+
+def test_a_file_that_shrinks_after_opening_is_named(copy: Path) -> None:
+    checkpoint = open_checkpoint(str(copy))
+    last = max(checkpoint.tensors, key=lambda name: checkpoint.tensors[name].offset_bytes)
+    (copy / WEIGHTS_NAME).write_bytes((copy / WEIGHTS_NAME).read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"ends inside tensor `{last}`"):
+        checkpoint.tensor(last)
+
+
+def test_types_without_sixteen_bit_values_are_refused(copy: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int8)}, copy / WEIGHTS_NAME)
+    _refused(copy, "1 tensors are neither bfloat16, float16 nor float32, first `b` with I8")
+
+
+def _edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    edit(index["weight_map"])
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def test_a_missing_shard_is_named(copy_of_shards: Path) -> None:
+    file = sorted(copy_of_shards.glob("model-*.safetensors"))[1]
+    file.unlink()
+    _refused(copy_of_shards, "lacks 1 of", file.name)
+
+
+def test_a_tensor_that_its_shard_does_not_hold(copy_of_shards: Path) -> None:
+    _edit_index(copy_of_shards, lambda weights: weights.update(extra=next(iter(weights.values()))))
+    _refused(copy_of_shards, "names tensor `extra` in `model-00001-of-")
+
+
+def test_a_tensor_in_two_shards(copy_of_shards: Path) -> None:
+    files = sorted(copy_of_shards.glob("model-*.safetensors"))
+    twice = load_file(files[0])
+    save_file(twice, files[1])
+    _refused(copy_of_shards, f"tensor `{min(twice)}` lies in both", files[1].name)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors"])
+def test_an_index_cannot_leave_the_folder(copy_of_shards: Path, name: str) -> None:
+    _edit_index(copy_of_shards, lambda weights: weights.update({ROUTER: name}))
+    _refused(copy_of_shards, "expected a plain file name", name)
+
+
+def test_an_index_without_a_map(copy_of_shards: Path) -> None:
+    (copy_of_shards / INDEX_NAME).write_text('{"weight_map": []}')
+    _refused(copy_of_shards, "has no `weight_map`")

@@ -1,0 +1,377 @@
+"""Emit: the bundle holds what the plan says, byte for byte and every time, or it does not exist."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file, save_file
+
+from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.durable import Disk
+from moec.compiler.emit import cost_summary, emit, expert_tensor_name, finish, packed_pieces
+from moec.compiler.families import Lowering, lower
+from moec.compiler.packing import pack
+from moec.compiler.plan import CompilePlan
+from moec.compiler.quantized import QuantizedMatrix
+from moec.compiler.quantizers.rtn import quantize_rtn
+from moec.compiler.tables import Tables, encode_tables, read_tables
+from moec.compiler.uniform import uniform_plan
+from moec.manifests.bundle import MANIFEST_NAME, BundleManifest, experts_file_name, unit_offsets
+from moec.manifests.codec import decode_manifest, encode_manifest
+from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, PlanError
+from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+from moec.manifests.safetensors_header import read_header
+from moec.runtime.kernels import reference
+from tests.tiny_models import NO_DEVICE, TINY_MODELS, TinyMixtral, save_tiny_mixtral
+
+SPECS = [QuantSpec.parse(text) for text in ("q2g32", "q3", "q4g32", "q8", "bf16", "q4s", "q2g32s")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixtral(tmp_path_factory.mktemp("emit") / "tiny")
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def _open(path: Path) -> Lowering:
+    return lower(open_checkpoint(str(path)))
+
+
+def _mixed_plan(model: ModelSpec) -> CompilePlan:
+    """Another format for nearly every unit, and three for dense weights."""
+    uniform = uniform_plan(model, 4, 32, 8, "bfloat16")
+    units = {key: SPECS[index % len(SPECS)] for index, key in enumerate(uniform.units)}
+    dense = dict(uniform.dense) | {"layers.0.query": QuantSpec(4, 32), "embedding": QuantSpec(3)}
+    return CompilePlan(model, units, dense, "rtn")
+
+
+def _emit(lowering: Lowering, partial: Path, plan: CompilePlan | None = None, **options: object) -> BundleManifest:
+    plan = plan or _mixed_plan(lowering.model)
+    return emit(lowering.checkpoint, lowering, plan, partial, **{"device": NO_DEVICE, **options})  # type: ignore[arg-type]
+
+
+def _contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_every_unit_is_what_the_quantizer_gave(folder: Path, tmp_path: Path) -> None:
+    lowering = _open(folder)
+    plan, partial = _mixed_plan(lowering.model), tmp_path / "out.partial"
+    manifest = _emit(lowering, partial, plan)
+    for entry in manifest.experts:
+        raw = (partial / entry.file).read_bytes()[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        assert hashlib.sha256(raw).hexdigest() == entry.sha256
+        specs = {projection: entry.spec(projection) for projection in PROJECTIONS}
+        assert specs == plan.expert_specs(entry.key)
+        offsets, _ = unit_offsets(plan.model, entry.layer, specs)
+        covered = np.zeros(len(raw), bool)
+        for projection in PROJECTIONS:
+            shape, spec = plan.model.unit_shape(entry.layer, projection), specs[projection]
+            place = slice(offsets[projection], offsets[projection] + spec.packed_bytes(*shape))
+            covered[place] = True
+            weight = lowering.unit(UnitKey(*entry.key, projection)).float()
+            expected = weight if spec.bitwidth == 16 else quantize_rtn(weight, spec).dequantize()
+            stored = np.frombuffer(raw, np.uint8)[place]
+            np.testing.assert_array_equal(reference.unpack(stored, *shape, spec)[: shape[0]], expected.numpy())
+        assert not np.frombuffer(raw, np.uint8)[~covered].any(), "padding is zero"
+
+
+def test_every_dense_weight_is_there(folder: Path, tmp_path: Path) -> None:
+    lowering = _open(folder)
+    manifest, arrays = _emit(lowering, tmp_path / "out.partial"), load_file(tmp_path / "out.partial/dense.safetensors")
+    assert list(arrays) and set(arrays) == {entry.name for entry in manifest.dense}
+    for entry in manifest.dense:
+        weight, stored = lowering.dense_weight(entry.name), arrays[entry.name]
+        if len(entry.shape) == 1 or entry.name.endswith(".router"):
+            assert entry.spec == lowering.spec_16bit
+        if len(entry.shape) == 1:
+            assert stored.dtype == weight.dtype and torch.equal(stored, weight)
+            continue
+        expected = weight.float()
+        if entry.spec.bitwidth != 16:
+            expected = quantize_rtn(expected, entry.spec, clip_search=True).dequantize()
+        values = reference.unpack(stored.numpy(), *entry.shape, entry.spec)[: entry.shape[0]]
+        np.testing.assert_array_equal(values, expected.numpy())
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_sixteen_bits_are_the_checkpoints_own(name: str, tmp_path: Path) -> None:
+    lowering = _open(save_tiny_mixtral(tmp_path / name, TINY_MODELS[name]))
+    plan = uniform_plan(lowering.model, 16, 0, 16, lowering.float_type)
+    manifest = _emit(lowering, tmp_path / "out.partial", plan)
+    assert manifest.cost.expert_bits_per_weight == 16
+    for entry in manifest.experts:
+        raw = load_arrays(tmp_path / "out.partial" / entry.file)[expert_tensor_name(entry.expert)]
+        specs = plan.expert_specs(entry.key)
+        for projection, start in unit_offsets(plan.model, entry.layer, specs)[0].items():
+            rows, columns = plan.model.unit_shape(entry.layer, projection)
+            stored = raw[start : start + specs[projection].packed_bytes(rows, columns)]
+            values = reference.unpack(stored, rows, columns, specs[projection])[:rows]
+            weight = lowering.unit(UnitKey(*entry.key, projection))
+            np.testing.assert_array_equal(values, weight.float().numpy())
+
+
+def test_files_are_aligned_and_accounted_for(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    manifest = _emit(_open(folder), partial)
+    on_disk = _contents(partial)
+    assert set(on_disk) == {entry.name for entry in manifest.files} | {MANIFEST_NAME}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(on_disk)
+    for entry in manifest.files:
+        data = on_disk[entry.name]
+        assert (entry.size_bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    for name in on_disk:
+        if name.endswith(".safetensors"):
+            first = min(read_header(partial / name).values(), key=lambda tensor: tensor.offset_bytes)
+            assert first.offset_bytes % 4096 == 0
+    for layer in range(2):
+        for tensor in read_header(partial / experts_file_name(layer)).values():
+            assert tensor.dtype == "U8" and tensor.offset_bytes % 4096 == 0 and tensor.size_bytes % 4096 == 0
+    assert decode_manifest(on_disk[MANIFEST_NAME], MANIFEST_NAME) == manifest
+    assert not manifest.certified
+
+
+@pytest.mark.gate("G4")
+def test_emitting_twice_gives_identical_bytes(folder: Path, tmp_path: Path) -> None:
+    copy_elsewhere = Path(shutil.copytree(folder, tmp_path / "elsewhere" / "tiny"))
+    manifests = [_emit(_open(folder), tmp_path / "a.partial"), _emit(_open(copy_elsewhere), tmp_path / "b.partial")]
+    assert manifests[0] == manifests[1]
+    one, other = _contents(tmp_path / "a.partial"), _contents(tmp_path / "b.partial")
+    assert one == other and len(one) == 9
+    assert str(tmp_path).encode() not in b"".join(one.values())
+
+
+def test_costs(folder: Path, tmp_path: Path) -> None:
+    lowering = _open(folder)
+    plan = _mixed_plan(lowering.model)
+    tables = Tables.empty(plan.model)
+    tables.popularity[0] = [7, 1, 0, 0]
+    cost = _emit(lowering, tmp_path / "out.partial", plan, statistics=tables).cost
+    sizes = [[plan.expert_padded_bytes(ExpertKey(layer, expert)) for expert in range(4)] for layer in range(2)]
+    assert cost.expert_padded_bytes == sum(map(sum, sizes))
+    assert cost.expected_read_bytes_per_token == round(2 * (7 * sizes[0][0] + sizes[0][1]) / 8 + 2 * sum(sizes[1]) / 4)
+    assert cost.minimum_expert_bytes == max(sum(sorted(layer)[-2:]) for layer in sizes)
+    assert cost_summary(plan).expected_read_bytes_per_token == sum(map(sum, sizes)) * 2 // 4
+    assert cost.kv_bytes_per_position == 2 * 2 * 2 * 16 * 4
+    assert cost.expert_packed_bytes == plan.expert_packed_bytes < cost.expert_padded_bytes
+    assert np.array_equal(read_tables(tmp_path / "out.partial/tables.safetensors").popularity, tables.popularity)
+
+
+def test_progress_ends_at_the_number_of_weights(folder: Path, tmp_path: Path) -> None:
+    lowering, seen = _open(folder), []
+    _emit(lowering, tmp_path / "out.partial", progress=lambda done, total: seen.append((done, total)))
+    total = len(lowering.units) + len(lowering.dense)
+    assert seen == [(done, total) for done in range(1, total + 1)]
+
+
+def test_finish_certifies(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    before = _emit(_open(folder), partial)
+    after = finish(partial, before, b'{"a": 1}\n', b"# Card\n")
+    on_disk = _contents(partial)
+    assert after.certified and decode_manifest(on_disk[MANIFEST_NAME], MANIFEST_NAME) == after
+    assert (on_disk["quality.json"], on_disk["README.md"]) == (b'{"a": 1}\n', b"# Card\n")
+    assert {entry.name for entry in after.files} == set(on_disk) - {MANIFEST_NAME}
+    assert replace(after, certified=False, files=before.files) == before
+    assert encode_manifest(finish(partial, before, b'{"a": 1}\n', b"# Card\n")) == on_disk[MANIFEST_NAME]
+
+
+def test_units_of_an_earlier_stage_are_taken(folder: Path, tmp_path: Path) -> None:
+    lowering = _open(folder)
+    asked: list[UnitKey] = []
+
+    def known(key: UnitKey, spec: QuantSpec) -> QuantizedMatrix | None:
+        asked.append(key)
+        return quantize_rtn(lowering.unit(key), spec) if key.expert % 2 else None
+
+    _emit(lowering, tmp_path / "a.partial", quantized_units=known)
+    _emit(lowering, tmp_path / "b.partial")
+    assert _contents(tmp_path / "a.partial") == _contents(tmp_path / "b.partial")
+    assert len(asked) == sum(spec.bitwidth < 16 for spec in _mixed_plan(lowering.model).units.values())
+
+
+def test_what_a_killed_run_left_is_replaced(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    (partial / "deeper").mkdir(parents=True)
+    (partial / "experts-00099.safetensors.writing").write_bytes(b"half")
+    manifest = _emit(_open(folder), partial)
+    assert set(_contents(partial)) == {entry.name for entry in manifest.files} | {MANIFEST_NAME}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_leaves_nothing(copy: Path, tmp_path: Path, value: float) -> None:
+    tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    tensors[name][0, 0] = value
+    save_file(tensors, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=f"tensor `{name}` in .* holds NaN or infinite"):
+        _emit(_open(copy), tmp_path / "out.partial")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.0.block_sparse_moe.experts.0.w1", "model.embed_tokens"])
+def test_a_weight_beyond_the_scales_is_named(copy: Path, tmp_path: Path, tensor: str) -> None:
+    tensors = load_file(copy / WEIGHTS_NAME)
+    tensors[f"{tensor}.weight"][1, 2] = -1e6
+    save_file(tensors, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=f"tensor `{tensor}.weight` .* cannot be stored: .* exceed the float16"):
+        _emit(_open(copy), tmp_path / "out.partial")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_file_cut_off_after_opening_leaves_nothing(copy: Path, tmp_path: Path) -> None:
+    lowering = _open(copy)
+    (copy / WEIGHTS_NAME).write_bytes((copy / WEIGHTS_NAME).read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="ends inside tensor"):
+        _emit(lowering, tmp_path / "out.partial")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_no_space_is_found_before_the_first_byte(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10))  # type: ignore[attr-defined]
+    with pytest.raises(DoesNotFit, match=r"has 10 bytes free, the bundle needs \d+"):
+        _emit(_open(folder), tmp_path / "out.partial")
+    assert not (tmp_path / "out.partial").exists()
+
+
+class _FullDisk(Disk):
+    """A disk that is full after some writes."""
+
+    def __init__(self, writes: int) -> None:
+        self.writes = writes
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        self.writes -= 1
+        if self.writes < 0:
+            raise OSError(28, "No space left on device")
+        super().write(file, data)
+
+
+def test_a_disk_that_fills_up_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    lowering = _open(folder)
+    plan = uniform_plan(lowering.model, 16, 0, 16, "bfloat16")
+    for writes in range(100):
+        try:
+            _emit(lowering, tmp_path / "out.partial", plan, disk=_FullDisk(writes))
+        except DoesNotFit as error:
+            assert re.search(r"the disk of `.*out\.partial` is full", str(error))
+            assert not list(tmp_path.iterdir())
+        else:
+            break
+    assert writes == 1 + 17 + 2 * (1 + 4) + 5 + 1  # dense, experts, small files, manifest: one write each and headers
+
+
+def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _emit(_open(folder), tmp_path / "out.partial", progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_unfinished_names_are_written(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    with pytest.raises(OptionError, match=r"precious` does not end in `\.partial`"):
+        _emit(_open(folder), tmp_path / "precious")
+    assert (tmp_path / "precious").is_dir()
+    with pytest.raises(MoecError):
+        _emit(_open(folder), tmp_path / "absent" / "out.partial")
+
+
+def test_a_quantizer_that_breaks_its_promise_is_found(folder: Path, tmp_path: Path) -> None:
+    lowering = _open(folder)
+    plan = uniform_plan(lowering.model, 4, 32, 16, "bfloat16")
+
+    def other_format(key: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
+        return quantize_rtn(lowering.unit(key), QuantSpec(2, 32))
+
+    with pytest.raises(RuntimeError, match="the plan says"):
+        _emit(lowering, tmp_path / "out.partial", plan, quantized_units=other_format)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 5000), bits=st.sampled_from([2, 3, 4, 8]), seed=st.integers(0, 9))
+def test_pieces_of_a_dense_matrix_are_the_whole(rows: int, bits: int, seed: int) -> None:
+    weight, spec = torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed)), QuantSpec(bits, 32)
+    pieces = np.concatenate(list(packed_pieces(weight, spec)))
+    np.testing.assert_array_equal(pieces, pack(quantize_rtn(weight, spec, clip_search=True)))
+
+
+def test_tables_come_back(folder: Path, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    tables = Tables(
+        generator.integers(0, 99, (2, 4), np.uint32),
+        generator.integers(0, 99, (1, 4, 4), np.uint32),
+        np.array([[0, 1, 2], [0, 1, 3]], np.int32),
+        np.array([0, 2, 3], np.int64),
+        np.array([1, 2, 0], np.uint16),
+        np.array([5, 4, 3], np.uint32),
+        generator.random((2, 3)).astype(np.float32),
+    )
+    model = _open(folder).model
+    for value in (tables, Tables.of(tables), Tables.empty(model)):
+        value.check(model)
+        (tmp_path / "tables.safetensors").write_bytes(encode_tables(value))
+        back = read_tables(tmp_path / "tables.safetensors")
+        for attribute in Tables.__slots__:
+            np.testing.assert_array_equal(getattr(back, attribute), getattr(value, attribute))
+            assert getattr(back, attribute).dtype == getattr(value, attribute).dtype
+    header = read_header(tmp_path / "tables.safetensors")
+    assert {name: entry.dtype for name, entry in header.items()} == {
+        "popularity": "U32", "transitions": "U32", "path.keys": "I32", "path.offsets": "I64",
+        "path.experts": "U16", "path.counts": "U32", "router_score_quantiles": "F32",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"popularity: expected uint32 \(2, 4\), found uint32 \(2, 5\)"):
+        replace(tables, popularity=np.zeros((2, 5), np.uint32)).check(model)
+    with pytest.raises(ValueError, match="path_offsets: expected a rising sequence"):
+        replace(tables, path_offsets=np.array([0, 3, 2], np.int64)).check(model)
+
+
+def test_uniform_plans(folder: Path, tmp_path: Path) -> None:
+    model = _open(folder).model
+    plan = uniform_plan(model, 3, 32, 8, "bfloat16")
+    assert plan.bits_per_weight == 3 + 32 / 32
+    assert {str(spec) for spec in plan.units.values()} == {"q3g32"}
+    formats = {name: str(spec) for name, spec in plan.dense.items()}
+    assert (formats["embedding"], formats["layers.1.router"], formats["final_norm"]) == ("q8g32", "bf16", "bf16")
+    with pytest.raises(PlanError, match="format q4g64 cannot hold expert matrices of 96 columns"):
+        uniform_plan(model, 4, 64, 8, "bfloat16")
+    odd = _open(save_tiny_mixtral(tmp_path / "odd", TinyMixtral(heads=3, kv_heads=1, head_size=32))).model
+    dense = uniform_plan(odd, 4, 0, 4, "float16").dense
+    assert str(dense["layers.0.output"]) == "q4"
+    dense = uniform_plan(odd, 16, 64, 8, "float16").dense
+    assert (str(dense["layers.0.query"]), str(dense["layers.0.output"])) == ("q8g64", "q8")
+    with pytest.raises(PlanError, match="use --uniform 16"):
+        uniform_plan(_open(save_tiny_mixtral(tmp_path / "narrow", TinyMixtral(width=40))).model, 4, 0, 8, "bfloat16")
+    narrow = _open(tmp_path / "narrow").model
+    assert {str(spec) for spec in uniform_plan(narrow, 16, 0, 8, "bfloat16").units.values()} == {"bf16"}
+
+
+def test_the_manifest_names_the_source_without_a_path(folder: Path, tmp_path: Path) -> None:
+    _emit(_open(folder), tmp_path / "out.partial", options={"z": "1", "a": "2"})
+    plain = json.loads((tmp_path / "out.partial" / MANIFEST_NAME).read_text())
+    assert (plain["name"], plain["source"]["name"], plain["options"]) == ("tiny", "tiny", {"a": "2", "z": "1"})
+    assert WEIGHTS_NAME in {file["name"] for file in plain["source"]["files"]}

@@ -1,0 +1,183 @@
+"""Lowering: config.json to ModelSpec, names on disk to units, and every setting accounted for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.families import Lowering, lower
+from moec.manifests.errors import CheckpointError
+from moec.manifests.model import UnitKey
+from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral
+
+DISK_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixtral(tmp_path_factory.mktemp("families") / "tiny")
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def _lower(path: Path) -> Lowering:
+    return lower(open_checkpoint(str(path)))
+
+
+def _configure(path: Path, **changes: Any) -> Path:
+    """Change keys of config.json; ... removes a key."""
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return path
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_the_model_is_what_the_configuration_says(name: str, tmp_path: Path) -> None:
+    tiny = TINY_MODELS[name]
+    lowering = _lower(save_tiny_mixtral(tmp_path / name, tiny))
+    model, layer = lowering.model, lowering.model.layers[0]
+    assert (model.family, model.hidden_size, model.num_layers) == ("mixtral", tiny.hidden_size, tiny.layers)
+    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (tiny.experts, tiny.top_k, tiny.width)
+    assert layer.experts.router.renormalize and layer.experts.router.scoring == "softmax"
+    assert (layer.attention.num_heads, layer.attention.num_kv_heads) == (tiny.heads, tiny.kv_heads)
+    assert layer.attention.head_size == (tiny.head_size or tiny.hidden_size // tiny.heads)
+    assert layer.attention.sliding_window == (tiny.sliding_window or 0)
+    assert layer.attention.rope.theta == 10_000.0
+    assert (model.tie_embeddings, model.eos_token_ids, model.max_positions) == (tiny.tied, (2,), 128)
+    assert lowering.float_type == tiny.dtype
+    assert not lowering.notes
+
+
+def test_units_and_dense_weights_are_the_tensors_on_disk(folder: Path) -> None:
+    lowering, on_disk = _lower(folder), load_file(folder / WEIGHTS_NAME)
+    for key in lowering.units:
+        name = f"model.layers.{key.layer}.block_sparse_moe.experts.{key.expert}.{DISK_NAMES[key.projection]}.weight"
+        assert torch.equal(lowering.unit(key), on_disk[name])
+    for name, shape in lowering.model.dense_shapes().items():
+        assert lowering.dense_weight(name).shape == shape
+    assert torch.equal(lowering.dense_weight("layers.1.router"), on_disk["model.layers.1.block_sparse_moe.gate.weight"])
+    assert torch.equal(lowering.dense_weight("layers.0.output"), on_disk["model.layers.0.self_attn.o_proj.weight"])
+
+
+def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
+    tensors, stacked = load_file(folder / WEIGHTS_NAME), {}
+    for layer in range(2):
+        block = f"model.layers.{layer}.block_sparse_moe."
+        w1, w2, w3 = (torch.stack([tensors.pop(f"{block}experts.{e}.{w}.weight") for e in range(4)]) for w in
+                      ("w1", "w2", "w3"))  # fmt: skip
+        stacked[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([w1, w3], dim=1)
+        stacked[f"model.layers.{layer}.mlp.experts.down_proj"] = w2
+        stacked[f"model.layers.{layer}.mlp.gate.weight"] = tensors.pop(f"{block}gate.weight")
+    save_file(tensors | stacked, copy / WEIGHTS_NAME)
+    one, other = _lower(folder), _lower(copy)
+    assert one.model == other.model
+    for key in one.units:
+        assert torch.equal(one.unit(key), other.unit(key)), key
+    for name in one.dense:
+        assert torch.equal(one.dense_weight(name), other.dense_weight(name)), name
+
+
+def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
+    with pytest.raises(CheckpointError, match="model family `dbrx` is unknown, expected one of `mixtral`"):
+        _lower(_configure(copy, model_type="dbrx"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "key `hidden_act`: expected one of `silu`, found `gelu`"),
+        ({"num_local_experts": ...}, "key `num_local_experts`: expected a whole number .* found nothing"),
+        ({"num_local_experts": 10**9}, "key `num_local_experts`: expected a whole number from 1 to"),
+        ({"num_hidden_layers": 10**12}, "key `num_hidden_layers`: expected a whole number from 1 to"),
+        ({"hidden_size": "64"}, "key `hidden_size`: expected a whole number"),
+        ({"rms_norm_eps": 0}, "key `rms_norm_eps`: expected a positive number"),
+        ({"tie_word_embeddings": 1}, "key `tie_word_embeddings`: expected true or false"),
+        ({"num_experts_per_tok": 5}, "contradicts itself: top_k must be 1 to 4, found 5"),
+        ({"num_key_value_heads": 3}, "contradicts itself: num_kv_heads 3 must divide num_heads 4"),
+        ({"num_attention_heads": 5}, "key `num_attention_heads`: expected a divisor of hidden_size 64"),
+        ({"eos_token_id": 999, "vocab_size": 288}, None),
+        ({"rope_parameters": ...}, "key `rope_theta`: expected a positive number, found nothing"),
+        ({"rope_theta": 5.0}, "key `rope_theta`: expected the 10000.0 of `rope_parameters`, found `5.0`"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "key `rope_parameters`: expected rope type"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "key `rope_scaling`: expected rope type `default`"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2}}, "key `rope_parameters`: expected a plain rotary"),
+        ({"quantization_config": {"bits": 4}}, "key `quantization_config`: expected `None`"),
+        ({"attention_bias": True}, "key `attention_bias`: expected `False`, found `True`"),
+        ({"logit_cap": 30}, r"key `logit_cap`: expected only keys whose effect is known \(unknown: logit_cap\)"),
+    ],
+)
+def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str | None) -> None:
+    _configure(copy, **changes)
+    if message is None:  # generation_config.json speaks for the end of a generation, so a stale id here does no harm
+        assert _lower(copy).model.eos_token_ids == (2,)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        _lower(copy)
+
+
+def test_rope_theta_of_older_configurations(copy: Path) -> None:
+    old = _configure(copy, rope_parameters=..., rope_theta=500.0, rope_scaling=None, torch_dtype="bfloat16")
+    assert _lower(old).model.layers[0].attention.rope.theta == 500.0
+
+
+@pytest.mark.parametrize(("own", "generation", "expected"), [(7, None, (7,)), (7, [5, 6, 5], (5, 6)), (None, None, ())])
+def test_end_tokens(copy: Path, own: Any, generation: Any, expected: tuple[int, ...]) -> None:
+    _configure(copy, eos_token_id=own)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert _lower(copy).model.eos_token_ids == expected
+
+
+def test_end_tokens_that_are_none(copy: Path) -> None:
+    (copy / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"generation_config.json`: key `eos_token_id`: expected token ids"):
+        _lower(copy)
+    (copy / "generation_config.json").write_text('{"eos_token_id": 288}')
+    with pytest.raises(CheckpointError, match="eos token 288 outside the vocabulary"):
+        _lower(copy)
+
+
+def test_float32_is_rounded_to_bfloat16_and_said(tmp_path: Path) -> None:
+    path = save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(dtype="float32"))
+    lowering = _lower(path)
+    assert lowering.float_type == "bfloat16"
+    assert len(lowering.notes) == 1 and "are rounded to bfloat16" in lowering.notes[0]
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    expected = load_file(path / WEIGHTS_NAME)[name].bfloat16()
+    assert torch.equal(lowering.unit(UnitKey(0, 0, "gate")), expected)
+
+
+def test_mixed_sixteen_bit_types_are_refused(copy: Path) -> None:
+    tensors = load_file(copy / WEIGHTS_NAME)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+    save_file(tensors, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=r"mixes bfloat16 \(.*\) and float16 \(`model.norm.weight`\)"):
+        _lower(copy)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_checkpoint_with_an_output_matrix(copy: Path, equal: bool) -> None:
+    tensors = load_file(copy / WEIGHTS_NAME)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if equal else 2)
+    save_file(tensors, copy / WEIGHTS_NAME)
+    assert _lower(_configure(copy, tie_word_embeddings=True)).model.tie_embeddings is equal
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_name_their_tensor(copy: Path, value: float) -> None:
+    tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    tensors[name][3, 4] = value
+    save_file(tensors, copy / WEIGHTS_NAME)
+    lowering = _lower(copy)
+    lowering.unit(UnitKey(1, 1, "down"))
+    with pytest.raises(CheckpointError, match=f"tensor `{name}` in .* holds NaN or infinite values"):
+        lowering.unit(UnitKey(1, 2, "down"))

@@ -1,0 +1,159 @@
+"""The journal of a compile: finished stages are found again, damaged and foreign ones are not."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moec.compiler.durable import Disk
+from moec.compiler.journal import Journal
+from moec.manifests.errors import MoecError, OptionError
+from tests.compiler.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
+
+
+def open_journal(tmp_path: Path, identity: str = "one", disk: Disk | None = None) -> Journal:
+    return Journal(tmp_path / "model.work", identity, disk or Disk())
+
+
+def test_results_are_found_again(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    assert journal.get("calibrate") is None
+    journal.put("calibrate", b"counts")
+    journal.put("calibrate", b"better counts")
+    assert open_journal(tmp_path).get("calibrate") == b"better counts"
+    assert open_journal(tmp_path, "two").get("calibrate") is None
+    assert journal.notes == []
+
+
+def test_json_and_arrays_are_computed_once(tmp_path: Path) -> None:
+    calls: list[str] = []
+    table = {"popularity": np.arange(6, dtype=np.uint32).reshape(2, 3), "scale": np.float32([0.5])}
+
+    def numbers() -> dict[str, object]:
+        calls.append("json")
+        return {"kl": 0.25, "units": (1, 2)}
+
+    def arrays() -> dict[str, np.ndarray]:
+        calls.append("arrays")
+        return {"popularity": table["popularity"].T, "scale": table["scale"]}
+
+    for _ in range(2):
+        journal = open_journal(tmp_path)
+        assert journal.json("trial-1", numbers) == {"kl": 0.25, "units": [1, 2]}
+        found = journal.arrays("tables", arrays)
+        assert found["popularity"].dtype == np.uint32
+        assert np.array_equal(found["popularity"], table["popularity"].T)
+        assert np.array_equal(found["scale"], table["scale"])
+    assert calls == ["json", "arrays"]
+
+
+def entry(tmp_path: Path) -> Path:
+    (path,) = (tmp_path / "model.work").iterdir()
+    return path
+
+
+def test_every_damage_of_a_result_is_noticed(tmp_path: Path) -> None:
+    open_journal(tmp_path).put("search", b"plan")
+    path = entry(tmp_path)
+    whole = path.read_bytes()
+    flipped = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole))]
+    for damaged in [*flipped, *(whole[:size] for size in range(len(whole))), whole + b"\0"]:
+        path.write_bytes(damaged)
+        journal = open_journal(tmp_path)
+        assert journal.get("search") is None
+        assert len(journal.notes) == 1 and str(path) in journal.notes[0]
+
+
+def test_an_unreadable_result_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = open_journal(tmp_path)
+    journal.put("search", b"plan")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert journal.get("search") is None
+    assert "Permission denied" in journal.notes[0]
+
+
+def test_fresh_forgets_and_remove_leaves_nothing(tmp_path: Path) -> None:
+    open_journal(tmp_path).put("search", b"plan")
+    journal = Journal.fresh(tmp_path / "model.work", "one", Disk())
+    assert journal.get("search") is None
+    journal.put("search", b"plan")
+    journal.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_something_else_is_never_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "model.work"
+    folder.mkdir()
+    (folder / "thesis.tex").write_bytes(b"thesis")
+    for start in (Journal, Journal.fresh):
+        with pytest.raises(OptionError, match=r"thesis\.tex"):
+            start(folder, "one", Disk())
+    assert (folder / "thesis.tex").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.work").write_bytes(b"")
+    with pytest.raises(MoecError, match=r"model\.work"):
+        open_journal(tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["", "../escape", "a/b", "-x", "A", "x" * 101])
+def test_a_stage_name_cannot_leave_the_folder(tmp_path: Path, stage: str) -> None:
+    with pytest.raises(ValueError, match="not a stage name"):
+        open_journal(tmp_path).put(stage, b"")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_put_leaves_the_old_result_or_the_new(tmp_path: Path, mode: Mode) -> None:
+    for number, seed in itertools.product(itertools.count(1), range(8)):
+        place = tmp_path / f"{number}-{seed}"
+        place.mkdir()
+        open_journal(place).put("search", b"old plan")
+        disk = FaultyDisk(tmp_path / "attic", number, mode, seed)
+        with contextlib.suppress(MoecError, PowerCut):
+            open_journal(place, disk=disk).put("search", b"new plan")
+        assert open_journal(place).get("search") in (b"old plan", b"new plan")
+        if not disk.has_failed:
+            assert number > 3
+            return
+
+
+STAGES = ("calibrate", "sensitivity", "search")
+
+
+@pytest.mark.gate("G5")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, mode: Mode) -> None:
+    """A stage that was finished before the fault is not computed again, and the results are the same."""
+
+    def run(place: Path, disk: Disk, computed: list[str], finished: list[str]) -> list[object]:
+        journal, results = open_journal(place, disk=disk), []
+        for stage in STAGES:
+
+            def compute(stage: str = stage) -> str:
+                computed.append(stage)
+                return stage + " result"
+
+            results.append(journal.json(stage, compute))
+            finished.append(stage)
+        return results
+
+    for number, seed in itertools.product(itertools.count(1), range(8)):
+        place = tmp_path / f"{number}-{seed}"
+        place.mkdir()
+        disk, finished, again = FaultyDisk(tmp_path / "attic", number, mode, seed), [], []
+        with contextlib.suppress(MoecError, PowerCut):
+            run(place, disk, [], finished)
+        assert run(place, Disk(), again, []) == [stage + " result" for stage in STAGES]
+        assert not set(again) & set(finished)
+        if not disk.has_failed:
+            assert number > 10
+            return

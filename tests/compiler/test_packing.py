@@ -1,0 +1,153 @@
+"""Packing: exact bytes of hand-made tiles, and the runtime's reader as the inverse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.compiler.packing import pack, pack_16bit
+from moec.compiler.quantized import QuantizedMatrix
+from moec.manifests.quant import QuantSpec
+from moec.runtime.kernels import reference
+
+
+def _matrix(spec: QuantSpec, codes: torch.Tensor, seed: int = 0) -> QuantizedMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (codes.shape[0], spec.groups(codes.shape[1]))
+    minima = None if spec.symmetric else torch.randn(shape, generator=generator).half()
+    return QuantizedMatrix(spec, codes, torch.rand(shape, generator=generator).half(), minima)
+
+
+def _random(spec: QuantSpec, rows: int, columns: int, seed: int = 0) -> QuantizedMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << spec.bitwidth, (rows, columns), dtype=torch.uint8, generator=generator)
+    return _matrix(spec, codes, seed)
+
+
+def _code_position(bitwidth: int, row: int, column: int) -> list[tuple[int, int, int, int]]:
+    """The table of docs/format.md: (byte of the tile, shift in it, bits, bits of the code below them)."""
+    q, c = divmod(column, 4)
+    if bitwidth == 8:
+        return [(64 * q + 4 * row + c, 0, 8, 0)]
+    if bitwidth == 4:
+        return [(64 * (q // 2) + 4 * row + c, 4 * (q % 2), 4, 0)]
+    low = (64 * (q // 4) + 4 * row + c, 2 * (q % 4), 2, 0)
+    return [low] if bitwidth == 2 else [low, (128 + 4 * row + c, q, 1, 2)]
+
+
+@pytest.mark.parametrize("bitwidth", [2, 3, 4, 8])
+def test_every_code_of_a_tile_lies_where_the_format_says(bitwidth: int) -> None:
+    spec = QuantSpec(bitwidth, 32, symmetric=True)
+    matrix = _random(spec, 16, 32, seed=bitwidth)
+    packed = pack(matrix)
+    assert len(packed) == 32 + 64 * bitwidth
+    assert packed[:32].tobytes() == matrix.scales[:, 0].numpy().tobytes()
+    tile, expected = packed[32:], np.zeros(64 * bitwidth, np.uint8)
+    for row in range(16):
+        for column in range(32):
+            for byte, shift, bits, below in _code_position(bitwidth, row, column):
+                expected[byte] |= ((int(matrix.codes[row, column]) >> below) & ((1 << bits) - 1)) << shift
+    assert tile.tobytes() == expected.tobytes()
+
+
+def test_bytes_of_a_hand_made_tile() -> None:
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    codes[0, 0], codes[0, 5], codes[0, 31] = 7, 15, 9
+    scales = torch.tensor([[1.0]], dtype=torch.float16)
+    packed = pack(QuantizedMatrix(QuantSpec(4), codes, scales, torch.tensor([[-2.0]], dtype=torch.float16)))
+    expected = bytearray(64 + 256)
+    expected[0:2], expected[32:34] = b"\x00\x3c", b"\x00\xc0"
+    expected[64 + 0] = 7  # row 0, column 0: plane 0, low half
+    expected[64 + 1] = 15 << 4  # column 5: q = 1, the high half of plane 0
+    expected[64 + 192 + 3] = 9 << 4  # column 31: q = 7, the high half of plane 3
+    assert packed.tobytes() == bytes(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bitwidth=st.sampled_from([2, 3, 4, 8]),
+    group=st.sampled_from([0, 32, 64]),
+    symmetric=st.booleans(),
+    rows=st.integers(1, 50),
+    tiles=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_the_runtime_reads_back_what_was_packed(
+    bitwidth: int, group: int, symmetric: bool, rows: int, tiles: int, seed: int
+) -> None:
+    spec, columns = QuantSpec(bitwidth, group, symmetric), tiles * max(group, 32)
+    matrix = _random(spec, rows, columns, seed)
+    packed = pack(matrix)
+    assert packed.dtype == np.uint8 and len(packed) == spec.packed_bytes(rows, columns)
+    np.testing.assert_array_equal(reference.unpack_codes(packed, rows, columns, spec)[:rows], matrix.codes.numpy())
+    np.testing.assert_array_equal(reference.unpack(packed, rows, columns, spec)[:rows], matrix.dequantize().numpy())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 70),
+    seed=st.integers(0, 99),
+)
+def test_sixteen_bits_are_unchanged(dtype: torch.dtype, rows: int, columns: int, seed: int) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    spec = QuantSpec(16, float_type="bfloat16" if dtype == torch.bfloat16 else "float16")
+    packed = pack_16bit(weight, spec)
+    assert len(packed) == spec.packed_bytes(rows, columns)
+    np.testing.assert_array_equal(reference.unpack(packed, rows, columns, spec)[:rows], weight.float().numpy())
+
+
+def test_padding_rows_weigh_nothing() -> None:
+    spec = QuantSpec(3, 32)
+    packed = pack(_random(spec, 3, 64))
+    full = reference.unpack(packed, 16, 64, spec)
+    assert not full[3:].any()
+
+
+def test_a_transposed_view_packs_like_its_copy() -> None:
+    spec = QuantSpec(4)
+    codes = torch.randint(0, 16, (64, 32), dtype=torch.uint8).T
+    matrix = _matrix(spec, codes)
+    copy = QuantizedMatrix(spec, codes.contiguous(), matrix.scales, matrix.minima)
+    assert pack(matrix).tobytes() == pack(copy).tobytes()
+
+
+def _broken(**changes: object) -> QuantizedMatrix:
+    good = _random(QuantSpec(4, 32), 16, 64)
+    fields = {"spec": good.spec, "codes": good.codes, "scales": good.scales, "minima": good.minima, **changes}
+    return QuantizedMatrix(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codes": torch.full((16, 64), 16, dtype=torch.uint8)}, "expected values below 16, found 16"),
+        ({"codes": torch.zeros(16, 64)}, "expected a uint8 matrix"),
+        ({"codes": torch.zeros(16, 63, dtype=torch.uint8)}, "cannot hold rows of 63"),
+        ({"scales": torch.zeros(16, 1, dtype=torch.float16)}, "scales: expected float16"),
+        ({"scales": torch.zeros(16, 2)}, "scales: expected float16"),
+        ({"minima": torch.full((16, 2), float("inf"), dtype=torch.float16)}, "minima: found a value that is not"),
+        ({"minima": None}, "minima belong to asymmetric"),
+        ({"spec": QuantSpec(16, float_type="float16")}, "a 16-bit matrix has no codes"),
+    ],
+)
+def test_matrices_that_break_the_format_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(_broken(**changes))
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(2, 2), "cannot store torch.float32 unchanged"),
+        (torch.zeros(2, 2, dtype=torch.float16), "cannot store torch.float16"),
+        (torch.zeros(2, dtype=torch.bfloat16), "expected a matrix"),
+    ],
+)
+def test_other_floats_are_refused(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack_16bit(weight, QuantSpec(16, float_type="bfloat16"))

@@ -1,0 +1,114 @@
+"""Preflight: every problem in one report, from headers alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moec.compiler.checkpoint import TOKENIZER_NAME, WEIGHTS_NAME, Checkpoint, open_checkpoint
+from moec.compiler.families import Lowering, lower
+from moec.compiler.preflight import preflight, reachable_bytes
+from moec.manifests.errors import CheckpointError, PlanError, TargetUnreachable
+from moec.manifests.quant import QuantSpec
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+OFFERED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q4g32", "q4g64", "q8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixtral(tmp_path_factory.mktemp("preflight") / "tiny")
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def _open(path: Path) -> tuple[Checkpoint, Lowering]:
+    checkpoint = open_checkpoint(str(path))
+    return checkpoint, lower(checkpoint)
+
+
+def test_a_good_checkpoint_has_no_problems(folder: Path) -> None:
+    report = preflight(*_open(folder), required=OFFERED[:2], offered=OFFERED, bits_per_weight=3.5, size_bytes=60_000)
+    assert report.problems == () and report.notes == ()
+
+
+def test_no_weight_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = _open(folder)
+
+    def refuse(*arguments: object) -> torch.Tensor:
+        raise AssertionError("preflight reads shapes alone")
+
+    monkeypatch.setattr(Checkpoint, "tensor", refuse)
+    preflight(*opened, offered=OFFERED, bits_per_weight=4)
+
+
+def test_notes_say_what_is_rounded_and_what_is_left_out(tmp_path: Path) -> None:
+    path = save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(dtype="float32"))
+    tensors = load_file(path / WEIGHTS_NAME)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, path / WEIGHTS_NAME)
+    notes = preflight(*_open(path)).notes
+    assert "rounded to bfloat16" in notes[0]
+    assert notes[1] == "1 tensors play no part: `model.layers.0.self_attn.rotary_emb.inv_freq`"
+
+
+def test_all_problems_come_in_one_report(copy: Path) -> None:
+    tensors = load_file(copy / WEIGHTS_NAME)
+    for expert in range(4):
+        del tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight"]
+    tensors["model.norm.weight"] = torch.ones(65).bfloat16()
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64).bfloat16()
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(64).bfloat16()
+    save_file(tensors, copy / WEIGHTS_NAME)
+    (copy / TOKENIZER_NAME).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        preflight(*_open(copy), required=[QuantSpec(4, 64), QuantSpec(3, 128), QuantSpec(2, 32)])
+    lines = str(caught.value).splitlines()
+    assert "has 6 problems:" in lines[0]
+    assert lines[1:] == [
+        "- missing tensor `model.layers.*.block_sparse_moe.experts.*.w1.weight` (4 times, first "
+        "`model.layers.0.block_sparse_moe.experts.0.w1.weight`)",
+        "- misshapen tensor `model.norm.weight`: expected shape [64], found [65]",
+        "- unexpected tensor `model.layers.*.self_attn.q_proj.bias` (2 times, first "
+        "`model.layers.0.self_attn.q_proj.bias`), which this family does not have",
+        "- no `tokenizer.json`, expected a fast tokenizer beside the weights",
+        "- q3g128: the group size (at least 32) does not divide the 64 columns of gate, up; "
+        "group sizes that do: 64, 32",
+        "- q4g64, q3g128: the group size (at least 32) does not divide the 96 columns of down; group sizes that do: 32",
+    ]
+
+
+def test_widths_that_only_sixteen_bits_fit(tmp_path: Path) -> None:
+    path = save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(width=40))
+    with pytest.raises(PlanError, match="does not divide the 40 columns of down; only 16 bits fit"):
+        preflight(*_open(path), required=[QuantSpec(4)])
+    with pytest.raises(PlanError, match=r"none of the offered formats \(q2g32, .*\) holds the 40 columns of down"):
+        preflight(*_open(path), offered=OFFERED)
+    preflight(*_open(path), required=[QuantSpec(16, float_type="bfloat16")], bits_per_weight=16)
+
+
+@pytest.mark.parametrize("bits", [2.0, 2.66, 16.01])
+def test_unreachable_bits_print_the_range(folder: Path, bits: float) -> None:
+    # gate and up, 64 columns: 2.5 bits in q2g64; down, 96 columns: 3 bits in q2g32, which 64 does not divide
+    opened, offered = _open(folder), [QuantSpec.parse(text) for text in ("q2g32", "q2g64", "q4g64")]
+    assert reachable_bytes(opened[1].model, offered)[0] == 8 * 96 * 64 * (2.5 + 2.5 + 3) / 8
+    with pytest.raises(TargetUnreachable, match=r"bits per weight cannot be had, 2\.667 to 16 can"):
+        preflight(*opened, offered=offered, bits_per_weight=bits)
+    for reachable in (2.667, 16.0):
+        preflight(*opened, offered=offered, bits_per_weight=reachable)
+
+
+@pytest.mark.parametrize("size", [1, 10**9])
+def test_unreachable_sizes_print_the_range(folder: Path, size: int) -> None:
+    least, greatest = reachable_bytes(_open(folder)[1].model, OFFERED)
+    with pytest.raises(TargetUnreachable, match=f"{size} bytes of routed experts cannot be had, {least} to {greatest}"):
+        preflight(*_open(folder), offered=OFFERED, size_bytes=size)
+    for reachable in (least, greatest):
+        preflight(*_open(folder), offered=OFFERED, size_bytes=reachable)

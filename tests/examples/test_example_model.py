@@ -1,0 +1,104 @@
+"""The example checkpoint: size and shape, its tokenizer, and that it is the model transformers makes of it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = EXAMPLES / "model"
+sys.path.insert(0, str(EXAMPLES))
+
+from example_model.checkpoint import read_model  # noqa: E402
+from example_model.decode import answers, decode_batch, scores  # noqa: E402
+from example_model.items import FIELDS, prompt_of  # noqa: E402
+from example_model.measure import round_to_nearest  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+
+def test_items(task: str, count: int) -> list[dict[str, str]]:
+    lines = (EXAMPLES / "data" / task / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:count]]
+
+
+test_items.__test__ = False  # type: ignore[attr-defined]
+
+
+def test_size_and_shape() -> None:
+    config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "mixtral"
+    assert config["hidden_size"] % 256 == 0
+    assert config["intermediate_size"] % 256 == 0
+    assert (MODEL / "model.safetensors").stat().st_size <= 26_000_000
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 26 * 2**20
+    with safe_open(MODEL / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        assert {part.get_dtype() for part in tensors.values()} == {"BF16"}
+        parameters = sum(torch.Size(part.get_shape()).numel() for part in tensors.values())
+    assert 10_000_000 <= parameters <= 12_000_000
+    assert "model.layers.0.block_sparse_moe.experts.7.w2.weight" in tensors
+
+
+def test_tokenizer_splits_digits_and_joins_where_the_prompt_ends() -> None:
+    plain = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    fast = transformers.AutoTokenizer.from_pretrained(MODEL)
+    assert fast.eos_token == "</s>"
+    for task, (first, second) in FIELDS.items():
+        for item in test_items(task, 200):
+            prompt, tail = prompt_of(task, item[first]), " " + item[second]
+            joint = plain.encode(prompt + tail)
+            assert joint.ids == plain.encode(prompt).ids + plain.encode(tail).ids
+            assert joint.ids == fast(prompt + tail)["input_ids"]
+            assert plain.decode(joint.ids) == prompt + tail
+            assert all(len(token) == 1 for token in joint.tokens if any(sign.isdigit() for sign in token))
+
+
+def test_logits_are_those_of_transformers() -> None:
+    ours = read_model(MODEL)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    assert type(theirs).__name__ == "MixtralForCausalLM"
+    tokens = torch.randint(3, 1_400, (3, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found, _ = ours(tokens, torch.arange(tokens.numel()))
+    assert (found.view_as(expected) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_save_pretrained_writes_the_same_names(tmp_path: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+    theirs.save_pretrained(tmp_path)
+    with safe_open(MODEL / "model.safetensors", "pt") as ours, safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(ours.keys()) == set(file.keys())
+        for name in ours.keys():  # noqa: SIM118
+            assert torch.equal(ours.get_tensor(name), file.get_tensor(name))
+
+
+def test_decoding_in_batches_is_decoding_one_by_one() -> None:
+    model = read_model(MODEL)
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt_of("gsm8k", item["question"])).ids for item in test_items("gsm8k", 6)]
+    end = tokenizer.token_to_id("</s>")
+    together = decode_batch(model, prompts, end)
+    assert together == [decode_batch(model, [prompt], end)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(("task", "bar"), [("gsm8k", 0.6), ("samsum", 0.55)])
+def test_the_model_answers(task: str, bar: float) -> None:
+    items = test_items(task, 64)
+    found = answers(read_model(MODEL), Tokenizer.from_file(str(MODEL / "tokenizer.json")), task, items)
+    assert sum(scores(task, found, items)) / len(items) >= bar
+
+
+def test_rounding_keeps_the_bounds_of_each_group() -> None:
+    weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    rounded = round_to_nearest(weight, 2)
+    groups, before = rounded.view(-1, 64), weight.view(-1, 64)
+    assert torch.allclose(groups.amin(1), before.amin(1))
+    assert torch.allclose(groups.amax(1), before.amax(1))
+    assert all(len(group.unique()) <= 4 for group in groups)
+    assert torch.allclose(round_to_nearest(weight, 16), weight, atol=1e-3)

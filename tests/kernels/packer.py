@@ -1,0 +1,101 @@
+"""A second packer, written from the table of docs/format.md and from nothing else, and the matrices the tests use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from moec.manifests.quant import QuantSpec
+
+LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 511, 513, 1023)
+QUANTIZED = tuple(
+    QuantSpec(bitwidth, group_size, symmetric)
+    for bitwidth in (2, 3, 4, 8)
+    for symmetric in (False, True)
+    for group_size in (0, 32, 64, 128)
+)
+SIXTEEN_BIT = (QuantSpec.parse("bf16"), QuantSpec.parse("fp16"))
+FORMATS = QUANTIZED + SIXTEEN_BIT
+
+
+@dataclass(frozen=True)
+class Packed:
+    """data: uint8[packed_bytes]; weights: float32[rows, columns], what the bytes mean."""
+
+    data: np.ndarray
+    weights: np.ndarray
+    spec: QuantSpec
+
+
+def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
+    """codes: uint8[n, 16, 32] -> uint8[n, 64 * bitwidth], cell by cell as the table says."""
+    tiles = np.zeros((len(codes), 64 * bitwidth), np.uint8)
+    for r in range(16):
+        for k in range(32):
+            q, c = k // 4, k % 4
+            code = codes[:, r, k]
+            if bitwidth == 8:
+                tiles[:, 64 * q + 4 * r + c] |= code
+            elif bitwidth == 4:
+                tiles[:, 64 * (q // 2) + 4 * r + c] |= code << (4 * (q % 2))
+            else:
+                tiles[:, 64 * (q // 4) + 4 * r + c] |= (code & 3) << (2 * (q % 4))
+            if bitwidth == 3:
+                tiles[:, 128 + 4 * r + c] |= (code >> 2) << q
+    return tiles
+
+
+def pad_rows(values: np.ndarray) -> np.ndarray:
+    """[N, ...] -> [blocks, 16, ...], zeros below."""
+    padded = np.zeros((-(-len(values) // 16) * 16, *values.shape[1:]), values.dtype)
+    padded[: len(values)] = values
+    return padded.reshape(-1, 16, *values.shape[1:])
+
+
+def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, bitwidth: int) -> np.ndarray:
+    """codes: uint8[N, K]; scales, minima: float16[N, G] -> uint8[packed_bytes]."""
+    groups = scales.shape[1]
+    blocks = pad_rows(codes)
+    tiles = blocks.reshape(len(blocks), 16, -1, 32).transpose(0, 2, 1, 3).reshape(-1, 16, 32)
+    parts = [pad_rows(scales).transpose(0, 2, 1).copy().view(np.uint8)]
+    if minima is not None:
+        parts.append(pad_rows(minima).transpose(0, 2, 1).copy().view(np.uint8))
+    parts.append(pack_tile(tiles, bitwidth).reshape(len(blocks), groups, -1))
+    return np.concatenate(parts, axis=2).reshape(-1)
+
+
+def pack_16_bit(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
+    """weights: float32[N, K], exact in the 16-bit type -> uint8[packed_bytes]."""
+    if spec.float_type == "bfloat16":
+        values = (weights.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        values = weights.astype(np.float16).view(np.uint16)
+    return pad_rows(values).transpose(0, 2, 1).copy().view(np.uint8).reshape(-1)
+
+
+@lru_cache(maxsize=512)
+def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Packed:
+    """A matrix of random weights around zero, the same for the same arguments."""
+    rng = np.random.default_rng([rows, columns, spec.bitwidth, seed])
+    if spec.bitwidth == 16:
+        weights = rng.standard_normal((rows, columns)).astype(np.float32)
+        if spec.float_type == "bfloat16":
+            weights = (weights.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        else:
+            weights = weights.astype(np.float16).astype(np.float32)
+        return Packed(pack_16_bit(weights, spec), weights, spec)
+    codes = rng.integers(0, 2**spec.bitwidth, (rows, columns)).astype(np.uint8)
+    groups = spec.groups(columns)
+    scales = rng.uniform(0.001, 0.1, (rows, groups)).astype(np.float16)
+    minima = None if spec.symmetric else rng.uniform(-0.2, 0.1, (rows, groups)).astype(np.float16)
+    wide = scales.astype(np.float64)
+    offsets = wide * -(2.0 ** (spec.bitwidth - 1)) if minima is None else minima.astype(np.float64)
+    weights = wide[:, :, None] * codes.reshape(rows, groups, -1) + offsets[:, :, None]
+    return Packed(pack(codes, scales, minima, spec.bitwidth), weights.reshape(rows, columns).astype(np.float32), spec)
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    """The bit patterns of float32 values: what "equal" means where zero signs and NaN matter."""
+    return values.view(np.uint32)

@@ -1,0 +1,206 @@
+"""Products with packed matrices: against float64, between instruction sets, batches and thread counts (G8)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moec.manifests.quant import QuantSpec
+from moec.runtime import kernels
+from tests.kernels.packer import FORMATS, LENGTHS, QUANTIZED, SIXTEEN_BIT, Packed, bits, random_matrix
+
+gate = pytest.mark.gate("G8")
+TOKENS = (1, 2, 3, 5, 7, 17, 64)
+UNIT = 2.0**-24  # half a unit in the last place of float32, relative
+SENTINEL = np.float32(123456.0)
+
+
+def matrix_of(packed: Packed) -> kernels.PackedMatrix:
+    return kernels.PackedMatrix(packed.data, *packed.weights.shape, packed.spec)
+
+
+def inputs(tokens: int, columns: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng([tokens, columns, seed]).standard_normal((tokens, columns)).astype(np.float32)
+
+
+def linear(packed: Packed, x: np.ndarray) -> np.ndarray:
+    """The product, with guards around the output that must stay as they are."""
+    rows, guard = len(packed.weights), 64
+    memory = np.full(2 * guard + len(x) * rows, SENTINEL)
+    out = memory[guard : guard + len(x) * rows].reshape(len(x), rows)
+    kernels.linear(matrix_of(packed), x, out)
+    assert (memory[:guard] == SENTINEL).all() and (memory[guard + out.size :] == SENTINEL).all()
+    return out
+
+
+def check_product(weights: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+    """|error| <= gamma sum |w| |x| with gamma = K u / (1 - K u): one rounding per column, none in the weights."""
+    exact = x.astype(np.float64) @ weights.astype(np.float64).T
+    columns = weights.shape[1]
+    bound = (
+        columns * UNIT / (1 - columns * UNIT) * (np.abs(x.astype(np.float64)) @ np.abs(weights.astype(np.float64)).T)
+    )
+    excess = np.abs(out - exact) - bound
+    assert excess.max() <= 0, f"worst excess {excess.max()}"
+
+
+@gate
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_rows_of_every_length(every: str, spec: QuantSpec) -> None:
+    whole = random_matrix(1023, 128, spec)
+    x = inputs(2, 128)
+    for rows in LENGTHS:  # row blocks follow one another: a prefix is a matrix, its padding rows not even zero
+        part = Packed(whole.data[: spec.packed_bytes(rows, 128)], whole.weights[:rows], spec)
+        for tokens in (1, 2):
+            check_product(part.weights, x[:tokens], linear(part, x[:tokens]))
+
+
+@gate
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_columns_of_every_length(every: str, spec: QuantSpec) -> None:
+    lengths = LENGTHS if spec.bitwidth == 16 else range(32, 1025, 32)
+    for columns in lengths:
+        if spec.fits(columns):
+            packed = random_matrix(17, columns, spec)
+            for tokens in (1, 3):
+                x = inputs(tokens, columns)
+                check_product(packed.weights, x, linear(packed, x))
+
+
+@gate
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_batches_of_every_size(every: str, spec: QuantSpec) -> None:
+    packed = random_matrix(33, 384, spec)
+    for tokens in TOKENS:
+        x = inputs(tokens, 384)
+        check_product(packed.weights, x, linear(packed, x))
+
+
+@gate
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_instruction_sets_agree_bit_for_bit(pair: tuple[str, str], spec: QuantSpec) -> None:
+    for rows, columns, tokens in ((33, 384, 1), (49, 640, 3), (17, 128, 19), (16, 256, 100)):
+        packed, x = random_matrix(rows, columns, spec), inputs(tokens, columns)
+        found = []
+        for name in pair:
+            kernels.select(name)
+            found.append(linear(packed, x))
+        assert np.array_equal(bits(found[0]), bits(found[1]))
+
+
+@gate
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_a_row_does_not_depend_on_its_batch(every: str, spec: QuantSpec) -> None:
+    packed, x = random_matrix(33, 384, spec), inputs(101, 384)
+    alone = np.concatenate([linear(packed, x[i : i + 1]) for i in range(len(x))])
+    for first, last in ((0, 2), (5, 12), (0, 96), (3, 100), (0, 101)):
+        assert np.array_equal(bits(linear(packed, x[first:last])), bits(alone[first:last]))
+
+
+@gate
+@pytest.mark.parametrize("spec", [QuantSpec.parse(text) for text in ("q4g64", "q3", "q8s", "bf16")], ids=str)
+@pytest.mark.parametrize("shape", [(1023, 1024, 1), (257, 512, 33)], ids=str)
+def test_threads_change_nothing(native: str, spec: QuantSpec, shape: tuple[int, int, int]) -> None:
+    rows, columns, tokens = shape
+    packed, x = random_matrix(rows, columns, spec), inputs(tokens, columns)
+    expected = linear(packed, x)
+    for count in (2, 3, 4):
+        kernels.set_threads(count)
+        assert kernels.threads() == count
+        assert np.array_equal(bits(linear(packed, x)), bits(expected))
+
+
+@gate
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_rows_are_dequantized_exactly(every: str, spec: QuantSpec) -> None:
+    packed = random_matrix(33, 384, spec)
+    wanted = np.array([32, 0, 15, 16, 7, 7], np.int64)
+    out = np.empty((len(wanted), 384), np.float32)
+    kernels.dequantize_rows(matrix_of(packed), wanted, out)
+    assert np.array_equal(bits(out), bits(packed.weights[wanted]))
+
+
+@gate
+@pytest.mark.parametrize("spec", [QUANTIZED[0], QUANTIZED[9], *SIXTEEN_BIT], ids=str)
+def test_memory_needs_no_alignment(every: str, spec: QuantSpec) -> None:
+    packed, x = random_matrix(33, 384, spec), inputs(3, 384)
+    shifted = np.empty(packed.data.size + 1, np.uint8)[1:]
+    shifted[:] = packed.data
+    shifted.flags.writeable = False
+    out = linear(Packed(shifted, packed.weights, spec), x)
+    assert np.array_equal(bits(out), bits(linear(packed, x)))
+
+
+def expert_of(width: int, hidden: int, texts: tuple[str, str, str]) -> tuple[kernels.Expert, list[np.ndarray]]:
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    parts = [
+        random_matrix(*shape, QuantSpec.parse(text), seed)
+        for seed, (shape, text) in enumerate(zip(shapes, texts, strict=True))
+    ]
+    return kernels.Expert(*(matrix_of(part) for part in parts)), [part.weights for part in parts]
+
+
+EXPERTS = [(96, 64, ("q4g32", "q3g32s", "q8")), (37, 50, ("bf16", "fp16", "bf16")), (160, 96, ("q2s", "q2", "fp16"))]
+
+
+@gate
+@pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
+def test_experts(every: str, width: int, hidden: int, texts: tuple[str, str, str]) -> None:
+    expert, (gate_weights, up_weights, down_weights) = expert_of(width, hidden, texts)
+    x = inputs(9, hidden)
+    tokens, ranks = np.array([8, 0, 3, 4, 7, 2, 1], np.int32), np.array([0, 1, 1, 0, 2, 2, 0], np.int32)
+    out = np.full((9, 3, hidden), SENTINEL)
+    kernels.expert_ffn(expert, x, tokens, ranks, out)
+    wide = x[tokens].astype(np.float64)
+    gates, ups = wide @ gate_weights.T.astype(np.float64), wide @ up_weights.T.astype(np.float64)
+    hidden_states = gates / (1 + np.exp(-gates)) * ups
+    exact = hidden_states @ down_weights.T.astype(np.float64)
+    # silu has slope at most 1.1; exp, sum and quotient add 4 roundings of 2 u
+    gate_error = hidden * UNIT * (np.abs(wide) @ np.abs(gate_weights.T))
+    up_error = hidden * UNIT * (np.abs(wide) @ np.abs(up_weights.T))
+    silu = np.abs(gates / (1 + np.exp(-gates)))
+    error = (
+        (1.1 * gate_error + 8 * UNIT * silu) * (np.abs(ups) + up_error) + silu * up_error + UNIT * np.abs(hidden_states)
+    )
+    bound = (error + width * UNIT * np.abs(hidden_states)) @ np.abs(down_weights.T.astype(np.float64)) * (1 + 1e-4)
+    assert (np.abs(out[tokens, ranks] - exact) <= bound).all()
+    written = np.zeros((9, 3), bool)
+    written[tokens, ranks] = True
+    assert (out[~written] == SENTINEL).all()
+
+
+@gate
+@pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
+def test_experts_agree_bit_for_bit(pair: tuple[str, str], width: int, hidden: int, texts: tuple[str, str, str]) -> None:
+    expert, _ = expert_of(width, hidden, texts)
+    x = inputs(210, hidden)
+    found = []
+    for name in pair:
+        kernels.select(name)
+        for threads in (1, 3):
+            kernels.set_threads(threads)
+            for size in (1, 7, 210):
+                out = np.zeros((210, 2, hidden), np.float32)
+                for first in range(0, 210, size):
+                    tokens = np.arange(first, first + size, dtype=np.int32)[::-1].copy()
+                    kernels.expert_ffn(expert, x, tokens, np.ones(size, np.int32), out)
+                found.append(out)
+    assert all(np.array_equal(bits(found[0]), bits(other)) for other in found[1:])
+
+
+def test_silu_of_huge_values_is_no_nan(every: str) -> None:
+    one = np.ones((1, 1), np.float32)
+    matrix = matrix_of(Packed(np.array([0x80, 0x3F] + [0] * 30, np.uint8), one, QuantSpec.parse("bf16")))
+    expert = kernels.Expert(matrix, matrix, matrix)
+    for value, expected in ((-1e30, 0.0), (-1e15, 0.0), (-100.0, 0.0), (0.0, 0.0), (1e15, 1e30)):
+        out = np.full((1, 1, 1), np.nan, np.float32)
+        kernels.expert_ffn(expert, one * np.float32(value), np.zeros(1, np.int32), np.zeros(1, np.int32), out)
+        assert np.isclose(out[0, 0, 0], expected, rtol=1e-6, atol=1e-38)
+
+
+def test_an_empty_batch_is_fine(every: str) -> None:
+    packed = random_matrix(33, 384, QUANTIZED[0])
+    assert linear(packed, np.empty((0, 384), np.float32)).shape == (0, 33)
+    expert, _ = expert_of(*EXPERTS[0])
+    nothing = np.empty(0, np.int32)
+    kernels.expert_ffn(expert, np.empty((0, 64), np.float32), nothing, nothing, np.empty((0, 2, 64), np.float32))

@@ -1,0 +1,246 @@
+"""Norms, rotations, attention, routes and sums: against float64, and between instruction sets and threads (G8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.runtime import kernels
+from tests.kernels.conftest import need
+from tests.kernels.packer import LENGTHS, bits
+
+gate = pytest.mark.gate("G8")
+UNIT = 2.0**-24
+EXP_ERROR = 2e-7
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([*shape, seed]).standard_normal(shape).astype(np.float32)
+
+
+def agree(pair: tuple[str, str], compute: Callable[[], np.ndarray]) -> None:
+    """The same bits from both instruction sets, with 1 and 3 threads."""
+    found = []
+    for name in pair:
+        kernels.select(name)
+        for threads in (1, 3):
+            kernels.set_threads(threads)
+            found.append(compute())
+    assert all(np.array_equal(bits(found[0]), bits(other)) for other in found[1:])
+
+
+def norm(x: np.ndarray, weight: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    out = np.empty_like(x)
+    kernels.rms_norm(x, weight, eps, out)
+    return out
+
+
+@gate
+def test_rms_norm(every: str) -> None:
+    for size in LENGTHS:
+        x, weight = normal(3, size), normal(size)
+        wide = x.astype(np.float64)
+        exact = weight * (wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5))
+        bound = (size + 8) * UNIT * np.abs(exact)  # the sum, then mean, eps, root, inverse and two products
+        assert (np.abs(norm(x, weight) - exact) <= bound).all()
+
+
+@gate
+def test_rms_norm_agrees(pair: tuple[str, str]) -> None:
+    for size in LENGTHS:
+        agree(pair, lambda size=size: norm(normal(5, size), normal(size)))
+    agree(pair, lambda: norm(normal(700, 512), normal(512)))
+
+
+@gate
+@pytest.mark.parametrize("half", [1, 3, 4, 8, 17, 32])
+def test_rope(every: str, half: int) -> None:
+    size = 2 * half + 3
+    x, positions = normal(4, 2, size), np.array([0, 9, 4, 4], np.int32)
+    angles = np.outer(np.arange(10), 1 / 10 ** (np.arange(half) / half))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first, second = x[:, :, :half].astype(np.float64), x[:, :, half : 2 * half].astype(np.float64)
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    exact = np.concatenate([first * c - second * s, second * c + first * s, x[:, :, 2 * half :]], axis=2)
+    bound = 2 * UNIT * (np.abs(first) + np.abs(second))
+    out = x.copy()
+    kernels.rope(out, cos, sin, positions)
+    error = np.abs(out - exact)
+    assert (error[:, :, :half] <= bound).all() and (error[:, :, half : 2 * half] <= bound).all()
+    assert np.array_equal(out[:, :, 2 * half :], x[:, :, 2 * half :])
+
+
+@gate
+def test_rope_agrees(pair: tuple[str, str]) -> None:
+    cos, sin = normal(10, 13), normal(10, 13, seed=1)
+
+    def compute() -> np.ndarray:
+        x = normal(200, 8, 30)
+        kernels.rope(x, cos, sin, np.arange(200, dtype=np.int32) % 10)
+        return x
+
+    agree(pair, compute)
+
+
+class Cache:
+    """Three slots of 40 positions, filled with random keys and values through store_kv."""
+
+    def __init__(self, kv_heads: int, head_size: int) -> None:
+        shape = (3, 40, kv_heads, head_size)
+        self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        k, v = normal(120, kv_heads, head_size), normal(120, kv_heads, head_size, seed=1)
+        slots, positions = np.divmod(np.random.default_rng(0).permutation(120).astype(np.int32), np.int32(40))
+        kernels.store_kv(k, v, self.keys, self.values, slots, positions)
+        assert np.array_equal(self.keys[slots, positions], k) and np.array_equal(self.values[slots, positions], v)
+        self.slots = np.array([0, 2, 1, 1, 0], np.int32)
+        self.positions = np.array([0, 39, 6, 7, 21], np.int32)
+
+    def attend(self, q: np.ndarray, window: int = 0) -> np.ndarray:
+        out = np.empty_like(q)
+        kernels.attention(q, self.keys, self.values, self.slots, self.positions, 0.3, window, out)
+        return out
+
+
+@gate
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5), (8, 2, 128)])
+def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int) -> None:
+    cache, q = Cache(kv_heads, size), normal(5, heads, size)
+    out = cache.attend(q, window)
+    for t, (slot, position) in enumerate(zip(cache.slots, cache.positions, strict=True)):
+        first = max(0, position - window + 1) if window else 0
+        for head in range(heads):
+            keys = cache.keys[slot, first : position + 1, head * kv_heads // heads].astype(np.float64)
+            values = cache.values[slot, first : position + 1, head * kv_heads // heads].astype(np.float64)
+            scores = keys @ q[t, head] * 0.3
+            shares = np.exp(scores - scores.max())
+            shares /= shares.sum()
+            # a score moves by `shift`, a share by that in sum and part, and by exp; sums by a rounding per position
+            shift = (size + 3) * UNIT * (np.abs(keys) @ np.abs(q[t, head])).max() * 0.3
+            relative = 4 * shift + 2 * EXP_ERROR + (2 * len(keys) + 4) * UNIT
+            assert (np.abs(out[t, head] - shares @ values) <= relative * (shares @ np.abs(values))).all()
+
+
+@gate
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5)])
+def test_attention_agrees(pair: tuple[str, str], heads: int, kv_heads: int, size: int) -> None:
+    cache = Cache(kv_heads, size)
+    for window in (0, 3):
+        agree(pair, lambda window=window: cache.attend(normal(5, heads, size), window))
+    cache.slots, cache.positions = np.arange(100, dtype=np.int32) % 3, np.arange(100, dtype=np.int32) % 40
+    agree(pair, lambda: cache.attend(normal(100, heads, size)))
+
+
+@gate
+def test_attention_of_a_token_does_not_depend_on_its_batch(every: str) -> None:
+    cache, q = Cache(2, 64), normal(5, 4, 64)
+    together = cache.attend(q)
+    slots, positions = cache.slots, cache.positions
+    for t in range(5):
+        cache.slots, cache.positions = slots[t : t + 1], positions[t : t + 1]
+        assert np.array_equal(bits(cache.attend(q[t : t + 1])), bits(together[t : t + 1]))
+
+
+@gate
+def test_combine(every: str) -> None:
+    for size in LENGTHS:
+        parts, weights, out = normal(3, 4, size), normal(3, 4), np.empty((3, size), np.float32)
+        kernels.combine(parts, weights, out)
+        terms = weights[:, :, None].astype(np.float64) * parts
+        assert (np.abs(out - terms.sum(axis=1)) <= 8 * UNIT * np.abs(terms).sum(axis=1)).all()
+
+
+@gate
+def test_combine_agrees(pair: tuple[str, str]) -> None:
+    def compute(size: int, tokens: int) -> np.ndarray:
+        out = np.empty((tokens, size), np.float32)
+        kernels.combine(normal(tokens, 4, size), normal(tokens, 4), out)
+        return out
+
+    for size in LENGTHS:
+        agree(pair, lambda size=size: compute(size, 3))
+    agree(pair, lambda: compute(512, 700))
+
+
+def expected_order(logits: np.ndarray, top_k: int) -> list[list[int]]:
+    return [sorted(range(len(row)), key=lambda e: (-row[e], e))[:top_k] for row in logits.tolist()]
+
+
+@gate
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_route(every: str, renormalize: bool) -> None:
+    for size in LENGTHS:
+        logits, top_k = 5 * normal(3, size), min(size, 8)
+        experts, weights = kernels.route(logits, top_k, renormalize)
+        assert experts.dtype == np.int32 and weights.dtype == np.float32
+        assert experts.tolist() == expected_order(logits, top_k)
+        shares = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+        exact = np.take_along_axis(shares, experts.astype(np.int64), axis=1)
+        exact /= exact.sum(axis=1, keepdims=True) if renormalize else shares.sum(axis=1, keepdims=True)
+        relative = 2 * (EXP_ERROR + 40 * UNIT) + (size + top_k + 4) * UNIT  # 40: the rounding of x - max, at most 40
+        assert (np.abs(weights - exact) <= relative * exact + 1e-44).all()
+
+
+@gate
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from([-np.inf, -2.0, -0.0, 0.0, 1.0, 1.0000001, 3e38]), min_size=1, max_size=40),
+    st.integers(1, 40),
+)
+def test_route_breaks_ties_by_index(values: list[float], top_k: int) -> None:
+    logits = np.array([[*values, 0.5]], np.float32)
+    top_k = min(top_k, len(values) + 1)
+    for name in kernels.available():
+        kernels.select(name)
+        experts, weights = kernels.route(logits, top_k, True)
+        assert experts.tolist() == expected_order(logits, top_k)
+        assert abs(float(weights.sum()) - 1) <= top_k * 2 * UNIT
+
+
+@gate
+def test_route_with_nan_stays_in_range(native: str) -> None:
+    logits = np.array([[np.nan, 1, np.nan, 2], [np.nan] * 4, [-np.inf] * 4], np.float32)
+    experts, _ = kernels.route(logits, 4, False)
+    assert experts.tolist() == [[3, 1, 0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+@gate
+def test_route_agrees(pair: tuple[str, str]) -> None:
+    for size in LENGTHS:
+        agree(pair, lambda size=size: kernels.route(normal(40, size), min(size, 6), True)[1])
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    from moec.runtime.kernels import _native
+
+    out = np.empty_like(x)
+    _native.exp(x, out)
+    return out
+
+
+@gate
+def test_exp(native: str) -> None:
+    x = np.linspace(-87.3, 88.7, 1_000_001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert np.abs(exp(x) / exact - 1).max() <= EXP_ERROR
+    small = np.linspace(-110, -87.3, 2_001).astype(np.float32)
+    assert np.abs(exp(small) - np.exp(small.astype(np.float64))).max() <= 2.0**-149
+    with np.errstate(over="ignore"):
+        edges = np.array([-np.inf, -1e30, -3e38, -105, 0, 89, 1e30, np.inf], np.float32)
+    assert exp(edges).tolist() == [0, 0, 0, 0, 1, np.inf, np.inf, np.inf]
+    assert np.isnan(exp(np.array([np.nan], np.float32))).all()
+
+
+@gate
+def test_exp_agrees(pair: tuple[str, str]) -> None:
+    x = np.random.default_rng(0).uniform(-110, 95, 100_003).astype(np.float32)
+    agree(pair, lambda: exp(x))
+
+
+def test_need_names_what_is_missing() -> None:
+    with pytest.raises(pytest.skip.Exception, match=r"not built|no avx512"):
+        need("avx512")

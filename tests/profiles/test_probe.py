@@ -1,0 +1,147 @@
+"""The probe of the present machine, and its readings of /proc and /sys from a made-up root."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moec.manifests.errors import ProfileError
+from moec.profiles import probe
+from moec.profiles.device import load_profile
+
+FLAGS = "flags\t\t: fpu sse2 fma f16c avx avx2"
+
+
+def put(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    root = tmp_path / "system"
+    put(root, "proc/meminfo", "MemTotal:  1000000 kB\nMemFree: 10 kB\n")
+    put(root, "proc/cpuinfo", f"processor: 0\n{FLAGS}\n")
+    return root
+
+
+def test_the_whole_probe_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    profile = load_profile("host", storage=tmp_path)
+    # Two seconds is the promise on a quiet machine; the suite may share its processors.
+    assert time.perf_counter() - start < 6
+    assert list(tmp_path.iterdir()) == []
+    assert profile.name == "host"
+    assert profile.is_probed
+    assert profile.instruction_sets[-1] == "scalar"
+    assert all(text.startswith("measured: ") for text in profile.provenance.values())
+
+
+def test_two_probes_have_one_digest(tmp_path: Path) -> None:
+    assert len({probe.probe_host(tmp_path).sha256 for _ in range(2)}) == 1
+
+
+def test_an_existing_file_is_read_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(os.urandom(probe.MIN_SAMPLE_BYTES))
+    before = path.stat().st_mtime_ns
+    assert probe.measure_storage(path).bytes_per_s > 0
+    assert path.stat().st_mtime_ns == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_system_without_direct_reads_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_open = os.open
+
+    def no_direct(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    figures = probe.measure_storage(tmp_path)
+    assert not figures.is_direct
+    assert figures.bytes_per_s > 0
+
+
+def test_a_descriptor_that_refuses_direct_reads_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_read, calls = os.preadv, []
+
+    def refuse_once(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 1:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse_once)
+    assert not probe.measure_storage(tmp_path).is_direct
+
+
+def test_a_place_that_cannot_be_measured_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="absent") as caught:
+        probe.measure_storage(tmp_path / "absent" / "deep")
+    assert caught.value.hint
+
+
+def test_memory_is_the_physical_memory_without_a_limit(system: Path) -> None:
+    assert probe.memory_limit_bytes(system) == 1_024_000_000
+
+
+@pytest.mark.parametrize(
+    ("group", "file", "limit", "expected"),
+    [
+        ("0::/a/b", "sys/fs/cgroup/a/b/memory.max", "5000", 5000),
+        ("0::/a/b", "sys/fs/cgroup/a/memory.max", "6000", 6000),
+        ("0::/a/b", "sys/fs/cgroup/memory.max", "7000", 7000),
+        ("0::/a/b", "sys/fs/cgroup/a/b/memory.max", "max", 1_024_000_000),
+        ("0::/../a", "sys/fs/cgroup/a/memory.max", "8000", 8000),
+        ("4:memory:/x", "sys/fs/cgroup/memory/x/memory.limit_in_bytes", "9000", 9000),
+        ("4:cpu,memory:/x", "sys/fs/cgroup/memory/memory.limit_in_bytes", "9500", 9500),
+        ("4:memory:/x", "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712", 1_024_000_000),
+        ("4:pids:/x", "sys/fs/cgroup/memory/x/memory.limit_in_bytes", "9000", 1_024_000_000),
+    ],
+)
+def test_memory_is_bounded_by_control_groups(system: Path, group: str, file: str, limit: str, expected: int) -> None:
+    put(system, "proc/self/cgroup", group + "\n")
+    put(system, file, limit + "\n")
+    assert probe.memory_limit_bytes(system) == expected
+
+
+def test_a_machine_that_tells_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="meminfo"):
+        probe.memory_limit_bytes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        (FLAGS, ("avx2", "scalar")),
+        ("flags : fpu sse2 avx2", ("scalar",)),
+        ("Features : fp asimd evtstrm", ("neon", "scalar")),
+        ("", ("scalar",)),
+    ],
+)
+def test_instruction_sets(system: Path, cpuinfo: str, expected: tuple[str, ...]) -> None:
+    put(system, "proc/cpuinfo", cpuinfo)
+    assert probe.instruction_sets(system) == expected
+
+
+def test_last_level_cache(system: Path) -> None:
+    assert probe.last_level_cache_bytes(system) == 0
+    cache = "sys/devices/system/cpu/cpu0/cache"
+    for index, text in enumerate(["32K", "1M", "odd", "77"]):
+        put(system, f"{cache}/index{index}/size", text + "\n")
+    assert probe.last_level_cache_bytes(system) == 1 << 20
+
+
+def test_threads_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe.available_threads() >= 1
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert probe.available_threads() == 1

@@ -1,0 +1,121 @@
+"""The replay makes the decisions of the real cache, and nothing beats the offline optimum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.manifests.errors import MemoryBudgetExceeded
+from moec.runtime.eviction import SCORES, expert_records, warm_order
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.options import MAX_THREADS
+from moec.runtime.simulate import OPTIMUM, POPULARITY, Access, global_indices, replay
+
+LAYERS, EXPERTS, TOP_K = 3, 6, 2
+COUNT = LAYERS * EXPERTS
+FIRST = [layer * EXPERTS for layer in range(LAYERS)]
+POLICIES = (*SCORES, POPULARITY)
+LAYER = np.repeat(np.arange(LAYERS), EXPERTS)
+
+
+class MemoryStorage:
+    """Storage that holds nothing: what matters here is who is asked for."""
+
+    mode = "memory"
+
+    def block(self, index: int) -> np.ndarray:
+        return np.empty(0, np.uint8)
+
+    def load(self, index: int) -> None:
+        pass
+
+    def release(self, index: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@st.composite
+def traces(draw: st.DrawFn, widest: int = TOP_K) -> list[Access]:
+    """Passes over all layers, each asking for 1 to `widest` experts."""
+    chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=widest, unique=True).map(sorted)
+    passes = draw(st.lists(st.tuples(*[chosen] * LAYERS), min_size=1, max_size=15))
+    return global_indices([(layer, tuple(e)) for one in passes for layer, e in enumerate(one)], FIRST)
+
+
+popularities = st.lists(st.integers(0, 20), min_size=COUNT, max_size=COUNT).map(lambda n: np.array(n, np.float64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces(), popularity=popularities, slots=st.integers(TOP_K, COUNT), warm=st.booleans())
+def test_no_policy_misses_less_than_the_optimum(
+    trace: list[Access], popularity: np.ndarray, slots: int, warm: bool
+) -> None:
+    sizes, records = np.full(COUNT, 10, np.int64), expert_records(LAYER, popularity, LAYERS)
+    start = warm_order(records).tolist() if warm else []
+    best = replay(trace, sizes, slots * 10, records, OPTIMUM, start)
+    for policy in POLICIES:
+        counts = replay(trace, sizes, slots * 10, records, policy, start)
+        assert best.misses <= counts.misses
+        assert counts.lookups == best.lookups == sum(len(experts) for _, experts in trace)
+        assert counts.bytes_read == 10 * counts.misses
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    trace=traces(widest=EXPERTS),
+    popularity=popularities,
+    sizes=st.lists(st.integers(1, 9), min_size=COUNT, max_size=COUNT).map(lambda n: np.array(n, np.int64)),
+    room=st.integers(0, 60),
+    policy=st.sampled_from(sorted(SCORES)),
+)
+def test_counts_are_those_of_the_real_cache(
+    trace: list[Access], popularity: np.ndarray, sizes: np.ndarray, room: int, policy: str
+) -> None:
+    capacity = TOP_K * int(sizes.max()) + room
+    records = expert_records(LAYER, popularity, LAYERS)
+    warm = warm_order(records).tolist()
+    simulated = replay(trace, sizes, capacity, records, policy, warm)
+    assert not records.uses.any(), "the replay touched its input"
+
+    score = SCORES[policy]  # type: ignore[index]
+    cache = ExpertCache(MemoryStorage(), sizes, capacity, expert_records(LAYER, popularity, LAYERS), score, 0)
+    cache.warm(warm)
+    before = cache.stats.copy()
+    for layer, experts in trace:
+        assert sorted(cache.stream(layer, experts)) == sorted(experts)
+        cache.check_invariants()
+    cache.close()
+    real = cache.stats.since(before)
+    assert simulated.misses == real.misses and simulated.hits == real.hits and simulated.lookups == real.lookups
+    assert simulated.evictions == real.evictions and simulated.rereads == real.rereads
+    assert simulated.bytes_read == real.bytes_read
+
+
+def test_the_optimum_keeps_what_is_needed_first() -> None:
+    trace: list[Access] = [(0, (0,)), (0, (1,)), (0, (2,)), (0, (0,)), (0, (1,)), (0, (2,))]
+    records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
+    sizes = np.ones(3, np.int64)
+    assert replay(trace, sizes, 2, records, "lru").misses == 6
+    assert replay(trace, sizes, 2, records, OPTIMUM).misses == 4
+
+
+def test_static_popularity_keeps_the_popular() -> None:
+    records = expert_records(np.zeros(3, np.int64), np.array([5.0, 1.0, 3.0]), 1)
+    trace: list[Access] = [(0, (index,)) for index in (0, 1, 2, 0, 1, 0)]
+    assert replay(trace, np.ones(3, np.int64), 2, records, POPULARITY, warm=[0]).misses == 3
+
+
+def test_an_expert_that_cannot_fit_is_refused() -> None:
+    records = expert_records(np.zeros(1, np.int64), np.zeros(1), 1)
+    with pytest.raises(MemoryBudgetExceeded):
+        replay([(0, (0,))], np.array([10]), 5, records, "lru")
+
+
+def test_options_and_kernels_agree_on_the_most_threads() -> None:
+    from moec.runtime import kernels
+
+    assert kernels.MAX_THREADS == MAX_THREADS

@@ -1,0 +1,106 @@
+"""Times and counts of a run, and how prefetched reads are counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from moec.manifests.errors import StorageReadFailed
+from moec.runtime.eviction import SCORES, expert_records
+from moec.runtime.expert_cache import CacheStats, ExpertCache
+from moec.runtime.statistics import RunRecorder, peak_memory_bytes, quantile, reset_peak_memory
+
+
+def test_quantiles_are_values_that_occur() -> None:
+    assert quantile([], 0.5) is None and quantile([7], 0.95) == 7
+    assert quantile([4, 1, 3, 2], 0.5) == 2 and quantile(range(1, 101), 0.95) == 95
+    assert quantile([1, 2, 3], 0.0) == 1 and quantile([1, 2, 3], 1.0) == 3
+
+
+def test_the_first_token_counts_apart() -> None:
+    recorder = RunRecorder(prompt_tokens=9)
+    for elapsed_ns in (50_000_000, 10_000_000, 30_000_000, 10_000_000):
+        recorder.add(elapsed_ns, CacheStats(lookups=4, hits=3, misses=1, bytes_read=4096, stall_ns=5))
+    found = recorder.finish(prefetch_recall=0.5)
+    assert (found.ttft_ns, found.tpot_p50_ns, found.tpot_p95_ns) == (50_000_000, 10_000_000, 30_000_000)
+    assert found.tokens_per_s == pytest.approx(60) and found.tokens == 4
+    assert (found.lookups, found.misses, found.bytes_read, found.stall_ns) == (16, 4, 16384, 20)
+    assert found.hit_rate == 0.75 and found.bytes_read_per_token == 4096 and found.prefetch_precision is None
+    assert found.to_plain()["prefetch_recall"] == 0.5
+
+
+def test_a_run_without_tokens_has_no_times() -> None:
+    found = RunRecorder(prompt_tokens=1).finish()
+    assert found.ttft_ns is None and found.tpot_p50_ns is None and found.tokens_per_s is None
+
+
+def test_peak_memory_follows_what_is_touched() -> None:
+    if not reset_peak_memory():
+        pytest.skip("the system does not reset the peak")
+    before = peak_memory_bytes()
+    block = np.ones(64 << 20, np.uint8)
+    assert peak_memory_bytes() >= before + (48 << 20) and block[0] == 1
+    del block
+    assert reset_peak_memory() and peak_memory_bytes() < before + (32 << 20)
+
+
+class GatedStorage:
+    """Loads of `closed` wait until `gate` is set; loads of `broken` fail."""
+
+    mode = "gated"
+
+    def __init__(self, closed: set[int], broken: set[int]) -> None:
+        self.closed, self.broken = closed, broken
+        self.gate, self.is_loading = threading.Event(), threading.Event()
+
+    def block(self, index: int) -> np.ndarray:
+        return np.empty(0, np.uint8)
+
+    def load(self, index: int) -> None:
+        if index in self.broken:
+            raise StorageReadFailed(f"expert {index}")
+        if index in self.closed:
+            self.is_loading.set()
+            assert self.gate.wait(30)
+
+    def release(self, index: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[GatedStorage, ExpertCache]]:
+    storage = GatedStorage(closed={1}, broken={0})
+    records = expert_records(np.zeros(6, np.int64), np.zeros(6), 1)
+    cache = ExpertCache(storage, np.full(6, 10, np.int64), 60, records, SCORES["lru"], 40)
+    yield storage, cache
+    storage.gate.set()
+    cache.close()
+
+
+def test_advice_that_was_not_begun_is_no_prefetch(gated: tuple[GatedStorage, ExpertCache]) -> None:
+    storage, cache = gated
+    cache.prefetch([1, 2])
+    assert storage.is_loading.wait(30)
+    stream = cache.stream(0, [2])
+    threading.Timer(0.05, storage.gate.set).start()
+    assert list(stream) == [2]
+    assert (cache.stats.misses, cache.stats.late_hits, cache.stats.prefetch_used) == (1, 0, 0)
+    assert list(cache.stream(0, [1])) == [1]
+    assert (cache.stats.prefetch_reads, cache.stats.prefetch_used) == (1, 1)
+    assert cache.stats.prefetch_precision == 1.0
+
+
+def test_a_failed_read_leaves_the_cache_usable(gated: tuple[GatedStorage, ExpertCache]) -> None:
+    storage, cache = gated
+    with pytest.raises(StorageReadFailed):
+        list(cache.stream(0, [0, 1, 2]))
+    # The reads behind the failed one still wait in the queue.
+    threading.Timer(0.05, storage.gate.set).start()
+    assert sorted(cache.stream(0, [1, 2])) == [1, 2]
+    cache.check_invariants()
