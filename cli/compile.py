@@ -100,7 +100,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     result = compile_checkpoint(request)
     log.close()
     if result.path is not None:
-        _write_beside(result, log)
+        write_beside(result, log)
     if as_json:
         output.data_json(result.quality)
         return
@@ -206,7 +206,8 @@ class CompileLog:
         self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
 
 
-def _write_beside(result: CompileResult, log: CompileLog) -> None:
+def write_beside(result: CompileResult, log: CompileLog) -> None:
+    """The log with times and the picture, beside the bundle."""
     from moec.compiler.durable import Disk
     from moec.compiler.plots import report_picture
 

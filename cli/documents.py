@@ -56,18 +56,19 @@ def _argument(argument: click.Argument) -> str:
 
 
 def _option_name(option: click.Option) -> str:
-    value = ""
-    if not option.is_flag:
-        choices = option.type.choices if isinstance(option.type, click.Choice) else ()
-        value = " " + (option.metavar or "\\|".join(map(str, choices)) or option.type.name.upper())
-    return f"`{', '.join(option.opts)}`{value.replace(' |', ' ')}".replace("SIZE|PERCENT", "SIZE or PERCENT")
+    names = f"`{', '.join(option.opts)}`"
+    if option.is_flag:
+        return names
+    choices = option.type.choices if isinstance(option.type, click.Choice) else ()
+    value = option.metavar or "|".join(map(str, choices)) or option.type.name.upper()
+    return f"{names} {value}".replace("|", "\\|")
 
 
 def _meaning(option: click.Option) -> str:
     text = (option.help or "").replace("|", "\\|").replace("  [default", " [default")
     if option.required:
         return f"{text} Required."
-    return f"{text} [default: {option.default}]" if option.show_default else text
+    return f"{text} [default: {option.default}]".strip() if option.show_default else text
 
 
 def _prose(text: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -151,6 +152,10 @@ def cli() -> None:
 
 def main() -> None:
     """The console script."""
+    # Threads that spin while they wait starve each other as soon as anything else runs: on a busy machine with two
+    # cores 400 items took 247 s with the default and 19 s without. Must be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     cli.main(prog_name="moec")
 
 

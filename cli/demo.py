@@ -1,0 +1,147 @@
+"""`moec demo`: the whole path on the shipped example, measured here and now, ending in one table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import ExecutionError, InputError
+
+from . import output
+from .report import comparison_table, loss_table, plan_heat_map, verdict_line
+
+if TYPE_CHECKING:
+    from moec.compiler.pipeline import CompileResult
+
+HALF = "50%"
+# Items that the bundle answers again with room for half of its experts; the answers must be the certified ones.
+STREAMED_ITEMS = 500
+BENCH_TOKENS = 128
+
+
+@click.command("demo", short_help="Compile, run and certify the shipped example; a few minutes.")
+@click.option(
+    "--example",
+    type=click.Path(path_type=Path),
+    default=Path("examples"),
+    show_default=True,
+    help="Folder with `model/` and `data/`.",
+)
+@click.option("--task", default="gsm8k", show_default=True, help="Task of the example: gsm8k or samsum.")
+@click.option("--loss", default="2%", show_default=True, help="The target.")
+@click.option(
+    "-o",
+    "--output",
+    "target_path",
+    type=click.Path(path_type=Path),
+    default=Path("build/demo/example-moec"),
+    show_default=True,
+)
+def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None:
+    """Compile the example model to a loss target, run the bundle with room for half of its experts, and certify it.
+
+    Nothing is computed beforehand: calibration, search, comparison with the best uniform format and with EdgeMoE's own
+    search, and the evaluation on held-out items all happen now.
+
+    \b
+    moec demo
+    moec demo --task samsum --loss 5%
+    """
+    if not (example / "model" / "config.json").is_file():
+        raise InputError(
+            f"`{example}` has no `model/config.json`", "run it in the project's folder, or give `--example`"
+        )
+    started = time.monotonic()
+    target_path.parent.mkdir(parents=True, exist_ok=True)
+    result = _compile(example, task, loss, target_path)
+    output.say(f"running the bundle with room for {HALF} of its experts")
+    bench = _bench(target_path)
+    streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task)
+    _print(result, bench, streamed, target_path, time.monotonic() - started)
+
+
+def _compile(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
+    from moec.compiler.options import CompileOptions, Talk
+    from moec.compiler.pipeline import CompileRequest, compile_checkpoint
+    from moec.compiler.targets import choose_target
+    from moec.profiles.device import load_profile
+
+    from .compile import CompileLog, open_partial, write_beside
+
+    log = CompileLog()
+    target = choose_target(loss, None, None, None, None)
+    options = CompileOptions(target=target, data=str(example / "data"), tasks=(task,))
+    result = compile_checkpoint(
+        CompileRequest(
+            source=str(example / "model"),
+            output=target_path,
+            options=options,
+            profile=load_profile("host", target_path.parent),
+            open_runtime=open_partial,
+            talk=Talk(log.note, log.progress),
+            overwrite=True,
+        )
+    )
+    log.close()
+    write_beside(result, log)
+    return result
+
+
+def _bench(bundle: Path) -> dict[str, Any]:
+    """`moec bench` in a process of its own, so that its peak memory is the runtime's alone."""
+    command = [sys.executable, "-m", "moec.cli.main", "bench", str(bundle), "--expert-cache", HALF, "--json"]
+    finished = subprocess.run([*command, "--tokens", str(BENCH_TOKENS)], capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise ExecutionError(f"`moec bench` ended with {finished.returncode}: {finished.stderr.strip()[-500:]}")
+    values: dict[str, Any] = json.loads(finished.stdout)
+    return values
+
+
+def _evaluate_streamed(bundle: Path, data: Path, task: str) -> dict[str, Any]:
+    """Held-out items answered with half of the experts in memory."""
+    from moec.evaluation.data import load_items
+    from moec.evaluation.run import evaluate
+    from moec.runtime.options import RuntimeOptions
+
+    from .engines import bundle_engine
+
+    items, _ = load_items(data, task)
+    chosen = items.limit(STREAMED_ITEMS)
+    with (
+        bundle_engine(bundle, RuntimeOptions(expert_cache=HALF, slots=32), shrinks=True) as engine,
+        output.Progress(f"{len(chosen.items)} held-out items, half of the experts in memory") as progress,
+    ):
+        result = evaluate(items.task, chosen.items, engine, progress=progress)
+        stats = engine.engine.cache.stats
+        return {**result.to_json(), "evictions": stats.evictions, "hit_rate": stats.hit_rate}
+
+
+def _print(
+    result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path, seconds: float
+) -> None:
+    quality, measured = result.quality, bench["measured"]
+    for part in (plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
+        output.data(f"{part}\n")
+    low, high = streamed["interval95"]
+    rows = [
+        ("room for half of the experts", bench["mode"]),
+        ("decode", f"{measured['tokens_per_s']:.0f} tokens/s, one sequence"),
+        ("hit rate", output.human_share(measured["hit_rate"])),
+        ("read per token", output.human_bytes(measured["bytes_read_per_token"])),
+        ("peak memory", output.human_bytes(measured["peak_memory_bytes"])),
+        (
+            f"{streamed['metric']} so, {streamed['n']} items",
+            f"{streamed['value']:.4f} ({low:.4f} to {high:.4f}), {streamed['evictions']} evictions",
+        ),
+        ("bundle", str(bundle)),
+        ("report", f"{bundle / 'quality.json'} and {bundle}.report.png"),
+        ("time", output.human_seconds(seconds)),
+    ]
+    output.data(output.facts(rows))
+    output.data(verdict_line(quality))
