@@ -22,8 +22,10 @@ $(BIN)/python:
 	    { echo "error: $(PYTHON) is older than 3.10; name another one: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	    { echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@command -v gcc >/dev/null || command -v cc >/dev/null || \
-	    { echo "error: no C++ compiler; on Debian and Ubuntu: apt-get install build-essential" >&2; exit 1; }
+	@command -v g++ >/dev/null || command -v c++ >/dev/null || \
+	    { echo "error: no C++ compiler; on Debian and Ubuntu: apt-get install g++" >&2; exit 1; }
+	@$(PYTHON) -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' || \
+	    { echo "error: $(PYTHON) has no headers; on Debian and Ubuntu: apt-get install python3-dev" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # Torch comes first: what follows then finds it there and leaves it alone. The stamp is renewed when the settings or

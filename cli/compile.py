@@ -32,7 +32,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise OptionError(f"`{text}` is not a list of numbers", "write them with commas, like `32,64`")
     return tuple(int(part) for part in parts)
 
@@ -208,7 +208,7 @@ class CompileLog:
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:
     """The log with times and the picture, beside the bundle."""
-    from moec.compiler.durable import Disk
+    from moec.compiler.durable import Disk, disk_errors
     from moec.compiler.plots import report_picture
 
     if result.path is None:
@@ -216,8 +216,9 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
     disk = Disk()
     base = result.path
     lines = json.dumps({"events": log.events}, indent=1)
-    disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
-    disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
+    with disk_errors(base.parent):
+        disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
+        disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
 
 
 def print_result(result: CompileResult) -> None:

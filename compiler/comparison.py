@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moec.manifests.errors import MoecError
 from moec.manifests.quant import QuantSpec
 
 from .options import Talk
 from .plan import CompilePlan
-from .search.baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe, importance_list
+from .search.baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe, fits_all, importance_list
 from .targets import Target
 from .trials import Trials
 from .unit_store import UnitStore
@@ -22,13 +21,17 @@ OURS = "EdgeMoE with our quantizer"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL."""
+    """plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL.
+
+    by_size: the target is one of bytes, so all plans are about as large and the gain lies in the KL.
+    """
 
     plan: CompilePlan
     plan_kl: float
     uniform: BaselineResult
     published: BaselineResult
     edgemoe: BaselineResult
+    by_size: bool = False
 
     def to_json(self) -> dict[str, object]:
         """Gains are shares of the baseline's expert bytes that the plan saves; None where there is no such plan."""
@@ -39,7 +42,7 @@ class Comparison:
             rows.append(
                 {
                     **result.to_json(),
-                    "gain_at_target": self._gain(size),
+                    "gain_at_target": None if self.by_size else self._gain(size),
                     "bytes_at_equal_kl": at_kl,
                     "gain_at_equal_kl": self._gain(at_kl),
                 }
@@ -70,9 +73,10 @@ def compare_with_baselines(
     plan_kl = trials.kl(plan, "plan").mean
     size = plan.expert_packed_bytes
     talk.note("comparing with the best uniform format")
-    uniform = best_uniform(plan, specs, trials, keeps_target(trials, target, size, "best uniform", None))
+    by_size = target.kind in ("size", "bits_per_weight")
+    uniform = best_uniform(plan, specs, trials, keeps_target(trials, target, size, "best uniform", None), by_size)
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
-    group = _group_size(uniform, specs)
+    group = _group_size(plan, uniform, specs)
     ours = {bits: QuantSpec(bits, group) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
     published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
@@ -81,17 +85,22 @@ def compare_with_baselines(
         progress = talk.progress(f"{name}: importance of each expert")
         losses = importance_list(plan, formats[2], formats[4], trials, used, progress)
         keeps = keeps_target(trials, target, size, name, used)
-        results.append(edgemoe(name, plan, formats, losses, trials, used, keeps))
-    return Comparison(plan, plan_kl, uniform, results[0], results[1])
+        results.append(edgemoe(name, plan, formats, losses, trials, used, keeps, by_size))
+    return Comparison(plan, plan_kl, uniform, results[0], results[1], by_size)
 
 
-def _group_size(uniform: BaselineResult, specs: Sequence[QuantSpec]) -> int:
-    """The group size of the best uniform format, so that EdgeMoE's search starts from the best there is."""
+def can_compare(plan: CompilePlan, specs: Sequence[QuantSpec]) -> bool:
+    """Whether there are baselines: something below 16 bits is on offer, and one scale per row fits every unit."""
+    return any(spec.bitwidth < 16 for spec in specs) and fits_all(plan, QuantSpec(EDGEMOE_BITWIDTHS[0]))
+
+
+def _group_size(plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec]) -> int:
+    """The group size of the best uniform format, so that EdgeMoE's search starts from the best there is.
+
+    Where that is 16 bits, or none keeps the target: the widest group that fits every unit.
+    """
     if uniform.plan is not None:
         spec = next(iter(uniform.plan.units.values()))
         if spec.bitwidth < 16:
             return spec.group_size
-    quantized = [spec.group_size for spec in specs if spec.bitwidth < 16]
-    if not quantized:
-        raise MoecError("nothing below 16 bits is on offer, so there is nothing to compare", "offer more with `--bits`")
-    return max(quantized)
+    return max((spec.group_size for spec in specs if spec.bitwidth < 16 and fits_all(plan, spec)), default=0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from moec.manifests.bundle import DeviceSummary
+from moec.manifests.errors import DoesNotFit
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.predict import default_objective, expected_misses, recommended_cache_bytes
@@ -54,13 +55,22 @@ def _recommended_cache(profile: DeviceProfile, plan: CompilePlan, experts: list[
 def choose_objective(
     profile: DeviceProfile, asked: Objective | None, plain: CompilePlan, popularity: np.ndarray | None
 ) -> bool:
-    """Whether bytes count by reads: the asked objective, or the profile's for this model with all experts at 8 bits."""
+    """Whether bytes count by reads: the asked objective, or the profile's for this model with all experts at 8 bits.
+
+    Of a probed profile the rounded numbers count, so that two probes of one machine agree.
+    """
+    steady = profile.rounded()
     eight = replace(plain, units={unit: QuantSpec(8) for unit in plain.units})
     experts, touched = _costs(eight, popularity)
-    missed, reads = expected_misses(experts, _recommended_cache(profile, eight, experts))
-    objective = asked or default_objective(profile, touched, missed, reads)
-    compute_ns = touched / profile.memory_bytes_per_s * 1e9
-    return reads_decide(objective, compute_ns, missed, profile.storage_bytes_per_s)
+    try:
+        cache = _recommended_cache(steady, eight, experts)
+    except DoesNotFit:
+        # Smaller formats may fit yet; `summarise_device` judges the plan that is found.
+        cache = 0
+    missed, reads = expected_misses(experts, cache)
+    objective = asked or default_objective(steady, touched, missed, reads)
+    compute_ns = touched / steady.memory_bytes_per_s * 1e9
+    return reads_decide(objective, compute_ns, missed, steady.storage_bytes_per_s)
 
 
 def summarise_device(profile: DeviceProfile, plan: CompilePlan) -> DeviceSummary:

@@ -101,7 +101,7 @@ class Journal:
 
         data = self.get(stage)
         if data is None:
-            data = save({name: np.ascontiguousarray(array) for name, array in compute().items()})
+            data = save({name: np.asarray(array, order="C") for name, array in compute().items()})
             self.put(stage, data)
         arrays: dict[str, np.ndarray] = load(data)
         return arrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +20,17 @@ DEFAULT_GROUP_SIZES = (32, 64, 128)
 DENSE_BITS = (4, 8, 16)
 UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
+# Options and their defaults: what only task data gives a meaning to, and what only a search does.
+_OF_DATA: dict[str, object] = {
+    "tasks": (),
+    "shots": 0,
+    "limit": None,
+    "seed": 0,
+    "sensitivity": "auto",
+    "search": "knapsack",
+}
+_OF_SEARCH: dict[str, object] = {"bits": BITWIDTHS, "objective": None}
+_OPTION_NAMES = {"tasks": "task", "comparisons": "no-comparisons"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,9 @@ class CompileOptions:
             raise OptionError(f"unknown objective `{self.objective}`", f"choose one of {', '.join(OBJECTIVES)}")
         if self.shots < 0 or (self.limit is not None and self.limit < 1):
             raise OptionError("shots must not be negative and limit must be at least 1")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise OptionError(f"`--task` names a task twice: {', '.join(self.tasks)}", "name each once")
+        self._check_effects()
         if self.target.kind == "uniform":
             self._check_uniform()
         elif self.data is None and self.target.kind in ("loss", "kl"):
@@ -70,7 +84,27 @@ class CompileOptions:
                 "add `--data DIR_OR_JSONL`, or take `--bits-per-weight`, `--size` or `--uniform`",
             )
 
+    def _check_effects(self) -> None:
+        """Raise OptionError for an option that changes nothing beside the others."""
+        if self.target.kind == "uniform":
+            self._refuse_given(_OF_DATA | _OF_SEARCH, "beside `--uniform`, which searches nothing")
+        elif self.data is None:
+            self._refuse_given(_OF_DATA, "without `--data`")
+        if self.target.kind in ("size", "bits_per_weight"):
+            self._refuse_given({"objective": None}, f"beside a target of {self.target}, where every byte counts alike")
+        if self.search == "edgemoe":
+            self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
+            self._refuse_given({"comparisons": True}, "beside `--search edgemoe`, which is one of them")
+
+    def _refuse_given(self, defaults: Mapping[str, object], reason: str) -> None:
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                option = _OPTION_NAMES.get(name, name)
+                raise OptionError(f"`--{option}` has no effect {reason}", "leave it out")
+
     def _check_uniform(self) -> None:
+        if self.group_sizes and self.target.value == 16:
+            raise OptionError("`--group-size` has no effect with `--uniform 16`", "leave it out")
         if len(self.group_sizes) > 1:
             raise OptionError("`--uniform` takes one `--group-size`", "give it once")
         if self.data is not None:

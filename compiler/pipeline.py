@@ -15,18 +15,18 @@ from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.tasks import Item
 from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary, DeviceSummary
 from moec.manifests.codec import canonical_json
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import OptionError, TargetUnreachable
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 
 from .calibration import ActivationStatistics, calibrate
 from .certify import OpenRuntime, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
-from .comparison import Comparison, compare_with_baselines
+from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, summarise_device
-from .durable import Disk, disk_errors, publish_directory, recover_replaced
+from .durable import Disk, check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish, producer
-from .families import Lowering, lower
+from .families import Lowering, TensorSource, lower
 from .journal import Journal
 from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions, Talk
@@ -41,8 +41,8 @@ from .tables import Tables
 from .trials import TaskData, Trials
 from .uniform import uniform_plan
 from .unit_store import UnitStore
+from .work_folder import planning_journal, removed_on_failure, work_journal
 
-WORK_SUFFIX = ".work"
 # Answer tokens of this many validation items stand for the KL of a trial.
 KL_ITEMS = 256
 
@@ -103,22 +103,22 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     Raises MoecError; with `resume` the stages of an interrupted run with the same inputs are taken over.
     """
     output, disk = request.output, request.disk
+    if request.plan_only:
+        stage = _prepare(request)
+        with planning_journal(output, _identity(stage), request.resume) as stage.journal:
+            plan = _make_plan(stage)
+        return CompileResult(None, plan, _quality(stage, plan, None))
     recover_replaced(disk, output)
-    if output.exists() and not (request.overwrite or request.plan_only):
-        raise OptionError(f"`{output}` exists", "choose another output with `-o` or add `--overwrite`")
+    check_replaceable(output, request.overwrite)
     stage = _prepare(request)
-    work, partial = output.with_name(output.name + WORK_SUFFIX), output.with_name(output.name + PARTIAL_SUFFIX)
-    with disk_errors(output.parent):
-        if not request.resume:
-            disk.remove_tree(work)
+    partial = output.with_name(output.name + PARTIAL_SUFFIX)
+    journal = work_journal(output, _identity(stage), disk, request.resume)
+    with disk_errors(output.parent), journal as stage.journal:
         disk.remove_tree(partial)
-        stage.journal = Journal(work, _identity(stage), disk)
         plan = _make_plan(stage)
-        if request.plan_only:
-            return CompileResult(None, plan, _quality(stage, plan, None))
-        quality = _emit_and_certify(stage, plan, partial)
-        publish_directory(disk, partial, output, request.overwrite)
-        stage.journal.remove()
+        with removed_on_failure(disk, partial):
+            quality = _emit_and_certify(stage, plan, partial)
+            publish_directory(disk, partial, output, request.overwrite)
     return CompileResult(output, plan, quality)
 
 
@@ -140,14 +140,48 @@ def _prepare(request: CompileRequest) -> _Stage:
     for note in report.notes:
         request.talk.note(note)
     if options.data is not None:
-        names: Sequence[str | None] = options.tasks or (None,)
-        stage.splits = tuple(_limited(load_splits(options.data, name), options) for name in names)
-        for split in stage.splits:
-            examples = split.train.limit(options.shots, options.seed).items if options.shots else ()
-            stage.shots[split.task.name] = examples
-            if split.repeated:
-                request.talk.note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
+        _load_data(stage, options.data)
+    if kind != "uniform":
+        summarise_device(request.profile, _smallest_plan(stage))
     return stage
+
+
+def _load_data(stage: _Stage, data: str) -> None:
+    """Splits and solved examples of every task."""
+    options, note = stage.request.options, stage.request.talk.note
+    names: Sequence[str | None] = options.tasks or (None,)
+    stage.splits = tuple(_limited(load_splits(data, name), options) for name in names)
+    for split in stage.splits:
+        examples = split.train.limit(options.shots, options.seed).items if options.shots else ()
+        if len(examples) < options.shots:
+            raise OptionError(f"`{data}` has {len(examples)} train items for {options.shots} shots", "lower `--shots`")
+        split.task.prompt(split.test.items[0], examples)  # refuses shots where the task has no prompt
+        stage.shots[split.task.name] = examples
+        if split.repeated:
+            note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
+
+
+def _smallest_plan(stage: _Stage) -> CompilePlan:
+    """Every weight in the smallest format on offer: a device that this does not fit takes no plan."""
+    options, lowering = stage.request.options, stage.lowering
+    plain = plain_plan(lowering.model, lowering.spec_16bit, options.quantizer)
+    width = min(options.dense_widths())
+    (dense,) = dense_formats(plain, (width,), UNIFORM_GROUP_SIZE, lowering.float_type)
+    units = {}
+    for unit in plain.units:
+        columns = lowering.model.unit_shape(unit.layer, unit.projection)[1]
+        fitting = [spec for spec in stage.specs if spec.fits(columns)]
+        units[unit] = min(fitting, key=lambda spec: spec.row_bytes(columns))
+    return replace(plain, units=units, dense=dense)
+
+
+def _check_weights(stage: _Stage) -> None:
+    """Read every weight once, one at a time: what is not finite is named before any work. Raises CheckpointError."""
+    sources: list[TensorSource] = [*stage.lowering.dense.values(), *stage.lowering.units.values()]
+    progress = stage.request.talk.progress("checking weights")
+    for done, source in enumerate(sources, 1):
+        stage.lowering.read(source)
+        progress(done, len(sources))
 
 
 def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
@@ -182,11 +216,17 @@ def _make_plan(stage: _Stage) -> CompilePlan:
     options, model = stage.request.options, stage.lowering.model
     if options.target.kind == "uniform":
         bits, dense = int(options.target.value), options.dense_bits or UNIFORM_DENSE_BITS
-        plan = uniform_plan(model, bits, 0 if bits == 16 else _uniform_group(options), dense, stage.lowering.float_type)
+        group = 0 if bits == 16 else _uniform_group(options)
+        # There is no data that GPTQ could work from.
+        quantizer = "rtn" if options.quantizer == "gptq" else options.quantizer
+        plan = uniform_plan(model, bits, group, dense, stage.lowering.float_type, quantizer)
         summarise_device(stage.request.profile, plan)
         return plan
+    if stage.journal is None:
+        raise RuntimeError("a plan is made with a journal")
     moments = None
     if stage.splits:
+        _check_weights(stage)
         stage.request.talk.note("loading the reference model")
         stage.reference = ReferenceModel(stage.checkpoint.root)
         stage.statistics = _calibrate(stage)
@@ -201,12 +241,22 @@ def _make_plan(stage: _Stage) -> CompilePlan:
     stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
     plan = _search(stage)
     summarise_device(stage.request.profile, plan)
-    if options.comparisons and data:
+    if options.comparisons and data and can_compare(plan, stage.specs):
         stage.comparison = compare_with_baselines(
             plan, stage.specs, stage.trials, stage.store, options.target, stage.request.talk
         )
-        if options.search == "edgemoe" and stage.comparison.edgemoe.plan is not None:
-            plan = stage.comparison.edgemoe.plan
+    return plan if options.search == "knapsack" else _edgemoe_plan(stage, stage.trials)
+
+
+def _edgemoe_plan(stage: _Stage, trials: Trials) -> CompilePlan:
+    """The plan of EdgeMoE's own search, which then is the one that the report compares."""
+    comparison = stage.comparison
+    plan = None if comparison is None else comparison.edgemoe.plan
+    if comparison is None or plan is None:
+        raise TargetUnreachable(
+            f"EdgeMoE's search has no plan that keeps {stage.request.options.target}", "take `--search knapsack`"
+        )
+    stage.comparison = replace(comparison, plan=plan, plan_kl=trials.kl(plan, "plan").mean)
     return plan
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -22,9 +23,8 @@ from .reference_network import TOKENS_PER_FORWARD, Network, length_batches
 
 ROWS_PER_STEP = 128
 """Rows decoded together: more gain little, since a step then costs what its products cost."""
-DRAFT_ROUNDS = 2
-"""Passes over a draft: after a difference, the rest of the draft is tried once more behind the token found instead."""
 _COMPACT_BELOW = 0.75
+_GROWTH_TOKENS = 64  # few continuations come near their limit, so memory for them is taken in steps
 _STOP_WINDOW_TOKENS = 16
 Decode = Callable[[list[int]], str]
 
@@ -33,7 +33,8 @@ Decode = Callable[[list[int]], str]
 class Continuation:
     """One prompt and what greedy decoding has produced for it so far, the end token left out.
 
-    limit: most new tokens. draft: guess of the tokens that follow `tokens`. done: nothing more is to come.
+    limit: most new tokens. draft: a guess of them. done: nothing more is to come. states: keys and values of every
+    layer, [H, T, head size] each, of all known tokens but the last.
     """
 
     prompt: list[int]
@@ -42,11 +43,12 @@ class Continuation:
     stop: tuple[str, ...] = ()
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    states: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     @property
-    def length(self) -> int:
-        """Tokens known so far, prompt included."""
-        return len(self.prompt) + len(self.tokens)
+    def cached(self) -> int:
+        """Known tokens but the last, prompt included."""
+        return len(self.prompt) + len(self.tokens) - 1
 
 
 class GreedyDecoder:
@@ -64,29 +66,38 @@ class GreedyDecoder:
         def report() -> None:
             progress(sum(item.done for item in items), len(items))
 
+        waiting: list[Continuation] = []
+        started = [item for item in items if item.limit > 0]
         for item in items:
-            self._accept(item, [])
-        for _ in range(DRAFT_ROUNDS):
-            drafted = [item for item in items if item.draft and not item.done]
-            for batch in length_batches([item.length + len(item.draft) for item in drafted], TOKENS_PER_FORWARD):
-                self._verify([drafted[index] for index in batch])
-                report()
-        left = [item for item in items if not item.done]
-        for batch in length_batches([item.length for item in left], TOKENS_PER_FORWARD * ROWS_PER_STEP, ROWS_PER_STEP):
-            self._decode_rows([left[index] for index in batch], report)
+            item.done = item.limit <= 0
+        for batch in length_batches([len(item.prompt) + len(item.draft) for item in started], TOKENS_PER_FORWARD):
+            chosen = [started[index] for index in batch]
+            self._verify(chosen)
+            report()
+            waiting += [item for item in chosen if not item.done]
+            while len(waiting) >= ROWS_PER_STEP:
+                self._decode_rows(waiting[:ROWS_PER_STEP], report)
+                del waiting[:ROWS_PER_STEP]
+        if waiting:
+            self._decode_rows(waiting, report)
 
     def _verify(self, items: Sequence[Continuation]) -> None:
         """One pass over prompts and drafts: keep what decoding would have produced, and one token more."""
-        hidden = self._network.hidden([item.prompt + item.tokens + item.draft for item in items])
-        spans = [hidden[row, item.length - 1 : item.length + len(item.draft)] for row, item in enumerate(items)]
+        cache: Any = DynamicCache()
+        hidden = self._network.hidden([item.prompt + item.draft for item in items], cache)
+        spans = [hidden[row, item.cached : item.cached + len(item.draft) + 1] for row, item in enumerate(items)]
         best = self._network.best(torch.cat(spans))
         start = 0
-        for item in items:
+        for row, item in enumerate(items):
             greedy = best[start : start + len(item.draft) + 1]
             start += len(greedy)
             same = next((i for i, token in enumerate(item.draft) if token != greedy[i]), len(item.draft))
-            item.draft = item.draft[same + 1 :]
             self._accept(item, greedy[: same + 1])
+            if not item.done:
+                kept = slice(0, item.cached)
+                item.states = [
+                    (layer.keys[row, :, kept].clone(), layer.values[row, :, kept].clone()) for layer in cache.layers
+                ]
 
     def _accept(self, item: Continuation, tokens: Sequence[int]) -> None:
         """Append greedy tokens up to where the item ends."""
@@ -116,78 +127,63 @@ class GreedyDecoder:
 
     def _decode_rows(self, items: list[Continuation], report: Callable[[], None]) -> None:
         """Decode token by token; rows that end leave the batch when enough of them have."""
-        width = max(item.length for item in items)
+        width = max(item.cached for item in items)
         capacity = width + max(item.limit - len(item.tokens) for item in items)
-        positions = torch.tensor([item.length for item in items])
+        positions = torch.tensor([item.cached for item in items])
         mask = (torch.arange(capacity) >= (width - positions).unsqueeze(1)).long()
-        cache, tokens = self._prefill(items, width, capacity)
+        layers: list[Any] = [
+            _ReservedLayer([item.states[layer] for item in items], width) for layer in self._network.experts
+        ]
+        for item in items:
+            item.states.clear()
+        cache = Cache(layers=layers)
+        tokens = torch.tensor([item.tokens[-1] for item in items])
         used = width
         while True:
-            for item, token in zip(items, tokens.tolist(), strict=True):
+            used += 1
+            best = self._network.best(self._network.step(tokens, positions, mask[:, :used], cache))
+            for item, token in zip(items, best, strict=True):
                 if not item.done:
                     self._accept(item, [token])
             live = [row for row, item in enumerate(items) if not item.done]
             if not live:
                 break
+            tokens, positions = torch.tensor(best), positions + 1
             if len(live) <= _COMPACT_BELOW * len(items):
                 report()
                 keep = torch.tensor(live)
                 items = [items[row] for row in live]
                 tokens, positions, mask = tokens[keep], positions[keep], mask[keep]
-                for layer in cache.layers:
+                for layer in layers:
                     layer.batch_select_indices(keep)
-            used += 1
-            hidden = self._network.step(tokens, positions, mask[:, :used], cache)
-            tokens = torch.tensor(self._network.best(hidden))
-            positions = positions + 1
         report()
 
-    def _prefill(self, items: Sequence[Continuation], width: int, capacity: int) -> tuple[Any, Tensor]:
-        """Run all known tokens: the cache, rows ending together at `width`, and the next token of each row [B]."""
-        layers: list[Any] = [_FixedLayer(len(items), width, capacity) for _ in self._network.experts]
-        tokens = torch.zeros(len(items), dtype=torch.long)
-        for batch in length_batches([item.length for item in items], TOKENS_PER_FORWARD):
-            chosen = [items[row] for row in batch]
-            part: Any = DynamicCache()
-            hidden = self._network.hidden([item.prompt + item.tokens for item in chosen], part)
-            last = torch.tensor([item.length - 1 for item in chosen])
-            tokens[batch] = torch.tensor(self._network.best(hidden[torch.arange(len(chosen)), last]))
-            for layer, filled in zip(layers, part.layers, strict=True):
-                layer.place(batch, [item.length for item in chosen], filled.keys, filled.values)
-        return Cache(layers=layers), tokens
 
-
-class _FixedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
-    """Keys and values of one layer in memory taken once, [B, H, capacity, head size]; rows are padded on the left.
+class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
+    """Keys and values of one layer in memory taken ahead, [B, H, capacity, head size]; rows are padded on the left.
 
     Appending a token writes into that memory, where transformers' own cache would copy all of it at every step.
     """
 
-    def __init__(self, rows: int, width: int, capacity: int) -> None:
+    def __init__(self, states: Sequence[tuple[Tensor, Tensor]], width: int) -> None:
+        """states: keys and values of each row, [H, T, head size]; they end together at `width`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rows, self._capacity, self._used = rows, capacity, width
-
-    def place(self, rows: Sequence[int], lengths: Sequence[int], keys: Tensor, values: Tensor) -> None:
-        """Copy rows that are padded on the right, [b, H, T, head size], to the end of the prefilled part."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            self._buffers[0][row, :, self._used - length : self._used] = keys[index, :, :length]
-            self._buffers[1][row, :, self._used - length : self._used] = values[index, :, :length]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the memory."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._buffers = tuple(
-            states.new_zeros((self._rows, states.shape[1], self._capacity, states.shape[3]))
-            for states in (key_states, value_states)
-        )
-        self.is_initialized = True
+        self._used = width
+        self._buffers = []
+        for part in zip(*states, strict=True):
+            heads, _, head_size = part[0].shape
+            buffer = part[0].new_zeros((len(part), heads, width + _GROWTH_TOKENS, head_size))
+            for row, filled in enumerate(part):
+                buffer[row, :, width - filled.shape[1] : width] = filled
+            self._buffers.append(buffer)
+        self.dtype, self.device, self.is_initialized = self._buffers[0].dtype, self._buffers[0].device, True
         self._expose()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and return everything up to here as views."""
         end = self._used + key_states.shape[2]
+        if end > self._buffers[0].shape[2]:
+            self._buffers = [functional.pad(buffer, (0, 0, 0, _GROWTH_TOKENS)) for buffer in self._buffers]
         self._buffers[0][:, :, self._used : end] = key_states
         self._buffers[1][:, :, self._used : end] = value_states
         self._used = end
@@ -199,7 +195,7 @@ class _FixedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
-        self._buffers = tuple(buffer[indices] for buffer in self._buffers)
+        self._buffers = [buffer[indices] for buffer in self._buffers]
         self._expose()
 
     def _expose(self) -> tuple[Tensor, Tensor]:

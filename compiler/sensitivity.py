@@ -13,12 +13,13 @@ from typing import Literal
 
 import numpy as np
 
+from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
 from .options import Talk
 from .plan import CompilePlan
-from .search.baselines import importance_list
+from .search.baselines import fits_all, importance_list
 from .trials import Trials
 from .uniform import dense_spec
 from .unit_store import UnitStore
@@ -26,7 +27,6 @@ from .unit_store import UnitStore
 Progress = Callable[[int, int], None]
 # At 3 bits the KL of one projection of one layer stands clear of rounding, and still grows in proportion to the error.
 PROBE_BITWIDTH = 3
-DENSE_PROBE_BITWIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +76,33 @@ def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> Compi
 
 
 def measure_proxy(
-    trials: Trials, plain: CompilePlan, probe: QuantSpec, dense_probe: Mapping[str, QuantSpec], progress: Progress
+    trials: Trials,
+    plain: CompilePlan,
+    unit_specs: Sequence[QuantSpec],
+    dense_probe: Mapping[str, QuantSpec],
+    progress: Progress,
 ) -> SensitivityTable:
-    """Measure the gains: one KL per layer and projection, one per dense group that dense_probe puts below 16 bits."""
+    """Measure the gains: one KL per layer and projection, one per dense group that dense_probe puts below 16 bits.
+
+    A projection that none of unit_specs below 16 bits fits has nothing to lose: its gain is 0.
+    """
     model, store = plain.model, trials.store
     groups = [g for g in dense_groups(model) if any(dense_probe[name].bitwidth < 16 for name in g.tensors)]
     total, done = model.num_layers * len(PROJECTIONS) + len(groups), 0
     gains = np.zeros((model.num_layers, len(PROJECTIONS)))
     for layer in range(model.num_layers):
         for column, projection in enumerate(PROJECTIONS):
+            done += 1
+            columns = model.unit_shape(layer, projection)[1]
+            fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
+            if not fitting:
+                continue
+            probe = _nearest(fitting, PROBE_BITWIDTH)
             own = [u for u in plain.units if u.layer == layer and u.projection == projection]
             plan = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
             error = sum(store.error(unit, probe) for unit in own)
             kl = trials.kl(plan, f"sensitivity of layer {layer}, {projection}").mean
             gains[layer, column] = kl / error if error > 0 else 0.0
-            done += 1
             progress(done, total)
     dense_gains = {group.name: 0.0 for group in dense_groups(model)}
     for group in groups:
@@ -155,12 +167,17 @@ def measure_sensitivity(
         ones = np.ones((plain.model.num_layers, len(PROJECTIONS)))
         dense_gains = {group.name: 1.0 for group in dense_groups(plain.model)}
         return SensitivityTable(ones, dense_gains, np.ones((plain.model.num_layers, counts)))
-    probe = _nearest(unit_specs, PROBE_BITWIDTH)
     lowest = min(dense_options, key=lambda specs: min(spec.bitwidth for spec in specs.values()))
-    table = measure_proxy(trials, plain, probe, lowest, talk.progress("measuring sensitivity"))
+    table = measure_proxy(trials, plain, unit_specs, lowest, talk.progress("measuring sensitivity"))
     if kind != "exact":
         return table
-    low, high = _nearest(unit_specs, 2), _nearest(unit_specs, 4)
+    fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and fits_all(plain, spec)]
+    if not fitting:
+        raise OptionError(
+            "`--sensitivity exact` puts whole experts below 16 bits, and no format on offer fits all their matrices",
+            "take `--sensitivity proxy`, or offer others with `--bits` and `--group-size`",
+        )
+    low, high = _nearest(fitting, 2), _nearest(fitting, 4)
     progress = talk.progress("measuring each expert alone")
     return correct_by_expert(
         table, trials.store, importance_list(plain, low, high, trials, trials.store, progress), low, high
@@ -168,6 +185,5 @@ def measure_sensitivity(
 
 
 def _nearest(specs: Sequence[QuantSpec], bitwidth: int) -> QuantSpec:
-    """The offered format below 16 bits nearest to a bitwidth; 64 columns a group where there is a choice."""
-    quantized = [spec for spec in specs if spec.bitwidth < 16] or [QuantSpec(bitwidth)]
-    return min(quantized, key=lambda spec: (abs(spec.bitwidth - bitwidth), abs((spec.group_size or 512) - 64)))
+    """The format nearest to a bitwidth; 64 columns a group where there is a choice. specs: below 16 bits."""
+    return min(specs, key=lambda spec: (abs(spec.bitwidth - bitwidth), abs((spec.group_size or 512) - 64)))

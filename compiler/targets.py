@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from moec.manifests.errors import OptionError
@@ -44,10 +46,10 @@ def parse_loss(text: str) -> float:
 
 def parse_size(text: str) -> int:
     """`2.1GiB`, `900MB` -> bytes; a bare G or a bare number is refused. Raises OptionError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2] not in _UNITS:
         raise OptionError(f"`--size {text}` is not a size", "write `2.1GiB` (2^30) or `2.1GB` (10^9)")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
 def choose_target(
@@ -68,8 +70,8 @@ def choose_target(
             raise OptionError(f"`--uniform {uniform}` is not a bitwidth", "choose 2, 3, 4, 8 or 16")
         return Target("uniform", uniform)
     if kl is not None:
-        if not kl > 0:
-            raise OptionError(f"`--kl {kl:g}` must be more than 0", "write `--kl 0.05`")
+        if not 0 < kl < math.inf:
+            raise OptionError(f"`--kl {kl:g}` must be a number above 0", "write `--kl 0.05`")
         return Target("kl", kl)
     value = float(bits_per_weight or 0)
     if not 0 < value <= 16:

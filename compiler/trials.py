@@ -7,10 +7,10 @@ task metric on generated answers (what a loss target speaks of).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from moec.evaluation.statistics import (
     relative_loss,
 )
 from moec.evaluation.tasks import Item, Task
-from moec.manifests.codec import from_plain, to_plain
 from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
 
@@ -152,14 +151,16 @@ class Trials:
     def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> dict[UnitKey | str, torch.Tensor]:
         """Dequantized weights of everything the plan stores below 16 bits."""
         source = store or self.store
-        units = {u: source.weight(u, s) for u, s in plan.units.items() if s.bitwidth < 16}
-        dense = {n: source.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}
-        return {**units, **dense}
+        weights: dict[UnitKey | str, torch.Tensor] = {
+            unit: source.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16
+        }
+        weights.update({name: source.dense_weight(name, s) for name, s in plan.dense.items() if s.bitwidth < 16})
+        return weights
 
     def kl(self, plan: CompilePlan, purpose: str, store: UnitStore | None = None) -> DistributionSummary:
         """Mean KL to the reference on answer tokens, nats per token."""
         plain = self._journal.json(f"kl-{plan.digest}", lambda: self._measure_kl(plan, store).to_json())
-        summary = DistributionSummary(**plain)
+        summary = DistributionSummary(**{**plain, "standard_error": _told(plain["standard_error"], math.inf)})
         self._log(plan, purpose, kl=summary)
         return summary
 
@@ -202,9 +203,10 @@ class Trials:
         for data in self.tasks:
             self.baseline(data)
         plain = self._journal.json(
-            f"loss-{plan.digest}-{target}", lambda: to_plain(self._measure_losses(plan, target, store))
+            f"loss-{plan.digest}-{target}",
+            lambda: {task: loss.to_json() for task, loss in self._measure_losses(plan, target, store).items()},
         )
-        losses = {task: from_plain(LossEstimate, estimate) for task, estimate in plain.items()}
+        losses = {task: _estimate(values) for task, values in plain.items()}
         accepted = len(losses) == len(self.tasks) and all(
             keeps(losses[data.task.name], target, data.certification_items) for data in self.tasks
         )
@@ -252,6 +254,23 @@ class Trials:
                 accepted,
             )
         )  # fmt: skip
+
+
+def _told(value: float | None, otherwise: float) -> float:
+    """A number that JSON writes as null where it is not finite."""
+    return otherwise if value is None else value
+
+
+def _estimate(values: Mapping[str, Any]) -> LossEstimate:
+    """What LossEstimate.to_json gave, for the journal: a bound that cannot be told is infinite on its side."""
+    low, high = values["interval95"]
+    bounds = {
+        "interval95": (_told(low, -math.inf), _told(high, math.inf)),
+        "lower95": _told(values["lower95"], -math.inf),
+        "upper95": _told(values["upper95"], math.inf),
+        "standard_error": _told(values["standard_error"], math.inf),
+    }
+    return LossEstimate(**{**values, **bounds})
 
 
 def margin(estimate: LossEstimate, certification_items: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -139,6 +140,8 @@ class CalibrationSummary:
 
     def __post_init__(self) -> None:
         _check_digest(self.data_sha256)
+        if self.items < 0 or self.tokens < 0:
+            raise ValueError("items and tokens must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,8 @@ class DeviceSummary:
 
     def __post_init__(self) -> None:
         _check_digest(self.profile_sha256)
+        if self.memory_budget_bytes < 0 or self.recommended_cache_bytes < 0:
+            raise ValueError("memory_budget_bytes and recommended_cache_bytes must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ class BundleManifest:
     """Everything a runtime must know before it reads a weight.
 
     Raises ValueError when fields contradict each other: an expert missing or twice, a size that its formats do not
-    give, overlapping ranges, a dense weight of the wrong shape, a file that is not listed.
+    give, overlapping ranges, a dense weight of the wrong shape, a file that is not listed, a cost that is not theirs.
     """
 
     format_version: int
@@ -194,11 +199,13 @@ class BundleManifest:
             raise ValueError("files: a name occurs twice, or the manifest lists itself")
         self._check_experts({entry.name: entry.size_bytes for entry in self.files})
         self._check_dense()
+        self._check_cost()
 
     def _check_experts(self, file_sizes: dict[str, int]) -> None:
-        expected = self.model.expert_keys()
-        if tuple(entry.key for entry in self.experts) != expected:
-            raise ValueError(f"experts: expected all {len(expected)} of the model once each, in order")
+        count = sum(layer.experts.count for layer in self.model.layers)
+        # The count comes first: what the model claims may be far more than what the manifest lists.
+        if len(self.experts) != count or tuple(entry.key for entry in self.experts) != self.model.expert_keys():
+            raise ValueError(f"experts: expected all {count} of the model once each, in order")
         end: dict[str, int] = {}
         for entry in self.experts:
             place = f"experts[{entry.layer}, {entry.expert}]"
@@ -224,3 +231,34 @@ class BundleManifest:
                 raise ValueError(f"dense[{entry.name}]: norms and routers stay at 16 bits, found {entry.spec}")
             if not entry.spec.fits(entry.shape[-1]):
                 raise ValueError(f"dense[{entry.name}]: format {entry.spec} cannot hold {entry.shape[-1]} columns")
+
+    def _check_cost(self) -> None:
+        """The memory budget is made of these numbers: they must be those of the formats."""
+        model, cost = self.model, self.cost
+        padded: list[list[int]] = [[] for _ in model.layers]
+        packed = weights = 0
+        for entry in self.experts:
+            padded[entry.layer].append(entry.size_bytes)
+            for projection in PROJECTIONS:
+                rows, columns = model.unit_shape(entry.layer, projection)
+                packed += rows * round(entry.spec(projection).row_bytes(columns))
+                weights += rows * columns
+        top_k = [layer.experts.top_k for layer in model.layers]
+        dense = sum(
+            (entry.shape[0] if len(entry.shape) == 2 else 1) * round(entry.spec.row_bytes(entry.shape[-1]))
+            for entry in self.dense
+        )
+        expected = {
+            "expert_packed_bytes": packed,
+            "expert_padded_bytes": sum(map(sum, padded)),
+            "dense_packed_bytes": dense,
+            "minimum_expert_bytes": max(sum(sorted(s)[-k:]) for s, k in zip(padded, top_k, strict=True)),
+            "kv_bytes_per_position": model.kv_bytes_per_position,
+        }
+        for name, value in expected.items():
+            if getattr(cost, name) != value:
+                raise ValueError(f"cost.{name}: the formats give {value}, found {getattr(cost, name)}")
+        if not math.isclose(cost.expert_bits_per_weight, 8 * packed / weights, rel_tol=1e-9):
+            raise ValueError(f"cost.expert_bits_per_weight: the formats give {8 * packed / weights}")
+        if not 0 <= cost.expected_read_bytes_per_token <= sum(k * max(s) for s, k in zip(padded, top_k, strict=True)):
+            raise ValueError("cost.expected_read_bytes_per_token: out of range")

@@ -53,7 +53,7 @@ def from_plain(declared: Any, value: Any, path: str = "") -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise DecodeError(path, f"expected an object, found {type(value).__name__}")
-        return {key: from_plain(get_args(declared)[1], item, f"{path}.{key}") for key, item in value.items()}
+        return {key: from_plain(get_args(declared)[1], item, f"{path}.{key[:80]}") for key, item in value.items()}
     if origin in (Union, types.UnionType):
         if value is None and type(None) in get_args(declared):
             return None
@@ -73,7 +73,9 @@ def _quant_spec(value: Any, path: str) -> QuantSpec:
 
 
 def _scalar(declared: Any, value: Any, path: str) -> Any:
-    if declared is float and type(value) in (int, float) and math.isfinite(value):
+    if declared is float and (type(value) is float or (type(value) is int and abs(value) < _MAX_INTEGER)):
+        if not math.isfinite(value):
+            raise DecodeError(path, "expected a finite number")
         return float(value)
     if type(value) is not declared:
         raise DecodeError(path, f"expected {declared.__name__}, found {type(value).__name__}")
@@ -89,7 +91,7 @@ def _dataclass(declared: Any, value: Any, path: str) -> Any:
     names = [field.name for field in dataclasses.fields(declared)]
     unknown, missing = sorted(set(value) - set(names)), sorted(set(names) - set(value))
     if unknown or missing:
-        raise DecodeError(path, f"unknown {unknown[:5]}, missing {missing[:5]}")
+        raise DecodeError(path, f"unknown {[name[:80] for name in unknown[:5]]}, missing {missing[:5]}")
     prefix = f"{path}." if path else ""
     built = {name: from_plain(hints[name], value[name], f"{prefix}{name}") for name in names}
     try:
@@ -99,7 +101,7 @@ def _dataclass(declared: Any, value: Any, path: str) -> Any:
 
 
 def canonical_json(value: Any) -> bytes:
-    """UTF-8, two-space indent, field order as given, one newline at the end: equal values give equal bytes."""
+    """UTF-8, indented by one space, field order as given, one newline at the end: equal values give equal bytes."""
     return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -121,11 +123,21 @@ def _reject_constant(name: str) -> float:
     raise ValueError(f"`{name}` is not a number")
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"`{text[:40]}` is too large for a number")
+    return number
+
+
 def load_strict_json(data: bytes) -> Any:
-    """Parse JSON; duplicate fields, NaN and bad UTF-8 are errors. Raises ValueError (RecursionError is folded in)."""
+    """Parse JSON; duplicate fields, NaN, infinities and bad UTF-8 are errors. Raises ValueError for all of them."""
     try:
         return json.loads(
-            data.decode("utf-8"), object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_reject_duplicates,
+            parse_constant=_reject_constant,
+            parse_float=_finite,
         )
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
@@ -150,8 +162,15 @@ def decode_manifest(data: bytes, place: str) -> BundleManifest:
             "use a matching moec or compile again",
         )
     digest = plain.pop(DIGEST_FIELD, None)
-    if digest != hashlib.sha256(canonical_json(plain)).hexdigest() or list(plain)[-1:] == [DIGEST_FIELD]:
+    try:
+        found = hashlib.sha256(canonical_json(plain)).hexdigest()
+        is_canonical = canonical_json({**plain, DIGEST_FIELD: digest}) == data
+    except (ValueError, RecursionError) as error:  # half a surrogate pair; nested too deeply to be written again
+        raise ManifestInvalid(f"`{place}` has no canonical form: {error}", "copy the bundle again") from error
+    if digest != found:
         raise ChecksumMismatch(f"`{place}`: {DIGEST_FIELD} does not match its content", "copy the bundle again")
+    if not is_canonical:
+        raise ManifestInvalid(f"`{place}` is not in canonical form, {DIGEST_FIELD} last", "copy the bundle again")
     try:
         return from_plain(BundleManifest, plain)  # type: ignore[no-any-return]
     except DecodeError as error:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 PROJECTIONS = ("gate", "up", "down")
 MAX_LAYERS = 1024
 MAX_EXPERTS = 65535
+MAX_POSITIONS = 1 << 28
 
 
 class ExpertKey(NamedTuple):
@@ -41,7 +42,7 @@ class RopeSpec:
     rotary_size: int
 
     def __post_init__(self) -> None:
-        _require(self.theta > 0, f"rope theta must be positive, found {self.theta}")
+        _require(1 <= self.theta <= 1e15, f"rope theta must be 1 to 1e15, found {self.theta}")
         _require(0 < self.rotary_size <= 4096 and self.rotary_size % 2 == 0, "rotary_size must be even, 2 to 4096")
 
 
@@ -61,7 +62,7 @@ class AttentionSpec:
             0 < self.num_kv_heads <= self.num_heads and self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}",
         )
-        _require(self.sliding_window >= 0, "sliding_window must not be negative")
+        _require(0 <= self.sliding_window <= MAX_POSITIONS, f"sliding_window out of range: {self.sliding_window}")
         _require(self.rope.rotary_size <= self.head_size, "rotary_size must not exceed head_size")
 
 
@@ -117,7 +118,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         _require(0 < self.hidden_size <= 1 << 20, f"hidden_size out of range: {self.hidden_size}")
         _require(0 < self.vocab_size <= 1 << 24, f"vocab_size out of range: {self.vocab_size}")
-        _require(0 < self.max_positions <= 1 << 28, f"max_positions out of range: {self.max_positions}")
+        _require(0 < self.max_positions <= MAX_POSITIONS, f"max_positions out of range: {self.max_positions}")
         _require(0 < len(self.layers) <= MAX_LAYERS, f"a model has 1 to {MAX_LAYERS} layers, found {len(self.layers)}")
         _require(0 <= self.norm_eps < 1, f"norm_eps out of range: {self.norm_eps}")
         for token in self.eos_token_ids:

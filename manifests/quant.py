@@ -19,7 +19,7 @@ EXPERT_ALIGNMENT_BYTES = 4096
 MAX_DIMENSION = 1 << 24
 
 FloatType = Literal["none", "bfloat16", "float16"]
-_SHORT = re.compile(r"q([2348])(?:g(\d+))?(s?)")
+_SHORT = re.compile(r"q([2348])(?:g([0-9]{1,8}))?(s?)")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -66,7 +66,7 @@ class QuantSpec:
             return cls(16, float_type="bfloat16" if text == "bf16" else "float16")
         match = _SHORT.fullmatch(text)
         if match is None:
-            raise ValueError(f"not a format: `{text}` (expected a form like `q4g64`, `q8s`, `bf16`)")
+            raise ValueError(f"not a format: `{text[:40]}` (expected a form like `q4g64`, `q8s`, `bf16`)")
         return cls(int(match[1]), int(match[2] or 0), bool(match[3]))
 
     def groups(self, columns: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from .codec import load_strict_json
 
 MAX_HEADER_BYTES = 100 << 20
+MAX_RANK = 16
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
@@ -72,6 +73,8 @@ def _entry(name: str, value: object, data_start: int) -> TensorEntry:
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
             raise HeaderError(f"tensor `{name[:80]}` has a shape or offsets out of range")
+    if len(shape) > MAX_RANK:
+        raise HeaderError(f"tensor `{name[:80]}` has {len(shape)} dimensions, more than {MAX_RANK}")
     size = ITEM_BYTES[dtype]
     for extent in shape:
         size *= extent

@@ -39,11 +39,13 @@ def generate_many(
 ) -> list[list[int]]:
     """Greedy answers, eos left out, in the order of the prompts. An empty draft is no draft.
 
-    limits: most new tokens of each. Raises ContextOverflow for a prompt that does not fit.
+    limits: most new tokens of each. Raises ContextOverflow for a prompt that does not fit, InputError for an empty one
+    and for ids outside the vocabulary.
     """
     eos = set(engine.bundle.manifest.model.eos_token_ids)
-    for prompt in prompts:
+    for prompt, draft in zip(prompts, drafts, strict=True):
         engine.check_tokens(prompt)
+        engine.check_vocabulary(draft)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
     waiting = [_begin(engine, i, list(prompts[i]), list(drafts[i]), limits[i]) for i in reversed(order)]
     results: list[list[int]] = [[] for _ in prompts]
@@ -139,13 +141,12 @@ def _accept(item: RunningSequence, position: int, greedy: list[int], eos: set[in
     """greedy[i] follows position + i. Stops at the first token that is not the draft's."""
     for offset, token in enumerate(greedy):
         place = position + offset - (len(item.prompt) - 1)
-        if place != len(item.produced):
+        if place != len(item.produced) or _finished(item, eos):
+            return
+        # The row was computed from the draft: it holds only as long as the draft is what was produced.
+        if place and item.produced[-1] != item.draft[place - 1]:
             return
         item.produced.append(token)
-        if token in eos or len(item.produced) >= item.limit:
-            return
-        if place >= len(item.draft) or item.draft[place] != token:
-            return
 
 
 def _decode_once(engine: Engine, running: list[RunningSequence]) -> None:
@@ -167,6 +168,7 @@ def forced_logits(
     tokens = 0
     for index, (prompt, answer) in enumerate(pairs):
         need = len(prompt) + len(answer)
+        engine.check_tokens(prompt, room=0)
         engine.check_tokens([*prompt, *answer], room=0)
         if group and (tokens + need > MAX_PASS_TOKENS or len(group) == engine.options.slots):
             yield from _forced_group(engine, pairs, group)
@@ -189,4 +191,5 @@ def _forced_group(
             if wanted:
                 collected[group[which]].append(engine.model.logits(hidden[rows[wanted]]))
     for index in group:
-        yield index, np.concatenate(collected[index])
+        nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
+        yield index, np.concatenate([nothing, *collected[index]])

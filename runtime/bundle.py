@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestIn
 from moec.manifests.safetensors_header import HeaderError, TensorEntry, read_header
 
 CHUNK_BYTES = 4 << 20
-_DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64, "F32": np.float32}
+_COMPILE_AGAIN = "compile the bundle again"
+_DTYPES = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
 
 
 def expert_tensor_name(expert: int) -> str:
@@ -58,8 +60,13 @@ class Bundle:
         data = np.empty(entry.size_bytes, np.uint8)
         with (self.path / file).open("rb", buffering=0) as source:
             source.seek(entry.offset_bytes)
-            if source.readinto(data.data) != entry.size_bytes:
-                raise BundleIncomplete(f"`{file}` ended while reading at byte {entry.offset_bytes}")
+            done = 0
+            # One read of the system ends at 2 GiB.
+            while done < entry.size_bytes:
+                count = source.readinto(data.data[done:])
+                if not count:
+                    raise BundleIncomplete(f"`{self.path / file}` ended while reading at byte {source.tell()}")
+                done += count
         return data
 
     def read_prefix(self, file: str) -> bytes:
@@ -78,11 +85,13 @@ def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
 
     Raises BundleError; a folder that is still being built is refused unless allow_partial.
     """
-    if path.name.endswith(PARTIAL_SUFFIX) and not allow_partial:
+    if os.path.realpath(path).endswith(PARTIAL_SUFFIX) and not allow_partial:
         raise BundleIncomplete(f"`{path}` is an unfinished compile", "run the compile again with `--resume`")
     manifest_path = path / MANIFEST_NAME
     if not manifest_path.is_file():
         raise BundleIncomplete(f"`{path}` has no `{MANIFEST_NAME}`, so it is not a complete bundle", "compile it again")
+    if manifest_path.is_symlink():
+        raise BundleIncomplete(f"`{manifest_path}` is a link", "copy the bundle again, files instead of links")
     with manifest_path.open("rb") as file:
         manifest = decode_manifest(file.read(MAX_MANIFEST_BYTES + 1), str(manifest_path))
     if not manifest.certified and not allow_partial:
@@ -106,7 +115,9 @@ def _check_file_list(path: Path, manifest: BundleManifest) -> None:
             raise ManifestInvalid(f"`{path / MANIFEST_NAME}` does not list `{required}`", "compile the bundle again")
     for entry in manifest.files:
         file = path / entry.name
-        if not file.is_file() or file.is_symlink():
+        if file.is_symlink():
+            raise BundleIncomplete(f"`{file}` is a link", "copy the bundle again, files instead of links")
+        if not file.is_file():
             raise BundleIncomplete(f"`{file}` is missing", "copy the bundle again")
         size = file.stat().st_size
         if size != entry.size_bytes:
@@ -143,36 +154,36 @@ def _check_headers(bundle: Bundle) -> None:
 def _read_tables(bundle: Bundle) -> Tables:
     header = bundle.headers[TABLES_NAME]
 
-    def read(name: str) -> np.ndarray:
-        entry = header.get(name)
-        if entry is None or entry.dtype not in _DTYPES:
-            raise ManifestInvalid(f"`{TABLES_NAME}` has no tensor `{name}`", "compile the bundle again")
-        return bundle.read_tensor_bytes(TABLES_NAME, entry).view(_DTYPES[entry.dtype]).reshape(entry.shape)
-
-    tables = Tables(
-        read("popularity"),
-        read("transitions"),
-        read("path.keys"),
-        read("path.offsets"),
-        read("path.experts"),
-        read("path.counts"),
-    )
     layers = bundle.manifest.model.layers
     experts = max(layer.experts.count for layer in layers)
+    place = f"`{bundle.path / TABLES_NAME}`"
+
+    def read(name: str, dtype: str, *shape: int | None) -> np.ndarray:
+        """Type and shape are checked before anything is read; None stands for any extent."""
+        entry = header.get(name)
+        fits = entry is not None and entry.dtype == dtype and len(entry.shape) == len(shape)
+        if entry is None or not fits or any(w not in (None, n) for w, n in zip(shape, entry.shape, strict=True)):
+            raise ManifestInvalid(f"{place}: no tensor `{name}` of type and shape {dtype} {shape}", _COMPILE_AGAIN)
+        return bundle.read_tensor_bytes(TABLES_NAME, entry).view(_DTYPES[dtype]).reshape(entry.shape)
+
+    tables = Tables(
+        read("popularity", "U32", len(layers), experts),
+        read("transitions", "U32", len(layers) - 1, experts, experts),
+        read("path.keys", "I32", None, 3),
+        read("path.offsets", "I64", None),
+        read("path.experts", "U16", None),
+        read("path.counts", "U32", None),
+    )
     offsets = tables.path_offsets
     consistent = (
-        tables.popularity.shape == (len(layers), experts)
-        and tables.transitions.shape == (len(layers) - 1, experts, experts)
-        and tables.path_keys.ndim == 2
-        and tables.path_keys.shape[1] == 3
-        and offsets.shape == (len(tables.path_keys) + 1,)
+        len(offsets) == len(tables.path_keys) + 1
         and offsets[0] == 0
-        and bool(np.all(np.diff(offsets) >= 0))
+        and bool(np.all(offsets[1:] >= offsets[:-1]))
         and offsets[-1] == len(tables.path_experts) == len(tables.path_counts)
         and (len(tables.path_experts) == 0 or int(tables.path_experts.max()) < experts)
     )
     if not consistent:
-        raise ManifestInvalid(f"`{TABLES_NAME}`: shapes or indices contradict the model", "compile the bundle again")
+        raise ManifestInvalid(f"{place}: the path dictionary contradicts itself or the model", _COMPILE_AGAIN)
     return tables
 
 
@@ -207,6 +218,13 @@ def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = 
             raise ChecksumMismatch(
                 f"`{bundle.path / expert.file}`, expert {expert.expert}: differs from its digest", "compile it again"
             )
+
+
+def verify_files(bundle: Bundle, names: Sequence[str]) -> None:
+    """Check the SHA-256 of these files, as far as the manifest lists them. Raises ChecksumMismatch."""
+    for entry in bundle.manifest.files:
+        if entry.name in names and file_digest(bundle.path / entry.name, lambda done: None) != entry.sha256:
+            raise ChecksumMismatch(f"`{bundle.path / entry.name}` differs from its digest", "copy the bundle again")
 
 
 def _expert_digest(bundle: Bundle, file: str, offset_bytes: int, size_bytes: int) -> str:

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moec.manifests.errors import ContextOverflow, InputError, OptionError
+from moec.manifests.bundle import TABLES_NAME, BundleManifest
+from moec.manifests.errors import ContextOverflow, InputError, KernelUnavailable, OptionError
 
 from . import kernels
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
-from .bundle import Bundle, Tables, open_bundle
+from .bundle import Bundle, Tables, open_bundle, verify_files
 from .eviction import SCORES, ExpertRecords, expert_records, warm_order
 from .expert_cache import CacheStats, ExpertCache
 from .kv_cache import KVCache
@@ -28,7 +29,7 @@ from .options import MAX_THREADS, RuntimeOptions
 from .prefetch import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage
-from .text import TextStream, load_tokenizer
+from .text import TOKENIZER_NAME, TextStream, load_tokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -69,12 +70,24 @@ def bundle_records(bundle: Bundle, tables: Tables) -> ExpertRecords:
     return expert_records(layer, popularity, bundle.manifest.model.num_layers)
 
 
+def _check_cpu_features(manifest: BundleManifest) -> None:
+    missing = sorted(set(manifest.required_cpu_features) - set(kernels.available()))
+    if missing:
+        raise KernelUnavailable(
+            f"the bundle needs `{missing[0][:40]}`, this processor has {', '.join(kernels.available())}",
+            "compile for this device",
+        )
+
+
 class Engine:
     """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions) -> None:
         self.bundle, self.options = bundle, options
         manifest = bundle.manifest
+        _check_cpu_features(manifest)
+        if options.verify:
+            verify_files(bundle, (TOKENIZER_NAME, TABLES_NAME))
         self.tokenizer = load_tokenizer(bundle.path)
         self.memory: MemoryPlan = plan_memory(manifest, options)
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
@@ -94,7 +107,11 @@ class Engine:
         self.model.predictor = make_predictor(
             options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
         )
-        self.cache.warm(warm_order(records).tolist())
+        try:
+            self.cache.warm(warm_order(records).tolist())
+        except BaseException:
+            self.close()
+            raise
         self.warm_stats = self.cache.stats
         self.cache.stats = CacheStats()
 
@@ -192,14 +209,18 @@ class Engine:
         """Refuse an empty prompt, ids outside the vocabulary, and prompts that leave no room in the context."""
         if not tokens:
             raise InputError("the prompt is empty", "give at least one token")
+        self.check_vocabulary(tokens)
+        if len(tokens) + room - 1 > self.memory.context or len(tokens) > self.memory.context:
+            raise ContextOverflow(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.memory.context}",
+                "shorten it or raise `--context`",
+            )
+
+    def check_vocabulary(self, tokens: Sequence[int]) -> None:
+        """Refuse ids outside the vocabulary."""
         vocab_size = self.model.spec.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise InputError(
                 f"token id {wrong} is outside the vocabulary of {vocab_size}", "use this bundle's tokenizer"
-            )
-        if len(tokens) + room - 1 > self.memory.context or len(tokens) > self.memory.context:
-            raise ContextOverflow(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.memory.context}",
-                "shorten it or raise `--context`",
             )

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from moec.manifests.errors import MemoryBudgetExceeded
+from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from .eviction import ExpertRecords, PolicyScore, eviction_order
 from .storage import ExpertStorage
@@ -101,18 +101,20 @@ class ExpertCache:
         self._demand: deque[int] = deque()
         self._advice: deque[int] = deque()
         self._reader: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failures: dict[int, Exception] = {}
         self._closed = False
 
     # -- demand ------------------------------------------------------------------------------------------------
 
-    def stream(self, layer: int, indices: Sequence[int], advice: Sequence[int] = ()) -> Iterator[int]:
+    def stream(self, layer: int, indices: Sequence[int], advice: Sequence[int] = ()) -> Generator[int, None, None]:
         """Yield each index once, when it is resident; it stays leased until the next one is asked for.
 
         advice: experts likely to be needed next, likeliest first; read behind the misses of this layer.
-        Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit.
+        Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
+        ExecutionError after `close`.
         """
         with self._lock:
+            self._require_open()
             self._running_layer = layer
             hits, remaining = self._classify(indices)
             # Reads start before the hits compute, so that the two overlap.
@@ -169,7 +171,7 @@ class ExpertCache:
                     self._advice.remove(index)
                     self._prefetched[index] = False
                     self._demand.append(index)
-            elif state == LOADING:
+            elif state == LOADING and self._prefetched[index]:
                 self.stats.late_hits += 1
             self._leases[index] = 1
         self._wake_reader()
@@ -179,9 +181,10 @@ class ExpertCache:
         start_ns = time.perf_counter_ns()
         with self._changed:
             while True:
-                if self._failure is not None:
-                    failure, self._failure = self._failure, None
-                    raise failure
+                self._require_open()
+                failed = next((i for i in remaining if i in self._failures), None)
+                if failed is not None:
+                    raise self._failures.pop(failed)
                 self._issue(remaining)
                 ready = next((i for i in remaining if self._leases[i] and self._state[i] == RESIDENT), None)
                 if ready is not None:
@@ -189,7 +192,9 @@ class ExpertCache:
                         self._count_prefetch_use(ready)
                     self.stats.stall_ns += time.perf_counter_ns() - start_ns
                     return ready
-                if not any(self._leases[i] for i in remaining) and not np.any(self._state == LOADING):
+                # Reads that are under way, also those of a stream that was given up, make room when they end.
+                reading = np.any((self._state == LOADING) | (self._state == QUEUED))
+                if not any(self._leases[i] for i in remaining) and not reading:
                     raise MemoryBudgetExceeded(
                         f"an expert of {int(self._sizes[remaining[0]])} bytes does not fit into the expert cache of "
                         f"{self.capacity_bytes}",
@@ -204,7 +209,12 @@ class ExpertCache:
     def _unlease(self, index: int) -> None:
         with self._changed:
             self._leases[index] = 0
+            self._failures.pop(index, None)
             self._changed.notify_all()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ExecutionError("the expert cache is closed", "load the bundle again")
 
     # -- advice ------------------------------------------------------------------------------------------------
 
@@ -249,7 +259,9 @@ class ExpertCache:
                     continue
                 self._reserve(index)
                 self._state[index] = LOADING
-            self._read(index, ahead=False)
+            failure = self._read(index, ahead=False)
+            if failure is not None:
+                raise failure
 
     # -- room --------------------------------------------------------------------------------------------------
 
@@ -320,17 +332,21 @@ class ExpertCache:
                 self._state[index] = LOADING
             self._read(index, ahead)
 
-    def _read(self, index: int, ahead: bool) -> None:
-        failure: BaseException | None = None
+    def _read(self, index: int, ahead: bool) -> Exception | None:
+        """Read one expert; a failure is returned, and kept for the stream that waits for it, if one does."""
+        failure: Exception | None = None
         try:
             self._storage.load(index)
         except Exception as error:
             failure = error
         with self._changed:
             if failure is not None:
+                self._storage.release(index)
                 self._state[index] = ABSENT
+                self._prefetched[index] = False
                 self.used_bytes -= int(self._sizes[index])
-                self._failure = failure if not ahead or self._leases[index] else self._failure
+                if self._leases[index]:
+                    self._failures[index] = failure
             else:
                 self._state[index] = RESIDENT
                 self.stats.reads += 1
@@ -339,9 +355,7 @@ class ExpertCache:
                 self.stats.prefetch_reads += int(ahead)
                 self._seen[index] = True
             self._changed.notify_all()
-        if failure is not None and threading.current_thread() is not self._reader:
-            self._failure = None
-            raise failure
+        return failure
 
     def check_invariants(self) -> None:
         """Raise RuntimeError if the ledger and the states disagree (for tests)."""

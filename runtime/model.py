@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -180,10 +181,12 @@ class Model:
         advice: list[int] = []
         if following is not None:
             advice = (following + self._first_expert[(index + 1) % self.spec.num_layers]).tolist()
-        for expert in self._cache.stream(index, [first + e for e in groups], advice):
-            places = groups[expert - first]
-            tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
-            kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
+        # Closed at once if a kernel raises: leases must not wait for the garbage collector.
+        with closing(self._cache.stream(index, [first + e for e in groups], advice)) as ready:
+            for expert in ready:
+                places = groups[expert - first]
+                tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
+                kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
         out = np.empty_like(hidden)
         kernels.combine(parts, weights, out)
         hidden += out

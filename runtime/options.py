@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from moec.manifests.errors import OptionError
@@ -24,12 +25,12 @@ IoMode = Literal["auto", "direct", "buffered", "mmap"]
 
 def parse_bytes(text: str) -> int:
     """`512MiB`, `2GB`, `4096` -> bytes. GB is 10**9, GiB 2**30; a bare G is refused. Raises OptionError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
     if match is None or (match[2] and match[2] not in _UNITS):
         raise OptionError(f"`{text}` is not a size", "write a size like `512MiB`, `2GiB` or `2GB`")
     if "." in match[1] and not match[2]:
         raise OptionError(f"`{text}` is not a whole number of bytes", "add a unit, like `2GiB`")
-    return int(float(match[1]) * _UNITS[match[2] or "B"])
+    return int(Fraction(match[1]) * _UNITS[match[2] or "B"])
 
 
 def parse_cache(text: str, expert_bytes: int) -> int:
@@ -61,6 +62,9 @@ class RuntimeOptions:
     verify: bool = True
 
     def __post_init__(self) -> None:
+        for text in (self.memory, self.expert_cache):
+            if text is not None and not isinstance(text, str):
+                raise OptionError(f"`{text}` is not a size", "write it as text, like `512MiB` or `2GiB`")
         if self.policy not in POLICIES:
             raise OptionError(f"unknown policy `{self.policy}`", f"choose one of {', '.join(POLICIES)}")
         if self.prefetch not in PREFETCHERS:

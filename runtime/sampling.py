@@ -23,6 +23,8 @@ class SamplingOptions:
             raise OptionError(f"temperature must be 0 to 100, found {self.temperature}")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise OptionError("top-k must not be negative and top-p must be more than 0 and at most 1")
+        if self.seed < 0:
+            raise OptionError(f"the seed must not be negative, found {self.seed}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
             raise OptionError("top-k and top-p have no effect at temperature 0", "set `--temperature`")
 
@@ -39,11 +41,12 @@ class Sampler:
         options = self._options
         if options.temperature == 0:
             return int(np.argmax(logits))
-        scaled = logits.astype(np.float64) / options.temperature
+        with np.errstate(over="ignore"):  # at a tiny temperature all but the largest become -inf
+            scaled = (logits.astype(np.float64) - logits.max()) / options.temperature
         order = np.argsort(-scaled, kind="stable")
         if options.top_k:
             order = order[: options.top_k]
-        weights = np.exp(scaled[order] - scaled[order[0]])
+        weights = np.exp(scaled[order])
         weights /= weights.sum()
         if options.top_p < 1:
             # Keep the smallest set that reaches top_p; the first token always stays.

@@ -112,7 +112,7 @@ class ReadStorage:
                 return False
             raise StorageReadFailed(f"cannot open the expert files of `{path}`: {error.strerror}") from error
         self._files = files
-        return bool(flag) or True
+        return True
 
     def block(self, index: int) -> np.ndarray:
         return self._view[self._starts[index] : self._starts[index + 1]]
@@ -155,13 +155,16 @@ class MappedStorage:
         self._maps: dict[str, mmap.mmap] = {}
         self._views: dict[str, np.ndarray] = {}
         self._files: dict[str, int] = {}
-        for name in sorted({entry.file for entry in self._entries}):
-            descriptor = os.open(bundle.path / name, os.O_RDONLY | os.O_CLOEXEC)
-            self._files[name] = descriptor
-            self._maps[name] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            # Read-around would bring neighbours in that nobody asked for.
-            self._maps[name].madvise(mmap.MADV_RANDOM)
-            self._views[name] = np.frombuffer(self._maps[name], np.uint8)
+        try:
+            for name in sorted({entry.file for entry in self._entries}):
+                self._files[name] = os.open(bundle.path / name, os.O_RDONLY | os.O_CLOEXEC)
+                self._maps[name] = mmap.mmap(self._files[name], 0, prot=mmap.PROT_READ)
+                # Read-around would bring neighbours in that nobody asked for.
+                self._maps[name].madvise(mmap.MADV_RANDOM)
+                self._views[name] = np.frombuffer(self._maps[name], np.uint8)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            self.close()
+            raise StorageReadFailed(f"cannot map the expert files of `{bundle.path}`: {error}") from error
 
     def block(self, index: int) -> np.ndarray:
         entry = self._entries[index]

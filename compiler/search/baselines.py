@@ -50,25 +50,31 @@ def uniform_like(plan: CompilePlan, spec: QuantSpec, quantizer: str | None = Non
     return replace(plan, units=dict.fromkeys(plan.units, spec), quantizer=quantizer or plan.quantizer)
 
 
-def best_uniform(plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, keeps: Keeps) -> BaselineResult:
-    """Fewest bytes over all formats that keep the target.
+def best_uniform(
+    plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, keeps: Keeps, by_size: bool = False
+) -> BaselineResult:
+    """Fewest bytes over all formats that keep the target; by_size, where the target is one of bytes: least KL.
 
     Formats are ranked by measured KL; the worst one that still keeps the target is found by bisection, and of all at
     least as good the smallest is taken.
     """
-    offered = [spec for spec in specs if all(spec.fits(_columns(plan, unit)) for unit in plan.units)]
+    offered = [spec for spec in specs if fits_all(plan, spec)]
     plans = [uniform_like(plan, spec) for spec in offered]
     kls = [trials.kl(candidate, f"uniform {spec}").mean for candidate, spec in zip(plans, offered, strict=True)]
     order = np.argsort(kls, kind="stable").tolist()
     frontier = tuple((candidate.expert_packed_bytes, kl) for candidate, kl in zip(plans, kls, strict=True))
+    if by_size:
+        within = [plans[i] for i in order if keeps(plans[i])]
+        return BaselineResult("best uniform", within[0] if within else None, frontier)
     good = _last_kept([plans[i] for i in order], keeps)
     kept = [plans[i] for i in order[: good + 1]]
     best = min(kept, key=lambda candidate: candidate.expert_packed_bytes, default=None)
     return BaselineResult("best uniform", best, frontier)
 
 
-def _columns(plan: CompilePlan, unit: UnitKey) -> int:
-    return plan.model.unit_shape(unit.layer, unit.projection)[1]
+def fits_all(plan: CompilePlan, spec: QuantSpec) -> bool:
+    """Whether every unit can be stored in this format."""
+    return all(spec.fits(plan.model.unit_shape(unit.layer, unit.projection)[1]) for unit in plan.units)
 
 
 def _last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
@@ -81,6 +87,15 @@ def _last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
         else:
             high = middle
     return low
+
+
+def _boundary(ordered: Sequence[CompilePlan], keeps: Keeps, by_size: bool) -> int | None:
+    """Which of ever smaller and worse plans to take: the last that keeps a loss, the first that keeps a size."""
+    if by_size:
+        first = _last_kept(ordered, lambda plan: not keeps(plan)) + 1
+        return first if first < len(ordered) else None
+    last = _last_kept(ordered, keeps)
+    return last if last >= 0 else None
 
 
 def importance_list(
@@ -109,11 +124,12 @@ def edgemoe(
     trials: Trials,
     store: UnitStore,
     keeps: Keeps,
+    by_size: bool = False,
 ) -> BaselineResult:
     """Bounds, then a count: the n least important experts at the lower bitwidth, the rest at the upper.
 
-    formats: bitwidth -> format, 16 included. losses: of the importance list. Source: EdgeMoE, expert-wise bitwidth
-    adaptation.
+    formats: bitwidth -> format, 16 included. losses: of the importance list. by_size: the target is one of bytes, so
+    the fewest experts that meet it are lowered. Source: EdgeMoE, expert-wise bitwidth adaptation.
     """
     frontier: list[tuple[int, float]] = []
 
@@ -121,18 +137,19 @@ def edgemoe(
         frontier.append((candidate.expert_packed_bytes, trials.kl(candidate, name, store).mean))
         return keeps(candidate)
 
-    widths = sorted(formats)
-    uniform = [uniform_like(plan, formats[width], store.quantizer) for width in reversed(widths)]
-    kept = _last_kept(uniform, measured)
-    if kept < 0:
+    widths = sorted(formats, reverse=True)
+    uniform = [uniform_like(plan, formats[width], store.quantizer) for width in widths]
+    kept = _boundary(uniform, measured, by_size)
+    if kept is None:
         return BaselineResult(name, None, tuple(frontier))
-    if kept == len(uniform) - 1:
+    upper = kept - 1 if by_size else kept
+    if not 0 <= upper < len(widths) - 1:
         return BaselineResult(name, uniform[kept], tuple(frontier))
-    lower = formats[widths[-2 - kept]]
     order = sorted(losses, key=lambda key: (losses[key], key))
-    counts = [_counted(uniform[kept], order[:count], lower) for count in range(len(order))]
-    best = _last_kept(counts, measured)
-    return BaselineResult(name, counts[max(best, 0)], tuple(frontier))
+    lower = formats[widths[upper + 1]]
+    counts = [_counted(uniform[upper], order[:count], lower) for count in range(len(order) + 1)]
+    best = _boundary(counts, measured, by_size)
+    return BaselineResult(name, uniform[kept] if best is None else counts[best], tuple(frontier))
 
 
 def _counted(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:

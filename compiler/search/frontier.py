@@ -83,29 +83,31 @@ def least_cost(table: ChoiceTable, loss_budget: float) -> np.ndarray:
 
 
 def least_loss(table: ChoiceTable, cost_budget: float) -> np.ndarray | None:
-    """Options [U] of least predicted loss whose costs sum to at most cost_budget; None if the cheapest costs more."""
-    choice, steps = _all_steps(table)
-    excess = table.totals(choice)[0] - cost_budget
-    for step in steps:
-        if excess <= 0:
-            break
-        choice[step.unit] = step.option
-        excess -= step.saved_cost
-    if excess > 0:
+    """Options [U] of least predicted loss whose costs sum to at most cost_budget; None if the cheapest costs more.
+
+    The mirror of least_cost: from the cheapest choice, hull steps are taken back, most loss per cost first.
+    """
+    start, steps = _all_steps(table)
+    before, choice = _taken(start, steps)
+    room = cost_budget - table.totals(choice)[0]
+    if room < 0:
         return None
-    return _refill(table, choice, -excess)
+    blocked: set[int] = set()
+    for step, option in zip(reversed(steps), reversed(before), strict=True):
+        if step.unit in blocked:
+            continue
+        if step.saved_cost > room:
+            blocked.add(step.unit)
+            continue
+        choice[step.unit] = option
+        room -= step.saved_cost
+    return choice
 
 
-def _refill(table: ChoiceTable, choice: np.ndarray, room: float) -> np.ndarray:
-    """Spend what the last step left over: repeatedly the upgrade that removes most loss and still fits."""
-    rows = np.arange(len(choice))
-    while True:
-        gain = table.losses[rows, choice][:, None] - table.losses
-        extra = table.costs - table.costs[rows, choice][:, None]
-        gain = np.where((extra <= room) & np.isfinite(table.costs), gain, 0.0)
-        best = int(np.argmax(gain))
-        unit, option = divmod(best, table.costs.shape[1])
-        if gain[unit, option] <= 0:
-            return choice
-        room -= float(extra[unit, option])
-        choice[unit] = option
+def _taken(start: np.ndarray, steps: list[_Step]) -> tuple[list[int], np.ndarray]:
+    """The option before each step, and the choice [U] after all of them."""
+    choice, before = start.copy(), []
+    for step in steps:
+        before.append(int(choice[step.unit]))
+        choice[step.unit] = step.option
+    return before, choice

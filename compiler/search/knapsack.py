@@ -53,7 +53,8 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> Co
     if choice is None:
         least = float(np.min(table.costs, axis=1).sum())
         raise TargetUnreachable(
-            f"{target} is below the smallest plan on offer: {least:.0f} bytes, {8 * least / weights:.3f} bits per weight",
+            f"{target} is below the smallest plan on offer: {least:.0f} bytes, "
+            f"{8 * least / weights:.3f} bits per weight",
             "ask for more, or offer smaller formats with `--bits` and `--group-size`",
         )
     plan = space.plan(choice)
@@ -81,8 +82,13 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) ->
         if low is not None and high / low.predicted < CLOSE_ENOUGH:
             break
     if low is None:
-        low = _most_precise(space, lambda plan: trials.kl(plan, "most precise").mean <= target, f"KL {target:g}")
+        low = _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
     return low
+
+
+def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
+    measured = trials.kl(plan, "most precise").mean
+    return measured <= target, f"has KL {measured:.4g}"
 
 
 def _next_budget(budget: float, low: Found | None, high: float, ratio: float) -> float:
@@ -114,10 +120,13 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) 
             break
         budget = _next_budget(budget, low, high, _headroom(losses, target))
     if low is None:
-        low = _most_precise(
-            space, lambda plan: trials.accepts(plan, target, "most precise")[0], f"a loss of {target:.2%}"
-        )
+        low = _most_precise(space, lambda plan: _loss_verdict(trials, plan, target), f"a loss of {target:.2%}")
     return low
+
+
+def _loss_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
+    accepted, losses = trials.accepts(plan, target, "most precise")
+    return accepted, f"measures {_losses_text(losses)}"
 
 
 def _headroom(losses: dict[str, LossEstimate], target: float) -> float:
@@ -136,18 +145,24 @@ def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
     return budget
 
 
-def _most_precise(space: SearchSpace, keeps: Callable[[CompilePlan], bool], wanted: str) -> Found:
+def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool, str]], wanted: str) -> Found:
+    """The least lossy plan, if it keeps what is wanted; `judged` says so and what it measured."""
     plan = space.plan(least_cost(space.table, 0.0))
-    if not keeps(plan):
+    accepted, measured = judged(plan)
+    if not accepted:
         raise TargetUnreachable(
-            f"no plan on offer keeps {wanted}; the most precise one has {plan.bits_per_weight:.2f} bits per weight",
+            f"no plan on offer keeps {wanted}; the most precise one, {plan.bits_per_weight:.2f} bits per weight, "
+            f"{measured}",
             "allow more loss, or offer more bits with `--bits`",
         )
     return Found(plan, 0.0)
 
 
 def _sentence(plan: CompilePlan, losses: dict[str, LossEstimate], accepted: bool) -> str:
-    parts = ", ".join(
-        f"{task} {loss.loss:.2%} +- {loss.standard_error:.2%} (n {loss.n})" for task, loss in losses.items()
-    )
-    return f"{plan.bits_per_weight:.3f} bits per weight: loss {parts}: {'kept' if accepted else 'too much'}"
+    verdict = "kept" if accepted else "too much"
+    return f"{plan.bits_per_weight:.3f} bits per weight: {_losses_text(losses)}: {verdict}"
+
+
+def _losses_text(losses: dict[str, LossEstimate]) -> str:
+    parts = (f"{task} {loss.loss:.2%} +- {loss.standard_error:.2%} (n {loss.n})" for task, loss in losses.items())
+    return f"loss {', '.join(parts)}"

@@ -2,6 +2,7 @@
 
 At a power cut each file with unsynced bytes is kept, cut short, garbled or put back to what was last synced, and the
 unsynced changes of names (new, renamed, removed) are lost from some point on. After a cut every operation raises.
+Syncs are remembered, not passed on: hundreds of power cuts cost no real disk anything.
 """
 
 from __future__ import annotations
@@ -85,17 +86,15 @@ class FaultyDisk(Disk):
 
     def sync(self, file: BinaryIO) -> None:
         self._step("sync")
-        super().sync(file)
+        file.flush()
         self._unsynced.pop(self._names[id(file)], None)
 
     def sync_file(self, path: Path) -> None:
         self._step("sync file")
-        super().sync_file(path)
         self._unsynced.pop(path, None)
 
     def sync_directory(self, path: Path) -> None:
         self._step("sync directory")
-        super().sync_directory(path)
         self._changes = [change for change in self._changes if change.folder != path]
 
     def rename(self, source: Path, target: Path) -> None:

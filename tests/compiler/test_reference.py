@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from moec.compiler import reference_decode
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.reference_decode import Continuation, GreedyDecoder
 from moec.compiler.reference_network import length_batches, sorted_experts
@@ -97,6 +98,16 @@ def test_stop_texts_end_a_generation_at_the_same_token_with_and_without_draft(pl
     cut = plain.generate(requests([None] * len(PROMPTS), stop=stop))
     assert cut[1].tokens < whole[1].tokens and stop[0] in cut[1].text
     assert plain.generate(requests([g.text for g in whole], stop=stop)) == cut
+
+
+def test_the_cache_grows_and_rows_leave_it(plain, monkeypatch):
+    limits = (3, 20, 9, 1, 14, 30)
+    some = [GenerationRequest(prompt, None, limit) for prompt, limit in zip(PROMPTS, limits, strict=True)]
+    expected = plain.generate(some)
+    monkeypatch.setattr(reference_decode, "_GROWTH_TOKENS", 4)
+    monkeypatch.setattr(reference_decode, "ROWS_PER_STEP", 4)
+    assert plain.generate(some) == expected
+    assert [g.tokens for g in expected] == list(limits)
 
 
 def test_limits_and_context(plain):

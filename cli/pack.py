@@ -1,0 +1,80 @@
+"""`moec pack` and `moec unpack`: a bundle as one file to ship, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from moec.manifests.errors import InputError
+
+from . import output
+from .runtime_options import bundle_folder
+
+SUFFIX = ".moec"
+
+
+@click.command("pack", short_help="Put a bundle into one file to ship.")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
+    """Pack the bundle in folder BUNDLE into FILE, by default BUNDLE.moec.
+
+    Every member is a checksummed frame, compressed where that pays; an interrupted pack goes on where it stopped. To
+    run the bundle, unpack it: experts are never read through compression.
+
+    \b
+    moec pack mixtral-moec
+    moec pack mixtral-moec /media/stick/mixtral.moec
+    """
+    folder = bundle_folder(bundle)
+    target = file or folder.resolve().with_name(folder.resolve().name + SUFFIX)
+    _refuse_existing(target)
+    from moec.runtime.archive import pack_bundle
+
+    with output.Progress("packing") as progress:
+        pack_bundle(folder, target, progress)
+    before = sum(path.stat().st_size for path in folder.iterdir())
+    _report("packed", folder, target, before, target.stat().st_size, as_json)
+
+
+@click.command("unpack", short_help="Make a bundle from a packed file.")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+def unpack_command(file: Path, folder: Path | None, as_json: bool) -> None:
+    """Unpack FILE into the new folder DIR, by default FILE without its ending, and check every byte.
+
+    The bundle is the one that was packed, byte for byte. The folder appears when it is complete; an interrupted unpack
+    goes on where it stopped.
+
+    \b
+    moec unpack mixtral.moec
+    moec unpack mixtral.moec /models/mixtral
+    """
+    if not file.is_file():
+        raise InputError(f"`{file}` is not a file, expected a packed bundle", "name the file that `moec pack` wrote")
+    target = folder or file.with_suffix("")
+    if target == file:
+        raise InputError(f"`{file}` has no ending to leave out", f"name the folder: moec unpack {file} DIR")
+    _refuse_existing(target)
+    from moec.runtime.archive import unpack_bundle
+
+    with output.Progress("unpacking") as progress:
+        unpack_bundle(file, target, progress)
+    after = sum(path.stat().st_size for path in target.iterdir())
+    _report("unpacked", file, target, file.stat().st_size, after, as_json)
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise InputError(f"`{target}` exists already", "remove it or name another")
+
+
+def _report(what: str, source: Path, target: Path, before: int, after: int, as_json: bool) -> None:
+    if as_json:
+        output.data_json({"path": str(target), "source_bytes": before, "bytes": after})
+        return
+    sizes = f"{output.human_bytes(before)} to {output.human_bytes(after)}"
+    output.data(f"{what} `{source}` into `{target}`: {sizes}")

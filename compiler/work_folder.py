@@ -1,0 +1,64 @@
+"""What lies beside the output while a compile runs: the journal in `NAME.work`, the unfinished bundle in `.partial`."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from moec.manifests.errors import InputError, MoecError, TargetUnreachable
+
+from .durable import Disk
+from .journal import Journal
+
+WORK_SUFFIX = ".work"
+
+
+def work_folder(output: Path) -> Path:
+    """Where the journal of this output lies."""
+    return output.with_name(output.name + WORK_SUFFIX)
+
+
+@contextlib.contextmanager
+def work_journal(output: Path, identity: str, disk: Disk, resume: bool) -> Iterator[Journal]:
+    """The journal beside the output. It outlives only a run that was cut off and can be taken up again.
+
+    What is refused for its input is refused again, so nothing of it is kept. Raises as Journal does.
+    """
+    opened = Journal if resume else Journal.fresh
+    journal = opened(work_folder(output), identity, disk)
+    try:
+        yield journal
+    except (MoecError, OSError) as error:
+        if isinstance(error, (InputError, TargetUnreachable)) or not any(work_folder(output).iterdir()):
+            _forget(journal)
+        raise
+    _forget(journal)
+
+
+@contextlib.contextmanager
+def planning_journal(output: Path, identity: str, resume: bool) -> Iterator[Journal]:
+    """The journal of a run that writes nothing: one in passing, or with `resume` what an interrupted run left."""
+    if resume and work_folder(output).is_dir():
+        yield Journal(work_folder(output), identity, Disk())
+        return
+    with tempfile.TemporaryDirectory(prefix="moec-plan-") as folder:
+        yield Journal(Path(folder), identity, Disk())
+
+
+@contextlib.contextmanager
+def removed_on_failure(disk: Disk, partial: Path) -> Iterator[None]:
+    """Leave no unfinished bundle behind: a resumed run writes it anew. A disk that refuses even that is let be."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.remove_tree(partial)
+        raise
+
+
+def _forget(journal: Journal) -> None:
+    """A leftover is no failure: the next compile removes it."""
+    with contextlib.suppress(MoecError):
+        journal.remove()

@@ -1,0 +1,43 @@
+"""Writing archives and unpacked bundles: sync, free space, and what the system refuses in a user's words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moec.manifests.errors import DoesNotFit, InputError
+
+
+@contextmanager
+def file_errors(place: Path) -> Iterator[None]:
+    """Turn a full disk into DoesNotFit and other refusals of the system into InputError, both naming the place."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename or place
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DoesNotFit(f"the disk of `{place}` is full", "free space and run the command again") from error
+        raise InputError(f"`{name}`: {error.strerror or error}", "check path and permissions") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_free_bytes(folder: Path, need_bytes: int) -> None:
+    """Raise DoesNotFit if the file system of an existing folder has less than need_bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < need_bytes:
+        raise DoesNotFit(
+            f"the disk of `{folder}` has {free} bytes free, {need_bytes} are needed",
+            "free space, or choose another disk",
+        )

@@ -1,0 +1,188 @@
+"""The archive format, version 1: header, index, chunks. All integers are little-endian; a reader trusts none of them.
+
+    offset 0     magic `moecpack` (8), version (4), chunk_bytes (4), chunk count (8), bytes of moec.json (8),
+                 SHA-256 of the 32 bytes before it and of the index (32): 64 bytes
+    offset 64    index: per chunk stored bytes (4), method (1), zero (3), SHA-256 of the raw chunk (32): 40 bytes
+    then         the chunks, one after the other; the last one ends the file
+
+The members are moec.json, then the files it lists, in its order. Each is cut into chunks of chunk_bytes, the last one
+shorter; an empty file has none. Names and raw sizes stand in moec.json alone, so that no second list can contradict it.
+Method 0: the raw bytes. Method 1: one zstandard frame with content size and checksum, shorter than the raw bytes.
+Everything a reader needs comes before what it needs it for, so an archive can be unpacked as it arrives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import zstandard
+
+from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
+from moec.manifests.codec import MAX_MANIFEST_BYTES
+from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
+
+MAGIC = b"moecpack"
+VERSION = 1
+CHUNK_BYTES = 8 << 20
+MIN_CHUNK_BYTES = 4 << 10
+MAX_CHUNK_BYTES = 64 << 20
+MAX_CHUNKS = 1 << 20
+STORED, COMPRESSED = 0, 1
+AGAIN = "copy the archive again"
+_FIELDS = struct.Struct("<8sIIQQ")
+_RECORD = struct.Struct("<IB3s32s")
+HEADER_BYTES = _FIELDS.size + hashlib.sha256().digest_size
+RECORD_BYTES = _RECORD.size
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk as the index lists it: its stored bytes, how they are stored, SHA-256 of the raw bytes."""
+
+    stored_bytes: int
+    method: int
+    sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What stands in front of the chunks. records: the index as it lies in the file, checked one by one on reading."""
+
+    chunk_bytes: int
+    manifest_bytes: int
+    records: bytes
+
+    @property
+    def count(self) -> int:
+        return len(self.records) // RECORD_BYTES
+
+    @property
+    def data_offset(self) -> int:
+        return HEADER_BYTES + len(self.records)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks in order. Raises ManifestInvalid on a method or a padding that version 1 does not know."""
+        for number, (stored, method, zero, sha256) in enumerate(_RECORD.iter_unpack(self.records)):
+            if method not in (STORED, COMPRESSED) or zero != bytes(3):
+                raise ManifestInvalid(f"index of the archive, chunk {number}: unknown method {method}", AGAIN)
+            yield Chunk(stored, method, sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file in the archive. sha256: hex digest of the whole file, None for moec.json, which holds its own."""
+
+    name: str
+    size_bytes: int
+    sha256: str | None
+
+    def raw_sizes(self, chunk_bytes: int) -> list[int]:
+        """Raw bytes of each of its chunks."""
+        whole, rest = divmod(self.size_bytes, chunk_bytes)
+        return [chunk_bytes] * whole + ([rest] if rest else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk lies in the archive and how many raw bytes it has."""
+
+    member: str
+    number: int
+    offset: int
+    raw_bytes: int
+    chunk: Chunk
+
+    def __str__(self) -> str:
+        return f"chunk {self.number} of `{self.member}` (byte {self.offset} of the archive)"
+
+
+def members_of(manifest: BundleManifest, manifest_bytes: int) -> tuple[Member, ...]:
+    """The files of an archive in order."""
+    listed = (Member(entry.name, entry.size_bytes, entry.sha256) for entry in manifest.files)
+    return (Member(MANIFEST_NAME, manifest_bytes, None), *listed)
+
+
+def encode_index(chunk_bytes: int, manifest_bytes: int, chunks: Sequence[Chunk]) -> bytes:
+    """Header and index."""
+    records = b"".join(_RECORD.pack(chunk.stored_bytes, chunk.method, bytes(3), chunk.sha256) for chunk in chunks)
+    fields = _FIELDS.pack(MAGIC, VERSION, chunk_bytes, len(chunks), manifest_bytes)
+    return fields + hashlib.sha256(fields + records).digest() + records
+
+
+def read_index(archive: BinaryIO, place: str, file_bytes: int) -> Index:
+    """Header and index, bounded before anything is allocated; leaves the file at the first chunk.
+
+    Raises ManifestInvalid, UnknownFormatVersion, BundleIncomplete, ChecksumMismatch.
+    """
+    header = archive.read(HEADER_BYTES)
+    if header[: len(MAGIC)] != MAGIC[: len(header)]:
+        raise ManifestInvalid(f"`{place}` is not a moec archive", "expected a file that `moec pack` wrote")
+    if len(header) < HEADER_BYTES:
+        raise BundleIncomplete(f"`{place}` ends at byte {len(header)}, inside its header", AGAIN)
+    _, version, chunk_bytes, count, manifest_bytes = _FIELDS.unpack_from(header)
+    if version != VERSION:
+        raise UnknownFormatVersion(
+            f"`{place}` has archive version {version}, this moec reads {VERSION}", "use a matching moec or pack again"
+        )
+    is_power = chunk_bytes & (chunk_bytes - 1) == 0
+    if not (MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES and is_power):
+        raise ManifestInvalid(f"`{place}`: chunks of {chunk_bytes} bytes are out of range", AGAIN)
+    if count > MAX_CHUNKS or not 0 < manifest_bytes <= MAX_MANIFEST_BYTES or -(-manifest_bytes // chunk_bytes) > count:
+        raise ManifestInvalid(f"`{place}`: {count} chunks, {manifest_bytes} bytes of manifest: out of range", AGAIN)
+    end = HEADER_BYTES + count * RECORD_BYTES
+    if end > file_bytes:
+        raise BundleIncomplete(f"`{place}` has {file_bytes} bytes, its index alone ends at {end}", AGAIN)
+    records = archive.read(end - HEADER_BYTES)
+    if hashlib.sha256(header[: _FIELDS.size] + records).digest() != header[_FIELDS.size :]:
+        raise ChecksumMismatch(f"`{place}`: the index differs from its digest", AGAIN)
+    return Index(chunk_bytes, manifest_bytes, records)
+
+
+def check_file_bytes(index: Index, place: str, file_bytes: int) -> None:
+    """Whether the file ends where its last chunk does. Raises BundleIncomplete, ManifestInvalid."""
+    end = index.data_offset + sum(chunk.stored_bytes for chunk in index.chunks())
+    if file_bytes < end:
+        raise BundleIncomplete(f"`{place}` has {file_bytes} bytes, its index says {end}", AGAIN)
+    if file_bytes > end:
+        raise ManifestInvalid(f"`{place}` has {file_bytes - end} bytes behind its last chunk", AGAIN)
+
+
+def places_of(index: Index, members: Sequence[Member]) -> Iterator[Place]:
+    """Every chunk of the given members, from the first chunk on. Raises ManifestInvalid if sizes contradict.
+
+    Stops silently where the index ends; the caller compares counts.
+    """
+    chunks, offset = index.chunks(), index.data_offset
+    for member in members:
+        for number, (raw_bytes, chunk) in enumerate(zip(member.raw_sizes(index.chunk_bytes), chunks, strict=False)):
+            place = Place(member.name, number, offset, raw_bytes, chunk)
+            fits = chunk.stored_bytes == raw_bytes if chunk.method == STORED else 0 < chunk.stored_bytes < raw_bytes
+            if not fits:
+                raise ManifestInvalid(f"{place}: {chunk.stored_bytes} stored bytes for {raw_bytes}", AGAIN)
+            yield place
+            offset += chunk.stored_bytes
+
+
+def decode_chunk(stored: bytes, place: Place) -> bytes:
+    """Stored bytes of a chunk to its raw bytes, at most place.raw_bytes of memory beside them.
+
+    Raises BundleIncomplete if the archive ended, ChecksumMismatch if the bytes are not those that were packed.
+    """
+    if len(stored) != place.chunk.stored_bytes:
+        raise BundleIncomplete(f"the archive ends inside {place}", AGAIN)
+    raw = stored
+    if place.chunk.method == COMPRESSED:
+        try:
+            frame = zstandard.get_frame_parameters(stored)
+            if frame.content_size != place.raw_bytes or not frame.has_checksum or frame.dict_id:
+                raise ChecksumMismatch(f"{place}: the frame declares other contents than the manifest", AGAIN)
+            raw = zstandard.ZstdDecompressor().decompress(stored, place.raw_bytes, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ChecksumMismatch(f"{place} is damaged: {error}", AGAIN) from error
+    if hashlib.sha256(raw).digest() != place.chunk.sha256:
+        raise ChecksumMismatch(f"{place} differs from its digest", AGAIN)
+    return raw

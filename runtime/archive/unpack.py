@@ -1,0 +1,176 @@
+"""One file to bundle folder, resumable: chunks that already lie on disk and match their digest are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX, BundleManifest
+from moec.manifests.codec import decode_manifest
+from moec.manifests.errors import BundleError, ChecksumMismatch, ManifestInvalid, OptionError
+from moec.runtime.bundle import open_bundle
+
+from .files import file_errors, require_free_bytes, sync_directory
+from .layout import (
+    AGAIN,
+    Index,
+    Member,
+    Place,
+    check_file_bytes,
+    decode_chunk,
+    members_of,
+    places_of,
+    read_index,
+)
+
+Progress = Callable[[int, int], None]
+_MANIFEST_BESIDE = f".{MANIFEST_NAME}.writing"
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A finished bundle folder. kept_bytes: those that an interrupted run had already written."""
+
+    path: Path
+    raw_bytes: int
+    kept_bytes: int
+
+
+def unpack(archive: Path, target: Path, progress: Progress | None = None) -> Unpacked:
+    """Write the bundle in an archive to the new folder `target`. progress: raw bytes done, in all.
+
+    The files grow in `TARGET.partial`; `moec.json` comes last, then the folder takes its name. What an interrupted run
+    left there is checked and kept. Raises BundleError naming the damaged chunk (what was unpacked stays, for a better
+    copy of the archive), OptionError, DoesNotFit, InputError.
+    """
+    archive, target = Path(archive), Path(target)
+    if os.path.lexists(target):
+        raise OptionError(f"`{target}` exists", "choose another folder or remove it")
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    with file_errors(target), archive.open("rb") as file:
+        index, raw_manifest, manifest = _read_front(file, str(archive))
+        members = members_of(manifest, len(raw_manifest))
+        places = list(places_of(index, members))
+        expected = sum(len(member.raw_sizes(index.chunk_bytes)) for member in members)
+        if not len(places) == expected == index.count:
+            raise ManifestInvalid(f"`{archive}`: its files take {expected} chunks, the index has {index.count}", AGAIN)
+        kept_on_disk = _prepare(partial, manifest)
+        total = sum(member.size_bytes for member in members)
+        require_free_bytes(partial, max(0, total - kept_on_disk))
+        unpacker = _Unpacker(file, index.chunk_bytes, partial, total, progress)
+        remaining = iter(places)
+        list(islice(remaining, len(members[0].raw_sizes(index.chunk_bytes))))
+        for member in members[1:]:
+            unpacker.write(member, remaining)
+        unpacker.finish(raw_manifest)
+        _publish(partial, target)
+    return Unpacked(target, total, unpacker.kept_bytes)
+
+
+def _read_front(file: BinaryIO, place: str) -> tuple[Index, bytes, BundleManifest]:
+    """Index and manifest, both checked. Raises BundleError."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    index = read_index(file, place, file_bytes)
+    check_file_bytes(index, place, file_bytes)
+    own = Member(MANIFEST_NAME, index.manifest_bytes, None)
+    parts = [decode_chunk(_read_at(file, item), item) for item in places_of(index, [own])]
+    raw_manifest = b"".join(parts)
+    return index, raw_manifest, decode_manifest(raw_manifest, f"{place}: {MANIFEST_NAME}")
+
+
+def _read_at(file: BinaryIO, place: Place) -> bytes:
+    # A seek to where the file already stands is none, so an archive that is read from the start streams.
+    if file.tell() != place.offset:
+        file.seek(place.offset)
+    return file.read(place.chunk.stored_bytes)
+
+
+def _prepare(partial: Path, manifest: BundleManifest) -> int:
+    """Make the folder, or look through what an interrupted run left. Returns the bytes there.
+
+    Raises OptionError if the folder holds anything this archive would not put there.
+    """
+    partial.mkdir(exist_ok=True)
+    if partial.is_symlink():
+        raise OptionError(f"`{partial}` is a link", "remove it")
+    names = {entry.name for entry in manifest.files} | {MANIFEST_NAME, _MANIFEST_BESIDE}
+    found = 0
+    for path in sorted(partial.iterdir()):
+        if path.name not in names or path.is_symlink() or not path.is_file():
+            raise OptionError(f"`{path}` is not part of this archive", f"remove `{partial}`")
+        found += path.stat().st_size
+    # Until the end there is no manifest, so nothing takes the folder for a bundle.
+    for name in (MANIFEST_NAME, _MANIFEST_BESIDE):
+        (partial / name).unlink(missing_ok=True)
+    return found
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Check the whole as a runtime would, then give it its name. A bundle that does not open is removed."""
+    try:
+        open_bundle(partial, allow_partial=True)
+    except BundleError:
+        shutil.rmtree(partial)
+        raise
+    os.rename(partial, target)
+    sync_directory(target.parent)
+
+
+class _Unpacker:
+    """Writes members into a folder, chunk by chunk, each checked before it is written."""
+
+    def __init__(
+        self, archive: BinaryIO, chunk_bytes: int, partial: Path, total_bytes: int, progress: Progress | None
+    ) -> None:
+        self._archive, self._chunk_bytes, self._partial = archive, chunk_bytes, partial
+        self._done, self._total, self._progress = 0, total_bytes, progress
+        self.kept_bytes = 0
+
+    def write(self, member: Member, places: Iterator[Place]) -> None:
+        """One file, taking its chunks from `places`; synced at the end. Raises BundleError, OSError."""
+        digest, path = hashlib.sha256(), self._partial / member.name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "r+b") as file:
+            for place in islice(places, len(member.raw_sizes(self._chunk_bytes))):
+                digest.update(self._write_chunk(file, place))
+            file.truncate(member.size_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != member.sha256:
+            raise ChecksumMismatch(f"`{member.name}` differs from the digest in `{MANIFEST_NAME}`", AGAIN)
+
+    def _write_chunk(self, file: BinaryIO, place: Place) -> bytes:
+        start = place.number * self._chunk_bytes
+        file.seek(start)
+        raw = file.read(place.raw_bytes)
+        if len(raw) == place.raw_bytes and hashlib.sha256(raw).digest() == place.chunk.sha256:
+            self.kept_bytes += len(raw)
+        else:
+            raw = decode_chunk(_read_at(self._archive, place), place)
+            file.seek(start)
+            file.write(raw)
+        self._step(len(raw))
+        return raw
+
+    def finish(self, raw_manifest: bytes) -> None:
+        """Write `moec.json`: all other files are on disk."""
+        sync_directory(self._partial)
+        beside = self._partial / _MANIFEST_BESIDE
+        with beside.open("wb") as file:
+            file.write(raw_manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self._partial / MANIFEST_NAME)
+        sync_directory(self._partial)
+        self._step(len(raw_manifest))
+
+    def _step(self, raw_bytes: int) -> None:
+        self._done += raw_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)

@@ -1,0 +1,59 @@
+"""`moec pack` and `moec unpack`: there and back gives the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import moec.runtime.archive
+
+from .conftest import Invoke
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(moec.runtime.archive, "pack_bundle"), reason="runtime/archive is not in the tree yet"
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_there_and_back(invoke: Invoke, own_bundle: Path, tmp_path: Path) -> None:
+    packed = invoke("pack", own_bundle)
+    assert packed.exit_code == 0 and "packed" in packed.stdout, packed.stderr
+    file = own_bundle.with_name(own_bundle.name + ".moec")
+    result = invoke("unpack", file, tmp_path / "again", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["source_bytes"] == file.stat().st_size
+    assert contents(tmp_path / "again") == contents(own_bundle)
+    assert invoke("verify", tmp_path / "again").exit_code == 0
+
+
+def test_the_default_folder_is_the_file_without_its_ending(invoke: Invoke, own_bundle: Path, tmp_path: Path) -> None:
+    assert invoke("pack", own_bundle, tmp_path / "small.moec").exit_code == 0
+    assert invoke("unpack", tmp_path / "small.moec").exit_code == 0
+    assert contents(tmp_path / "small") == contents(own_bundle)
+
+
+def test_nothing_is_overwritten(invoke: Invoke, own_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.moec").write_bytes(b"mine")
+    result = invoke("pack", own_bundle, tmp_path / "there.moec")
+    assert result.exit_code == 1 and "exists already" in result.stderr
+    assert (tmp_path / "there.moec").read_bytes() == b"mine"
+
+
+def test_a_damaged_file_leaves_nothing(invoke: Invoke, own_bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "small.moec"
+    assert invoke("pack", own_bundle, file).exit_code == 0
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    result = invoke("unpack", file, tmp_path / "again")
+    assert result.exit_code == 3 and "error: " in result.stderr and not (tmp_path / "again").exists()
+
+
+def test_what_is_no_packed_file(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("unpack", tmp_path / "nowhere.moec")
+    assert result.exit_code == 1 and "is not a file" in result.stderr

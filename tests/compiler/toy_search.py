@@ -1,0 +1,135 @@
+"""A search without a checkpoint: a model of shapes alone, units with made-up errors, trials with made-up results."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from moec.compiler.objective import ByteWeights
+from moec.compiler.plan import CompilePlan
+from moec.compiler.search.space import SearchSpace, build_space
+from moec.compiler.sensitivity import SensitivityTable, dense_formats, dense_groups, plain_plan
+from moec.compiler.trials import Trials, keeps
+from moec.compiler.unit_store import UnitStore
+from moec.evaluation.statistics import DistributionSummary, LossEstimate
+from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+BF16 = QuantSpec(16, float_type="bfloat16")
+SPECS = (*(QuantSpec.parse(text) for text in ("q2g64", "q2g32", "q3g64", "q3g32", "q4g64", "q4g32", "q8")), BF16)
+ITEMS = 2000
+
+
+def toy_model(layers: int = 2, experts: int = 4, hidden: int = 64, width: int = 128, vocab: int = 320) -> ModelSpec:
+    """Shapes only. Two heads, top-2."""
+    attention = AttentionSpec(2, 1, 32, RopeSpec(10_000.0, 32))
+    routed = ExpertsSpec(experts, min(2, experts), width, "silu", RouterSpec("softmax", True))
+    return ModelSpec("mixtral", hidden, vocab, 128, 1e-5, False, (LayerSpec(attention, routed),) * layers, (2,))
+
+
+class ToyStore:
+    """Stands in for a UnitStore: errors fall by 4 per bit, and differ by unit and a little by group size."""
+
+    quantizer = "gptq"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def error(self, unit: UnitKey, spec: QuantSpec) -> float:
+        return self._error(str(unit), spec)
+
+    def dense_error(self, name: str, spec: QuantSpec) -> float:
+        return 0.2 * self._error(name, spec)
+
+    def _error(self, name: str, spec: QuantSpec) -> float:
+        if spec.bitwidth == 16:
+            return 0.0
+        return 10 ** (2 * uniform_number(f"{self._seed} {name}")) * 4.0**-spec.bitwidth * (1 + spec.group_size / 512)
+
+
+def uniform_number(text: str) -> float:
+    """0 to 1, the same for the same text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def toy_space(
+    model: ModelSpec | None = None,
+    weights: ByteWeights | None = None,
+    specs: tuple[QuantSpec, ...] = SPECS,
+    dense_widths: tuple[int, ...] = (4, 8, 16),
+    seed: int = 0,
+) -> SearchSpace:
+    """The priced table of a toy model, gains such that all at 2 bits predicts a KL of the order of 1."""
+    model = model or toy_model()
+    plain = plain_plan(model, BF16, "gptq")
+    layers, experts = model.num_layers, model.layers[0].experts.count
+    gain = 1.0 / (layers * experts * 3)
+    table = SensitivityTable(
+        np.full((layers, 3), gain), {group.name: gain for group in dense_groups(model)}, np.ones((layers, experts))
+    )
+    dense = dense_formats(plain, dense_widths, 64, "bfloat16")
+    store = cast(UnitStore, ToyStore(seed))
+    return build_space(plain, store, table, weights or ByteWeights(np.ones((layers, experts)), 1.0), specs, dense)
+
+
+def predicted_loss(space: SearchSpace, plan: CompilePlan) -> float:
+    """The sum that the knapsack works with."""
+    rows = [space.unit_specs.index(plan.units[unit]) for unit in space.units]
+    for group in space.groups:
+        wanted = plan.dense[group.tensors[0]]
+        rows.append(next(i for i, option in enumerate(space.dense_options) if option[group.tensors[0]] == wanted))
+    return space.table.totals(np.array(rows))[1]
+
+
+class ToyTrials:
+    """Stands in for Trials: KL is a function of the plan; the relative loss is `slope` times it.
+
+    generated: plans whose answers were asked for; measured: plans whose KL was.
+    """
+
+    has_data = True
+
+    def __init__(self, kl_of: Callable[[CompilePlan], float], slope: float = 1.0, standard_error: float = 0.001) -> None:
+        self._kl_of, self._slope, self._standard_error = kl_of, slope, standard_error
+        self.measured: list[CompilePlan] = []
+        self.generated: list[CompilePlan] = []
+
+    def kl(self, plan: CompilePlan, purpose: str, store: Any = None) -> DistributionSummary:
+        self.measured.append(plan)
+        mean = self._kl_of(plan)
+        return DistributionSummary(mean, mean / 50, mean, mean * 5, mean * 9, math.exp(-mean), 1000)
+
+    def accepts(
+        self, plan: CompilePlan, target: float, purpose: str, store: Any = None
+    ) -> tuple[bool, dict[str, LossEstimate]]:
+        self.generated.append(plan)
+        loss = estimate(self._slope * self._kl_of(plan), self._standard_error)
+        return keeps(loss, target, ITEMS), {"toy": loss}
+
+    def as_trials(self) -> Trials:
+        """Itself, for a parameter of that type."""
+        return cast(Trials, self)
+
+
+def noisy_kl(space: SearchSpace, noise: float = 0.04, scale: float = 1.7) -> Callable[[CompilePlan], float]:
+    """Rises with the predicted loss, but neither in proportion nor quite steadily."""
+
+    def kl_of(plan: CompilePlan) -> float:
+        wobble = 1 + noise * (2 * uniform_number(plan.digest) - 1)
+        return float(scale * predicted_loss(space, plan) ** 0.9 * wobble)
+
+    return kl_of
+
+
+def estimate(loss: float, standard_error: float, n: int = ITEMS, baseline: float = 0.8) -> LossEstimate:
+    """A normal estimate of that loss on n items."""
+    low, high = loss - 1.96 * standard_error, loss + 1.96 * standard_error
+    one_sided = 1.645 * standard_error
+    return LossEstimate(
+        baseline, baseline * (1 - loss), loss, (low, high), loss - one_sided, loss + one_sided, standard_error, n,
+        1 / baseline,
+    )  # fmt: skip
