@@ -57,13 +57,37 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 @click.option("--dense-bits", type=int, metavar="16|8|4", help="Of attention, embedding, lm_head.  [default: searched]")
 @click.option("--bits", metavar="LIST", default="2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
 @click.option("--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128]")
-@click.option("--sensitivity", type=click.Choice(["auto", "proxy", "exact"]), default="auto", show_default=True)
-@click.option("--search", type=click.Choice(["knapsack", "edgemoe"]), default="knapsack", show_default=True)
-@click.option("--objective", type=click.Choice(["tpot", "bytes-per-token", "size"]), help="[default: the device's]")
-@click.option("--quantizer", type=click.Choice(["gptq", "rtn", "quanto"]), default="gptq", show_default=True)
+@click.option(
+    "--sensitivity",
+    type=click.Choice(["auto", "proxy", "exact"]),
+    default="auto",
+    show_default=True,
+    help="exact: each expert measured alone, as EdgeMoE does.",
+)
+@click.option(
+    "--search",
+    type=click.Choice(["knapsack", "edgemoe"]),
+    default="knapsack",
+    show_default=True,
+    help="edgemoe: importance list and count.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["tpot", "bytes-per-token", "size"]),
+    help="What a byte costs.  [default: the device's]",
+)
+@click.option(
+    "--quantizer",
+    type=click.Choice(["gptq", "rtn", "quanto"]),
+    default="gptq",
+    show_default=True,
+    help="rtn: round to nearest; quanto: optimum-quanto's optimizers.",
+)
 @click.option("--shots", type=int, default=0, show_default=True, help="Solved examples in front of each item.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
+)
 @click.option("--no-comparisons", is_flag=True, help="Skip best uniform and EdgeMoE, which take most of the time.")
 @click.option("--plan-only", is_flag=True, help="Print the plan, write no bundle.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")

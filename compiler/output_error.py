@@ -2,7 +2,7 @@
 
 With inputs x, router weights g and H = sum of g^2 x x^T, the summed squared error of g (W - W') x over all inputs is
 trace(D H D^T), D = W - W'.
-Source: Optimal Brain Compression, section 3 (the layer-wise problem); EdgeMoE asks for errors that count routing.
+Source: Optimal Brain Compression, section 3 (the layer-wise problem), with inputs weighted by routing.
 Shapes: N rows, K columns; any leading batch dimensions.
 """
 

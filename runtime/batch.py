@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .budget import MAX_PASS_TOKENS
+from .budget import LOGITS_ROWS_PER_SLOT, MAX_PASS_TOKENS
 from .engine import Engine
-
-LOGITS_ROWS = 256
 
 
 @dataclass(slots=True)
@@ -132,8 +130,9 @@ def _passes(
 
 def _greedy(engine: Engine, hidden: np.ndarray) -> list[int]:
     tokens: list[int] = []
-    for start in range(0, len(hidden), LOGITS_ROWS):
-        tokens += np.argmax(engine.model.logits(hidden[start : start + LOGITS_ROWS]), axis=1).tolist()
+    step = LOGITS_ROWS_PER_SLOT * engine.options.slots
+    for start in range(0, len(hidden), step):
+        tokens += np.argmax(engine.model.logits(hidden[start : start + step]), axis=1).tolist()
     return tokens
 
 

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.profiles.probe import memory_limit_bytes
 
 from .options import RuntimeOptions, parse_bytes, parse_cache
 
 DEFAULT_CONTEXT = 4096
 # Longest run of tokens that goes through a layer at once; a prompt up to this long reads each expert once.
 MAX_PASS_TOKENS = 1024
+# Rows whose logits are computed at once for each slot; the rest of a pass waits, so that a large vocabulary fits.
+LOGITS_ROWS_PER_SLOT = 4
 # Interpreter and allocator growth between planning and steady state, measured at 9 to 14 MiB on the example.
 PROCESS_SLACK_BYTES = 16 << 20
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +56,14 @@ def resident_set_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that may still be taken: the least of MemAvailable and the room under the cgroup limit."""
-    available = []
+    """Memory that may still be taken: the least of MemAvailable and the room under the control group's limit."""
+    available = [memory_limit_bytes() - resident_set_bytes()]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available.append(int(line.split()[1]) * 1024)
     except OSError:
-        available.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    for name in _CGROUP_LIMITS:
-        try:
-            available.append(int(Path(name).read_text()) - resident_set_bytes())
-        except (OSError, ValueError):
-            continue
+        pass
     return max(0, min(available))
 
 
@@ -79,7 +76,8 @@ def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
         attention, experts = layer.attention, layer.experts
         heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
         widest = max(widest, heads, experts.top_k * model.hidden_size + 2 * experts.width)
-    return 4 * tokens * (5 * model.hidden_size + widest) + 8 * model.vocab_size * max(slots, 2)
+    # Logits are there twice while a maximum or a softmax is taken.
+    return 4 * tokens * (5 * model.hidden_size + widest) + 8 * model.vocab_size * LOGITS_ROWS_PER_SLOT * slots
 
 
 def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan:

@@ -164,7 +164,7 @@ class Engine:
         return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()))
 
     def _decode(self, tokens: list[int], limit: int, sampler: Sampler) -> Iterator[GenerationStep]:
-        stream, eos = TextStream(self.tokenizer), self.bundle.manifest.model.eos_token_ids
+        stream, eos = TextStream(self.tokenizer, tokens), self.bundle.manifest.model.eos_token_ids
         before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
         hidden, position = self._prefill(tokens), len(tokens)
         for count in range(1, limit + 1):

@@ -93,6 +93,8 @@ class ReadStorage:
         self.mode = "buffered"
         if io in ("auto", "direct") and self._open_all(bundle.path, getattr(os, "O_DIRECT", 0)):
             self.mode = "direct"
+        elif io == "direct":
+            raise StorageReadFailed(f"the file system of `{bundle.path}` refuses direct reads", "use `--io auto`")
         elif not self._files and not self._open_all(bundle.path, 0):
             raise StorageReadFailed(f"cannot open the expert files of `{bundle.path}`", "check permissions")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -10,6 +11,7 @@ from moec.manifests.errors import BundleIncomplete, ManifestInvalid
 
 TOKENIZER_NAME = "tokenizer.json"
 _REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 8
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -30,11 +32,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 class TextStream:
     """Feeds tokens in, gives finished text out; bytes of an unfinished character wait for the rest."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """prompt: tokens in front; some tokenizers drop the space of a text's first word, so the text must not begin
+        with what is generated."""
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
+        self._tokens: list[int] = list(prompt[-CONTEXT_TOKENS:])
         self._start = 0
-        self._shown = 0
+        self._shown = len(self._tokens)
 
     def push(self, token: int) -> str:
         """Text that this token completes; may be empty."""

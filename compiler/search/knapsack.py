@@ -67,14 +67,16 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) ->
     """Largest predicted budget whose plan measures a mean KL of at most the target."""
     low: Found | None = None
     high = math.inf
+    most = _largest_budget(space)
     budget = target
     for _ in range(MAX_KL):
+        budget = min(budget, most)
         plan = space.plan(least_cost(space.table, budget))
         measured = trials.kl(plan, "search").mean
         note(f"KL {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
         if measured <= target:
             low = Found(plan, budget)
-            if measured >= target / CLOSE_ENOUGH:
+            if measured >= target / CLOSE_ENOUGH or budget >= most:
                 break
         else:
             high = budget
@@ -107,8 +109,10 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) 
     """Largest predicted budget whose generated answers lose at most the target, one standard error included."""
     low: Found | None = None
     high = math.inf
+    most = _largest_budget(space)
     budget = _calibrated_budget(space, trials, FIRST_KL_PER_LOSS * target)
     for _ in range(MAX_GENERATED):
+        budget = min(budget, most)
         plan = space.plan(least_cost(space.table, budget))
         accepted, losses = trials.accepts(plan, target, "search")
         note(_sentence(plan, losses, accepted))
@@ -116,7 +120,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) 
             low = Found(plan, budget)
         else:
             high = budget
-        if low is not None and high / low.predicted < CLOSE_ENOUGH:
+        if low is not None and (high / low.predicted < CLOSE_ENOUGH or low.predicted >= most):
             break
         budget = _next_budget(budget, low, high, _headroom(losses, target))
     if low is None:
@@ -134,6 +138,11 @@ def _headroom(losses: dict[str, LossEstimate], target: float) -> float:
     worst = max(losses.values(), key=lambda loss: loss.loss + loss.standard_error)
     room = target - worst.standard_error
     return room / max(worst.loss, target / _SPREAD) if room > 0 else 1 / _SPREAD
+
+
+def _largest_budget(space: SearchSpace) -> float:
+    """The predicted loss of the cheapest plan: a larger budget changes nothing."""
+    return space.table.totals(least_cost(space.table, math.inf))[1]
 
 
 def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:

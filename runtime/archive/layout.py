@@ -26,6 +26,8 @@ from moec.manifests.codec import MAX_MANIFEST_BYTES
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
 
 MAGIC = b"moecpack"
+# In front of an archive that is still being written, with the digest of the manifest in place of that of the index.
+UNFINISHED_MAGIC = b"moecpart"
 VERSION = 1
 CHUNK_BYTES = 8 << 20
 MIN_CHUNK_BYTES = 4 << 10
@@ -58,10 +60,12 @@ class Index:
 
     @property
     def count(self) -> int:
+        """Number of chunks."""
         return len(self.records) // RECORD_BYTES
 
     @property
     def data_offset(self) -> int:
+        """Where the first chunk starts."""
         return HEADER_BYTES + len(self.records)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -80,10 +84,14 @@ class Member:
     size_bytes: int
     sha256: str | None
 
-    def raw_sizes(self, chunk_bytes: int) -> list[int]:
-        """Raw bytes of each of its chunks."""
-        whole, rest = divmod(self.size_bytes, chunk_bytes)
-        return [chunk_bytes] * whole + ([rest] if rest else [])
+    def chunk_count(self, chunk_bytes: int) -> int:
+        """Number of its chunks."""
+        return -(-self.size_bytes // chunk_bytes)
+
+    def raw_sizes(self, chunk_bytes: int) -> Iterator[int]:
+        """Raw bytes of each of its chunks. Lazy: the size is what a stranger's manifest claims."""
+        for start in range(0, self.size_bytes, chunk_bytes):
+            yield min(chunk_bytes, self.size_bytes - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,13 @@ class Place:
     raw_bytes: int
     chunk: Chunk
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether so many stored bytes can be so many raw ones in the way the index says."""
+        if self.chunk.method == STORED:
+            return self.chunk.stored_bytes == self.raw_bytes
+        return 0 < self.chunk.stored_bytes < self.raw_bytes
+
     def __str__(self) -> str:
         return f"chunk {self.number} of `{self.member}` (byte {self.offset} of the archive)"
 
@@ -106,9 +121,20 @@ def members_of(manifest: BundleManifest, manifest_bytes: int) -> tuple[Member, .
     return (Member(MANIFEST_NAME, manifest_bytes, None), *listed)
 
 
+def encode_record(chunk: Chunk) -> bytes:
+    """One chunk in the index."""
+    return _RECORD.pack(chunk.stored_bytes, chunk.method, bytes(3), chunk.sha256)
+
+
+def encode_unfinished(chunk_bytes: int, raw_manifest: bytes, count: int) -> bytes:
+    """The header of an archive in the making: what must agree for it to be gone on with."""
+    fields = _FIELDS.pack(UNFINISHED_MAGIC, VERSION, chunk_bytes, count, len(raw_manifest))
+    return fields + hashlib.sha256(raw_manifest).digest()
+
+
 def encode_index(chunk_bytes: int, manifest_bytes: int, chunks: Sequence[Chunk]) -> bytes:
     """Header and index."""
-    records = b"".join(_RECORD.pack(chunk.stored_bytes, chunk.method, bytes(3), chunk.sha256) for chunk in chunks)
+    records = b"".join(map(encode_record, chunks))
     fields = _FIELDS.pack(MAGIC, VERSION, chunk_bytes, len(chunks), manifest_bytes)
     return fields + hashlib.sha256(fields + records).digest() + records
 
@@ -152,16 +178,15 @@ def check_file_bytes(index: Index, place: str, file_bytes: int) -> None:
 
 
 def places_of(index: Index, members: Sequence[Member]) -> Iterator[Place]:
-    """Every chunk of the given members, from the first chunk on. Raises ManifestInvalid if sizes contradict.
+    """Every chunk of the given members, from the first chunk on; the caller has compared counts.
 
-    Stops silently where the index ends; the caller compares counts.
+    Raises ManifestInvalid if a stored size cannot hold the raw one.
     """
     chunks, offset = index.chunks(), index.data_offset
     for member in members:
         for number, (raw_bytes, chunk) in enumerate(zip(member.raw_sizes(index.chunk_bytes), chunks, strict=False)):
             place = Place(member.name, number, offset, raw_bytes, chunk)
-            fits = chunk.stored_bytes == raw_bytes if chunk.method == STORED else 0 < chunk.stored_bytes < raw_bytes
-            if not fits:
+            if not place.is_possible:
                 raise ManifestInvalid(f"{place}: {chunk.stored_bytes} stored bytes for {raw_bytes}", AGAIN)
             yield place
             offset += chunk.stored_bytes

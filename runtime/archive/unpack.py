@@ -42,7 +42,7 @@ class Unpacked:
     kept_bytes: int
 
 
-def unpack(archive: Path, target: Path, progress: Progress | None = None) -> Unpacked:
+def unpack_bundle(archive: Path, target: Path, progress: Progress | None = None) -> Unpacked:
     """Write the bundle in an archive to the new folder `target`. progress: raw bytes done, in all.
 
     The files grow in `TARGET.partial`; `moec.json` comes last, then the folder takes its name. What an interrupted run
@@ -56,16 +56,15 @@ def unpack(archive: Path, target: Path, progress: Progress | None = None) -> Unp
     with file_errors(target), archive.open("rb") as file:
         index, raw_manifest, manifest = _read_front(file, str(archive))
         members = members_of(manifest, len(raw_manifest))
-        places = list(places_of(index, members))
-        expected = sum(len(member.raw_sizes(index.chunk_bytes)) for member in members)
-        if not len(places) == expected == index.count:
+        expected = sum(member.chunk_count(index.chunk_bytes) for member in members)
+        if expected != index.count:
             raise ManifestInvalid(f"`{archive}`: its files take {expected} chunks, the index has {index.count}", AGAIN)
+        places = list(places_of(index, members))
         kept_on_disk = _prepare(partial, manifest)
         total = sum(member.size_bytes for member in members)
         require_free_bytes(partial, max(0, total - kept_on_disk))
         unpacker = _Unpacker(file, index.chunk_bytes, partial, total, progress)
-        remaining = iter(places)
-        list(islice(remaining, len(members[0].raw_sizes(index.chunk_bytes))))
+        remaining = iter(places[members[0].chunk_count(index.chunk_bytes) :])
         for member in members[1:]:
             unpacker.write(member, remaining)
         unpacker.finish(raw_manifest)
@@ -137,7 +136,7 @@ class _Unpacker:
         digest, path = hashlib.sha256(), self._partial / member.name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         with os.fdopen(descriptor, "r+b") as file:
-            for place in islice(places, len(member.raw_sizes(self._chunk_bytes))):
+            for place in islice(places, member.chunk_count(self._chunk_bytes)):
                 digest.update(self._write_chunk(file, place))
             file.truncate(member.size_bytes)
             file.flush()

@@ -93,7 +93,9 @@ class ToyTrials:
 
     has_data = True
 
-    def __init__(self, kl_of: Callable[[CompilePlan], float], slope: float = 1.0, standard_error: float = 0.001) -> None:
+    def __init__(
+        self, kl_of: Callable[[CompilePlan], float], slope: float = 1.0, standard_error: float = 0.001
+    ) -> None:
         self._kl_of, self._slope, self._standard_error = kl_of, slope, standard_error
         self.measured: list[CompilePlan] = []
         self.generated: list[CompilePlan] = []

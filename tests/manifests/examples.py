@@ -70,7 +70,9 @@ def cost_of(model: ModelSpec, experts: Sequence[ExpertEntry], dense: Sequence[De
     )
 
 
-def build_manifest(model: ModelSpec, formats: Sequence[Formats], dense: Sequence[QuantSpec], **rest: Any) -> BundleManifest:
+def build_manifest(
+    model: ModelSpec, formats: Sequence[Formats], dense: Sequence[QuantSpec], **rest: Any
+) -> BundleManifest:
     """A consistent manifest; formats and dense are taken in turn."""
     experts, ends = [], {experts_file_name(layer): 4096 for layer in range(model.num_layers)}
     for number, key in enumerate(model.expert_keys()):
@@ -85,9 +87,10 @@ def build_manifest(model: ModelSpec, formats: Sequence[Formats], dense: Sequence
         weights.append(DenseEntry(name, shape, dense[number % len(dense)] if free else BF16))
     files = {DENSE_NAME: 5000, TABLES_NAME: 4096, **ends}
     fields: dict[str, Any] = {
-        "format_version": 1, "producer": "moec 0", "name": "tiny", "certified": True, "layout": "rows16", "model": model,
+        "format_version": 1, "producer": "moec 0", "name": "tiny", "certified": True, "layout": "rows16",
+        "model": model,
         "device": DeviceSummary("host", SHA, 1 << 30, 1 << 20), "cost": cost_of(model, experts, weights),
-        "calibration": CalibrationSummary("gsm8k", SHA, 10, 100, 0, ("0.1",)), "source": SourceSummary("tiny", ()),
+        "calibration": CalibrationSummary("gsm8k", SHA, 10, 100, 0, ("0.1",)), "source": SourceSummary("origin", ()),
         "options": {"loss": "2%"}, "required_cpu_features": (), "dense": tuple(weights), "experts": tuple(experts),
         "files": tuple(FileEntry(name, size, SHA) for name, size in sorted(files.items())),
     }  # fmt: skip
@@ -127,7 +130,8 @@ def manifests(draw: st.DrawFn) -> BundleManifest:
         tie_embeddings=draw(st.booleans()),
     )
     text = st.text(st.characters(codec="utf-8"), max_size=8)
-    calibration = CalibrationSummary(draw(text), SHA, draw(st.integers(0, 9)), 7, draw(st.integers(-5, 5)), (draw(text),))
+    seed = draw(st.integers(-(2**62), 2**62))
+    calibration = CalibrationSummary(draw(text), SHA, draw(st.integers(0, 9)), 7, seed, (draw(text),))
     return build_manifest(
         model,
         draw(st.lists(st.tuples(spec, spec, spec), min_size=1, max_size=3)),

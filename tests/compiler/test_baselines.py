@@ -1,0 +1,187 @@
+"""Best uniform against brute force, EdgeMoE's list and count on lists made by hand, interpolation on the frontier."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moec.compiler.plan import CompilePlan
+from moec.compiler.search.baselines import (
+    BaselineResult,
+    _last_kept,
+    best_uniform,
+    bytes_at_kl,
+    edgemoe,
+    importance_list,
+    uniform_like,
+)
+from moec.compiler.sensitivity import plain_plan
+from moec.compiler.unit_store import UnitStore
+from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.quant import QuantSpec
+from tests.compiler.toy_search import BF16, SPECS, ToyStore, ToyTrials, toy_model, uniform_number
+
+PLAIN = replace(
+    plain_plan(toy_model(), BF16, "gptq"),
+    dense={name: QuantSpec(8) if len(shape) == 2 else BF16 for name, shape in toy_model().dense_shapes().items()},
+)
+STORE = cast(UnitStore, ToyStore())
+FORMATS = {2: QuantSpec(2, 32), 4: QuantSpec(4, 32), 8: QuantSpec(8, 32), 16: BF16}
+
+
+def only_spec(plan: CompilePlan) -> QuantSpec:
+    (spec,) = set(plan.units.values())
+    return spec
+
+
+@given(st.lists(st.floats(0.001, 1), min_size=len(SPECS), max_size=len(SPECS), unique=True), st.floats(0, 1.1))
+def test_best_uniform_is_what_trying_all_formats_finds(kls: list[float], limit: float) -> None:
+    by_spec = dict(zip(SPECS, kls, strict=True))
+    asked: list[CompilePlan] = []
+
+    def keeps(plan: CompilePlan) -> bool:
+        asked.append(plan)
+        return by_spec[only_spec(plan)] <= limit
+
+    trials = ToyTrials(lambda plan: by_spec[only_spec(plan)])
+    found = best_uniform(PLAIN, SPECS, trials.as_trials(), keeps).plan
+    kept = [spec for spec in SPECS if by_spec[spec] <= limit]
+    if not kept:
+        assert found is None
+    else:
+        assert found is not None and found.dense == PLAIN.dense
+        fewest = min(uniform_like(PLAIN, spec).expert_packed_bytes for spec in kept)
+        assert found.expert_packed_bytes == fewest
+    assert len(asked) <= math.ceil(math.log2(len(SPECS) + 1)), "generated answers are dear"
+
+
+def test_best_uniform_passes_over_formats_that_do_not_fit() -> None:
+    plain = plain_plan(toy_model(width=96), BF16, "gptq")
+    trials = ToyTrials(lambda plan: 1 / only_spec(plan).bits_per_weight(64))
+    result = best_uniform(plain, SPECS, trials.as_trials(), lambda plan: True)
+    assert {only_spec(plan).group_size for plan in trials.measured} == {0, 32}
+    assert result.plan is not None and str(only_spec(result.plan)) == "q2g32"
+
+
+def test_best_uniform_of_a_size_is_the_best_that_is_not_larger() -> None:
+    trials = ToyTrials(lambda plan: 4.0 ** -only_spec(plan).bitwidth)
+    budget = uniform_like(PLAIN, QuantSpec(4, 32)).expert_packed_bytes
+    result = best_uniform(PLAIN, SPECS, trials.as_trials(), lambda plan: plan.expert_packed_bytes <= budget, True)
+    assert result.plan is not None and only_spec(result.plan).bitwidth == 4
+    assert best_uniform(PLAIN, SPECS, trials.as_trials(), lambda plan: False, True).plan is None
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_bisection_finds_the_last_that_is_kept(count: int, good: int) -> None:
+    plans = [replace(PLAIN, quantizer=str(index)) for index in range(count)]
+    asked: list[int] = []
+
+    def keeps(plan: CompilePlan) -> bool:
+        asked.append(int(plan.quantizer))
+        return asked[-1] < good
+
+    assert _last_kept(plans, keeps) == min(good, count) - 1
+    assert len(asked) <= math.ceil(math.log2(count + 1)) and len(set(asked)) == len(asked)
+
+
+def lowered(result: BaselineResult, bits: int) -> set[ExpertKey]:
+    """Experts whose three projections all have that bitwidth."""
+    assert result.plan is not None
+    experts = {}
+    for unit, spec in result.plan.units.items():
+        experts.setdefault(ExpertKey(unit.layer, unit.expert), set()).add(spec.bitwidth)
+    assert all(len(widths) == 1 for widths in experts.values()), "EdgeMoE decides by whole experts"
+    return {key for key, widths in experts.items() if widths == {bits}}
+
+
+def share_below(plan: CompilePlan, bits: int) -> float:
+    return sum(spec.bitwidth < bits for spec in plan.units.values()) / len(plan.units)
+
+
+LOSSES = {key: uniform_number(f"importance {key}") for key in PLAIN.model.expert_keys()}
+LEAST_IMPORTANT = sorted(LOSSES, key=lambda key: LOSSES[key])
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_edgemoe_lowers_the_least_important_experts(count: int) -> None:
+    """4 bits are fine, 2 bits are not; `count` experts at 2 bits are the most that is fine."""
+
+    def keeps(plan: CompilePlan) -> bool:
+        return share_below(plan, 4) <= count / 8
+
+    trials = ToyTrials(lambda plan: 0.01 + share_below(plan, 4))
+    result = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials.as_trials(), STORE, keeps)
+    assert lowered(result, 2) == set(LEAST_IMPORTANT[:count])
+    assert lowered(result, 4) == set(LEAST_IMPORTANT[count:])
+    assert result.plan is not None and result.plan.dense == PLAIN.dense
+    assert len(result.frontier) == len(trials.measured)
+
+
+def test_edgemoe_at_the_ends() -> None:
+    trials = ToyTrials(lambda plan: 0.1).as_trials()
+    assert edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, lambda plan: False).plan is None
+    all_low = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, lambda plan: True)
+    assert len(lowered(all_low, 2)) == 8
+    no_count = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, lambda plan: not share_below(plan, 8))
+    assert len(lowered(no_count, 8)) == 8
+
+
+@pytest.mark.parametrize("experts_at_2", [0, 1, 5, 8])
+def test_edgemoe_for_a_size_lowers_no_more_than_it_must(experts_at_2: int) -> None:
+    low, high = (uniform_like(PLAIN, FORMATS[bits]).expert_packed_bytes for bits in (2, 4))
+    budget = high - experts_at_2 * (high - low) / 8
+
+    def keeps(plan: CompilePlan) -> bool:
+        return plan.expert_packed_bytes <= budget
+
+    result = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, ToyTrials(lambda plan: 0.1).as_trials(), STORE, keeps, True)
+    assert lowered(result, 2) == set(LEAST_IMPORTANT[:experts_at_2])
+    nothing = edgemoe(
+        "EdgeMoE", PLAIN, FORMATS, LOSSES, ToyTrials(lambda plan: 0.1).as_trials(), STORE, lambda plan: False, True
+    )
+    assert nothing.plan is None
+
+
+def test_the_importance_list_puts_one_expert_at_2_bits_and_the_others_at_4() -> None:
+    seen: list[CompilePlan] = []
+
+    class NllTrials(ToyTrials):
+        def answer_nll(self, plan: CompilePlan, store: object, items: int) -> float:
+            seen.append(plan)
+            low = [unit for unit, spec in plan.units.items() if spec.bitwidth == 2]
+            return 1.5 + (LOSSES[ExpertKey(low[0].layer, low[0].expert)] if low else 0.0)
+
+    progress: list[tuple[int, int]] = []
+    trials = NllTrials(lambda plan: 0.0).as_trials()
+    found = importance_list(PLAIN, FORMATS[2], FORMATS[4], trials, STORE, lambda *at: progress.append(at))
+    assert found == pytest.approx(LOSSES)
+    assert progress == [(done, 8) for done in range(1, 9)]
+    assert only_spec(seen[0]) == FORMATS[4]
+    for key, plan in zip(PLAIN.model.expert_keys(), seen[1:], strict=True):
+        low = {unit for unit, spec in plan.units.items() if spec == FORMATS[2]}
+        assert low == {UnitKey(*key, projection) for projection in PROJECTIONS}
+
+
+def test_bytes_at_equal_kl_interpolate_in_log_kl() -> None:
+    frontier = [(1000, 0.1), (2000, 0.001)]
+    assert bytes_at_kl(frontier, 0.01) == pytest.approx(1500)
+    assert bytes_at_kl(frontier, 0.1) == pytest.approx(1000)
+    assert bytes_at_kl(frontier, 0.001) == pytest.approx(2000)
+
+
+@pytest.mark.parametrize("kl", [0.11, 0.0009, 0.0])
+def test_nothing_is_said_outside_the_frontier(kl: float) -> None:
+    assert bytes_at_kl([(1000, 0.1), (2000, 0.001)], kl) is None
+
+
+def test_the_frontier_is_its_lower_envelope() -> None:
+    """A larger plan that is worse than a smaller one says nothing; plans without loss have no logarithm."""
+    frontier = [(2000, 0.001), (1500, 0.5), (1000, 0.1), (9000, 0.0), (1000, 0.3)]
+    assert bytes_at_kl(frontier, 0.01) == pytest.approx(1500)
+    assert bytes_at_kl([(1000, 0.1)], 0.1) is None
+    assert bytes_at_kl([], 0.1) is None

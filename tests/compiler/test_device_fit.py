@@ -1,0 +1,99 @@
+"""Refusal under the floor with the number, the recommended cache, and a host whose noise decides nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moec.compiler.device_fit import choose_objective, summarise_device
+from moec.compiler.plan import CompilePlan
+from moec.compiler.sensitivity import plain_plan
+from moec.compiler.uniform import uniform_plan
+from moec.manifests.errors import DoesNotFit
+from moec.profiles.device import DeviceProfile, load_profile
+from tests.compiler.toy_search import BF16, toy_model
+
+MODEL = toy_model(layers=4, experts=8, hidden=512, width=1024, vocab=32_000)
+PI = load_profile("raspberry-pi-4b-sd")
+
+
+def uniform(bits: int, dense_bits: int = 16) -> CompilePlan:
+    return uniform_plan(MODEL, bits, 0 if bits == 16 else 64, dense_bits, "bfloat16")
+
+
+def with_budget(size_bytes: int) -> DeviceProfile:
+    return replace(PI, memory_budget_bytes=size_bytes)
+
+
+def floor_of(plan: CompilePlan) -> int:
+    """The number in the refusal."""
+    with pytest.raises(DoesNotFit) as caught:
+        summarise_device(with_budget(1 << 20), plan)
+    found = re.search(r"this model needs (\d+)", caught.value.message)
+    assert found is not None and str(1 << 20) in caught.value.message and "raspberry" in caught.value.message
+    assert "--dense-bits" in str(caught.value.hint)
+    return int(found[1])
+
+
+def test_the_floor_is_where_refusal_ends() -> None:
+    plan = uniform(4)
+    floor = floor_of(plan)
+    with pytest.raises(DoesNotFit, match=str(floor)):
+        summarise_device(with_budget(floor - 1), plan)
+    summary = summarise_device(with_budget(floor), plan)
+    largest = plan.expert_padded_bytes(MODEL.expert_keys()[0])
+    assert summary.memory_budget_bytes == floor
+    assert summary.recommended_cache_bytes == MODEL.layers[0].experts.top_k * largest
+
+
+def test_the_recommended_cache_grows_to_all_experts_and_no_further() -> None:
+    plan = uniform(4)
+    floor = floor_of(plan)
+    total = sum(plan.expert_padded_bytes(key) for key in MODEL.expert_keys())
+    more = summarise_device(with_budget(floor + 1_000_000), plan).recommended_cache_bytes
+    assert more == summarise_device(with_budget(floor), plan).recommended_cache_bytes + 1_000_000
+    assert summarise_device(PI, plan).recommended_cache_bytes == total
+
+
+def test_a_budget_for_small_formats_alone_still_gets_an_objective() -> None:
+    """The objective is asked with 8-bit experts and 16-bit dense weights, which need not fit where the plan does."""
+    small, plain = uniform(2, dense_bits=4), plain_plan(MODEL, BF16, "gptq")
+    tight = with_budget(floor_of(small))
+    assert floor_of(small) < floor_of(uniform(8))
+    assert choose_objective(tight, None, plain, None)
+    assert summarise_device(tight, small).memory_budget_bytes == floor_of(small)
+
+
+def test_a_probed_host_writes_none_of_its_numbers() -> None:
+    """Two probes of one machine differ by a fifth; bundle and objective are the same."""
+    host = replace(
+        PI, name="host", is_probed=True, memory_budget_bytes=2_050_000_000, memory_bytes_per_s=9_000_000_000,
+        storage_bytes_per_s=450_000_000,
+    )  # fmt: skip
+    again = replace(
+        host, memory_budget_bytes=2_090_000_000, memory_bytes_per_s=7_300_000_000, storage_bytes_per_s=550_000_000
+    )
+    summaries = [summarise_device(profile, uniform(4)) for profile in (host, again)]
+    assert summaries[0] == summaries[1]
+    assert (summaries[0].memory_budget_bytes, summaries[0].recommended_cache_bytes) == (0, 0)
+
+
+def test_a_probed_hosts_noise_does_not_turn_the_objective() -> None:
+    """Compute and storage near each other: `tpot` compares rounded rates, so it says the same for both probes."""
+    large = toy_model(layers=6, experts=16, hidden=2048, width=3744)
+    plain = plain_plan(large, BF16, "gptq")
+    host = replace(
+        PI, name="host", is_probed=True, memory_budget_bytes=1_500_000_000, memory_bytes_per_s=8_590_000_000,
+        storage_bytes_per_s=4_290_000_000,
+    )  # fmt: skip
+    even = np.full((6, 16), 10, np.uint32)
+    memory, storage = host.rounded().memory_bytes_per_s, host.rounded().storage_bytes_per_s
+    answers = set()
+    for up, down in ((0.75, 1.3), (1.3, 0.75), (1.0, 1.0)):
+        noisy = replace(host, memory_bytes_per_s=int(memory * up), storage_bytes_per_s=int(storage * down))
+        assert (noisy.rounded().memory_bytes_per_s, noisy.rounded().storage_bytes_per_s) == (memory, storage)
+        answers |= {choose_objective(noisy, "tpot", plain, even)}
+    assert len(answers) == 1

@@ -1,0 +1,152 @@
+"""The search against trials whose results are a known, noisy function of the plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moec.compiler.plan import CompilePlan
+from moec.compiler.search.frontier import least_cost
+from moec.compiler.search.knapsack import MAX_GENERATED, MAX_KL, search
+from moec.compiler.search.space import SearchSpace
+from moec.compiler.targets import Target
+from moec.compiler.trials import keeps
+from moec.manifests.errors import TargetUnreachable
+from moec.manifests.quant import QuantSpec
+from tests.compiler.toy_search import ITEMS, SPECS, ToyTrials, estimate, noisy_kl, toy_model, toy_space
+
+SPACE = toy_space()
+
+
+def silent(sentence: str) -> None:
+    """Nobody listens."""
+
+
+def cost(space: SearchSpace, plan: CompilePlan) -> float:
+    """What the search minimises; the weights of a toy space are even, so it is bytes."""
+    return plan.expert_packed_bytes + plan.dense_packed_bytes
+
+
+def best_cost(space: SearchSpace, trials: ToyTrials, target: Target) -> float:
+    """Over a fine sweep of budgets: the least cost of a plan that would be accepted."""
+    plans = [space.plan(least_cost(space.table, budget)) for budget in np.geomspace(1e-5, 3, 300)]
+    if target.kind == "kl":
+        kept = [plan for plan in plans if trials.kl(plan, "sweep").mean <= target.value]
+    else:
+        kept = [plan for plan in plans if trials.accepts(plan, target.value, "sweep")[0]]
+    return min(cost(space, plan) for plan in kept)
+
+
+@pytest.mark.parametrize("value", [0.002, 0.02, 0.1, 0.4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_kl_target_is_kept_and_used_up(value: float, seed: int) -> None:
+    space, target = toy_space(seed=seed), Target("kl", value)
+    trials = ToyTrials(noisy_kl(space))
+    plan = search(space, trials.as_trials(), target, silent)
+    assert plan in trials.measured
+    assert trials.kl(plan, "again").mean <= value
+    assert len(trials.measured) - 1 <= MAX_KL + 1
+    assert not trials.generated, "a KL target needs no generated answers"
+    assert cost(space, plan) <= 1.05 * best_cost(space, ToyTrials(noisy_kl(space)), target)
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.5, 3.0])
+@pytest.mark.parametrize("value", [0.02, 0.08])
+def test_a_loss_target_is_kept_within_the_stated_measurements(value: float, slope: float) -> None:
+    target = Target("loss", value)
+    trials = ToyTrials(noisy_kl(SPACE), slope)
+    plan = search(SPACE, trials.as_trials(), target, silent)
+    assert len(trials.generated) <= MAX_GENERATED
+    assert plan in trials.generated
+    assert trials.accepts(plan, value, "again")[0]
+    assert cost(SPACE, plan) <= 1.08 * best_cost(SPACE, ToyTrials(noisy_kl(SPACE), slope), target)
+
+
+def test_every_measurement_is_told() -> None:
+    told: list[str] = []
+    search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("loss", 0.02), told.append)
+    assert told and all("bits per weight: loss toy" in text for text in told)
+    assert told[0].endswith(("kept", "too much"))
+
+
+@pytest.mark.parametrize("target", [Target("kl", 1e-3), Target("loss", 1e-3)])
+def test_an_unreachable_target_names_what_can_be_had(target: Target) -> None:
+    """With 2 bits on offer alone there is one plan, and it is far from the target."""
+    space = toy_space(specs=SPECS[:1], dense_widths=(8,))
+    trials = ToyTrials(noisy_kl(space), standard_error=1e-4)
+    with pytest.raises(TargetUnreachable) as caught:
+        search(space, trials.as_trials(), target, silent)
+    only = space.plan(least_cost(space.table, 0.0))
+    reached = trials.kl(only, "again").mean
+    expected = f"has KL {reached:.4g}" if target.kind == "kl" else f"measures loss toy {reached:.2%}"
+    assert expected in caught.value.message
+    assert f"{only.bits_per_weight:.2f} bits per weight" in caught.value.message
+    assert "--bits" in str(caught.value.hint)
+    assert len(trials.generated) <= MAX_GENERATED + 1
+
+
+def test_the_most_precise_plan_is_tried_before_giving_up() -> None:
+    """Whatever is not all at 16 bits counts as bad here, so that every step of the search is refused."""
+
+    def kl_of(plan: CompilePlan) -> float:
+        widths = {spec.bitwidth for spec in (*plan.units.values(), *plan.dense.values())}
+        return 0.0 if widths == {16} else 5.0
+
+    for target in (Target("kl", 0.01), Target("loss", 0.01)):
+        trials = ToyTrials(kl_of)
+        plan = search(SPACE, trials.as_trials(), target, silent)
+        assert kl_of(plan) == 0.0
+        assert len(trials.generated) <= MAX_GENERATED + 1
+
+
+@pytest.mark.parametrize("share", [0.16, 0.2, 0.31, 0.6, 1.0])
+def test_a_size_target_is_met_in_packed_bytes_and_filled(share: float) -> None:
+    budget = int(share * SPACE.plain.expert_packed_bytes)
+    plan = search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("size", budget), silent)
+    largest_step = max(
+        rows * columns * 2 for rows, columns in (SPACE.plain.model.unit_shape(0, p) for p in ("gate", "down"))
+    )
+    assert budget - largest_step < plan.expert_packed_bytes <= budget
+    assert {plan.dense[name].bitwidth for group in SPACE.groups for name in group.tensors} == {16}
+
+
+@pytest.mark.parametrize("bits", [2.5, 3.25, 4.1, 7.0, 16.0])
+def test_bits_per_weight_count_scales(bits: float) -> None:
+    plan = search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("bits_per_weight", bits), silent)
+    assert bits - 0.5 < plan.bits_per_weight <= bits
+    assert plan.expert_packed_bytes * 8 <= bits * plan.expert_weights
+
+
+def test_a_size_target_without_data_measures_nothing() -> None:
+    trials = ToyTrials(noisy_kl(SPACE))
+    trials.has_data = False
+    search(SPACE, trials.as_trials(), Target("bits_per_weight", 4.0), silent)
+    assert not trials.measured and not trials.generated
+
+
+def test_a_size_below_the_smallest_plan() -> None:
+    smallest = toy_space(specs=(QuantSpec(2, 64),)).plan([0] * 30).expert_packed_bytes
+    with pytest.raises(TargetUnreachable, match=f"{smallest} bytes") as caught:
+        search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("size", smallest - 1), silent)
+    assert "--bits" in str(caught.value.hint)
+    plan = search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("size", smallest), silent)
+    assert plan.expert_packed_bytes == smallest
+
+
+def test_equal_trials_give_equal_plans() -> None:
+    found = {
+        search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), target, silent).digest
+        for target in [Target("loss", 0.03)] * 2
+    }
+    assert len(found) == 1
+
+
+def test_the_toy_accepts_as_the_search_does() -> None:
+    assert keeps(estimate(0.01, 0.001), 0.02, ITEMS) and not keeps(estimate(0.019, 0.001), 0.02, ITEMS)
+
+
+def test_plans_name_every_unit() -> None:
+    model = toy_model(layers=3, experts=5)
+    space = toy_space(model)
+    plan = search(space, ToyTrials(noisy_kl(space)).as_trials(), Target("kl", 0.05), silent)
+    assert len(plan.units) == 3 * 5 * 3 and set(plan.dense) == set(model.dense_shapes())

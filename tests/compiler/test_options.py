@@ -1,0 +1,97 @@
+"""Options out of range, against each other, or without effect are refused before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moec.compiler.options import CompileOptions
+from moec.compiler.targets import Target
+from moec.manifests.errors import OptionError
+from moec.manifests.quant import BITWIDTHS, QuantSpec
+
+KL, SIZE, UNIFORM = Target("kl", 0.05), Target("size", 1e6), Target("uniform", 4)
+BF16 = QuantSpec(16, float_type="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"dense_bits": 3}, "--dense-bits 3"),
+        ({"bits": ()}, "--bits"),
+        ({"bits": (2, 5)}, "--bits"),
+        ({"group_sizes": (48,)}, "--group-size 48"),
+        ({"group_sizes": (-32,)}, "--group-size -32"),
+        ({"quantizer": "awq"}, "awq"),
+        ({"objective": "speed"}, "speed"),
+        ({"shots": -1}, "shots"),
+        ({"limit": 0}, "limit"),
+        ({"tasks": ("gsm8k", "gsm8k")}, "twice"),
+    ],
+)
+def test_out_of_range(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        CompileOptions(KL, data="items.jsonl", **values)
+    assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("target", "values", "option"),
+    [
+        (UNIFORM, {"data": "items.jsonl"}, "--data"),
+        (UNIFORM, {"tasks": ("gsm8k",)}, "--task"),
+        (UNIFORM, {"bits": (2, 4)}, "--bits"),
+        (UNIFORM, {"search": "edgemoe"}, "--search"),
+        (UNIFORM, {"sensitivity": "exact"}, "--sensitivity"),
+        (UNIFORM, {"objective": "size"}, "--objective"),
+        (UNIFORM, {"limit": 5}, "--limit"),
+        (UNIFORM, {"shots": 5}, "--shots"),
+        (Target("uniform", 16), {"group_sizes": (32,)}, "--group-size"),
+        (SIZE, {"tasks": ("gsm8k",)}, "--task"),
+        (SIZE, {"search": "edgemoe"}, "--search"),
+        (SIZE, {"sensitivity": "proxy"}, "--sensitivity"),
+        (SIZE, {"objective": "bytes-per-token"}, "--objective"),
+        (KL, {"data": "a", "search": "edgemoe", "bits": (4, 8)}, "--bits"),
+        (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--no-comparisons"),
+    ],
+)
+def test_options_without_effect(target: Target, values: dict[str, Any], option: str) -> None:
+    with pytest.raises(OptionError, match="has no effect") as caught:
+        CompileOptions(target, **values)
+    assert f"`{option}`" in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("target", [KL, Target("loss", 0.02)])
+def test_what_is_measured_needs_data(target: Target) -> None:
+    with pytest.raises(OptionError, match="measured on text") as caught:
+        CompileOptions(target)
+    assert "--uniform" in str(caught.value.hint)
+
+
+def test_uniform_takes_one_group_size() -> None:
+    with pytest.raises(OptionError, match="one `--group-size`"):
+        CompileOptions(UNIFORM, group_sizes=(32, 64))
+    assert CompileOptions(UNIFORM, group_sizes=(32,), quantizer="quanto", dense_bits=4).group_sizes == (32,)
+
+
+def test_formats_on_offer_are_those_with_a_kernel_smallest_first() -> None:
+    options = CompileOptions(KL, data="items.jsonl")
+    specs = options.unit_specs(BITWIDTHS, BF16)
+    sizes = [spec.bits_per_weight(256) for spec in specs]
+    assert sizes == sorted(sizes) and specs[-1] == BF16
+    assert [str(spec) for spec in specs if spec.bitwidth == 8] == ["q8g128"]
+    assert {spec.bitwidth for spec in options.unit_specs((4, 8), BF16)} == {4, 8}
+    per_row = CompileOptions(KL, data="items.jsonl", bits=(3, 8), group_sizes=(32, 0)).unit_specs(BITWIDTHS, BF16)
+    assert [str(spec) for spec in per_row] == ["q3", "q3g32", "q8"]
+
+
+def test_no_kernel_for_any_bitwidth() -> None:
+    with pytest.raises(OptionError, match="kernel"):
+        CompileOptions(KL, data="items.jsonl", bits=(3,)).unit_specs((4, 8), BF16)
+
+
+def test_the_manifest_learns_what_decides_the_bytes_and_no_place() -> None:
+    plain = CompileOptions(KL, data="/home/someone/items.jsonl", limit=7).to_plain()
+    assert plain["limit"] == "7" and plain["target"] == "KL 0.05 nats per token"
+    assert "someone" not in str(plain)

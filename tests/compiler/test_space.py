@@ -1,0 +1,54 @@
+"""The knapsack's table: what is priced how, and that a choice becomes the plan it stands for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moec.compiler.objective import ByteWeights
+from moec.compiler.search.frontier import least_cost
+from moec.compiler.search.space import dense_bytes, size_table
+from moec.manifests.quant import QuantSpec
+from tests.compiler.toy_search import BF16, toy_model, toy_space
+
+
+def test_with_even_weights_the_cost_is_bytes() -> None:
+    space = toy_space()
+    for budget in (0.0, 0.05, np.inf):
+        choice = least_cost(space.table, budget)
+        plan = space.plan(choice)
+        matrices = sum(dense_bytes(plan, group, plan.dense) for group in space.groups)
+        assert space.table.totals(choice)[0] == pytest.approx(plan.expert_packed_bytes + matrices)
+
+
+def test_bytes_of_an_expert_count_as_often_as_it_is_read() -> None:
+    model = toy_model()
+    weights = np.ones((2, 4))
+    weights[1, 2] = 3.0
+    even, read = toy_space(model), toy_space(model, ByteWeights(weights, 1.0))
+    ratio = read.table.costs / np.where(np.isfinite(even.table.costs), even.table.costs, 1.0)
+    for row, unit in enumerate(read.units):
+        finite = np.isfinite(read.table.costs[row])
+        assert np.allclose(ratio[row][finite], 3.0 if unit[:2] == (1, 2) else 1.0)
+
+
+def test_norms_and_routers_keep_16_bits_in_every_plan() -> None:
+    plan = toy_space().plan(least_cost(toy_space().table, np.inf))
+    assert {plan.dense[name].bitwidth for name in plan.dense if "norm" in name or "router" in name} == {16}
+    assert plan.dense["embedding"].bitwidth == 4
+
+
+def test_formats_that_do_not_fit_are_left_out_of_a_row() -> None:
+    space = toy_space(toy_model(hidden=64, width=96), specs=(QuantSpec(2, 64), QuantSpec(3, 32), BF16))
+    plan = space.plan(least_cost(space.table, np.inf))
+    formats = {projection: str(plan.units[unit]) for unit in plan.units for projection in [unit.projection]}
+    assert formats == {"gate": "q2g64", "up": "q2g64", "down": "q3g32"}
+
+
+def test_a_size_target_counts_routed_experts_alone() -> None:
+    space = toy_space(weights=ByteWeights(np.full((2, 4), 7.0), 5.0))
+    table = size_table(space)
+    units = len(space.units)
+    assert np.all(table.costs[units:][np.isfinite(table.costs[units:])] == 0)
+    choice = least_cost(space.table, 0.05)
+    assert table.totals(choice)[0] == space.plan(choice).expert_packed_bytes

@@ -1,0 +1,102 @@
+"""Packed sizes against the layout as docs/format.md draws it, and the short names of formats."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moec.manifests.quant import MAX_DIMENSION, QuantSpec, round_up
+
+GROUPS = st.sampled_from((0, 32, 64, 96, 128, 256))
+SPECS = st.one_of(
+    st.builds(QuantSpec, st.sampled_from((2, 3, 4, 8)), GROUPS, st.booleans()),
+    st.sampled_from(("bfloat16", "float16")).map(lambda kind: QuantSpec(16, float_type=kind)),
+)
+
+
+def rows16_bytes(spec: QuantSpec, rows: int, columns: int) -> int:
+    """Counted piece by piece: row blocks, groups, scales, minima, tiles."""
+    total = 0
+    for _ in range(0, rows, 16):
+        if spec.bitwidth == 16:
+            total += 16 * columns * 2
+            continue
+        group = spec.group_size or columns
+        for _ in range(0, columns, group):
+            total += 16 * 2
+            total += 0 if spec.symmetric else 16 * 2
+            for _ in range(0, group, 32):
+                total += 64 * spec.bitwidth
+    return total
+
+
+@given(spec=SPECS, rows=st.integers(1, 70), tiles=st.integers(1, 24))
+def test_packed_bytes_are_those_of_the_layout(spec: QuantSpec, rows: int, tiles: int) -> None:
+    columns = 32 * tiles
+    if columns % (spec.group_size or 1):
+        assert not spec.fits(columns)
+        with pytest.raises(ValueError, match=f"format {spec} cannot hold rows of {columns} weights"):
+            spec.packed_bytes(rows, columns)
+        return
+    assert spec.packed_bytes(rows, columns) == rows16_bytes(spec, rows, columns)
+    assert spec.packed_bytes(16, columns) == 16 * spec.row_bytes(columns)
+    assert spec.bits_per_weight(columns) == 8 * rows16_bytes(spec, 16, columns) / (16 * columns)
+
+
+@given(SPECS)
+def test_short_form_round_trip(spec: QuantSpec) -> None:
+    assert QuantSpec.parse(str(spec)) == spec
+
+
+def test_short_forms() -> None:
+    names = ("q4g64", "q8", "q2s", "q3g32s", "bf16", "fp16")
+    assert [str(QuantSpec.parse(name)) for name in names] == list(names)
+    assert QuantSpec.parse("q4g64") == QuantSpec(4, 64) and QuantSpec.parse("q2s") == QuantSpec(2, 0, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "q", "q5", "q16", "q1", "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss", "bf16s",
+     "float16", "q4g\uff16\uff14", "q4g" + "9" * 5000, "q4g16777248", "x" * 5000],
+)  # fmt: skip
+def test_not_a_format(text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        QuantSpec.parse(text)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bitwidth": 5}, "bitwidth must be one of"),
+        ({"bitwidth": 0}, "bitwidth must be one of"),
+        ({"bitwidth": 16}, "float_type belongs to bitwidth 16"),
+        ({"bitwidth": 4, "float_type": "bfloat16"}, "float_type belongs to bitwidth 16"),
+        ({"bitwidth": 16, "float_type": "float16", "group_size": 32}, "no groups"),
+        ({"bitwidth": 16, "float_type": "float16", "symmetric": True}, "no groups"),
+        ({"bitwidth": 4, "group_size": -32}, "group_size"),
+        ({"bitwidth": 4, "group_size": 33}, "multiple of 32"),
+        ({"bitwidth": 4, "group_size": MAX_DIMENSION + 32}, "group_size"),
+    ],
+)
+def test_out_of_range(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantSpec(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [0, -1, MAX_DIMENSION + 1])
+def test_rows_out_of_range(rows: int) -> None:
+    with pytest.raises(ValueError, match=f"rows out of range: {rows}"):
+        QuantSpec(8).packed_bytes(rows, 32)
+
+
+def test_columns_that_no_format_holds() -> None:
+    assert not any(QuantSpec.parse(text).fits(0) for text in ("q4", "bf16"))
+    assert not QuantSpec(4).fits(48) and QuantSpec.parse("bf16").fits(1)
+
+
+@given(value=st.integers(0, 10**6), multiple=st.integers(1, 5000))
+def test_round_up(value: int, multiple: int) -> None:
+    found = round_up(value, multiple)
+    assert found % multiple == 0 and value <= found < value + multiple

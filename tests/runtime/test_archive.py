@@ -1,0 +1,591 @@
+"""Pack and unpack: identical bytes, resumed after any stop, and no archive, however made, does more than raise."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
+from moec.manifests.codec import DIGEST_FIELD, canonical_json, encode_manifest
+from moec.manifests.errors import (
+    BundleError,
+    BundleIncomplete,
+    ChecksumMismatch,
+    DoesNotFit,
+    InputError,
+    ManifestInvalid,
+    OptionError,
+    UnknownFormatVersion,
+)
+from moec.runtime.archive import files as archive_files
+from moec.runtime.archive import pack_bundle, unpack_bundle
+from moec.runtime.archive.layout import (
+    COMPRESSED,
+    HEADER_BYTES,
+    MAX_CHUNKS,
+    MIN_CHUNK_BYTES,
+    RECORD_BYTES,
+    STORED,
+    Chunk,
+    encode_index,
+    read_index,
+)
+from moec.runtime.archive.pack import (
+    LEVELS,
+    MAX_STRONGEST_BYTES,
+    SAMPLE_PIECE_BYTES,
+    SAMPLE_PIECES,
+    STORE_LEVEL,
+    choose_level,
+    compress,
+    sample,
+)
+from tests.runtime.tiny_bundle import files_and_experts, manifest_of, write_bundle
+
+CHUNK = MIN_CHUNK_BYTES
+Files = dict[str, bytes]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("archive") / "tiny-moec")
+
+
+@pytest.fixture(scope="module")
+def packed(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("archive") / "tiny.moecpack"
+    pack_bundle(bundle, path, chunk_bytes=CHUNK)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def own_bundle(tmp_path: Path) -> Path:
+    return write_bundle(tmp_path / "tiny-moec")
+
+
+def content(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write(tmp_path: Path, data: bytes) -> Path:
+    path = tmp_path / "given.moecpack"
+    path.write_bytes(data)
+    return path
+
+
+# Round trip
+
+
+@pytest.mark.parametrize("chunk_bytes", [CHUNK, 8 * CHUNK, 8 << 20])
+def test_unpacked_bytes_are_the_packed_ones(bundle: Path, tmp_path: Path, chunk_bytes: int) -> None:
+    result = pack_bundle(bundle, tmp_path / "a.moecpack", chunk_bytes=chunk_bytes)
+    assert result.archive_bytes == result.path.stat().st_size
+    assert result.raw_bytes == sum(map(len, content(bundle).values()))
+    unpacked = unpack_bundle(result.path, tmp_path / "out")
+    assert content(unpacked.path) == content(bundle)
+    assert (unpacked.raw_bytes, unpacked.kept_bytes) == (result.raw_bytes, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.moecpack", "out"]
+
+
+def test_equal_bundles_give_equal_archives(packed: bytes, tmp_path: Path) -> None:
+    other = write_bundle(tmp_path / "another-name")
+    os.utime(other / DENSE_NAME, (1, 1))
+    pack_bundle(other, tmp_path / "b.moecpack", chunk_bytes=CHUNK)
+    assert (tmp_path / "b.moecpack").read_bytes() == packed
+
+
+def test_no_name_of_this_machine_is_inside(packed: bytes, bundle: Path) -> None:
+    assert str(bundle.parent).encode() not in packed
+    assert bundle.name.encode() not in packed
+
+
+def test_progress_counts_raw_bytes_to_the_end(bundle: Path, tmp_path: Path) -> None:
+    total = sum(map(len, content(bundle).values()))
+    for act in (
+        lambda report: pack_bundle(bundle, tmp_path / "a", report, chunk_bytes=CHUNK),
+        lambda report: unpack_bundle(tmp_path / "a", tmp_path / "out", report),
+    ):
+        calls: list[tuple[int, int]] = []
+        act(lambda done, all_bytes, calls=calls: calls.append((done, all_bytes)))
+        assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+        assert {all_bytes for _, all_bytes in calls} == {total}
+        assert calls[-1] == (total, total)
+
+
+def test_members_are_stored_when_they_do_not_shrink(bundle: Path, tmp_path: Path) -> None:
+    members = {member.name: member for member in pack_bundle(bundle, tmp_path / "a").members}
+    config = members["config.json"]
+    assert config.level in LEVELS and config.stored_bytes < config.raw_bytes / 4
+    assert members["generation_config.json"].stored_bytes == 0
+    assert members[MANIFEST_NAME].level in LEVELS
+
+
+def test_the_level_follows_from_what_a_sample_saves() -> None:
+    noise = random.Random(1).randbytes(100_000)
+    assert choose_level(noise, 100_000) == STORE_LEVEL
+    assert choose_level(b"", 0) == STORE_LEVEL
+    assert choose_level(bytes(100_000), 100_000) == LEVELS[0]
+    numbers = random.Random(2)
+    text = "".join(f'{{"kl": {numbers.random():.3f}, "n": {numbers.randrange(99)}}},' for _ in range(10_000)).encode()
+    assert choose_level(text, MAX_STRONGEST_BYTES) == LEVELS[2]
+    assert choose_level(text, MAX_STRONGEST_BYTES + 1) in LEVELS[:2]
+
+
+def test_a_sample_is_spread_over_the_file(tmp_path: Path) -> None:
+    size = 3 * SAMPLE_PIECES * SAMPLE_PIECE_BYTES
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size - 1) + b"x")
+    with path.open("rb") as file:
+        data = sample(file, size)
+    assert len(data) == SAMPLE_PIECES * SAMPLE_PIECE_BYTES
+    assert data[-1:] == b"x"
+
+
+# Pack refuses
+
+
+def test_a_damaged_bundle_is_not_packed(own_bundle: Path, tmp_path: Path) -> None:
+    path = own_bundle / "experts-00001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ChecksumMismatch, match=r"experts-00001\.safetensors"):
+        pack_bundle(own_bundle, tmp_path / "a")
+    assert [item.name for item in tmp_path.iterdir()] == ["tiny-moec"]
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shorter", "no manifest", "uncertified"])
+def test_an_incomplete_bundle_is_not_packed(own_bundle: Path, tmp_path: Path, change: str) -> None:
+    if change == "missing":
+        (own_bundle / "quality.json").unlink()
+    elif change == "extra":
+        (own_bundle / "thumbs.db").write_bytes(b"x")
+    elif change == "shorter":
+        (own_bundle / "config.json").write_bytes(b"{}")
+    elif change == "no manifest":
+        (own_bundle / MANIFEST_NAME).unlink()
+    else:
+        shutil.rmtree(own_bundle)
+        write_bundle(own_bundle, certified=False)
+    with pytest.raises(BundleIncomplete):
+        pack_bundle(own_bundle, tmp_path / "a")
+    assert [item.name for item in tmp_path.iterdir()] == ["tiny-moec"]
+
+
+def test_an_archive_is_not_overwritten_unasked(bundle: Path, packed: bytes, tmp_path: Path) -> None:
+    path = write(tmp_path, b"precious")
+    with pytest.raises(OptionError, match="exists"):
+        pack_bundle(bundle, path)
+    assert path.read_bytes() == b"precious"
+    pack_bundle(bundle, path, overwrite=True, chunk_bytes=CHUNK)
+    assert path.read_bytes() == packed
+
+
+def test_places_that_cannot_take_an_archive(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="inside the bundle"):
+        pack_bundle(bundle, bundle / "a")
+    with pytest.raises(OptionError, match="exists"):
+        pack_bundle(bundle, tmp_path, overwrite=True)
+    with pytest.raises(InputError, match="absent"):
+        pack_bundle(bundle, tmp_path / "absent" / "a")
+    with pytest.raises(BundleIncomplete):
+        pack_bundle(tmp_path / "absent", tmp_path / "a")
+
+
+@pytest.mark.parametrize("act", [pack_bundle, unpack_bundle])
+def test_a_disk_that_is_too_small_is_told_before(
+    bundle: Path, packed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[..., Any]
+) -> None:
+    source = bundle if act is pack_bundle else write(tmp_path, packed)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(archive_files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(DoesNotFit, match="are needed"):
+        act(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_leaves_no_archive(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DoesNotFit, match="full"):
+        pack_bundle(bundle, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Both resume
+
+
+class Stop(BaseException):
+    """The run is killed."""
+
+
+def stop_after(steps: int) -> Callable[[int, int], None]:
+    left = [steps]
+
+    def report(done: int, total: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Stop
+
+    return report
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(bundle: Path, packed: bytes, tmp_path: Path) -> None:
+    archive, kept = write(tmp_path, packed), [0]
+    for steps in range(1, 1000):
+        target = tmp_path / f"out-{steps}"
+        try:
+            unpack_bundle(archive, target, stop_after(steps))
+        except Stop:
+            assert not target.exists()
+        else:
+            break
+        result = unpack_bundle(archive, target)
+        assert result.kept_bytes >= kept[-1]
+        assert content(target) == content(bundle)
+        assert not target.with_name(target.name + ".partial").exists()
+        kept.append(result.kept_bytes)
+        shutil.rmtree(target)
+    assert len(kept) > 10
+    assert kept[-1] == sum(len(data) for name, data in content(bundle).items() if name != MANIFEST_NAME)
+
+
+def test_an_interrupted_pack_goes_on_where_it_stopped(bundle: Path, packed: bytes, tmp_path: Path) -> None:
+    kept = [0]
+    for steps in range(1, 1000):
+        archive = tmp_path / f"{steps}.moecpack"
+        try:
+            pack_bundle(bundle, archive, stop_after(steps), chunk_bytes=CHUNK)
+        except Stop:
+            assert not archive.exists()
+        else:
+            break
+        result = pack_bundle(bundle, archive, chunk_bytes=CHUNK)
+        assert result.kept_bytes >= kept[-1]
+        assert archive.read_bytes() == packed
+        assert not archive.with_name(archive.name + ".partial").exists()
+        kept.append(result.kept_bytes)
+    assert len(kept) > 10
+    assert kept[-1] == result.raw_bytes
+
+
+def test_what_a_killed_pack_left_is_trusted_by_digest_alone(bundle: Path, packed: bytes, tmp_path: Path) -> None:
+    archive, partial = tmp_path / "a", tmp_path / "a.partial"
+    with pytest.raises(Stop):
+        pack_bundle(bundle, archive, stop_after(12), chunk_bytes=CHUNK)
+    left = partial.read_bytes()
+    damages = [left[:size] for size in (0, 8, 40, HEADER_BYTES + 3, len(left) - 1)]
+    damages += [
+        left[:at] + b"\xff" + left[at + 1 :] for at in (20, 50, HEADER_BYTES + 1, HEADER_BYTES + 70, len(left) - 9)
+    ]
+    damages += [packed, left + bytes(100_000)]
+    for damaged in damages:
+        partial.write_bytes(damaged)
+        pack_bundle(bundle, archive, overwrite=True, chunk_bytes=CHUNK)
+        assert archive.read_bytes() == packed
+
+
+def test_something_else_in_the_way_of_a_pack_is_left_alone(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.partial").write_bytes(b"thesis")
+    with pytest.raises(OptionError, match="in the way"):
+        pack_bundle(bundle, tmp_path / "a")
+    assert (tmp_path / "a.partial").read_bytes() == b"thesis"
+    (tmp_path / "b.partial").mkdir()
+    with pytest.raises(InputError, match=r"b\.partial"):
+        pack_bundle(bundle, tmp_path / "b")
+
+
+def test_an_unfinished_archive_is_none(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        pack_bundle(bundle, tmp_path / "a", stop_after(12), chunk_bytes=CHUNK)
+    with pytest.raises(ManifestInvalid):
+        unpack_bundle(tmp_path / "a.partial", tmp_path / "out")
+
+
+def test_what_was_left_is_trusted_by_digest_alone(bundle: Path, packed: bytes, tmp_path: Path) -> None:
+    archive, partial = write(tmp_path, packed), tmp_path / "out.partial"
+    partial.mkdir()
+    original = (bundle / DENSE_NAME).read_bytes()
+    (partial / DENSE_NAME).write_bytes(original[:100] + b"?" + original[101:] + b"too long")
+    (partial / "config.json").write_bytes(b"")
+    (partial / MANIFEST_NAME).write_bytes(b"of another bundle")
+    (partial / f".{MANIFEST_NAME}.writing").write_bytes(b"half")
+    result = unpack_bundle(archive, tmp_path / "out")
+    assert content(tmp_path / "out") == content(bundle)
+    assert 0 < result.kept_bytes < len(original)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_folder_of_something_else_is_not_touched(packed: bytes, tmp_path: Path, kind: str) -> None:
+    archive, partial = write(tmp_path, packed), tmp_path / "out.partial"
+    (tmp_path / "elsewhere").write_bytes(b"precious")
+    partial.mkdir()
+    if kind == "file":
+        (partial / "thesis").write_bytes(b"")
+    elif kind == "folder":
+        (partial / "config.json").mkdir()
+    else:
+        (partial / "config.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OptionError, match="not part of this archive"):
+        unpack_bundle(archive, tmp_path / "out")
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+    assert len(list(partial.iterdir())) == 1
+
+
+def test_a_link_in_place_of_the_folder_is_refused(packed: bytes, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OptionError, match="is a link"):
+        unpack_bundle(write(tmp_path, packed), tmp_path / "out")
+
+
+def test_an_existing_target_and_an_absent_archive(packed: bytes, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OptionError, match="exists"):
+        unpack_bundle(write(tmp_path, packed), tmp_path / "out")
+    with pytest.raises(InputError, match="absent"):
+        unpack_bundle(tmp_path / "absent", tmp_path / "new")
+
+
+# Damaged archives
+
+
+def refused(tmp_path: Path, data: bytes) -> BundleError:
+    """Unpack must raise a BundleError and make no bundle."""
+    with pytest.raises(BundleError) as caught:
+        unpack_bundle(write(tmp_path, data), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial" / MANIFEST_NAME).exists()
+    assert caught.value.exit_code == 3
+    return caught.value
+
+
+def boundaries(packed: bytes, tmp_path: Path) -> list[int]:
+    """Ends of the header's fields, of the header, of the index and of every chunk."""
+    with write(tmp_path, packed).open("rb") as file:
+        index = read_index(file, "archive", len(packed))
+    ends = [0, 8, 12, 16, 24, 32, HEADER_BYTES, index.data_offset]
+    for chunk in index.chunks():
+        ends.append(ends[-1] + chunk.stored_bytes)
+    return ends
+
+
+@pytest.mark.gate("G10")
+def test_truncation_at_every_boundary(packed: bytes, tmp_path: Path) -> None:
+    ends = boundaries(packed, tmp_path)
+    sizes = {size for end in ends for size in (end - 1, end, end + 1) if 0 <= size < len(packed)}
+    for size in sorted(sizes):
+        assert isinstance(refused(tmp_path, packed[:size]), BundleIncomplete), size
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.gate("G10")
+def test_a_flipped_bit_anywhere(packed: bytes, tmp_path: Path) -> None:
+    data_offset = boundaries(packed, tmp_path)[7]
+    for at in [*range(data_offset), *range(data_offset, len(packed), 211)]:
+        refused(tmp_path, packed[:at] + bytes([packed[at] ^ (1 << at % 8)]) + packed[at + 1 :])
+
+
+def test_the_damaged_chunk_is_named_and_the_rest_kept(bundle: Path, packed: bytes, tmp_path: Path) -> None:
+    damaged = packed[:-5] + bytes([packed[-5] ^ 1]) + packed[-4:]
+    error = refused(tmp_path, damaged)
+    assert isinstance(error, ChecksumMismatch)
+    assert "of `tables.safetensors` (byte" in error.message
+    assert error.hint
+    assert unpack_bundle(write(tmp_path, packed), tmp_path / "out").kept_bytes > 0
+    assert content(tmp_path / "out") == content(bundle)
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04" + bytes(100), b"moec", bytes(10_000)])
+def test_other_files_are_no_archives(tmp_path: Path, data: bytes) -> None:
+    error = refused(tmp_path, data)
+    assert isinstance(error, BundleIncomplete if b"moecpack".startswith(data) else ManifestInvalid)
+
+
+# Hostile archives: all digests are right, the contents are not
+
+
+Stored = tuple[int, bytes, bytes]
+
+
+def cut(files: Sequence[bytes], chunk_bytes: int = CHUNK) -> list[Stored]:
+    """Files as stored chunks: (method, stored bytes, raw bytes)."""
+    pieces = [data[at : at + chunk_bytes] for data in files for at in range(0, len(data), chunk_bytes)]
+    return [(STORED, piece, piece) for piece in pieces]
+
+
+def assemble(chunks: Sequence[Stored], manifest_bytes: int, chunk_bytes: int = CHUNK) -> bytes:
+    index = [Chunk(len(stored), method, hashlib.sha256(raw).digest()) for method, stored, raw in chunks]
+    return encode_index(chunk_bytes, manifest_bytes, index) + b"".join(stored for _, stored, _ in chunks)
+
+
+def tiny() -> tuple[bytes, Files]:
+    files, experts = files_and_experts()
+    return encode_manifest(manifest_of(files, experts)), dict(sorted(files.items()))
+
+
+def sealed(plain: dict[str, Any]) -> bytes:
+    """A manifest with any content and the right digest."""
+    plain.pop(DIGEST_FIELD, None)
+    return canonical_json({**plain, DIGEST_FIELD: hashlib.sha256(canonical_json(plain)).hexdigest()})
+
+
+def test_a_hand_made_archive_unpacks(bundle: Path, tmp_path: Path) -> None:
+    """The tests below change one thing in an archive that is otherwise good."""
+    manifest, files = tiny()
+    unpack_bundle(write(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest))), tmp_path / "out")
+    assert content(tmp_path / "out") == content(bundle)
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize(
+    "name",
+    ["../escape", "/etc/passwd", "a/b", "..", ".hidden", "", "moec.json", "config.json", "a\\b", "a\0b", "x" * 300],
+)
+def test_names_that_leave_the_folder_or_occur_twice(tmp_path: Path, name: str) -> None:
+    manifest, files = tiny()
+    plain = json.loads(manifest)
+    plain["files"][-1]["name"] = name
+    manifest = sealed(plain)
+    before = sorted(tmp_path.parent.iterdir())
+    error = refused(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest)))
+    assert isinstance(error, ManifestInvalid)
+    assert [path.name for path in tmp_path.iterdir()] == ["given.moecpack"]
+    assert sorted(tmp_path.parent.iterdir()) == before
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("size", [0, 1 << 13, 1 << 45, 1 << 62, -1])
+def test_declared_sizes_that_the_archive_does_not_hold(tmp_path: Path, size: int) -> None:
+    manifest, files = tiny()
+    plain = json.loads(manifest)
+    plain["files"][0]["size_bytes"] = size
+    manifest = sealed(plain)
+    assert isinstance(refused(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest))), ManifestInvalid)
+
+
+def header(version: int = 1, chunk_bytes: int = CHUNK, count: int = 1, manifest_bytes: int = 10) -> bytes:
+    fields = b"moecpack" + version.to_bytes(4, "little") + chunk_bytes.to_bytes(4, "little")
+    fields += count.to_bytes(8, "little") + manifest_bytes.to_bytes(8, "little")
+    records = bytes(RECORD_BYTES * min(count, 4))
+    return fields + hashlib.sha256(fields + records).digest() + records
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (header(version=2), UnknownFormatVersion),
+        (header(chunk_bytes=0), ManifestInvalid),
+        (header(chunk_bytes=CHUNK + 1), ManifestInvalid),
+        (header(chunk_bytes=1 << 31), ManifestInvalid),
+        (header(count=0), ManifestInvalid),
+        (header(count=MAX_CHUNKS), BundleIncomplete),
+        (header(count=MAX_CHUNKS + 1), ManifestInvalid),
+        (header(count=(1 << 64) - 1), ManifestInvalid),
+        (header(manifest_bytes=0), ManifestInvalid),
+        (header(manifest_bytes=CHUNK + 1), ManifestInvalid),
+        (header(manifest_bytes=(1 << 64) - 1), ManifestInvalid),
+        (header() + b"behind", ManifestInvalid),
+        (header(), ManifestInvalid),
+    ],
+)
+def test_headers_out_of_range(tmp_path: Path, data: bytes, kind: type[BundleError]) -> None:
+    assert type(refused(tmp_path, data)) is kind
+
+
+def frame_without(what: str, raw: bytes) -> bytes:
+    return zstandard.ZstdCompressor(
+        write_checksum=what != "checksum", write_content_size=what != "content size"
+    ).compress(raw)
+
+
+ZEROS = bytes(CHUNK)
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize(
+    ("method", "stored", "kind"),
+    [
+        (COMPRESSED, compress(bytes(1 << 30), 1), ManifestInvalid),
+        (COMPRESSED, compress(bytes(1 << 22), 3), ChecksumMismatch),
+        (COMPRESSED, compress(ZEROS[:-1], 3), ChecksumMismatch),
+        (COMPRESSED, compress(b"\1" * CHUNK, 3), ChecksumMismatch),
+        (COMPRESSED, compress(ZEROS, 3) + b"behind", ChecksumMismatch),
+        (COMPRESSED, compress(ZEROS, 3)[:-1], ChecksumMismatch),
+        (COMPRESSED, frame_without("checksum", ZEROS), ChecksumMismatch),
+        (COMPRESSED, frame_without("content size", ZEROS), ChecksumMismatch),
+        (COMPRESSED, b"not a frame", ChecksumMismatch),
+        (COMPRESSED, b"", ManifestInvalid),
+        (COMPRESSED, ZEROS, ManifestInvalid),
+        (STORED, ZEROS[:-1], ManifestInvalid),
+        (STORED, ZEROS + b"x", ManifestInvalid),
+        (2, ZEROS, ManifestInvalid),
+        (255, ZEROS, ManifestInvalid),
+    ],
+)
+def test_chunks_that_are_not_what_they_declare(
+    tmp_path: Path, method: int, stored: bytes, kind: type[BundleError]
+) -> None:
+    """One chunk of `config.json`, raw 4096 zeros, is replaced; its index record is right in every case."""
+    files, experts = files_and_experts()
+    files["config.json"] = ZEROS
+    manifest = encode_manifest(manifest_of(files, experts))
+    chunks = cut([manifest, *(data for _, data in sorted(files.items()))])
+    at = chunks.index((STORED, ZEROS, ZEROS))
+    unpack_bundle(write(tmp_path, assemble(chunks, len(manifest))), tmp_path / "good")
+    chunks[at] = (method, stored, ZEROS)
+    assert type(refused(tmp_path, assemble(chunks, len(manifest)))) is kind
+
+
+def test_padding_in_a_record_must_be_zero(tmp_path: Path) -> None:
+    manifest, files = tiny()
+    data = bytearray(assemble(cut([manifest, *files.values()]), len(manifest)))
+    data[HEADER_BYTES + 5] = 1
+    count = int.from_bytes(data[16:24], "little")
+    records = bytes(data[HEADER_BYTES : HEADER_BYTES + count * RECORD_BYTES])
+    data[32:HEADER_BYTES] = hashlib.sha256(bytes(data[:32]) + records).digest()
+    assert isinstance(refused(tmp_path, bytes(data)), ManifestInvalid)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_chunk_too_few_or_too_many(tmp_path: Path, change: int) -> None:
+    manifest, files = tiny()
+    chunks = cut([manifest, *files.values()])
+    chunks = chunks[:-1] if change < 0 else [*chunks, (STORED, b"x", b"x")]
+    error = refused(tmp_path, assemble(chunks, len(manifest)))
+    assert isinstance(error, ManifestInvalid) and "the index has" in error.message
+
+
+def test_files_are_checked_against_the_manifest_too(tmp_path: Path) -> None:
+    """Chunk digests come with the archive; the manifest's digest of the file has the last word."""
+    manifest, files = tiny()
+    files["config.json"] = files["config.json"].swapcase()
+    error = refused(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest)))
+    assert isinstance(error, ChecksumMismatch) and "`config.json`" in error.message
+
+
+def test_a_bundle_that_would_not_open_is_not_left_behind(tmp_path: Path) -> None:
+    files, experts = files_and_experts()
+    files[DENSE_NAME] = b"\xff" * len(files[DENSE_NAME])
+    manifest = encode_manifest(manifest_of(files, experts))
+    data = assemble(cut([manifest, *(data for _, data in sorted(files.items()))]), len(manifest))
+    assert isinstance(refused(tmp_path, data), ManifestInvalid)
+    assert not (tmp_path / "out.partial").exists()

@@ -1,0 +1,336 @@
+"""The cache against a ledger that the storage keeps itself, and against storage that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded, StorageReadFailed
+from moec.runtime.eviction import SCORES, expert_records
+from moec.runtime.expert_cache import ExpertCache
+
+LAYERS, EXPERTS = 3, 4
+COUNT = LAYERS * EXPERTS
+InTime = Callable[[Callable[[], Any]], Any]
+
+
+class FaultySource:
+    """Storage in memory. It keeps its own account of what is loaded, and complains of what must never happen.
+
+    failing: experts whose reads fail. gate: reads wait until it is set. held: experts that nobody may release.
+    """
+
+    mode = "memory"
+
+    def __init__(self, sizes: np.ndarray, capacity_bytes: int) -> None:
+        self.sizes, self.capacity_bytes = sizes, capacity_bytes
+        self.loaded: set[int] = set()
+        self.held: set[int] = set()
+        self.failing: set[int] = set()
+        self.reads: list[int] = []
+        self.failures = self.releases = 0
+        self.complaints: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def block(self, index: int) -> np.ndarray:
+        return np.empty(0, np.uint8)
+
+    def load(self, index: int) -> None:
+        self.gate.wait(30)
+        if index in self.loaded:
+            self.complaints.append(f"{index} read twice")
+        self.loaded.add(index)
+        if sum(int(self.sizes[i]) for i in set(self.loaded)) > self.capacity_bytes:
+            self.complaints.append(f"{sorted(self.loaded)} exceed {self.capacity_bytes}")
+        if index in self.failing:
+            self.failures += 1
+            raise StorageReadFailed(f"expert {index}")
+        self.reads.append(index)
+
+    def release(self, index: int) -> None:
+        self.releases += 1
+        if index in self.held or index not in self.loaded:
+            self.complaints.append(f"{index} released")
+        self.loaded.discard(index)
+
+    def close(self) -> None:
+        pass
+
+
+def make_cache(
+    sizes: Sequence[int], capacity_bytes: int, policy: str = "lru", pins: int | None = None
+) -> tuple[FaultySource, ExpertCache]:
+    array = np.array(sizes, np.int64)
+    source = FaultySource(array, capacity_bytes)
+    layers = np.minimum(np.arange(len(array)) // EXPERTS, LAYERS - 1)
+    records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
+    score = SCORES[policy]  # type: ignore[index]
+    return source, ExpertCache(source, array, capacity_bytes, records, score, capacity_bytes if pins is None else pins)
+
+
+def consume(
+    source: FaultySource, cache: ExpertCache, layer: int, indices: list[int], stop: int = COUNT, advice: Sequence[int] = ()
+) -> list[int]:
+    """Stream, hold each expert while it is used, and leave after `stop` of them."""
+    found: list[int] = []
+    # What is there when the stream begins is leased until it has been used.
+    waiting = set(cache.resident().tolist()) & set(indices)
+    source.held = set(waiting)
+    try:
+        with contextlib.closing(cache.stream(layer, indices, advice)) as stream:
+            for index in stream:
+                assert not waiting or index in waiting, "hits come first"
+                assert index in source.loaded and index in cache.resident() and cache._leases[index] == 1
+                source.held = {index, *waiting}
+                cache.check_invariants()
+                found.append(index)
+                waiting.discard(index)
+                if len(found) == stop:
+                    break
+                source.held = set(waiting)
+    finally:
+        source.held = set()
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Streams, whole, given up, or with a consumer that raises; advice; storage that fails now and then."""
+
+    @initialize(
+        sizes=st.lists(st.sampled_from((10, 10, 20, 30)), min_size=COUNT, max_size=COUNT),
+        capacity=st.integers(30, 200),
+        pins=st.integers(0, 200),
+        policy=st.sampled_from(sorted(SCORES)),
+        warm=st.booleans(),
+    )
+    def begin(self, sizes: list[int], capacity: int, pins: int, policy: str, warm: bool) -> None:
+        self.source, self.cache = make_cache(sizes, capacity, policy, min(pins, capacity))
+        self.lookups = 0
+        if warm:
+            self.cache.warm(range(COUNT))
+            assert self.cache.stats.evictions == 0
+
+    layers = st.integers(0, LAYERS - 1)
+    chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True)
+    advised = st.lists(st.integers(0, COUNT - 1), max_size=6)
+
+    @rule(layer=layers, experts=chosen, advice=advised, stop=st.integers(1, EXPERTS))
+    def stream(self, layer: int, experts: list[int], advice: list[int], stop: int) -> None:
+        indices = [layer * EXPERTS + expert for expert in experts]
+        resident = set(self.cache.resident().tolist()) & set(indices)
+        before = self.cache.stats.copy()
+        self.lookups += len(indices)
+        try:
+            found = consume(self.source, self.cache, layer, indices, stop, advice)
+        except StorageReadFailed as error:
+            assert int(error.message.split()[1]) in self.source.failing & set(indices)
+        else:
+            assert len(found) == min(stop, len(indices)) == len(set(found)) and set(found) <= set(indices)
+            assert not set(found) & self.source.failing - resident - set(self.source.reads)
+        gained = self.cache.stats.since(before)
+        assert gained.lookups == gained.hits + gained.misses == len(indices) and gained.hits >= len(resident)
+
+    @rule(layer=layers, experts=chosen)
+    def raising_consumer(self, layer: int, experts: list[int]) -> None:
+        self.lookups += len(experts)
+        stream = self.cache.stream(layer, [layer * EXPERTS + expert for expert in experts])
+        with contextlib.suppress(StorageReadFailed, ZeroDivisionError), contextlib.closing(stream):
+            for index in stream:
+                raise ZeroDivisionError(index)
+
+    @rule(advice=advised)
+    def prefetch(self, advice: list[int]) -> None:
+        self.cache.prefetch(advice)
+
+    @rule(failing=st.sets(st.integers(0, COUNT - 1), max_size=3))
+    def break_or_repair(self, failing: set[int]) -> None:
+        self.source.failing = failing
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_invariants()
+        assert self.source.complaints == [] and not self.cache._leases.any()
+        stats = self.cache.stats
+        assert stats.lookups == stats.hits + stats.misses == self.lookups
+        assert stats.prefetch_used <= stats.prefetch_reads <= stats.reads
+        assert stats.late_hits <= stats.misses and stats.prefetch_hits <= stats.prefetch_used
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.close()
+        self.holds()
+        # The reader has stopped: the accounts of both sides are final.
+        stats, source = self.cache.stats, self.source
+        assert stats.reads == len(source.reads) and stats.evictions == source.releases - source.failures
+        assert stats.bytes_read == sum(int(source.sizes[i]) for i in source.reads)
+        assert stats.rereads == len(source.reads) - len(set(source.reads))
+        assert set(self.cache.resident().tolist()) == source.loaded
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def test_capacity_under_one_expert_is_an_error_not_a_hang(in_time: InTime) -> None:
+    _, cache = make_cache([10, 50], 40)
+    for _ in range(2):
+        with pytest.raises(MemoryBudgetExceeded, match="expert of 50 bytes does not fit into the expert cache of 40"):
+            in_time(lambda: list(cache.stream(0, [0, 1])))
+        assert in_time(lambda: list(cache.stream(0, [0]))) == [0]
+        cache.check_invariants()
+    assert not cache._leases.any()
+    cache.close()
+
+
+def test_more_experts_than_room_come_in_waves(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 40, 20)
+    assert sorted(in_time(lambda: consume(source, cache, 0, list(range(40)), 40, [1, 2, 3]))) == list(range(40))
+    assert source.complaints == [] and cache.stats.evictions >= 38
+    cache.close()
+
+
+def test_hits_come_first_and_misses_load_meanwhile(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 4, 40)
+    cache.warm([2, 3])
+    source.gate.clear()
+    stream = cache.stream(0, [0, 2, 1, 3])
+    assert [next(stream), next(stream)] == [2, 3]
+    source.gate.set()
+    assert sorted(in_time(lambda: list(stream))) == [0, 1]
+    assert (cache.stats.hits, cache.stats.misses) == (2, 2)
+    cache.close()
+
+
+def test_a_failed_read_is_raised_once_and_may_be_tried_again(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 4, 40)
+    source.failing = {1}
+    with pytest.raises(StorageReadFailed, match="expert 1"):
+        in_time(lambda: list(cache.stream(0, [1])))
+    assert in_time(lambda: list(cache.stream(0, [0, 2]))) == [0, 2]
+    with pytest.raises(StorageReadFailed, match="expert 1"):
+        in_time(lambda: list(cache.stream(0, [1])))
+    source.failing = set()
+    assert in_time(lambda: list(cache.stream(0, [1]))) == [1]
+    # What the failed read had already brought in was given back.
+    assert source.complaints == [] and source.failures == 2
+    cache.close()
+
+
+def test_failures_nobody_waits_for_do_not_haunt_the_next_stream(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60)
+    source.failing = {1, 2}
+    with pytest.raises(StorageReadFailed):
+        in_time(lambda: list(cache.stream(0, [1, 2])))
+    cache.warm([0])
+    source.gate.clear()
+    with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:
+        assert next(given_up) == 0
+    source.gate.set()
+    assert sorted(in_time(lambda: list(cache.stream(0, [3, 4])))) == [3, 4]
+    source.failing = set()
+    assert sorted(in_time(lambda: list(cache.stream(0, [1, 2])))) == [1, 2]
+    cache.check_invariants()
+    cache.close()
+
+
+def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 4, 40)
+    source.failing = {1}
+    cache.prefetch([1, 2])
+    assert in_time(lambda: list(cache.stream(0, [3]))) == [3]
+    in_time(lambda: wait_for(lambda: 2 in source.loaded))
+    source.failing = set()
+    assert sorted(in_time(lambda: list(cache.stream(0, [1, 2])))) == [1, 2]
+    cache.close()
+    assert (cache.stats.prefetch_reads, cache.stats.prefetch_used, cache.stats.late_hits) == (1, 1, 0)
+
+
+def test_a_failed_warm_start_says_so() -> None:
+    source, cache = make_cache([10] * 4, 40)
+    source.failing = {2}
+    with pytest.raises(StorageReadFailed, match="expert 2"):
+        cache.warm([0, 2, 1])
+    cache.check_invariants()
+    assert source.loaded == {0} and list(cache.stream(0, [0, 1])) == [0, 1]
+    cache.close()
+
+
+def test_reads_of_a_stream_that_was_given_up_make_room(in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes are reserved, nobody leases them, and the reader has not come to them yet."""
+    _, cache = make_cache([10, 10, 20, 30], 40)
+    cache.warm([0])
+    with monkeypatch.context() as asleep:
+        asleep.setattr(cache, "_wake_reader", lambda: None)
+        with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:
+            assert next(given_up) == 0
+    assert in_time(lambda: list(cache.stream(0, [3]))) == [3]
+    cache.check_invariants()
+    cache.close()
+
+
+def test_prefetch_never_changes_what_is_yielded(in_time: InTime) -> None:
+    generator = np.random.default_rng(0)
+    steps = [(n % LAYERS, (n % LAYERS * EXPERTS + generator.permutation(EXPERTS)[:3]).tolist()) for n in range(60)]
+    advice = [generator.integers(0, COUNT, 4).tolist() for _ in steps]
+
+    def run(with_advice: bool) -> list[list[int]]:
+        source, cache = make_cache([10] * COUNT, 50)
+        found = [
+            sorted(consume(source, cache, layer, indices, advice=advised if with_advice else ()))
+            for (layer, indices), advised in zip(steps, advice, strict=True)
+        ]
+        cache.close()
+        assert (cache.stats.prefetch_reads > 0) == with_advice and source.complaints == []
+        return found
+
+    assert in_time(lambda: run(False)) == in_time(lambda: run(True)) == [sorted(indices) for _, indices in steps]
+
+
+def test_pins_stay_under_their_limit_and_yield_to_demand(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 8, 40, pins=20)
+    cache.prefetch([4, 5, 6])
+    assert in_time(lambda: list(cache.stream(0, [0, 1]))) and source.complaints == []
+    assert set(cache.resident().tolist()) == {0, 1, 4, 5}
+    # Unpinned experts go first, the worst prediction next, the best last.
+    assert list(cache.stream(0, [2, 3])) == [2, 3]
+    assert set(cache.resident().tolist()) == {2, 3, 4, 5}
+    assert sorted(in_time(lambda: list(cache.stream(0, [0, 2, 3])))) == [0, 2, 3]
+    assert set(cache.resident().tolist()) == {0, 2, 3, 4}
+    cache.close()
+
+
+def test_a_closed_cache_says_so(in_time: InTime) -> None:
+    _, cache = make_cache([10] * 4, 40)
+    assert list(cache.stream(0, [0])) == [0]
+    cache.close()
+    cache.close()
+    for indices in ([0], [1]):
+        with pytest.raises(ExecutionError, match="closed"):
+            in_time(lambda wanted=indices: list(cache.stream(0, wanted)))
+
+
+def test_closing_wakes_who_waits(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 4, 40)
+    source.gate.clear()
+    threading.Timer(0.1, cache.close).start()
+    threading.Timer(0.2, source.gate.set).start()
+    with pytest.raises(ExecutionError, match="closed"):
+        in_time(lambda: list(cache.stream(0, [0, 1])))
