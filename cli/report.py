@@ -60,9 +60,9 @@ def comparison_table(quality: Quality) -> str:
         ["this bundle", _bytes(ours), f"{sizes['expert_bits_per_weight']:.3f}", "", ""],
         [
             "16 bits",
-            _bytes(sizes["expert_16bit_bytes"]),
+            _bytes(sixteen),
             "16.000",
-            _percent(1 - ours / sizes["expert_16bit_bytes"]),
+            _percent(1 - ours / sixteen),
             "",
         ],
     ]
