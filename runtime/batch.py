@@ -167,7 +167,7 @@ def forced_logits(
     tokens = 0
     for index, (prompt, answer) in enumerate(pairs):
         need = len(prompt) + len(answer)
-        engine.check_tokens(prompt, room=0)
+        # Plain text is scored behind an empty prompt.
         engine.check_tokens([*prompt, *answer], room=0)
         if group and (tokens + need > MAX_PASS_TOKENS or len(group) == engine.options.slots):
             yield from _forced_group(engine, pairs, group)

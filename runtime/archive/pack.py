@@ -143,8 +143,9 @@ class _Packer:
         self.chunks: list[Chunk] = []
         self.kept_bytes = 0
         file.seek(0)
-        is_known = file.read(HEADER_BYTES) == unfinished
-        self._known = Index(0, 0, file.read(count * RECORD_BYTES) if is_known else b"").chunks()
+        front = file.read(self._offset)
+        is_known = front[:HEADER_BYTES] == unfinished and len(front) == self._offset
+        self._known = Index(0, 0, front[HEADER_BYTES:] if is_known else b"").chunks()
         if not is_known:
             file.seek(0)
             file.truncate()

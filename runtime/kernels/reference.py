@@ -94,7 +94,7 @@ def _crumbs(planes: Bytes, bits: int) -> Bytes:
     planes: uint8[tiles, planes, 64] -> uint8[tiles, planes, 8 / bits, 64].
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return (planes[:, :, None, :] >> shifts) & np.uint8(2**bits - 1)
+    return np.asarray((planes[:, :, None, :] >> shifts) & np.uint8(2**bits - 1))
 
 
 def _tile_codes(tiles: Bytes, bitwidth: int) -> Bytes:
@@ -107,7 +107,7 @@ def _tile_codes(tiles: Bytes, bitwidth: int) -> Bytes:
         lanes = _crumbs(planes, bitwidth)
     # lanes: q, then byte 4 r + c; column k = 4 q + c
     by_lane = lanes.reshape(len(tiles), -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
-    return by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, COLUMNS_PER_TILE)
+    return np.asarray(by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, COLUMNS_PER_TILE))
 
 
 def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Bytes, Floats, Floats]:
@@ -138,7 +138,7 @@ def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes
     blocks = tiles.shape[0]
     codes = _tile_codes(tiles.reshape(-1, tiles.shape[-1]), spec.bitwidth)
     by_block = codes.reshape(blocks, columns // COLUMNS_PER_TILE, ROWS_PER_BLOCK, COLUMNS_PER_TILE)
-    return by_block.transpose(0, 2, 1, 3).reshape(-1, columns)[:rows]
+    return np.asarray(by_block.transpose(0, 2, 1, 3).reshape(-1, columns)[:rows])
 
 
 def _unpack_16_bit(data: Bytes, columns: int, spec: QuantSpec) -> Floats:
@@ -146,7 +146,7 @@ def _unpack_16_bit(data: Bytes, columns: int, spec: QuantSpec) -> Floats:
         values = (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
         values = data.view("<f2").astype(np.float32)
-    return values.reshape(-1, columns, ROWS_PER_BLOCK).transpose(0, 2, 1).reshape(-1, columns)
+    return np.asarray(values.reshape(-1, columns, ROWS_PER_BLOCK).transpose(0, 2, 1).reshape(-1, columns))
 
 
 def unpack(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Floats:
@@ -165,7 +165,7 @@ def unpack(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Floats:
     row_scales = scales.transpose(0, 2, 1).reshape(-1, groups, 1)[:rows].astype(np.float64)
     row_minima = minima.transpose(0, 2, 1).reshape(-1, groups, 1)[:rows].astype(np.float64)
     weights = row_scales * codes.reshape(rows, groups, -1) + row_minima
-    return weights.astype(np.float32).reshape(rows, columns)
+    return np.asarray(weights.astype(np.float32).reshape(rows, columns))
 
 
 def _weights(matrix: PackedMatrix) -> Floats:
@@ -198,7 +198,7 @@ def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
 def silu(x: Floats) -> Floats:
     """x / (1 + exp(-x)), float32; never NaN for finite x."""
     with np.errstate(over="ignore", under="ignore"):
-        return np.divide(x, np.float32(1) + np.exp(-x), dtype=np.float32)
+        return np.asarray(np.divide(x, np.float32(1) + np.exp(-x), dtype=np.float32))
 
 
 def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Floats) -> None:
