@@ -34,7 +34,8 @@ def loss_table(quality: Quality) -> str:
     rows = []
     for name, task in quality["tasks"].items():
         loss, kl = task["loss"], task["kl"]
-        low, high = loss["interval95"]
+        low, high = (None, None) if loss is None else loss["interval95"]
+        share = "-" if loss is None else f"{_percent(loss['loss'])} ({_percent(low)} to {_percent(high)})"
         rows.append(
             [
                 name,
@@ -42,7 +43,7 @@ def loss_table(quality: Quality) -> str:
                 str(task["n"]),
                 f"{task['baseline']:.4f}",
                 f"{task['value']:.4f}",
-                f"{_percent(loss['loss'])} ({_percent(low)} to {_percent(high)})",
+                share,
                 f"{kl['mean']:.4f}",
                 f"{kl['agreement']:.2%}",
                 "-" if task["verdict"] is None else task["verdict"]["status"],

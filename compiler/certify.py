@@ -37,11 +37,11 @@ OpenRuntime = Callable[[Path], AbstractContextManager[BundleEngine]]
 
 @dataclass(frozen=True, slots=True)
 class TaskCertificate:
-    """One task on held-out items. verdict: None where the target is not a loss."""
+    """One task on held-out items. verdict: None where the target is not a loss; loss: None where the baseline is 0."""
 
     baseline: EvaluationResult
     value: EvaluationResult
-    loss: LossEstimate
+    loss: LossEstimate | None
     verdict: Verdict | None
     divergence: DistributionSummary
 
@@ -58,7 +58,7 @@ class TaskCertificate:
                 name: {"baseline": self.baseline.other_metrics[name], "value": value}
                 for name, value in self.value.other_metrics.items()
             },
-            "loss": self.loss.to_json(),
+            "loss": None if self.loss is None else self.loss.to_json(),
             "verdict": None if self.verdict is None else self.verdict.to_json(),
             "kl": self.divergence.to_json(),
             "data_sha256": self.value.data_sha256,
@@ -83,6 +83,9 @@ def certify_task(
     pairs = [reference.encode_pair(task.prompt(item, shots), task.answer(item)) for item in items.items[:KL_ITEMS]]
     log_p = [log_softmax(rows) for rows in reference.forced_logits(pairs)]
     divergence = summarise_divergence(log_p, engine.forced_logits(pairs))
-    loss = compare(baseline, value)
-    verdict = judge(loss, target.value) if target.kind == "loss" else None
-    return TaskCertificate(baseline, value, loss, verdict, divergence)
+    if target.kind == "loss":
+        loss = compare(baseline, value)
+        return TaskCertificate(baseline, value, loss, judge(loss, target.value), divergence)
+    # A checkpoint that solves nothing takes another target than a loss: there is none to state.
+    estimate = compare(baseline, value) if baseline.value > 0 else None
+    return TaskCertificate(baseline, value, estimate, None, divergence)

@@ -232,13 +232,15 @@ def _make_plan(stage: _Stage) -> CompilePlan:
         stage.statistics = _calibrate(stage)
         moments = stage.statistics.second_moments
     stage.store = UnitStore(stage.lowering, moments, options.quantizer)
-    stage.store.prepare(stage.specs, stage.request.talk.progress(f"quantizing with {options.quantizer}"))
     data = tuple(
         TaskData(split.task, split.validation, len(split.test.items), stage.shots[split.task.name])
         for split in stage.splits
     )
     progress = stage.request.talk.progress("measuring on validation items")
     stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    if options.target.kind == "loss":
+        stage.trials.require_baselines()
+    stage.store.prepare(stage.specs, stage.request.talk.progress(f"quantizing with {options.quantizer}"))
     plan = _search(stage)
     summarise_device(stage.request.profile, plan)
     if options.comparisons and data and can_compare(plan, stage.specs):

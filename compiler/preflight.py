@@ -59,7 +59,8 @@ def preflight(
             if len(problems) == 1
             else "".join([f" has {len(problems)} problems:", *(f"\n- {problem}" for problem in problems)])
         )
-        raise kind(where + text, None if plan_problems else "compare the folder with the model's source")
+        remedy = "choose another target, `--bits` or `--group-size`"
+        raise kind(where + text, "compare the folder with the model's source" if model_problems else remedy)
     return PreflightReport((), (*lowering.notes, *_ignored_notes(checkpoint, lowering)))
 
 

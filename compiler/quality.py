@@ -141,10 +141,15 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
 
 
 def _card_row(name: str, task: Mapping[str, Any]) -> str:
-    loss = task["loss"]
-    low, high = ("?" if bound is None else f"{bound:.2%}" for bound in loss["interval95"])
     verdict = "-" if task["verdict"] is None else task["verdict"]["status"]
     return (
         f"| {name} ({task['n']} items) | {task['metric']} | {task['baseline']:.4f} | {task['value']:.4f} | "
-        f"{loss['loss']:.2%} ({low} to {high}) | {verdict} |"
+        f"{_loss_text(task['loss'])} | {verdict} |"
     )
+
+
+def _loss_text(loss: Mapping[str, Any] | None) -> str:
+    if loss is None:
+        return "-"
+    low, high = ("?" if bound is None else f"{bound:.2%}" for bound in loss["interval95"])
+    return f"{loss['loss']:.2%} ({low} to {high})"

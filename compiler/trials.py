@@ -194,6 +194,12 @@ class Trials:
             self._baselines[name] = EvaluationResult.from_json(plain)
         return self._baselines[name]
 
+    def require_baselines(self) -> None:
+        """Measure the unquantized model on every task. Raises OptionError where it scores 0 and has nothing to lose."""
+        for data in self.tasks:
+            baseline = self.baseline(data)
+            loss_so_far(data.task, baseline, [baseline])
+
     def accepts(
         self, plan: CompilePlan, target: float, purpose: str, store: UnitStore | None = None
     ) -> tuple[bool, dict[str, LossEstimate]]:

@@ -17,7 +17,7 @@ from moec.runtime.bundle import open_bundle, verify_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 SPLITS = {"train": 8, "validation": 8, "test": 40}
-WORDS = "a pen box lamp green red seven two of the and with under near book door small tall".split()
+WORDS = ("a", "pen", "box", "lamp", "green", "red", "seven", "two", "of", "the", "and", "with", "under", "near", "tall")
 # One group size and no search over dense weights keep a compile under two seconds.
 QUICK: dict[str, Any] = {"bits": (2, 4, 16), "group_sizes": (32,), "dense_bits": 8, "comparisons": False}
 

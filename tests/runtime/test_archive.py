@@ -396,9 +396,15 @@ def test_truncation_at_every_boundary(packed: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.gate("G10")
+def test_bytes_behind_the_last_chunk(packed: bytes, tmp_path: Path) -> None:
+    error = refused(tmp_path, packed + b"x")
+    assert isinstance(error, ManifestInvalid) and "1 bytes behind" in error.message
+
+
+@pytest.mark.gate("G10")
 def test_a_flipped_bit_anywhere(packed: bytes, tmp_path: Path) -> None:
     data_offset = boundaries(packed, tmp_path)[7]
-    for at in [*range(data_offset), *range(data_offset, len(packed), 211)]:
+    for at in [*range(data_offset), *range(data_offset, len(packed), 401)]:
         refused(tmp_path, packed[:at] + bytes([packed[at] ^ (1 << at % 8)]) + packed[at + 1 :])
 
 

@@ -79,7 +79,12 @@ def make_cache(
 
 
 def consume(
-    source: FaultySource, cache: ExpertCache, layer: int, indices: list[int], stop: int = COUNT, advice: Sequence[int] = ()
+    source: FaultySource,
+    cache: ExpertCache,
+    layer: int,
+    indices: list[int],
+    stop: int = COUNT,
+    advice: Sequence[int] = (),
 ) -> list[int]:
     """Stream, hold each expert while it is used, and leave after `stop` of them."""
     found: list[int] = []

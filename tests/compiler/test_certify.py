@@ -1,0 +1,168 @@
+"""Certify: what is compared with what, and the verdict's words from estimates made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from moec.cli.report import verdict_line
+from moec.compiler.certify import KL_ITEMS, BundleEngine, TaskCertificate, certify_task
+from moec.compiler.options import Talk
+from moec.compiler.quality import overall_verdict
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.targets import Target
+from moec.evaluation.data import ItemSet
+from moec.evaluation.statistics import LossEstimate, judge
+from moec.evaluation.tasks import find_task
+from moec.manifests.errors import OptionError
+from moec.manifests.model import UnitKey
+from tests.compiler.toy_search import estimate
+from tests.tiny_compile import save_model
+
+LOSS = Target("loss", 0.02)
+TEXTS = tuple(f"text {n} is one of forty texts" for n in range(40))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceModel]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield ReferenceModel(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
+    torch.set_num_threads(before)
+
+
+class Coarse:
+    """The same model with one expert's projection scaled: stands for a bundle that lost something."""
+
+    def __init__(self, reference: ReferenceModel, scale: float) -> None:
+        self._reference = reference
+        key = UnitKey(0, 0, "down")
+        self._weights: dict[Any, torch.Tensor] = {key: scale * reference.original_weight(key)}
+        self.forced = 0
+
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Any) -> Any:
+        with self._reference.weights(self._weights):
+            return self._reference.answer_log_probs(pairs, progress)
+
+    def generate(self, requests: Sequence[Any], progress: Any) -> Any:
+        with self._reference.weights(self._weights):
+            return self._reference.generate(requests, progress)
+
+    def forced_logits(self, pairs: Sequence[Any]) -> list[np.ndarray]:
+        self.forced = len(pairs)
+        with self._reference.weights(self._weights):
+            return self._reference.forced_logits(pairs)
+
+
+def certify(
+    reference: ReferenceModel, engine: Coarse, target: Target = LOSS, texts: Sequence[str] = TEXTS
+) -> TaskCertificate:
+    task = find_task("perplexity")
+    items = ItemSet(task, "made", tuple({"text": text} for text in texts))
+    return certify_task(task, items, (), reference, cast(BundleEngine, engine), target, Talk())
+
+
+def test_an_equal_engine_loses_nothing(reference: ReferenceModel) -> None:
+    certificate = certify(reference, Coarse(reference, 1.0))
+    assert certificate.loss is not None and certificate.loss.loss == 0.0
+    assert (certificate.divergence.mean, certificate.divergence.agreement) == (0.0, 1.0)
+    assert certificate.verdict is not None and certificate.verdict.status == "supported"
+    plain = certificate.to_json()
+    assert plain["n"] == 40 and plain["baseline"] == plain["value"]
+    assert "seconds" not in plain and "tokens_per_s" not in plain
+
+
+def test_a_worse_engine_is_measured_against_the_reference(reference: ReferenceModel) -> None:
+    engine = Coarse(reference, 40.0)
+    certificate = certify(reference, engine)
+    assert certificate.loss is not None
+    baseline, value = certificate.baseline.value, certificate.value.value
+    assert certificate.loss.loss == pytest.approx((value - baseline) / baseline)
+    assert certificate.divergence.mean > 0.01 and certificate.divergence.agreement < 1.0
+    assert certificate.baseline.data_sha256 == certificate.value.data_sha256
+
+
+def test_divergence_takes_some_items_and_the_metric_all(reference: ReferenceModel) -> None:
+    engine = Coarse(reference, 1.0)
+    texts = [f"{n} x" for n in range(KL_ITEMS + 20)]
+    certificate = certify(reference, engine, texts=texts)
+    assert engine.forced == KL_ITEMS and certificate.value.n == KL_ITEMS + 20
+
+
+def test_other_targets_have_no_verdict(reference: ReferenceModel) -> None:
+    certificate = certify(reference, Coarse(reference, 2.0), Target("kl", 0.05))
+    assert certificate.verdict is None and certificate.loss is not None
+    assert certificate.to_json()["verdict"] is None
+
+
+@pytest.mark.parametrize("kind", ["kl", "size"])
+def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target(reference: ReferenceModel, kind: Any) -> None:
+    task = find_task("gsm8k")
+    items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(3)))
+    engine = cast(BundleEngine, Coarse(reference, 1.0))
+    certificate = certify_task(task, items, (), reference, engine, Target(kind, 0.05), Talk())
+    assert certificate.baseline.value == 0.0 and certificate.loss is None
+    assert certificate.to_json()["loss"] is None
+    with pytest.raises(OptionError, match="baseline scores 0"):
+        certify_task(task, items, (), reference, engine, LOSS, Talk())
+
+
+def certificate_of(loss: LossEstimate, base: TaskCertificate) -> TaskCertificate:
+    return replace(base, loss=loss, verdict=judge(loss, LOSS.value))
+
+
+VERDICTS = {
+    "supported": (estimate(0.010, 0.002, 4000), "at most 2.00 %, at 95 % confidence"),
+    "met": (estimate(0.015, 0.010, 4000), "its 95 % bound is not"),
+    "missed": (estimate(0.025, 0.010, 4000), "is above 2.00 %"),
+    "refuted": (estimate(0.050, 0.005, 4000), "above 2.00 %, at 95 % confidence"),
+}
+
+
+@pytest.mark.parametrize("status", sorted(VERDICTS))
+def test_the_verdict_and_its_sentence(reference: ReferenceModel, status: str) -> None:
+    loss, sentence = VERDICTS[status]
+    certificate = certificate_of(loss, certify(reference, Coarse(reference, 1.0)))
+    assert overall_verdict(LOSS, {"toy": certificate}) == status
+    quality = {
+        "verdict": status,
+        "target": {"kind": "loss", "value": 0.02},
+        "tasks": {"toy": certificate.to_json()},
+    }
+    line = verdict_line(quality)
+    assert line.startswith(status) and sentence in line
+    assert ("items would decide" in line) == (status in ("met", "missed"))
+
+
+def test_too_few_items_prove_nothing(reference: ReferenceModel) -> None:
+    """29 items without a single difference: met, and the report says how many it would take."""
+    certificate = certificate_of(estimate(0.0, 0.0, 29), certify(reference, Coarse(reference, 1.0)))
+    assert certificate.verdict is not None and not certificate.verdict.enough_items
+    assert overall_verdict(LOSS, {"toy": certificate}) == "met"
+    assert certificate.verdict.items_needed is not None and certificate.verdict.items_needed > 29
+
+
+def test_the_weakest_task_speaks_for_all(reference: ReferenceModel) -> None:
+    base = certify(reference, Coarse(reference, 1.0))
+    order = ("supported", "met", "missed", "refuted")
+    for weaker in range(4):
+        for stronger in range(weaker + 1):
+            pair = {
+                name: certificate_of(VERDICTS[order[which]][0], base)
+                for name, which in (("a", stronger), ("b", weaker))
+            }
+            assert overall_verdict(LOSS, pair) == order[weaker]
+    assert overall_verdict(Target("kl", 0.05), {"toy": base}) == "measured"
+    assert overall_verdict(Target("uniform", 4), {}) == "not measured"
+
+
+def test_the_reference_comes_out_of_it_unchanged(reference: ReferenceModel, tmp_path: Path) -> None:
+    before = {name: value.clone() for name, value in reference.network.model.named_parameters()}
+    certify(reference, Coarse(reference, 5.0))
+    assert all(torch.equal(before[name], value) for name, value in reference.network.model.named_parameters())

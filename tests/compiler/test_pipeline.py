@@ -1,0 +1,402 @@
+"""Whole compiles of a tiny random model: every kind of target, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moec.cli.compile import open_partial
+from moec.compiler import pipeline
+from moec.compiler.families.lowering import Lowering
+from moec.compiler.options import Talk
+from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, TargetUnreachable
+from tests.compiler.test_device_fit import with_budget
+from tests.tiny_compile import (
+    check_bundle,
+    compile_tiny,
+    contents,
+    make_request,
+    names,
+    save_model,
+    save_problems,
+    save_texts,
+)
+
+KL = 0.05
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=1, experts=3)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="module")
+def bundle(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled to a KL with everything on: all formats, dense weights searched, comparisons."""
+    output = tmp_path_factory.mktemp("full") / "tiny-moec"
+    compile_tiny(model, output, "kl", KL, data=str(texts), quick=False)
+    assert names(output.parent) == {"tiny-moec"}, "nothing but the bundle is left"
+    return output
+
+
+def test_a_kl_target_is_kept_by_a_measured_plan(bundle: Path) -> None:
+    quality = check_bundle(bundle)
+    size = quality["sizes"]["expert_packed_bytes"]
+    measured = [t["kl"]["mean"] for t in quality["trials"] if t["purpose"] == "plan"]
+    assert measured == [quality["comparison"]["plan_kl"]] and measured[0] <= KL
+    assert size in [t["expert_packed_bytes"] for t in quality["trials"] if t["purpose"] == "search"]
+    assert (quality["target"], quality["verdict"]) == ({"kind": "kl", "value": KL}, "measured")
+    task = quality["tasks"]["perplexity"]
+    assert task["n"] == 40 and task["verdict"] is None and 0 < task["kl"]["mean"] < 4 * KL
+
+
+def test_the_report_names_the_baselines(bundle: Path) -> None:
+    quality = check_bundle(bundle)
+    rows = quality["comparison"]["baselines"]
+    assert [row["name"] for row in rows] == [
+        "best uniform",
+        "EdgeMoE as published",
+        "EdgeMoE with our quantizer",
+    ]
+    for row in rows:
+        assert row["gain_at_target"] == pytest.approx(
+            1 - quality["sizes"]["expert_packed_bytes"] / row["expert_packed_bytes"]
+        )
+        assert len(row["frontier"]) >= 4
+
+
+def test_the_report_holds_no_time_place_or_host(bundle: Path, model: Path, texts: Path) -> None:
+    for name, data in contents(bundle).items():
+        for secret in (str(bundle.parent), str(model.parent), str(texts.parent), socket.gethostname()):
+            assert secret.encode() not in data, f"{name} names {secret}"
+
+    def keys(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield key
+                yield from keys(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from keys(inner)
+
+    for name in ("quality.json", "moec.json"):
+        found = set(keys(json.loads((bundle / name).read_bytes())))
+        assert not [key for key in found if "second" in key or "time" in key or "date" in key or "host" in key]
+
+
+def test_the_manifest_says_how_it_was_made(bundle: Path) -> None:
+    manifest = json.loads((bundle / "moec.json").read_bytes())
+    assert manifest["calibration"]["task"] == "perplexity" and manifest["calibration"]["items"] == 8
+    assert manifest["options"]["target"] == f"KL {KL} nats per token"
+    assert manifest["device"]["profile"] == "raspberry-pi-4b-sd"
+    assert (bundle / "README.md").read_text().startswith("# tiny, compiled by moec")
+
+
+def test_bits_per_weight_without_data(model: Path, tmp_path: Path) -> None:
+    result = compile_tiny(model, tmp_path / "out", "bits_per_weight", 4.2)
+    quality = check_bundle(tmp_path / "out")
+    assert quality["sizes"]["expert_bits_per_weight"] == result.plan.bits_per_weight <= 4.2
+    assert 8 * quality["sizes"]["expert_packed_bytes"] <= 4.2 * result.plan.expert_weights
+    assert (quality["verdict"], quality["tasks"], quality["trials"]) == ("not measured", {}, [])
+
+
+def test_a_size_with_data_is_compared_at_that_size(model: Path, texts: Path, tmp_path: Path) -> None:
+    budget = 20_000
+    compile_tiny(model, tmp_path / "out", "size", budget, data=str(texts), comparisons=True)
+    quality = check_bundle(tmp_path / "out")
+    size = quality["sizes"]["expert_packed_bytes"]
+    assert 0.9 * budget < size <= budget
+    for row in quality["comparison"]["baselines"]:
+        assert row["expert_packed_bytes"] <= size and row["gain_at_target"] is None
+
+
+def test_uniform_needs_no_data(model: Path, tmp_path: Path) -> None:
+    result = compile_tiny(model, tmp_path / "out", "uniform", 3)
+    quality = check_bundle(tmp_path / "out")
+    assert set(quality["bits"]["formats"]) == {"q3g64"} and quality["comparison"] is None
+    assert {str(spec) for spec in result.plan.dense.values()} == {"q8g64", "bf16"}
+    other = compile_tiny(model, tmp_path / "other", "uniform", 4, quantizer="quanto", dense_bits=16)
+    assert other.plan.quantizer == "quanto"
+    check_bundle(tmp_path / "other")
+
+
+def test_a_loss_target_on_plain_text(model: Path, texts: Path, tmp_path: Path) -> None:
+    compile_tiny(model, tmp_path / "out", "loss", 0.3, data=str(texts), tasks=("perplexity",))
+    quality = check_bundle(tmp_path / "out")
+    accepted = [t for t in quality["trials"] if t["accepted"]]
+    assert quality["sizes"]["expert_packed_bytes"] == min(t["expert_packed_bytes"] for t in accepted)
+    assert quality["tasks"]["perplexity"]["verdict"]["target"] == 0.3
+    assert quality["verdict"] == quality["tasks"]["perplexity"]["verdict"]["status"]
+
+
+def test_edgemoes_own_search_decides_by_whole_experts(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = compile_tiny(
+        model,
+        tmp_path / "out",
+        "kl",
+        KL,
+        data=str(texts),
+        search="edgemoe",
+        quick=False,
+        dense_bits=8,
+        group_sizes=(32,),
+    )
+    widths = {(u.layer, u.expert): set() for u in result.plan.units}
+    for unit, spec in result.plan.units.items():
+        widths[unit.layer, unit.expert].add(spec.bitwidth)
+    assert all(len(found) == 1 for found in widths.values())
+    quality = check_bundle(tmp_path / "out")
+    own = quality["comparison"]["baselines"][2]
+    assert own["expert_packed_bytes"] == quality["sizes"]["expert_packed_bytes"] and own["gain_at_target"] == 0
+    assert quality["comparison"]["plan_kl"] <= KL
+
+
+def test_exact_sensitivity_corrects_each_expert(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), sensitivity="exact", plan_only=True)
+    corrections = {value for row in result.quality["sensitivity"]["corrections"] for value in row}
+    assert len(corrections) > 1 and all(0.25 <= value <= 4 for value in corrections)
+
+
+def test_group_sizes_that_fit_some_projections_only(texts: Path, tmp_path: Path) -> None:
+    """96 columns: neither 64 nor 128 divides them, and both are on offer by default."""
+    source = save_model(tmp_path / "tiny", width=96, experts=2, layers=1)
+    compile_tiny(source, tmp_path / "out", "kl", 0.002, data=str(texts), quick=False, dense_bits=8)
+    check_bundle(tmp_path / "out")
+    # Only 16 bits fit the down projections.
+    result = compile_tiny(source, tmp_path / "two", "kl", KL, data=str(texts), quick=False, group_sizes=(64,))
+    assert {spec.bitwidth for unit, spec in result.plan.units.items() if unit.projection == "down"} == {16}
+
+
+def test_nothing_below_16_bits_on_offer(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), quick=False, bits=(16,), plan_only=True)
+    assert result.plan.bits_per_weight == 16 and result.quality["comparison"] is None
+
+
+def test_every_task_must_meet_the_target(model: Path, texts: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(texts, data / "perplexity")
+    save_problems(data / "gsm8k")
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(data), tasks=("perplexity", "gsm8k"))
+    tasks = check_bundle(tmp_path / "out")["tasks"]
+    assert {name: task["n"] for name, task in tasks.items()} == {"perplexity": 40, "gsm8k": 4}
+    # The model solves no sum: there is no relative loss, and a KL target does not ask for one.
+    assert tasks["gsm8k"]["baseline"] == 0 and tasks["gsm8k"]["loss"] is None
+    assert tasks["gsm8k"]["kl"]["mean"] > 0 and tasks["perplexity"]["loss"]["n"] == 40
+    assert "| gsm8k (4 items) | exact_match | 0.0000 | 0.0000 | - | - |" in (tmp_path / "out/README.md").read_text()
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refused(kind: type[MoecError], folder: Path, act: Callable[[], Any]) -> MoecError:
+    """The error; the folder is as it was before."""
+    before = contents(folder), names(folder)
+    with pytest.raises(kind) as caught:
+        act()
+    assert (contents(folder), names(folder)) == before
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_model_that_solves_nothing_takes_another_target(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline.UnitStore, "prepare", lambda *arguments: pytest.fail("refused too late"))
+    data = save_problems(tmp_path / "problems")
+    error = refused(OptionError, tmp_path, lambda: compile_tiny(model, tmp_path / "out", "loss", 0.02, data=str(data)))
+    assert "baseline scores 0" in error.message
+    assert all(option in str(error.hint) for option in ("--kl", "--bits-per-weight", "--size"))
+
+
+def test_an_unreachable_target_leaves_nothing(model: Path, texts: Path, tmp_path: Path) -> None:
+    request = make_request(model, tmp_path / "out", "kl", 1e-4, data=str(texts), bits=(2,))
+    error = refused(TargetUnreachable, tmp_path, lambda: pipeline.compile_checkpoint(request))
+    assert "has KL 0." in error.message and "bits per weight" in error.message
+
+
+def test_every_problem_of_a_size_is_known_before_any_work(model: Path, tmp_path: Path) -> None:
+    error = refused(TargetUnreachable, tmp_path, lambda: compile_tiny(model, tmp_path / "out", "size", 1000))
+    assert "1000 bytes of routed experts cannot be had" in error.message
+
+
+def test_a_device_that_no_plan_fits(model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("work was done for a device that takes no plan")
+
+    monkeypatch.setattr(pipeline, "ReferenceModel", never)
+    request = make_request(model, tmp_path / "out", "kl", KL, data=str(texts), profile=with_budget(1 << 20))
+    error = refused(DoesNotFit, tmp_path, lambda: pipeline.compile_checkpoint(request))
+    assert str(1 << 20) in error.message
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"])
+def test_weights_that_are_no_numbers_are_named(model: Path, texts: Path, tmp_path: Path, tensor: str) -> None:
+    source = Path(shutil.copytree(model, tmp_path / "tiny"))
+    tensors = load_file(source / "model.safetensors")
+    tensors[tensor][3, 5] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for values in ({"kind": "kl", "value": KL, "data": str(texts)}, {"kind": "uniform", "value": 4}):
+        request = make_request(source, tmp_path / "out", **values)  # type: ignore[arg-type]
+        error = refused(CheckpointError, tmp_path, lambda request=request: pipeline.compile_checkpoint(request))
+        assert f"`{tensor}`" in error.message and "NaN" in error.message
+
+
+def test_shots_where_there_is_no_prompt_or_too_few_items(model: Path, texts: Path, tmp_path: Path) -> None:
+    problems = save_problems(tmp_path / "problems")
+    for data, shots in ((texts, 1), (problems, 4)):
+        request = make_request(model, tmp_path / "out", "kl", KL, data=str(data), shots=shots)
+        error = refused(OptionError, tmp_path, lambda request=request: pipeline.compile_checkpoint(request))
+        assert "shots" in f"{error.message} {error.hint}"
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [{"kind": "uniform", "value": 4}, {"kind": "kl", "value": KL}])
+def test_plan_only_writes_nothing(model: Path, texts: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    data = {} if values["kind"] == "uniform" else {"data": str(texts)}
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis").write_text("mine")
+    before = contents(tmp_path), names(tmp_path)
+    result = compile_tiny(model, tmp_path / "out", **values, **data, plan_only=True)
+    assert result.path is None and result.quality["bits"]["formats"]
+    assert (contents(tmp_path), names(tmp_path)) == before
+
+
+def test_an_existing_output_is_refused_before_any_work(model: Path, tmp_path: Path) -> None:
+    compile_tiny(model, tmp_path / "out", "uniform", 4)
+    assert (
+        "exists" in refused(OptionError, tmp_path, lambda: compile_tiny(model, tmp_path / "out", "uniform", 2)).message
+    )
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for name in ("mine", "link"):
+        request = make_request(model, tmp_path / name, "uniform", 2, overwrite=True)
+        error = refused(OptionError, tmp_path, lambda request=request: pipeline.compile_checkpoint(request))
+        assert "not a bundle" in error.message
+
+
+def test_a_folder_of_ones_own_beside_the_output_is_never_removed(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work" / "thesis").write_text("mine")
+    error = refused(OptionError, tmp_path, lambda: compile_tiny(model, tmp_path / "out", "uniform", 2))
+    assert "thesis" in error.message
+
+
+def test_overwrite_replaces_at_the_very_end(model: Path, texts: Path, tmp_path: Path) -> None:
+    compile_tiny(model, tmp_path / "out", "uniform", 4)
+    old = contents(tmp_path / "out")
+    seen: list[bool] = []
+
+    @contextmanager
+    def watching(path: Path) -> Iterator[Any]:
+        with open_partial(path) as engine:
+            yield engine
+            seen.append(contents(tmp_path / "out") == old)
+
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), overwrite=True, open_runtime=watching)
+    assert seen == [True]
+    assert check_bundle(tmp_path / "out")["target"]["kind"] == "kl"
+    assert names(tmp_path) == {"out"}
+
+
+class Halt(Exception):
+    """A fault of the machine."""
+
+
+@pytest.mark.parametrize("stage", ["calibrate", "UnitStore", "search", "emit", "certify_task", "finish"])
+def test_a_failed_stage_loses_nothing_and_resume_takes_up(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, whole: dict[str, bytes]
+) -> None:
+    def halt(*arguments: Any, **options: Any) -> Any:
+        raise Halt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, stage, halt)
+        with pytest.raises(Halt):
+            compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
+    assert names(tmp_path) == {"out.work"}
+    notes: list[str] = []
+    done = len(names(tmp_path / "out.work"))
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
+    assert contents(tmp_path / "out") == whole
+    assert names(tmp_path) == {"out"}
+    assert (done > 0) == (stage != "calibrate")
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The bundle of an uninterrupted run."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    compile_tiny(model, output, "kl", KL, data=str(texts))
+    return contents(output)
+
+
+def test_resume_measures_nothing_twice(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    def fails(path: Path) -> Any:
+        raise Halt
+
+    with pytest.raises(Halt):
+        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
+    for function in ("calibrate",):
+        monkeypatch.setattr(pipeline, function, fails)
+    monkeypatch.setattr("moec.compiler.trials.Trials._measure_kl", fails)
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True)
+    assert contents(tmp_path / "out") == whole
+
+
+def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path: Path) -> None:
+    def fails(path: Path) -> Any:
+        raise Halt
+
+    with pytest.raises(Halt):
+        compile_tiny(model, tmp_path / "out", "kl", 0.2, data=str(texts), open_runtime=fails)
+    compile_tiny(model, tmp_path / "out", "bits_per_weight", 3.0, resume=True)
+    assert names(tmp_path) == {"out"}
+    assert check_bundle(tmp_path / "out")["trials"] == []
+
+
+def test_weights_are_read_one_at_a_time_before_the_model_is_loaded(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    plain = Lowering.read
+
+    def counting(self: Lowering, source: Any) -> torch.Tensor:
+        read.append(source.name)
+        return plain(self, source)
+
+    def stop(root: Path) -> Any:
+        raise Halt
+
+    monkeypatch.setattr(Lowering, "read", counting)
+    monkeypatch.setattr(pipeline, "ReferenceModel", stop)
+    with pytest.raises(Halt):
+        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
+    assert set(read) == set(load_file(model / "model.safetensors"))

@@ -1,0 +1,115 @@
+"""The memory plan adds up, and refuses with the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moec.manifests.bundle import BundleManifest
+from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.runtime import budget
+from moec.runtime.budget import (
+    DEFAULT_CONTEXT,
+    LOGITS_ROWS_PER_SLOT,
+    MAX_PASS_TOKENS,
+    PROCESS_SLACK_BYTES,
+    plan_memory,
+    scratch_bytes,
+)
+from moec.runtime.options import RuntimeOptions
+from tests.manifests.examples import example_manifest
+
+PROCESS, AVAILABLE = 50_000_000, 800_000_000
+MANIFEST: BundleManifest = example_manifest()
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "resident_set_bytes", lambda: PROCESS)
+    monkeypatch.setattr(budget, "available_memory_bytes", lambda: AVAILABLE)
+
+
+def plan(**options: Any) -> budget.MemoryPlan:
+    return plan_memory(MANIFEST, RuntimeOptions(**options))
+
+
+def test_the_floor_by_hand() -> None:
+    """Process, dense weights, keys and values, scratch, and one layer's top-k experts."""
+    found = plan(memory="1GB", context=100, slots=3)
+    kv = 100 * 3 * (2 * 2 * 2 * 8 * 4)
+    # Widest: queries, their result, keys and values, against the parts and the hidden rows of the experts.
+    widest = max(2 * 4 * 8 + 2 * 2 * 8, 2 * 32 + 2 * 64)
+    scratch = 4 * 300 * (5 * 32 + widest) + 8 * 50 * LOGITS_ROWS_PER_SLOT * 3
+    assert (found.kv_bytes, found.scratch_bytes) == (kv, scratch)
+    assert found.process_bytes == PROCESS + PROCESS_SLACK_BYTES
+    fixed = PROCESS + PROCESS_SLACK_BYTES + MANIFEST.cost.dense_packed_bytes + kv + scratch
+    assert found.fixed_bytes == fixed and found.floor_bytes == fixed + MANIFEST.cost.minimum_expert_bytes
+    assert found.to_plain()["floor_bytes"] == found.floor_bytes and found.context == 100
+
+
+def test_a_budget_at_the_floor_works_and_one_byte_less_is_refused_with_the_number() -> None:
+    floor = plan(memory="1GB").floor_bytes
+    found = plan(memory=str(floor))
+    assert found.cache_bytes == MANIFEST.cost.minimum_expert_bytes and found.budget_bytes == floor
+    with pytest.raises(MemoryBudgetExceeded, match=f"budget of {floor - 1} bytes is under the floor of {floor} bytes"):
+        plan(memory=str(floor - 1))
+    with pytest.raises(MemoryBudgetExceeded, match=f"the floor of {floor} bytes"):
+        plan(memory="0")
+
+
+def test_the_rest_is_for_experts_and_never_more_than_all_of_them() -> None:
+    floor, total = plan(memory="1GB").floor_bytes, MANIFEST.cost.expert_padded_bytes
+    assert plan(memory=str(floor + 100)).cache_bytes == MANIFEST.cost.minimum_expert_bytes + 100
+    assert plan(memory="1GB").cache_bytes == total
+
+
+def test_seven_eighths_of_what_is_available_by_default() -> None:
+    found = plan()
+    assert found.budget_bytes == PROCESS + AVAILABLE * 7 // 8
+    assert found.cache_bytes == MANIFEST.cost.expert_padded_bytes
+
+
+def test_a_named_cache() -> None:
+    total, minimum = MANIFEST.cost.expert_padded_bytes, MANIFEST.cost.minimum_expert_bytes
+    assert plan(expert_cache="100%").cache_bytes == total and plan(expert_cache="50%").cache_bytes == total // 2
+    assert plan(expert_cache=str(minimum)).cache_bytes == minimum
+    assert plan(expert_cache="1GiB").cache_bytes == total and plan(expert_cache="1GiB").budget_bytes is None
+    with pytest.raises(MemoryBudgetExceeded, match=f"cache of {minimum - 1} bytes is under the floor of {minimum}"):
+        plan(expert_cache=str(minimum - 1))
+
+
+def test_both_given() -> None:
+    fixed, total = plan(memory="1GB").fixed_bytes, MANIFEST.cost.expert_padded_bytes
+    assert plan(memory=str(fixed + total), expert_cache="100%").cache_bytes == total
+    least = fixed + total
+    with pytest.raises(OptionError, match=f"needs a budget of {least} bytes, `--memory` gives {least - 1}"):
+        plan(memory=str(least - 1), expert_cache="100%")
+
+
+def test_context() -> None:
+    assert plan().context == MANIFEST.model.max_positions == plan(context=128).context
+    with pytest.raises(OptionError, match="`--context 129` is longer than the 128 positions"):
+        plan(context=129)
+    long = replace(MANIFEST, model=replace(MANIFEST.model, max_positions=1 << 20))
+    assert plan_memory(long, RuntimeOptions()).context == DEFAULT_CONTEXT
+    assert plan_memory(long, RuntimeOptions(context=1 << 12, slots=2)).context == 1 << 12
+    with pytest.raises(MemoryBudgetExceeded, match="for a context of 1048576"):
+        plan_memory(long, RuntimeOptions(context=1 << 20, slots=2000))
+
+
+def test_scratch_follows_the_longest_pass() -> None:
+    ten, eleven, twelve = (scratch_bytes(MANIFEST, 1, context) for context in (10, 11, 12))
+    assert twelve - eleven == eleven - ten > 0
+    assert scratch_bytes(MANIFEST, 1, MAX_PASS_TOKENS) == scratch_bytes(MANIFEST, 1, 10 * MAX_PASS_TOKENS)
+
+
+def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    used = budget.resident_set_bytes()
+    assert used > 1 << 20 and budget.available_memory_bytes() > 0
+    monkeypatch.setattr(budget, "memory_limit_bytes", lambda: used + (4 << 20))
+    assert budget.available_memory_bytes() <= 5 << 20
+    monkeypatch.setattr(budget, "memory_limit_bytes", lambda: 1000)
+    assert budget.available_memory_bytes() == 0

@@ -1,0 +1,171 @@
+"""One sequence from prompt to end, and what an engine says to those who ask too much of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moec.manifests.errors import (
+    ChecksumMismatch,
+    ContextOverflow,
+    ExecutionError,
+    InputError,
+    KernelUnavailable,
+    MemoryBudgetExceeded,
+    OptionError,
+)
+from moec.runtime import Engine, RuntimeOptions, kernels, load
+from moec.runtime import engine as engine_module
+from moec.runtime.bundle import open_bundle
+from moec.runtime.expert_cache import CacheStats
+from moec.runtime.sampling import SamplingOptions
+
+CONTEXT = 64
+PROMPT = [5, 60, 31, 7, 90, 2, 8]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path) -> Iterator[Engine]:
+    with load(tiny_bundle, expert_cache="50%", context=CONTEXT) as opened:
+        yield opened
+
+
+def tokens(engine: Engine, **sampling: float) -> list[int]:
+    chosen = SamplingOptions(**sampling) if sampling else None  # type: ignore[arg-type]
+    return [step.token_id for step in engine.generate(PROMPT, max_new_tokens=12, sampling=chosen)]
+
+
+def test_greedy_follows_the_logits(engine: Engine) -> None:
+    sequence = list(PROMPT)
+    for step in engine.generate(PROMPT, max_new_tokens=5):
+        assert step.token_id == int(np.argmax(engine.logits(sequence)[-1])) and step.position == len(sequence)
+        sequence.append(step.token_id)
+        # `logits` has written the same keys and values again; the generation goes on from them.
+    assert len(sequence) == len(PROMPT) + 5
+
+
+def test_steps_add_up(engine: Engine) -> None:
+    before = engine.cache.stats.copy()
+    steps = list(engine.generate("Hello \U0001f600", max_new_tokens=6))
+    assert [step.finish_reason for step in steps] == [None] * 5 + ["length"]
+    assert all(step.elapsed_ns > 0 for step in steps)
+    total = CacheStats()
+    for step in steps:
+        total = total.plus(step.cache)
+    gained = engine.cache.stats.since(before)
+    assert total.lookups == gained.lookups > 0 and total.hits + total.misses == total.lookups
+    expected = engine.tokenizer.decode([step.token_id for step in steps])
+    assert "".join(step.text for step in steps) == expected
+
+
+def test_a_prompt_longer_than_the_context(engine: Engine) -> None:
+    for call in (engine.generate, engine.logits):
+        with pytest.raises(ContextOverflow, match=f"the prompt has {CONTEXT + 1} tokens, the context holds {CONTEXT}"):
+            call([5] * (CONTEXT + 1))
+    with pytest.raises(ContextOverflow, match="500 tokens"):
+        engine.generate("x" * 500)
+    assert len(list(engine.generate([5] * CONTEXT))) == 1 and engine.logits([5] * CONTEXT).shape == (CONTEXT, 288)
+
+
+def test_a_generation_ends_where_the_context_does(engine: Engine) -> None:
+    steps = list(engine.generate([5] * (CONTEXT - 3), max_new_tokens=100))
+    assert len(steps) == 4 and steps[-1].finish_reason == "length" and steps[-1].position == CONTEXT
+
+
+def test_prompts_that_make_no_sense(engine: Engine) -> None:
+    for call in (engine.generate, engine.logits):
+        with pytest.raises(InputError, match="the prompt is empty"):
+            call([])
+        for wrong in (288, -1, 1 << 40):
+            with pytest.raises(InputError, match=f"token id {wrong} is outside the vocabulary of 288"):
+                call([5, wrong])
+    with pytest.raises(InputError, match="the prompt is empty"):
+        engine.generate("")
+    for limit in (0, -1):
+        with pytest.raises(OptionError, match=f"max_new_tokens must be at least 1, found {limit}"):
+            engine.generate([5], max_new_tokens=limit)
+
+
+def test_a_prompt_longer_than_a_pass(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, answer = engine.logits(range(5, 50)), tokens(engine)
+    for size in (1, 4, 44):
+        monkeypatch.setattr(engine_module, "MAX_PASS_TOKENS", size)
+        assert np.array_equal(engine.logits(range(5, 50)).view(np.uint32), whole.view(np.uint32))
+        assert tokens(engine) == answer
+
+
+def test_seeds(engine: Engine, tiny_bundle: Path) -> None:
+    first = tokens(engine, temperature=1.5, seed=1)
+    with load(tiny_bundle, expert_cache="100%", context=CONTEXT, policy="lfu", prefetch="off") as other:
+        assert tokens(other, temperature=1.5, seed=1) == first == tokens(engine, temperature=1.5, seed=1)
+        assert tokens(other, temperature=1.5, seed=2) != first
+        # Two engines in turn do not disturb each other.
+        pairs = zip(engine.generate(PROMPT, max_new_tokens=12), other.generate(PROMPT, max_new_tokens=12), strict=True)
+        found = [(a.token_id, b.token_id) for a, b in pairs]
+        assert found == [(token, token) for token in tokens(engine)]
+
+
+def test_a_generation_that_is_given_up_leaves_nothing_behind(engine: Engine) -> None:
+    expected = tokens(engine)
+    running = engine.generate(PROMPT, max_new_tokens=50)
+    next(running)
+    running.close()  # type: ignore[attr-defined]
+    assert not engine.cache._leases.any() and tokens(engine) == expected
+
+
+def test_a_kernel_that_raises_leaves_no_lease(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(engine)
+    with monkeypatch.context() as broken:
+        broken.setattr(kernels, "expert_ffn", lambda *rest: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            engine.logits(PROMPT)
+    # The traceback still holds the frames of the failed pass.
+    assert caught.tb is not None and not engine.cache._leases.any()
+    assert tokens(engine) == expected
+
+
+def test_a_closed_engine_says_so(tiny_bundle: Path) -> None:
+    for share in ("100%", "50%"):
+        with load(tiny_bundle, expert_cache=share, context=CONTEXT) as opened:
+            assert len(tokens(opened)) == 12
+        for call in (lambda closed=opened: tokens(closed), lambda closed=opened: closed.logits([5])):
+            with pytest.raises(ExecutionError, match="closed"):
+                call()
+        opened.close()
+
+
+def test_a_failed_load_leaves_no_file_open(tiny_bundle: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
+    entry = open_bundle(own).manifest.experts[4]
+    with (own / entry.file).open("r+b") as file:
+        file.seek(entry.offset_bytes)
+        file.write(b"damage")
+    before = sorted(os.listdir("/proc/self/fd"))
+    for io in ("direct", "buffered", "mmap"):
+        with pytest.raises(ChecksumMismatch, match=f"expert {entry.expert} of layer {entry.layer}"):
+            load(own, expert_cache="100%", context=CONTEXT, io=io)
+    gc.collect()  # the errors hold the frames, these the mapped files
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def test_options_that_cannot_be_had(tiny_bundle: Path) -> None:
+    with pytest.raises(OptionError, match="longer than the 128 positions"):
+        load(tiny_bundle, context=129)
+    with pytest.raises(MemoryBudgetExceeded, match="under the floor"):
+        load(tiny_bundle, memory="1MiB")
+    bundle = open_bundle(tiny_bundle)
+    foreign = replace(bundle, manifest=replace(bundle.manifest, required_cpu_features=("abacus",)))
+    with pytest.raises(KernelUnavailable, match="the bundle needs `abacus`"):
+        Engine(foreign, RuntimeOptions())
+
+
+def test_mode_says_what_is_on(engine: Engine) -> None:
+    for part in ("streaming, lossless", "(50% of experts)", "policy edgemoe", "prefetch lookahead"):
+        assert part in engine.mode

@@ -1,0 +1,67 @@
+"""Policies on cases small enough to work out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moec.runtime.eviction import (
+    ExpertRecords,
+    edgemoe_score,
+    eviction_order,
+    expert_records,
+    lfu_score,
+    lru_score,
+    warm_order,
+)
+
+
+def records(layer: list[int], frequency: list[float], num_layers: int) -> ExpertRecords:
+    zeros = np.zeros(len(layer), np.int64)
+    return ExpertRecords(np.array(layer, np.int32), np.array(frequency), zeros, zeros.copy(), num_layers)
+
+
+@pytest.mark.parametrize(
+    ("running", "distances"), [(0, [4, 1, 2, 3]), (1, [3, 4, 1, 2]), (2, [2, 3, 4, 1]), (3, [1, 2, 3, 4])]
+)
+def test_layer_distance(running: int, distances: list[int]) -> None:
+    """The next layer is 1 away, the running one comes again after all others."""
+    assert records([0, 1, 2, 3], [0] * 4, 4).layer_distance(running).tolist() == distances
+
+
+def test_a_model_of_one_layer() -> None:
+    assert records([0, 0], [0.5, 0.5], 1).layer_distance(0).tolist() == [1, 1]
+
+
+def test_edgemoe_by_hand() -> None:
+    """f / d with layer 1 running: d = 3, 1, 2 for layers 1, 2, 0."""
+    known = records([0, 0, 1, 1, 2, 2], [0.6, 0.4, 0.9, 0.1, 0.3, 0.05], 3)
+    expected = [0.6 / 2, 0.4 / 2, 0.9 / 3, 0.1 / 3, 0.3 / 1, 0.05 / 1]
+    assert edgemoe_score(known, 1) == pytest.approx(expected)
+    order = eviction_order(known, edgemoe_score, 1, np.arange(6)).tolist()
+    assert order[:3] == [3, 5, 1] and set(order[3:]) == {0, 2, 4}
+    # One layer on, the experts of layer 2 are the farthest away: d = 1, 2, 3 for layers 0, 1, 2.
+    assert eviction_order(known, edgemoe_score, 2, np.arange(6)).tolist() == [5, 3, 4, 1, 2, 0]
+
+
+def test_ties_fall_to_the_least_recently_used_then_to_the_lowest_index() -> None:
+    known = records([0, 0, 0, 0], [0.25] * 4, 1)
+    known.last_used[:] = [5, 3, 3, 9]
+    assert eviction_order(known, edgemoe_score, 0, np.array([3, 2, 1, 0])).tolist() == [1, 2, 0, 3]
+
+
+def test_lru_and_lfu() -> None:
+    known = records([0, 1, 0, 1], [0.1, 0.2, 0.3, 0.4], 2)
+    known.last_used[:] = [4, 0, 7, 2]
+    known.uses[:] = [1, 9, 5, 5]
+    assert eviction_order(known, lru_score, 0, np.arange(4)).tolist() == [1, 3, 0, 2]
+    assert eviction_order(known, lfu_score, 0, np.arange(4)).tolist() == [0, 3, 2, 1]
+    assert eviction_order(known, lru_score, 0, np.array([2, 0])).tolist() == [0, 2]
+    assert eviction_order(known, lru_score, 0, np.array([], np.int64)).tolist() == []
+
+
+def test_frequencies_are_shares_of_a_layer() -> None:
+    known = expert_records(np.array([0, 0, 1, 1, 2, 2]), np.array([3.0, 1.0, 0.0, 10.0, 0.0, 0.0]), 3)
+    assert known.frequency.tolist() == [0.75, 0.25, 0, 1, 0, 0]
+    assert warm_order(known).tolist() == [3, 0, 1, 2, 4, 5]
+    assert known.last_used.tolist() == known.uses.tolist() == [0] * 6

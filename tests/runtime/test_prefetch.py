@@ -1,0 +1,125 @@
+"""Predictors on tables small enough to work out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moec.runtime import kernels, load
+from moec.runtime.bundle import Tables
+from moec.runtime.prefetch import (
+    MINIMUM_PAIR_COUNT,
+    LookaheadPredictor,
+    PassState,
+    PathPredictor,
+    PopularityPredictor,
+    PrefetchQuality,
+    candidates,
+    make_predictor,
+)
+
+NOTHING = np.zeros((1, 1), np.float32)
+
+
+def tables(pairs: dict[tuple[int, int, int], dict[int, int]], transitions: dict[tuple[int, int], list[int]]) -> Tables:
+    """Three layers of four experts. pairs: (layer, a, b) -> successor -> count; transitions: (layer, a) -> counts."""
+    keys = sorted(pairs)
+    experts = [expert for key in keys for expert in pairs[key]]
+    moved = np.zeros((2, 4, 4), np.uint32)
+    for place, counts in transitions.items():
+        moved[place] = counts
+    return Tables(
+        popularity=np.array([[9, 1, 1, 1], [1, 9, 1, 1], [1, 2, 3, 4]], np.uint32),
+        transitions=moved,
+        path_keys=np.array(keys, np.int32).reshape(-1, 3),
+        path_offsets=np.cumsum([0, *(len(pairs[key]) for key in keys)]).astype(np.int64),
+        path_experts=np.array(experts, np.uint16),
+        path_counts=np.array([count for key in keys for count in pairs[key].values()], np.uint32),
+    )
+
+
+def state(*chosen: list[list[int]]) -> PassState:
+    """chosen: per layer run so far, the experts of each token."""
+    return PassState(len(chosen) - 1, NOTHING, [np.array(one, np.int32) for one in chosen])
+
+
+def scores(predictor: PathPredictor, *chosen: list[list[int]]) -> list[float]:
+    found = predictor.scores(state(*chosen))
+    assert found is not None
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def test_pairs_vote_with_their_shares() -> None:
+    predictor = PathPredictor(tables({(2, 0, 1): {2: 6, 3: 2}, (2, 0, 2): {3: 10}, (2, 1, 1): {0: 9}}, {}))
+    assert scores(predictor, [[0, 3]], [[1, 2]]) == pytest.approx([0, 0, 0.75, 0.25 + 1])
+    # Two tokens: each votes for itself.
+    assert scores(predictor, [[0, 3], [1, 3]], [[1, 2], [1, 3]]) == pytest.approx([1, 0, 0.75, 1.25])
+
+
+def test_rare_pairs_fall_back_to_the_last_expert_alone() -> None:
+    rare = {1: MINIMUM_PAIR_COUNT - 2, 2: 1}
+    predictor = PathPredictor(tables({(2, 0, 1): rare}, {(1, 1): [1, 0, 0, 3], (1, 2): [0, 2, 0, 0]}))
+    assert scores(predictor, [[0, 3]], [[1, 2]]) == pytest.approx([0.25, 1, 0, 0.75])
+    enough = {1: MINIMUM_PAIR_COUNT - 1, 2: 1}
+    predictor = PathPredictor(tables({(2, 0, 1): enough}, {(1, 1): [1, 0, 0, 3], (1, 2): [0, 2, 0, 0]}))
+    assert scores(predictor, [[0, 3]], [[1, 2]]) == pytest.approx([0, 0.875, 0.125, 0])
+
+
+def test_unknown_experts_fall_back_to_popularity() -> None:
+    assert scores(PathPredictor(tables({}, {})), [[0, 3]], [[1, 2]]) == [1, 2, 3, 4]
+
+
+def test_the_first_layer_has_no_pair_yet() -> None:
+    predictor = PathPredictor(tables({(1, 0, 0): {3: 99}}, {(0, 2): [0, 0, 5, 5]}))
+    assert scores(predictor, [[2, 1]]) == pytest.approx([0, 0, 0.5, 0.5])
+
+
+def test_after_the_last_layer_comes_the_first() -> None:
+    for predictor in (PathPredictor(tables({}, {})), PopularityPredictor(tables({}, {}))):
+        found = predictor.scores(state([[0, 1]], [[0, 1]], [[0, 1]]))
+        assert found is not None and found.tolist() == [9, 1, 1, 1]
+
+
+def test_candidates() -> None:
+    ranked = np.array([0.5, 2.0, 0.5, 3.0, 0.0])
+    assert candidates(ranked, 1, 2).tolist() == [3, 1]
+    assert candidates(ranked, 2, 2).tolist() == [3, 1, 0, 2]
+    assert candidates(ranked, 9, 2).tolist() == [3, 1, 0, 2, 4]
+
+
+def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, expert_cache="100%", context=16, prefetch="lookahead") as engine:
+        model, predictor = engine.model, engine.model.predictor
+        assert isinstance(predictor, LookaheadPredictor)
+        hidden = np.random.default_rng(1).standard_normal((3, model.spec.hidden_size)).astype(np.float32)
+        found = predictor.scores(PassState(0, hidden, []))
+        norm, router = model.norm_weights()[1].astype(np.float64), model.routers()[1]
+        rows = np.empty((6, model.spec.hidden_size), np.float32)
+        kernels.dequantize_rows(router, np.arange(6), rows)
+        wide = hidden.astype(np.float64)
+        normed = norm * wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + model.spec.norm_eps)
+        logits = normed @ rows.T.astype(np.float64)
+        shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+        expected = (shares / shares.sum(axis=1, keepdims=True)).sum(axis=0)
+        assert found == pytest.approx(expected, rel=1e-4)
+        last = predictor.scores(PassState(2, hidden, []))
+        assert last is not None and last.tolist() == engine.bundle.tables().popularity[0].tolist()
+
+
+def test_make_predictor(tiny_bundle: Path) -> None:
+    known = tables({}, {})
+    with load(tiny_bundle, expert_cache="100%", context=16, prefetch="off") as engine:
+        spec = engine.model.spec
+        assert engine.model.predictor is None and make_predictor("off", known, spec, [], []) is None
+        assert isinstance(make_predictor("path", known, spec, [], []), PathPredictor)
+        assert isinstance(make_predictor("popularity", known, spec, [], []), PopularityPredictor)
+
+
+def test_recall_counts_demanded_experts() -> None:
+    quality = PrefetchQuality()
+    assert quality.recall is None
+    quality.observe(1, {0, 2}, np.array([2, 3]))
+    quality.observe(2, {1}, np.array([1, 0]))
+    assert quality.recall == 0.5 and dict(quality.demanded) == {1: 2, 2: 2}

@@ -1,0 +1,156 @@
+"""Every way of reading gives the bytes of the file, and gives the memory back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
+from moec.runtime.bundle import Bundle, open_bundle
+from moec.runtime.options import IoMode
+from moec.runtime.storage import open_storage, resident_bytes
+
+MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
+every_mode = pytest.mark.parametrize("io", MODES)
+
+
+@pytest.fixture
+def own_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
+
+
+def file_bytes(bundle: Bundle, index: int) -> bytes:
+    entry = bundle.manifest.experts[index]
+    return (bundle.path / entry.file).read_bytes()[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+
+
+def pages_present(view: np.ndarray) -> int:
+    """How many pages of a view this process holds, from its page table."""
+    address = view.__array_interface__["data"][0]
+    first, count = address // mmap.PAGESIZE, -(-view.nbytes // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        file.seek(8 * first)
+        entries = np.frombuffer(file.read(8 * count), np.uint64)
+    return int((entries >> np.uint64(63)).sum())
+
+
+@every_mode
+def test_equal_to_the_file(tiny_bundle: Path, io: IoMode) -> None:
+    bundle = open_bundle(tiny_bundle)
+    storage = open_storage(bundle, io, verify=True)
+    for index in [5, 0, 17, 5, 9]:
+        storage.load(index)
+        assert storage.block(index).tobytes() == file_bytes(bundle, index)
+        storage.release(index)
+    storage.load(5)
+    assert storage.block(5).tobytes() == file_bytes(bundle, 5)
+    storage.close()
+    storage.close()
+    assert storage.block(5).tobytes() == file_bytes(bundle, 5)
+
+
+@every_mode
+def test_the_mode_is_the_one_that_was_asked_for(tiny_bundle: Path, io: IoMode) -> None:
+    storage = open_storage(open_bundle(tiny_bundle), io, verify=True)
+    assert storage.mode == io or (io == "direct" and storage.mode == "buffered")
+    storage.close()
+
+
+@every_mode
+def test_release_gives_the_memory_back(tiny_bundle: Path, io: IoMode) -> None:
+    bundle = open_bundle(tiny_bundle)
+    storage = open_storage(bundle, io, verify=True)
+    indices = range(len(bundle.manifest.experts))
+    if io != "mmap":  # what lies in the page cache may be mapped together with a neighbour
+        assert all(pages_present(storage.block(index)) == 0 for index in indices)
+    for index in (3, 4, 5):
+        storage.load(index)
+        assert pages_present(storage.block(index)) * mmap.PAGESIZE == storage.block(index).nbytes
+    storage.release(4)
+    assert [pages_present(storage.block(index)) > 0 for index in (3, 4, 5)] == [True, False, True]
+    assert storage.block(3).tobytes() == file_bytes(bundle, 3)
+    if io != "mmap":
+        assert pages_present(storage.block(6)) == 0
+        assert resident_bytes(storage.block(4)) in (0, -1)
+        assert resident_bytes(storage.block(5)) in (storage.block(5).nbytes, -1)
+    storage.close()
+
+
+@every_mode
+def test_a_flipped_byte_is_found_at_the_first_read_and_not_looked_for_again(own_bundle: Path, io: IoMode) -> None:
+    bundle = open_bundle(own_bundle)
+    entries = bundle.manifest.experts
+    healthy = open_storage(bundle, io, verify=True)
+    healthy.load(7)
+    flip(own_bundle / entries[7].file, entries[7].offset_bytes + entries[7].size_bytes - 1)
+    storage = open_storage(bundle, io, verify=True)
+    for _ in range(2):
+        with pytest.raises(ChecksumMismatch, match=f"expert {entries[7].expert} of layer {entries[7].layer}") as caught:
+            storage.load(7)
+        assert entries[7].file in caught.value.message
+    storage.load(8)
+    healthy.release(7)
+    healthy.load(7)
+    assert healthy.block(7).tobytes() == file_bytes(bundle, 7)
+    trusting = open_storage(bundle, io, verify=False)
+    trusting.load(7)
+    assert trusting.block(7).tobytes() == file_bytes(bundle, 7)
+    for opened in (healthy, storage, trusting):
+        opened.close()
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        old = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([old ^ 1]))
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_a_file_that_shrinks_while_it_is_read(own_bundle: Path, io: IoMode) -> None:
+    bundle = open_bundle(own_bundle)
+    storage = open_storage(bundle, io, verify=False)
+    entry = bundle.manifest.experts[5]
+    os.truncate(own_bundle / entry.file, entry.offset_bytes + 4096)
+    with pytest.raises(StorageReadFailed, match=f"`{entry.file}`"):
+        storage.load(5)
+    storage.close()
+
+
+@pytest.mark.parametrize("io", ["auto", *MODES])
+def test_a_file_that_is_gone_or_empty(own_bundle: Path, io: IoMode) -> None:
+    bundle = open_bundle(own_bundle)
+    file = own_bundle / bundle.manifest.experts[-1].file
+    file.unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageReadFailed, match="cannot"):
+        open_storage(bundle, io, verify=False)
+    if io == "mmap":
+        file.write_bytes(b"")
+        with pytest.raises(StorageReadFailed, match="cannot map"):
+            open_storage(bundle, io, verify=False)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_auto_prefers_direct_and_falls_back(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, real = open_bundle(tiny_bundle), os.open
+
+    def without_direct(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", without_direct)
+    storage = open_storage(bundle, "auto", verify=True)
+    assert storage.mode == "buffered"
+    storage.load(0)
+    assert storage.block(0).tobytes() == file_bytes(bundle, 0)
+    storage.close()
