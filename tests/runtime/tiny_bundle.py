@@ -115,3 +115,15 @@ def write_bundle(folder: Path, *, certified: bool = True) -> Path:
     manifest = replace(manifest_of(files, experts), certified=certified)
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
     return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Files of a folder by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write_archive(tmp_path: Path, data: bytes) -> Path:
+    """A file to unpack."""
+    path = tmp_path / "given.moecpack"
+    path.write_bytes(data)
+    return path
