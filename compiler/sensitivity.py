@@ -158,7 +158,7 @@ def measure_sensitivity(
     kind: Literal["exact", "proxy", "auto"],
     talk: Talk,
 ) -> SensitivityTable:
-    """The table of this search. `auto` is the proxy: on the example exact corrections changed no plan by 1 %.
+    """The table of this search. `auto` is the proxy, which takes a tenth of the measurements.
 
     Without data nothing is measured: all gains are 1, so plain weight errors decide.
     """

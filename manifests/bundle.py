@@ -213,6 +213,8 @@ class BundleManifest:
             _, size = unit_offsets(self.model, entry.layer, specs)
             if size != entry.size_bytes:
                 raise ValueError(f"{place}: its formats take {size} bytes, size_bytes says {entry.size_bytes}")
+            if entry.file != experts_file_name(entry.layer):
+                raise ValueError(f"{place}: expected file `{experts_file_name(entry.layer)}`, found `{entry.file}`")
             if entry.offset_bytes < end.get(entry.file, 0):
                 raise ValueError(f"{place}: overlaps the expert before it in `{entry.file}`")
             end[entry.file] = entry.offset_bytes + entry.size_bytes

@@ -101,12 +101,11 @@ def test_other_targets_have_no_verdict(reference: ReferenceModel) -> None:
     assert certificate.to_json()["verdict"] is None
 
 
-@pytest.mark.parametrize("kind", ["kl", "size"])
-def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target(reference: ReferenceModel, kind: Any) -> None:
+def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target(reference: ReferenceModel) -> None:
     task = find_task("gsm8k")
-    items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(3)))
+    items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(2)))
     engine = cast(BundleEngine, Coarse(reference, 1.0))
-    certificate = certify_task(task, items, (), reference, engine, Target(kind, 0.05), Talk())
+    certificate = certify_task(task, items, (), reference, engine, Target("kl", 0.05), Talk())
     assert certificate.baseline.value == 0.0 and certificate.loss is None
     assert certificate.to_json()["loss"] is None
     with pytest.raises(OptionError, match="baseline scores 0"):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import struct
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
-from moec.manifests.codec import canonical_json
 from moec.manifests.errors import BundleError, BundleIncomplete, ManifestInvalid, MoecError
 from moec.manifests.safetensors_header import build_header, read_header
 from moec.runtime.bundle import open_bundle
@@ -246,25 +246,19 @@ HOSTILE_FIELDS: list[tuple[str, Any]] = [
 def test_hostile_manifests(bundle: Path) -> None:
     """Each with the digest that belongs to it."""
     original = plain_manifest(bundle)
-    assert reset_peak_memory() or True
+    reset_peak_memory()
     before = peak_memory_bytes()
     for path, value in HOSTILE_FIELDS:
-        plain = plain_manifest_copy(original)
+        plain = deepcopy(original)
         assert get(plain, path) != value
         put(plain, path, value)
         seal(bundle, plain)
-        refused(lambda: open_bundle(bundle), MANIFEST_NAME if "fp16" != value else DENSE_NAME)
+        # The 16-bit types have the same sizes: only the header of the file tells them apart.
+        refused(lambda: open_bundle(bundle), DENSE_NAME if value == "fp16" else MANIFEST_NAME)
     for changed in (repeated(original, "experts"), repeated(original, "files"), repeated(original, "dense")):
         seal(bundle, changed)
         refused(lambda: open_bundle(bundle), MANIFEST_NAME)
     assert peak_memory_bytes() < before + (64 << 20)
-
-
-def plain_manifest_copy(plain: dict[str, Any]) -> dict[str, Any]:
-    import json
-
-    copied: dict[str, Any] = json.loads(canonical_json(plain))
-    return copied
 
 
 def repeated(plain: dict[str, Any], field: str) -> dict[str, Any]:
@@ -291,7 +285,7 @@ def test_any_value_anywhere(bundle: Path) -> None:
     values = [None, True, 0, -1, 1, 3, 64, 2**31, 2**63 - 1, 10**400, 0.5, 1e308, "", "x", "q8g32", "bf16", [], {}, ...]
     ran = 0
     for number in range(250):
-        path, plain = source.choice(every if number % 2 else model), plain_manifest_copy(original)
+        path, plain = source.choice(every if number % 2 else model), deepcopy(original)
         put(plain, path, source.choice(values))
         seal(bundle, plain)
         try:
@@ -330,7 +324,7 @@ PATHS = {
         {"popularity": np.full((2, 3), np.nan, np.float32)}, {"popularity": np.ones((2, 3), np.int64)},
         {"popularity": np.zeros((0, 1 << 47), np.uint32)}, {"transitions": np.ones((2, 3, 3), np.uint32)},
         {"transitions": np.zeros((0, 3, 3), np.uint32)}, {"path_keys": np.zeros((0, 1 << 47), np.int32)},
-        {"path_keys": np.zeros((1, 3), np.int32)}, {"path_offsets": np.zeros(0, np.int64)},
+        {"path_keys": np.zeros((3, 3), np.int32)}, {"path_offsets": np.zeros(0, np.int64)},
         {"path_offsets": np.array([0, 3])}, {"path_offsets": np.array([1, 2])}, {"path_offsets": np.array([2, 0])},
         {"path_offsets": np.array([0, -1])}, {"path_offsets": np.zeros((2, 1), np.int64)},
         {"path_experts": np.array([0, 3], np.uint16)}, {"path_experts": np.array([0, -9], np.int32)},
@@ -346,7 +340,8 @@ def test_hostile_tables(bundle: Path, changes: dict[str, Any]) -> None:
 
 def test_offsets_whose_differences_overflow(bundle: Path) -> None:
     edges = [0, 2**63 - 1, -(2**63), -1, 2]
-    write_tables(bundle, **{**PATHS, "path_keys": np.zeros((4, 3), np.int32), "path_offsets": np.array(edges, np.int64)})
+    changes = {"path_keys": np.zeros((4, 3), np.int32), "path_offsets": np.array(edges, np.int64)}
+    write_tables(bundle, **{**PATHS, **changes})
     refused(lambda: check(bundle), TABLES_NAME)
 
 

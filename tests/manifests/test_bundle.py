@@ -48,6 +48,7 @@ CONTRADICTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("format that does not fit", lambda: {"experts": with_item(E, 0, gate=QuantSpec(4, 64))}, "cannot hold"),
     ("overlap", lambda: {"experts": with_item(E, 1, offset_bytes=E[0].offset_bytes)}, r"\[0, 1\]: overlaps"),
     ("outside its file", lambda: {"experts": with_item(E, 2, offset_bytes=FILE_END)}, r"\[0, 2\]: lies outside"),
+    ("another layer's file", lambda: {"experts": with_item(E, 0, file=E[-1].file)}, "expected file `experts-00000"),
     ("file not listed", lambda: {"files": without(BASE.files, E[0].file)}, r"\[0, 0\]: lies outside"),
     ("file twice", lambda: {"files": (*BASE.files, BASE.files[0])}, "a name occurs twice"),
     ("lists itself", lambda: {"files": (*BASE.files, FileEntry("moec.json", 1, SHA))}, "lists itself"),
