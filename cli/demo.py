@@ -42,6 +42,7 @@ BENCH_TOKENS = 128
     type=click.Path(path_type=Path),
     default=Path("build/demo/example-moec"),
     show_default=True,
+    help="Where the bundle goes.",
 )
 def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None:
     """Compile the example model to a loss target, run the bundle with room for half of its experts, and certify it.

@@ -86,6 +86,8 @@ def comparison_table(quality: Quality) -> str:
 def verdict_line(quality: Quality) -> str:
     """The last line: what is proven, and what is not."""
     verdict = quality["verdict"]
+    if verdict == "not measured" and quality["target"]["kind"] == "loss":
+        return "the plan alone: nothing is proven before a bundle is certified on held-out items"
     if verdict in ("measured", "not measured"):
         return f"no loss target was asked for: quality is {verdict}"
     share = _percent(quality["target"]["value"])

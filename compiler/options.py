@@ -71,8 +71,10 @@ class CompileOptions:
             raise OptionError(f"unknown quantizer `{self.quantizer}`", f"choose one of {', '.join(QUANTIZERS)}")
         if self.objective is not None and self.objective not in OBJECTIVES:
             raise OptionError(f"unknown objective `{self.objective}`", f"choose one of {', '.join(OBJECTIVES)}")
-        if self.shots < 0 or (self.limit is not None and self.limit < 1):
-            raise OptionError("shots must not be negative and limit must be at least 1")
+        if self.shots < 0:
+            raise OptionError(f"`--shots {self.shots}` must not be negative", "leave it out for none")
+        if self.limit is not None and self.limit < 1:
+            raise OptionError(f"`--limit {self.limit}` must be at least 1", "leave it out to take all items")
         if len(set(self.tasks)) < len(self.tasks):
             raise OptionError(f"`--task` names a task twice: {', '.join(self.tasks)}", "name each once")
         self._check_effects()

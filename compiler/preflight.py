@@ -59,8 +59,11 @@ def preflight(
             if len(problems) == 1
             else "".join([f" has {len(problems)} problems:", *(f"\n- {problem}" for problem in problems)])
         )
-        remedy = "choose another target, `--bits` or `--group-size`"
-        raise kind(where + text, "compare the folder with the model's source" if model_problems else remedy)
+        remedies = {
+            (True, False): "compare the folder with the model's source",
+            (False, True): "choose another target, `--bits` or `--group-size`",
+        }
+        raise kind(where + text, remedies.get((bool(model_problems), bool(plan_problems))))
     return PreflightReport((), (*lowering.notes, *_ignored_notes(checkpoint, lowering)))
 
 

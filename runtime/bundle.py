@@ -135,9 +135,9 @@ def _check_headers(bundle: Bundle) -> None:
             raise ManifestInvalid(f"{place}: no uint8 tensor in the header", "compile the bundle again")
         if (tensor.offset_bytes, tensor.size_bytes) != (expert.offset_bytes, expert.size_bytes):
             raise ManifestInvalid(f"{place}: the header and the manifest disagree", "compile the bundle again")
-    dense = bundle.headers[DENSE_NAME]
+    dense, place = bundle.headers[DENSE_NAME], f"`{bundle.path / DENSE_NAME}`"
     if set(dense) != {entry.name for entry in bundle.manifest.dense}:
-        raise ManifestInvalid(f"`{DENSE_NAME}` holds other tensors than the manifest lists", "compile the bundle again")
+        raise ManifestInvalid(f"{place} holds other tensors than the manifest lists", _COMPILE_AGAIN)
     for entry in bundle.manifest.dense:
         tensor = dense[entry.name]
         if len(entry.shape) == 1:
@@ -146,8 +146,8 @@ def _check_headers(bundle: Bundle) -> None:
             expected = ("U8", entry.spec.packed_bytes(*entry.shape))
         if (tensor.dtype, tensor.size_bytes) != expected:
             raise ManifestInvalid(
-                f"`{DENSE_NAME}`, tensor `{entry.name}`: expected {expected}, found {tensor.dtype, tensor.size_bytes}",
-                "compile the bundle again",
+                f"{place}, tensor `{entry.name}`: expected {expected}, found {tensor.dtype, tensor.size_bytes}",
+                _COMPILE_AGAIN,
             )
 
 

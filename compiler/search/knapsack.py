@@ -162,7 +162,7 @@ def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool
         raise TargetUnreachable(
             f"no plan on offer keeps {wanted}; the most precise one, {plan.bits_per_weight:.2f} bits per weight, "
             f"{measured}",
-            "allow more loss, or offer more bits with `--bits`",
+            "allow more loss, or offer more bits with `--bits` and `--dense-bits`",
         )
     return Found(plan, 0.0)
 

@@ -33,7 +33,7 @@ BF16 = QuantSpec(16, float_type="bfloat16")
 def test_out_of_range(values: dict[str, Any], named: str) -> None:
     with pytest.raises(OptionError) as caught:
         CompileOptions(KL, data="items.jsonl", **values)
-    assert named in caught.value.message
+    assert named in caught.value.message and caught.value.hint
 
 
 @pytest.mark.parametrize(

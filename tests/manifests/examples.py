@@ -142,3 +142,30 @@ def manifests(draw: st.DrawFn) -> BundleManifest:
         calibration=draw(st.sampled_from((None, calibration))),
         required_cpu_features=tuple(draw(st.lists(text, max_size=2))),
     )
+
+
+def put(plain: Any, path: str, value: Any) -> None:
+    """Set `a.b[0].c`; the value `...` removes it."""
+    parts = path.replace("[", ".[").split(".")
+    for part in parts[:-1]:
+        plain = plain[int(part[1:-1])] if part.startswith("[") else plain[part]
+    last: Any = int(parts[-1][1:-1]) if parts[-1].startswith("[") else parts[-1]
+    if value is ...:
+        del plain[last]
+    else:
+        plain[last] = value
+
+
+def get(plain: Any, path: str) -> Any:
+    for part in path.replace("[", ".[").split("."):
+        plain = plain[int(part[1:-1])] if part.startswith("[") else plain[part]
+    return plain
+
+
+def paths(value: Any, prefix: str = "") -> list[str]:
+    """Of every field and every item."""
+    if isinstance(value, dict):
+        found = [(f"{prefix}.{key}" if prefix else key, item) for key, item in value.items()]
+    else:
+        found = [(f"{prefix}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else []
+    return [path for name, item in found for path in (name, *paths(item, name))]

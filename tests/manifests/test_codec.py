@@ -14,7 +14,7 @@ from moec.manifests import codec
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import DIGEST_FIELD, decode_manifest, encode_manifest, load_strict_json, manifest_schema
 from moec.manifests.errors import BundleError, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
-from tests.manifests.examples import example_manifest, manifests, plain_example, seal
+from tests.manifests.examples import example_manifest, manifests, paths, plain_example, put, seal
 
 VALIDATOR = jsonschema.Draft202012Validator(manifest_schema())
 ENCODED = encode_manifest(example_manifest())
@@ -32,18 +32,6 @@ def test_round_trip_and_schema(manifest: BundleManifest) -> None:
 def test_the_digest_is_the_last_field() -> None:
     assert list(json.loads(ENCODED))[-1] == DIGEST_FIELD
     assert seal(plain_example()) == ENCODED
-
-
-def put(plain: Any, path: str, value: Any) -> None:
-    """Set `a.b[0].c`; the value `...` removes the field."""
-    parts = path.replace("[", ".[").split(".")
-    for part in parts[:-1]:
-        plain = plain[int(part[1:-1])] if part.startswith("[") else plain[part]
-    last: Any = int(parts[-1][1:-1]) if parts[-1].startswith("[") else parts[-1]
-    if value is ...:
-        del plain[last]
-    else:
-        plain[last] = value
 
 
 WRONG_FIELDS = [
@@ -150,15 +138,6 @@ def test_no_other_bytes_are_accepted(data: st.DataObject) -> None:
     if changed != ENCODED:
         with pytest.raises(BundleError):
             decode_manifest(changed, "moec.json")
-
-
-def paths(value: Any, prefix: str = "") -> list[str]:
-    """Of every field and every item."""
-    if isinstance(value, dict):
-        found = [(f"{prefix}.{key}" if prefix else key, item) for key, item in value.items()]
-    else:
-        found = [(f"{prefix}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else []
-    return [path for name, item in found for path in (name, *paths(item, name))]
 
 
 HOSTILE_VALUES = [

@@ -1,0 +1,356 @@
+"""`moec compile`: help that teaches, the two outputs, and every bad input with one sentence and one remedy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file, save_file
+
+from moec.cli.compile import compile_command
+from moec.compiler import durable
+from moec.compiler.durable import Disk
+from tests.tiny_compile import check_bundle, contents, names, save_model, save_problems, save_texts
+
+from .conftest import Invoke
+
+Compile = Callable[..., Result]
+PI = ("--device", "raspberry-pi-4b-sd")
+KL = ("--kl", "0.05")
+# Little to search: one format below 16 bits.
+SMALL = ("--bits", "2,16", "--group-size", "32", "--dense-bits", "8", "--no-comparisons")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model `tiny`, data `texts` and `problems`."""
+    folder = tmp_path_factory.mktemp("compile")
+    save_model(folder / "tiny", layers=1, experts=2)
+    save_texts(folder / "texts", train=4, validation=4, test=6)
+    save_problems(folder / "problems")
+    return folder
+
+
+@pytest.fixture
+def model(place: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(place / "tiny", tmp_path / "tiny"))
+
+
+@pytest.fixture
+def data(place: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(place / "texts", tmp_path / "texts"))
+
+
+@pytest.fixture
+def run(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compile:
+    """`moec compile` in the folder of the test, for a named device unless another is given."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> Result:
+        device = () if "--device" in arguments else PI
+        return invoke("compile", *arguments, *device)
+
+    return call
+
+
+def refused(run: Compile, *arguments: object) -> str:
+    """Exit code 1, one sentence and one hint on stderr, nothing on stdout, nothing changed on disk; the sentence."""
+    here = Path.cwd()
+    before = contents(here), names(here)
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (1, ""), result.stderr
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    (error,) = [line for line in lines if line.startswith("error: ")]
+    (hint,) = [line for line in lines if line.startswith("hint: ")]
+    assert len(hint) > len("hint: ") + 5
+    assert (contents(here), names(here)) == before
+    return error + "\n" + hint
+
+
+# -- what it does ------------------------------------------------------------------------------------------------------
+
+
+def test_help_teaches(invoke: Invoke) -> None:
+    result = invoke("compile", "--help")
+    assert result.exit_code == 0 and result.stderr == ""
+    for word in ("--loss", "--kl", "--bits-per-weight", "--size", "--uniform", "exactly one target", "2.1GiB"):
+        assert word in result.stdout
+    assert result.stdout.count("moec compile mixtral") == 3, "examples say more than a list of options"
+    without = [p.opts for p in compile_command.params if isinstance(p, click.Option) and not p.help]
+    assert without == []
+
+
+def test_defaults_make_a_bundle_beside_the_user(run: Compile, model: Path, tmp_path: Path) -> None:
+    result = run(model, "--uniform", "4", "--device", "host")
+    assert result.exit_code == 0, result.stderr
+    assert names(tmp_path) == {"tiny", "tiny-moec", "tiny-moec.log.json", "tiny-moec.report.png"}
+    quality = check_bundle(tmp_path / "tiny-moec")
+    assert quality["bits"]["formats"] == {"q4g64": 6}
+    assert "bits per unit" in result.stdout and "layer   0  444 444" in result.stdout
+    assert result.stdout.splitlines()[-1] == "no loss target was asked for: quality is not measured"
+    log = json.loads((tmp_path / "tiny-moec.log.json").read_text())
+    assert log["events"][-1]["event"] == "done" and log["events"][-1]["seconds"] >= 0
+    assert (tmp_path / "tiny-moec.report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_the_content_of_quality_json(run: Compile, model: Path, data: Path, tmp_path: Path) -> None:
+    result = run(model, *KL, "--data", data, *SMALL, "-o", "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    assert json.loads(result.stdout) == check_bundle(tmp_path / "out")
+    assert "loading the reference model" in result.stderr
+
+
+def test_the_search_is_told_as_it_goes(run: Compile, model: Path, data: Path) -> None:
+    result = run(model, "--loss", "50%", "--data", data, *SMALL, "-o", "out")
+    assert result.exit_code == 0, result.stderr
+    assert "bits per weight: loss perplexity" in result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith(("supported", "met", "missed", "refuted"))
+
+
+def test_plan_only_prints_and_writes_nothing(run: Compile, model: Path, data: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path), names(tmp_path)
+    for target, last in ((KL, "no loss target was asked for"), (("--loss", "50%"), "nothing is proven")):
+        result = run(model, *target, "--data", data, *SMALL, "--plan-only")
+        assert result.exit_code == 0, result.stderr
+        assert "bits per unit" in result.stdout and last in result.stdout.splitlines()[-1]
+    assert (contents(tmp_path), names(tmp_path)) == before
+
+
+def test_overwrite_and_resume(run: Compile, model: Path, tmp_path: Path) -> None:
+    assert run(model, "--uniform", "4", "-o", "out").exit_code == 0
+    old = contents(tmp_path / "out")
+    assert run(model, "--uniform", "2", "-o", "out", "--overwrite", "--resume").exit_code == 0
+    assert contents(tmp_path / "out") != old
+    assert check_bundle(tmp_path / "out")["bits"]["formats"] == {"q2g64": 6}
+
+
+# -- bad input: the checkpoint -----------------------------------------------------------------------------------------
+
+
+def test_not_a_model_folder(run: Compile, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    for name, sentence in (
+        ("nowhere", "no folder `nowhere`"),
+        ("empty", "no `config.json` in `empty`"),
+        ("file", "`file` is a file"),
+    ):
+        assert sentence in refused(run, name, "--uniform", "4")
+
+
+def edit_config(model: Path, **values: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+
+
+def test_an_unknown_family(run: Compile, model: Path) -> None:
+    edit_config(model, model_type="gpt9")
+    said = refused(run, model, "--uniform", "4")
+    assert "`gpt9` is unknown" in said and "`mixtral`" in said
+
+
+def test_truncated_weights(run: Compile, model: Path) -> None:
+    path = model / "model.safetensors"
+    whole = path.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 100, 3, 0):
+        path.write_bytes(whole[:length])
+        said = refused(run, model, "--uniform", "4")
+        assert "model.safetensors` is damaged or truncated" in said
+
+
+@pytest.mark.parametrize("target", [("--uniform", "4"), (*KL, "--data", "texts")])
+def test_weights_that_are_no_numbers(run: Compile, model: Path, data: Path, target: tuple[str, ...]) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = sorted(name for name in tensors if "experts" in name)[0]
+    tensors[name].view(-1)[7] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    said = refused(run, model, *target)
+    assert f"tensor `{name}`" in said and "NaN or infinite" in said
+
+
+def test_all_that_is_wrong_with_a_model_in_one_report(run: Compile, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:, :32].contiguous()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "tokenizer.json").unlink()
+    result = run(model, "--uniform", "4")
+    assert result.exit_code == 1
+    for part in ("model.norm.weight", "model.embed_tokens.weight", "tokenizer.json", "3 problems"):
+        assert part in result.stderr
+
+
+# -- bad input: data ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "expected JSON lines, found an empty file"),
+        ("\n\n", "validation.jsonl"),
+        ('{"text": "a"}\n{"text": \n', "validation.jsonl:2`: malformed JSON"),
+        ('{"text": "a"}\n{"title": "b"}\n', "validation.jsonl:2`: the field `text` of task `perplexity` is missing"),
+        ('{"text": "a"}\n{"text": 5}\n', "validation.jsonl:2`: expected text in `text`, found int"),
+        ('["text"]\n', "validation.jsonl:1`"),
+        ('{"text": "\\ud800"}\n', "validation.jsonl:1`"),
+    ],
+)
+def test_bad_data_names_file_and_line(run: Compile, model: Path, data: Path, content: str, sentence: str) -> None:
+    (data / "validation.jsonl").write_text(content)
+    said = refused(run, model, *KL, "--data", data)
+    assert sentence in said
+
+
+def test_data_of_another_task(run: Compile, model: Path, data: Path, place: Path) -> None:
+    said = refused(run, model, *KL, "--data", data, "--task", "gsm8k")
+    assert "the field `question` of task `gsm8k` is missing" in said and "train.jsonl:1" in said
+    assert "task `sums` is not known" in refused(run, model, *KL, "--data", data, "--task", "sums")
+    (data / "test.jsonl").unlink()
+    assert "test.jsonl" in refused(run, model, *KL, "--data", data)
+    assert "does not exist" in refused(run, model, *KL, "--data", "nothing.jsonl")
+
+
+# -- bad input: targets and options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "expected exactly one target, found none"),
+        (("--loss", "2%", "--kl", "0.1"), "found --loss and --kl"),
+        (("--loss", "2", "--data", "texts"), "`--loss 2` is ambiguous"),
+        (("--size", "2G"), "`--size 2G` is not a size"),
+        (("--kl", "inf", "--data", "texts"), "must be a number above 0"),
+        (("--loss", "2%"), "measured on text, and none was given"),
+        (("--uniform", "5"), "is not a bitwidth"),
+        (("--uniform", "4", "--data", "texts"), "`--data` has no effect"),
+        (("--uniform", "4", "--group-size", "48"), "--group-size 48"),
+        (("--uniform", "4", "--bits", "2,3"), "`--bits` has no effect"),
+        (("--kl", "0.1", "--data", "texts", "--bits", "²"), "is not a list of numbers"),
+        (("--kl", "0.1", "--data", "texts", "--bits", ""), "is not a list of numbers"),
+        (("--kl", "0.1", "--data", "texts", "--bits", "5"), "--bits"),
+        (("--kl", "0.1", "--data", "texts", "--limit", "0"), "limit"),
+        (("--kl", "0.1", "--data", "texts", "--shots", "2"), "shots"),
+        (("--uniform", "4", "--device", "toaster"), "no device profile is called `toaster`"),
+        (("--uniform", "4", "--group-size", "96"), "does not divide the 64 columns"),
+    ],
+)
+def test_options_that_cannot_be(
+    run: Compile, model: Path, data: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    assert sentence in refused(run, model, *arguments)
+
+
+def test_an_unreachable_target_prints_the_best_that_can_be_had(run: Compile, model: Path, data: Path) -> None:
+    said = refused(run, model, "--kl", "0.0001", "--data", data, "--bits", "2", *SMALL[2:])
+    assert "no plan on offer keeps KL 0.0001" in said and "3.00 bits per weight, has KL 0." in said
+    said = refused(run, model, "--loss", "0.001%", "--data", data, "--bits", "2", *SMALL[2:])
+    assert "the most precise one, 3.00 bits per weight, measures loss perplexity" in said
+    said = refused(run, model, "--size", "1kB")
+    assert "1000 bytes of routed experts cannot be had" in said and "can" in said
+
+
+def test_a_baseline_of_zero_names_the_other_targets(run: Compile, model: Path, place: Path) -> None:
+    said = refused(run, model, "--loss", "2%", "--data", place / "problems", *SMALL)
+    assert "the baseline scores 0" in said and "`--kl`" in said and "`--size`" in said
+
+
+def test_a_device_that_is_too_small(run: Compile, model: Path, tmp_path: Path) -> None:
+    profile = (shipped_profiles() / "raspberry-pi-4b-sd.toml").read_text()
+    small = profile.replace("= 1_500_000_000", "= 1_000_000").replace('"raspberry-pi-4b-sd"', '"thimble"')
+    (tmp_path / "thimble.toml").write_text(small)
+    said = refused(run, model, "--bits-per-weight", "4", "--device", tmp_path / "thimble.toml")
+    assert "`thimble` has a memory budget of 1000000 bytes, this model needs" in said
+
+
+def shipped_profiles() -> Path:
+    """Where the shipped profiles lie."""
+    import moec.profiles.device
+
+    return Path(moec.profiles.device.__file__).parent
+
+
+# -- bad input: the disk -----------------------------------------------------------------------------------------------
+
+
+def test_an_output_that_exists_is_left_alone(run: Compile, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis").write_text("mine")
+    assert "`out` exists" in refused(run, model, "--uniform", "4", "-o", "out")
+    assert "`out` is not a bundle" in refused(run, model, "--uniform", "4", "-o", "out", "--overwrite")
+
+
+def test_no_folder_to_write_into(run: Compile, model: Path) -> None:
+    said = refused(run, model, "--uniform", "4", "-o", "no/such/place/out")
+    assert "no/such/place" in said
+
+
+def test_too_little_space_is_known_before_writing(run: Compile, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(model)
+    monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    said = refused(run, model, "--uniform", "4", "-o", "out")
+    assert "has 1000 bytes free, the bundle needs" in said
+
+
+@pytest.mark.parametrize("file", ["dense", "experts", "moec.json", "quality.json"])
+def test_a_disk_that_fills_up(run: Compile, model: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    plain = Disk.write
+
+    def write(self: Disk, stream: BinaryIO, content: bytes | memoryview) -> None:
+        if Path(stream.name).name.startswith(file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(self, stream, content)
+
+    monkeypatch.setattr(Disk, "write", write)
+    said = refused(run, model, "--uniform", "4", "-o", "out")
+    assert "the disk of" in said and "is full" in said
+
+
+def test_a_full_disk_during_the_search_keeps_what_was_measured(
+    run: Compile, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Disk.write
+
+    def write(self: Disk, stream: BinaryIO, content: bytes | memoryview) -> None:
+        if Path(stream.name).name.startswith("experts"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(self, stream, content)
+
+    arguments = (model, *KL, "--data", data, *SMALL, "-o", "out")
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "write", write)
+        result = run(*arguments)
+    assert result.exit_code == 1 and "is full" in result.stderr
+    assert names(tmp_path) == {"tiny", "texts", "out.work"}, "no part of a bundle, and the measurements"
+    result = run(*arguments, "--resume")
+    assert result.exit_code == 0, result.stderr
+    assert names(tmp_path) == {"tiny", "texts", "out", "out.log.json", "out.report.png"}
+    check_bundle(tmp_path / "out")
+
+
+def test_a_picture_that_cannot_be_written_is_no_fault(run: Compile, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.report.png").mkdir()
+    result = run(model, "--uniform", "4", "-o", "out")
+    assert result.exit_code == 1 and "error: cannot write" in result.stderr and "Traceback" not in result.stderr
+    check_bundle(tmp_path / "out")

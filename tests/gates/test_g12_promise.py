@@ -1,0 +1,123 @@
+"""G12: the loss promise. The certificate takes the whole test split, which nothing saw before; anyone can repeat it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from moec.cli.compile import open_partial
+from moec.cli.main import cli
+from moec.compiler.reference import ReferenceModel
+from moec.evaluation.data import item_key, load_splits
+from tests.tiny_compile import check_bundle, compile_tiny, save_model, save_texts
+
+pytestmark = pytest.mark.gate("G12")
+ITEMS = {"train": 60, "validation": 60, "test": 200}
+EXAMPLE = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str]]:
+    """A bundle compiled to a loss of 5 % on plain text, its data, and every text seen before the certificate."""
+    root = tmp_path_factory.mktemp("promise")
+    model, data = save_model(root / "tiny", layers=1, experts=3), save_texts(root / "texts", **ITEMS)
+    seen: set[str] = set()
+    is_certifying = False
+    plain = ReferenceModel.encode_pairs
+
+    def watching(self: ReferenceModel, pairs: Sequence[tuple[str, str]]) -> Any:
+        if not is_certifying:
+            seen.update(prompt + answer for prompt, answer in pairs)
+        return plain(self, pairs)
+
+    @contextmanager
+    def opening(path: Path) -> Iterator[Any]:
+        nonlocal is_certifying
+        is_certifying = True
+        with open_partial(path) as engine:
+            yield engine
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ReferenceModel, "encode_pairs", watching)
+        values: dict[str, Any] = {"tasks": ("perplexity",), "open_runtime": opening}
+        compile_tiny(model, root / "out", "loss", 0.05, data=str(data), **values)
+    return root / "out", data, seen
+
+
+def test_the_certificate_takes_all_test_items_and_nothing_saw_them(compiled: tuple[Path, Path, set[str]]) -> None:
+    bundle, data, seen = compiled
+    splits = load_splits(data, "perplexity")
+    keys = {name: {item_key(splits.task, item) for item in getattr(splits, name).items} for name in ITEMS}
+    assert {name: len(found) for name, found in keys.items()} == ITEMS
+    assert not keys["test"] & (keys["train"] | keys["validation"]) and not keys["train"] & keys["validation"]
+    assert seen == keys["train"] | keys["validation"], (
+        "calibration and search see their splits, all of them, and no more"
+    )
+    task = check_bundle(bundle)["tasks"]["perplexity"]
+    assert task["n"] == task["loss"]["n"] == ITEMS["test"]
+    manifest = json.loads((bundle / "moec.json").read_bytes())
+    assert manifest["calibration"]["items"] == ITEMS["train"]
+
+
+def test_the_verdict_follows_from_the_numbers(compiled: tuple[Path, Path, set[str]]) -> None:
+    quality = check_bundle(compiled[0])
+    task = quality["tasks"]["perplexity"]
+    loss, verdict = task["loss"], task["verdict"]
+    assert loss["loss"] == pytest.approx((task["value"] - task["baseline"]) / task["baseline"], rel=1e-12)
+    low, high = loss["interval95"]
+    assert low <= loss["lower95"] <= loss["loss"] <= loss["upper95"] <= high
+    expected = "supported" if loss["upper95"] <= 0.05 else "met" if loss["loss"] <= 0.05 else None
+    expected = expected or ("refuted" if loss["lower95"] > 0.05 else "missed")
+    assert quality["verdict"] == verdict["status"] == expected
+    assert expected == "supported", "the search leaves the certificate room"
+    accepted = [trial for trial in quality["trials"] if trial["accepted"]]
+    chosen = min(accepted, key=lambda trial: trial["expert_packed_bytes"])
+    assert chosen["expert_packed_bytes"] == quality["sizes"]["expert_packed_bytes"]
+    searched = chosen["losses"]["perplexity"]
+    assert searched["n"] == ITEMS["validation"] and searched["loss"] + searched["standard_error"] <= 0.05
+
+
+def test_moec_eval_repeats_the_certified_values(compiled: tuple[Path, Path, set[str]]) -> None:
+    bundle, data, _ = compiled
+    task = check_bundle(bundle)["tasks"]["perplexity"]
+    found = {}
+    for name, model in (("value", bundle), ("baseline", bundle.parent / "tiny")):
+        arguments = ["eval", str(model), "--data", str(data), "--task", "perplexity", "--split", "test", "--json"]
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 0, result.stderr
+        found[name] = json.loads(result.stdout)
+    assert {name: values["value"] for name, values in found.items()} == {n: task[n] for n in ("value", "baseline")}
+    assert found["value"]["data_sha256"] == task["data_sha256"] == found["baseline"]["data_sha256"]
+    assert found["value"]["n"] == ITEMS["test"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("MOEC_SLOW") != "1", reason="a quarter of an hour: set MOEC_SLOW=1, or run `make demo`"
+)
+def test_the_example_keeps_two_percent_on_4000_problems(tmp_path: Path) -> None:
+    torch.set_num_threads(os.cpu_count() or 1)
+    output = tmp_path / "example-moec"
+    arguments = ["compile", str(EXAMPLE / "model"), "--loss", "2%", "--data", str(EXAMPLE / "data")]
+    result = CliRunner().invoke(cli, [*arguments, "--task", "gsm8k", "--no-comparisons", "-o", str(output)])
+    assert result.exit_code == 0, result.stderr
+    quality = check_bundle(output)
+    task = quality["tasks"]["gsm8k"]
+    assert (quality["verdict"], task["verdict"]["status"], task["n"]) == ("supported", "supported", 4000)
+    assert task["loss"]["upper95"] <= 0.02

@@ -1,0 +1,136 @@
+"""G5: a compile that fails or is killed at any disk operation leaves the old bundle, a complete one, or none.
+
+Resumed, it ends in the bytes of a run that nothing interrupted. The sample takes the first, a middle and the last
+operation of every stage; durable writes themselves are swept in full in tests/compiler/test_durable.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from moec.compiler.durable import Disk
+from moec.manifests.errors import MoecError
+from tests.compiler.faulty_disk import MODES, FaultyDisk, PowerCut
+from tests.gates.killed import KILLED, WatchedDisk, compile_here
+from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_texts
+
+pytestmark = pytest.mark.gate("G5")
+STAGES = ("journal", "emit", "manifest", "certify", "publish", "replace", "clean up")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, data, an old bundle, and what an uninterrupted compile over it does and leaves."""
+
+    model: Path
+    data: Path
+    old: Path
+    old_contents: dict[str, bytes]
+    whole: dict[str, bytes]
+    stages: dict[str, list[int]]
+
+
+def stage_of(name: str, path: Path, is_renamed: bool) -> str:
+    """Which stage an operation belongs to."""
+    if ".work" in str(path):
+        return "clean up" if name == "remove_tree" else "journal"
+    if path.name.startswith("out.replaced") or path.name == "out":
+        return "replace"
+    if is_renamed or (name in ("sync_file", "sync_directory") and ".partial" in str(path)):
+        return "publish"
+    if "moec.json" in path.name:
+        return "manifest"
+    return "certify" if path.name.startswith(("quality.json", "README.md")) else "emit"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("crash")
+    model = save_model(root / "tiny", layers=1, experts=2)
+    data = save_texts(root / "texts", train=3, validation=3, test=6)
+    compile_tiny(model, root / "old", "uniform", 4)
+    shutil.copytree(root / "old", root / "whole" / "out")
+    disk = WatchedDisk()
+    compile_here(root / "whole", model, data, disk)
+    stages: dict[str, list[int]] = {stage: [] for stage in STAGES}
+    for number, (name, path) in enumerate(disk.steps, 1):
+        stages[stage_of(name, path, name == "rename" and path.name == "out.partial")].append(number)
+    assert all(stages.values()), "every stage touches the disk"
+    assert names(root / "whole") == {"out"}
+    yield Scene(model, data, root / "old", contents(root / "old"), contents(root / "whole" / "out"), stages)
+    torch.set_num_threads(threads)
+
+
+def sample(scene: Scene) -> list[int]:
+    """First, middle and last operation of every stage, each once."""
+    chosen = {numbers[at] for numbers in scene.stages.values() for at in (0, len(numbers) // 2, -1)}
+    return sorted(chosen)
+
+
+def check_state(folder: Path, scene: Scene, has_old: bool = True) -> str:
+    """Old, new or none stands at the output; where an old one is gone, it lies beside it."""
+    output = folder / "out"
+    if not output.exists():
+        assert not has_old or contents(folder / "out.replaced") == scene.old_contents
+        return "none"
+    check_bundle(output)
+    found = contents(output)
+    assert found == scene.whole or (has_old and found == scene.old_contents)
+    return "old" if found == scene.old_contents else "new"
+
+
+def resume(folder: Path, scene: Scene) -> None:
+    compile_here(folder, scene.model, scene.data, Disk(), resume=True)
+    assert contents(folder / "out") == scene.whole
+    assert names(folder) == {"out"}
+
+
+@pytest.mark.parametrize("has_old", [True, False])
+def test_a_disk_that_fails_or_loses_power(scene: Scene, tmp_path: Path, has_old: bool) -> None:
+    states = []
+    for at, number in enumerate(sample(scene)[:: 1 if has_old else 2]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if has_old:
+            shutil.copytree(scene.old, folder / "out")
+        disk = FaultyDisk(tmp_path / f"attic-{number}", number, MODES[(at + has_old) % len(MODES)], seed=number)
+        with contextlib.suppress(MoecError, PowerCut):
+            compile_here(folder, scene.model, scene.data, disk)
+        # Without an old bundle the run is a few operations shorter than the one the sample was taken from.
+        assert disk.has_failed or not has_old
+        states.append(check_state(folder, scene, has_old))
+        # A compile each: every other one says what the next run makes of what it finds.
+        if at % 2 == 0 or (has_old and states[-1] == "none"):
+            resume(folder, scene)
+    assert {"old" if has_old else "none", "new"} <= set(states)
+
+
+def test_a_process_that_is_killed(scene: Scene, tmp_path: Path) -> None:
+    numbers = sorted({numbers[len(numbers) // 2] for numbers in scene.stages.values()} | {scene.stages["publish"][-1]})
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.gates.killed", tmp_path, scene.model, scene.data, scene.old, *map(str, numbers)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.stdout.splitlines() == [f"{number} {KILLED}" for number in numbers], finished.stderr
+    states = {number: check_state(tmp_path / str(number), scene) for number in numbers}
+    assert states[scene.stages["publish"][-1]] == "none", "killed between the two renames"
+    for number in (scene.stages["journal"][len(scene.stages["journal"]) // 2], scene.stages["publish"][-1]):
+        assert names(tmp_path / str(number)) > {"out.work"}
+        resume(tmp_path / str(number), scene)
