@@ -16,7 +16,7 @@ from typing import BinaryIO
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import DoesNotFit, MoecError, OptionError
 
-ASIDE_SUFFIX = ".replaced"
+ASIDE_SUFFIX = ".moec-replaced"
 _WRITING_SUFFIX = ".writing"
 
 

@@ -135,14 +135,14 @@ def test_publish_leaves_the_old_bundle_or_the_new(tmp_path: Path, mode: Mode, ha
         recover_replaced(Disk(), final)
         found = content(final) if final.exists() else None
         assert found in ((NEW_CONTENT,) if is_through else (old[0], NEW_CONTENT))
-        assert not (folder / "model-moec.replaced").exists()
+        assert not (folder / "model-moec.moec-replaced").exists()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_recovery_may_fail_too(tmp_path: Path, mode: Mode) -> None:
     def act(disk: FaultyDisk, folder: Path) -> None:
         make_old(folder)
-        (folder / "model-moec").rename(folder / "model-moec.replaced")
+        (folder / "model-moec").rename(folder / "model-moec.moec-replaced")
         recover_replaced(disk, folder / "model-moec")
         disk.write_file(folder / "other", NEW)
 
@@ -153,14 +153,14 @@ def test_recovery_may_fail_too(tmp_path: Path, mode: Mode) -> None:
 
 def test_a_leftover_behind_a_published_bundle_is_removed(tmp_path: Path) -> None:
     make_old(tmp_path)
-    (tmp_path / "model-moec.replaced").mkdir()
+    (tmp_path / "model-moec.moec-replaced").mkdir()
     recover_replaced(Disk(), tmp_path / "model-moec")
     assert [path.name for path in tmp_path.iterdir()] == ["model-moec"]
 
 
 def test_publish_after_an_unrecovered_crash_removes_what_lies_aside(tmp_path: Path) -> None:
     make_old(tmp_path)
-    (tmp_path / "model-moec.replaced").mkdir()
+    (tmp_path / "model-moec.moec-replaced").mkdir()
     publish_directory(Disk(), make_partial(Disk(), tmp_path), tmp_path / "model-moec", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model-moec"]
     assert content(tmp_path / "model-moec") == NEW_CONTENT

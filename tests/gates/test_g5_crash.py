@@ -44,7 +44,7 @@ def stage_of(name: str, path: Path, is_renamed: bool) -> str:
     """Which stage an operation belongs to."""
     if ".work" in str(path):
         return "clean up" if name == "remove_tree" else "journal"
-    if path.name.startswith("out.replaced") or path.name == "out":
+    if path.name.startswith("out.moec-replaced") or path.name == "out":
         return "replace"
     if is_renamed or (name in ("sync_file", "sync_directory") and ".partial" in str(path)):
         return "publish"
@@ -83,7 +83,7 @@ def check_state(folder: Path, scene: Scene, has_old: bool = True) -> str:
     """Old, new or none stands at the output; where an old one is gone, it lies beside it."""
     output = folder / "out"
     if not output.exists():
-        assert not has_old or contents(folder / "out.replaced") == scene.old_contents
+        assert not has_old or contents(folder / "out.moec-replaced") == scene.old_contents
         return "none"
     check_bundle(output)
     found = contents(output)
