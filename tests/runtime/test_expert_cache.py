@@ -312,8 +312,9 @@ def test_prefetch_never_changes_what_is_yielded(in_time: InTime) -> None:
 def test_pins_stay_under_their_limit_and_yield_to_demand(in_time: InTime) -> None:
     source, cache = make_cache([10] * 8, 40, pins=20)
     cache.prefetch([4, 5, 6])
+    assert cache.used_bytes == 20
     assert in_time(lambda: list(cache.stream(0, [0, 1]))) and source.complaints == []
-    assert set(cache.resident().tolist()) == {0, 1, 4, 5}
+    in_time(lambda: wait_for(lambda: set(cache.resident().tolist()) == {0, 1, 4, 5}))
     # Unpinned experts go first, the worst prediction next, the best last.
     assert list(cache.stream(0, [2, 3])) == [2, 3]
     assert set(cache.resident().tolist()) == {2, 3, 4, 5}
