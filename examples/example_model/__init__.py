@@ -1,0 +1,1 @@
+"""The example checkpoint: its two tasks, its data, its tokenizer, its training and its measurement."""

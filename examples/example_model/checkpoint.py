@@ -1,0 +1,82 @@
+"""The checkpoint on disk: a Mixtral in Hugging Face layout, every file renamed into place when it is whole."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from example_model.model import ExampleModel, Shape
+
+WEIGHTS = "model.safetensors"
+
+
+def config_of(shape: Shape, end: int, pad: int) -> dict[str, object]:
+    """What ``config.json`` says."""
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "dtype": "bfloat16",
+        "head_dim": shape.head_size,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.width,
+        "max_position_embeddings": shape.context,
+        "num_attention_heads": shape.heads,
+        "num_experts_per_tok": shape.top_k,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "num_local_experts": shape.experts,
+        "output_router_logits": False,
+        "rms_norm_eps": shape.epsilon,
+        "rope_parameters": {"rope_theta": shape.theta, "rope_type": "default"},
+        "rope_theta": shape.theta,
+        "router_aux_loss_coef": 0.01,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": shape.vocabulary,
+    }
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file and rename it into place."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def write_configs(folder: Path, shape: Shape, end: int, pad: int) -> None:
+    """Write config.json and generation_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config_of(shape, end, pad))
+    write_json(folder / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": pad})
+
+
+def write_weights(folder: Path, model: ExampleModel) -> None:
+    """Write the weights, rounded to bfloat16."""
+    tensors = {name: part.detach().to(torch.bfloat16).contiguous() for name, part in model.to_disk().items()}
+    new = folder / (WEIGHTS + ".new")
+    save_file(tensors, new, metadata={"format": "pt"})
+    new.chmod(0o644)
+    os.replace(new, folder / WEIGHTS)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights on disk, as float32."""
+    return {name: part.float() for name, part in load_file(folder / WEIGHTS).items()}
+
+
+def read_model(folder: Path) -> ExampleModel:
+    """The model on disk, to be computed in float32."""
+    model = ExampleModel(Shape())
+    model.from_disk(read_weights(folder))
+    return model

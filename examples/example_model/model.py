@@ -1,0 +1,238 @@
+"""A Mixtral for training on two cores: the weights and the results of transformers' MixtralForCausalLM, in less time.
+
+Shapes: T tokens, D hidden, F expert width, E experts, K top-k, H heads, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Cache = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of the example model."""
+
+    vocabulary: int = 1_536
+    hidden: int = 256
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int = 4
+    head_size: int = 32
+    experts: int = 8
+    top_k: int = 2
+    width: int = 256
+    epsilon: float = 1e-5
+    theta: float = 10_000.0
+    context: int = 512
+
+
+class Gather(torch.autograd.Function):
+    """Copy every token once for each of its experts, in the order of the experts; back is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        """x [T, D], order [T*K] pairs sorted by expert, place [T*K] its inverse."""
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Sum the gradients of the K copies."""
+        (place,) = ctx.saved_tensors
+        copies = grads[0].index_select(0, place)
+        return copies.view(-1, ctx.k, copies.shape[-1]).sum(1), None, None, None
+
+
+class Permute(torch.autograd.Function):
+    """Bring rows into another order; back is a gather with the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        """Row i of the result is row ``there[i]`` of x."""
+        ctx.save_for_backward(back)
+        return x.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Undo the permutation."""
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
+
+
+class Experts(nn.Module):
+    """Router and experts of one layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.gate_up = nn.Parameter(torch.empty(shape.experts, 2 * shape.width, shape.hidden))
+        self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.width))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> ([T, D], load balancing loss)."""
+        experts, k = self.shape.experts, self.shape.top_k
+        probabilities = (x @ self.router.T).softmax(-1)
+        weights, chosen = probabilities.topk(k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        counts = torch.bincount(flat, minlength=experts)
+        balance = experts * (counts / len(x) * probabilities.mean(0)).sum()
+        outputs = []
+        rows: Tensor = Gather.apply(x, order, place, k)  # type: ignore[no-untyped-call]
+        pieces = torch.split_with_sizes(rows, counts.tolist())
+        for piece, gate_up, down in zip(pieces, self.gate_up.unbind(), self.down.unbind(), strict=True):
+            gate, up = (piece @ gate_up.T).chunk(2, dim=-1)
+            outputs.append((functional.silu(gate) * up) @ down.T)
+        back: Tensor = Permute.apply(torch.cat(outputs), place, order)  # type: ignore[no-untyped-call]
+        return (back.view(len(x), k, -1) * weights.unsqueeze(-1)).sum(1), balance
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary position embedding, halves paired; x [..., T, head size]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+class Layer(nn.Module):
+    """Attention, then experts."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        attended, shared = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+        self.attention_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.qkv = nn.Parameter(torch.empty(attended + 2 * shared, shape.hidden))
+        self.out = nn.Parameter(torch.empty(shape.hidden, attended))
+        self.experts_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.experts = Experts(shape)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Root mean square norm."""
+        return functional.rms_norm(x, (x.shape[-1],), weight, self.shape.epsilon)
+
+    def attend(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """x [B, T, D] -> [B, T, D], and the keys and values so far."""
+        shape = self.shape
+        batch, length, _ = x.shape
+        states = (self.norm(x, self.attention_norm) @ self.qkv.T).view(batch, length, -1, shape.head_size)
+        parts = (shape.heads, shape.kv_heads, shape.kv_heads)
+        query, key, value = torch.split_with_sizes(states.transpose(1, 2), parts, dim=1)
+        query, key = rotate(query, *angles), rotate(key, *angles)
+        if past is not None:
+            key, value = torch.cat((past[0], key), dim=2), torch.cat((past[1], value), dim=2)
+        groups = shape.heads // shape.kv_heads
+        mixed = functional.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(groups, dim=1),
+            value.repeat_interleave(groups, dim=1),
+            attn_mask=mask,
+            is_causal=mask is None,
+        )
+        return mixed.transpose(1, 2).reshape(batch, length, -1) @ self.out.T, (key, value)
+
+
+class ExampleModel(nn.Module):
+    """The whole model; ``forward`` is for training, ``step`` for decoding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Parameter(torch.empty(shape.vocabulary, shape.hidden))
+        self.blocks = [Layer(shape) for _ in range(shape.layers)]
+        self.layers = nn.ModuleList(self.blocks)
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+        rates = shape.theta ** -(torch.arange(0, shape.head_size, 2).float() / shape.head_size)
+        angles = torch.outer(torch.arange(shape.context).float(), rates).repeat(1, 2)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weights; what a layer adds is nothing at first, so that each token is itself."""
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out", "down")):
+                nn.init.zeros_(parameter)
+            elif "norm" not in name:
+                scale = 0.02 if "router" in name else 0.0625
+                nn.init.normal_(parameter, std=scale, generator=generator)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at the positions."""
+        cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
+        return cosine[positions], sine[positions]
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [B, T], wanted [N] flat places -> (logits [N, V], load balancing loss of all layers).
+
+        Padding is on the right, where a causal mask hides it; the last layer's experts see the wanted places only.
+        """
+        angles = self.angles(torch.arange(tokens.shape[1]))
+        x = functional.embedding(tokens, self.embed)
+        balances = []
+        for index, layer in enumerate(self.blocks):
+            x = x + layer.attend(x, angles, None, None)[0]
+            flat = x.view(-1, x.shape[-1])
+            if index == len(self.layers) - 1:
+                flat = flat.index_select(0, wanted)
+            mixed, balance = layer.experts(layer.norm(flat, layer.experts_norm))
+            x = (flat + mixed).view(*x.shape) if index < len(self.layers) - 1 else flat + mixed
+            balances.append(balance)
+        normed = functional.rms_norm(x, (x.shape[-1],), self.norm, self.shape.epsilon)
+        return normed @ self.embed.T, torch.stack(balances).mean()
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """tokens [B, T] after what is in the cache -> (logits [B, V] of the last place, cache)."""
+        cosine, sine = self.angles(positions)
+        angles = cosine.unsqueeze(1), sine.unsqueeze(1)
+        x = functional.embedding(tokens, self.embed)
+        grown: Cache = []
+        for index, layer in enumerate(self.blocks):
+            mixed, states = layer.attend(x, angles, mask, cache[index] if cache else None)
+            grown.append(states)
+            x = x + mixed
+            flat = x.view(-1, x.shape[-1])
+            x = x + layer.experts(layer.norm(flat, layer.experts_norm))[0].view(*x.shape)
+        normed = functional.rms_norm(x[:, -1], (x.shape[-1],), self.norm, self.shape.epsilon)
+        return normed @ self.embed.T, grown
+
+    def to_disk(self) -> dict[str, Tensor]:
+        """The weights under the names a Mixtral checkpoint has on disk."""
+        shape = self.shape
+        widths = (shape.heads * shape.head_size, shape.kv_heads * shape.head_size, shape.kv_heads * shape.head_size)
+        tensors: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed,
+            "model.norm.weight": self.norm,
+            "lm_head.weight": self.embed,
+        }
+        for index, layer in enumerate(self.blocks):
+            prefix = f"model.layers.{index}."
+            tensors[prefix + "input_layernorm.weight"] = layer.attention_norm
+            tensors[prefix + "post_attention_layernorm.weight"] = layer.experts_norm
+            for name, part in zip("qkv", torch.split_with_sizes(layer.qkv, widths), strict=True):
+                tensors[f"{prefix}self_attn.{name}_proj.weight"] = part
+            tensors[prefix + "self_attn.o_proj.weight"] = layer.out
+            tensors[prefix + "block_sparse_moe.gate.weight"] = layer.experts.router
+            for expert in range(shape.experts):
+                inner = f"{prefix}block_sparse_moe.experts.{expert}."
+                gate, up = layer.experts.gate_up[expert].chunk(2)
+                tensors[inner + "w1.weight"], tensors[inner + "w3.weight"] = gate, up
+                tensors[inner + "w2.weight"] = layer.experts.down[expert]
+        return tensors
+
+    @torch.no_grad()
+    def from_disk(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the weights of a checkpoint on disk."""
+        for name, view in self.to_disk().items():
+            view.copy_(tensors[name])
