@@ -87,7 +87,7 @@ def test_decoding_in_batches_is_decoding_one_by_one() -> None:
     assert together == [decode_batch(model, [prompt], end)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize(("task", "bar"), [("gsm8k", 0.6), ("samsum", 0.55)])
+@pytest.mark.parametrize(("task", "bar"), [("gsm8k", 0.8), ("samsum", 0.7)])
 def test_the_model_answers(task: str, bar: float) -> None:
     items = test_items(task, 64)
     found = answers(read_model(MODEL), Tokenizer.from_file(str(MODEL / "tokenizer.json")), task, items)
