@@ -1,6 +1,6 @@
 """Train the example model: ``python -m example_model.train``. The same command again goes on where it was stopped.
 
-Every 100 steps the state goes to ``--state``; every 200 the model is scored on a part of the validation splits, and
+Every 125 steps the state goes to ``--state`` and the model is scored on a part of the validation splits, and
 what is better than before goes to ``--model``. The log is one JSON object a line.
 """
 
