@@ -1,9 +1,13 @@
-"""Gate report: every test marked `gate(id)` is counted; the summary goes to the terminal and to build/gates.json."""
+"""Gate report: every test marked `gate(id)` is counted; the summary goes to the terminal and to build/gates.json.
+
+And `one_thread`, for tests whose results or times depend on torch's threads.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 
@@ -36,3 +40,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     target = config.rootpath / "build" / "gates.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps({gate: {"state": state(counts), **counts} for gate, counts in gates.items()}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread of torch for a module, the former count after it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

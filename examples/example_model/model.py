@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Cache = list[tuple[Tensor, Tensor]]
+# The gains of the experts' norm at first: standard deviation of their logarithm, and the least share of a gain that an
+# expert's columns make up for. With 0.6 and 0, two bits rounded to nearest cost 5 % after training instead of 10 or more.
+CHANNEL_SPREAD, LEAST_SHARE = 0.9, 0.3
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,23 @@ class Layer(nn.Module):
         self.experts_norm = nn.Parameter(torch.ones(shape.hidden))
         self.experts = Experts(shape)
 
+    @torch.no_grad()
+    def spread_channels(self, generator: torch.Generator) -> None:
+        """Start with channels of unequal size, as large models have, and experts that make up for it unequally.
+
+        The experts' norm lets channel j through with a gain c_j, log-normal with mean square 1; expert e divides the
+        columns of gate and up by c_j ** m_e, where m_e runs from LEAST_SHARE to 1 over the experts in random order. At
+        m_e = 1 an expert computes what it would without the gains, from weights that are harder to round.
+        """
+        gain = torch.exp(CHANNEL_SPREAD * torch.randn(self.shape.hidden, generator=generator))
+        gain /= gain.square().mean().sqrt()
+        self.experts_norm.copy_(gain)
+        self.experts.router.div_(gain)
+        order = torch.randperm(self.shape.experts, generator=generator)
+        shares = torch.linspace(LEAST_SHARE, 1, self.shape.experts)
+        for expert, share in zip(order.tolist(), shares.tolist(), strict=True):
+            self.experts.gate_up[expert].div_(gain**share)
+
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root mean square norm."""
         return functional.rms_norm(x, (x.shape[-1],), weight, self.shape.epsilon)
@@ -167,6 +187,8 @@ class ExampleModel(nn.Module):
             elif "norm" not in name:
                 scale = 0.02 if "router" in name else 0.0625
                 nn.init.normal_(parameter, std=scale, generator=generator)
+        for layer in self.blocks:
+            layer.spread_channels(generator)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at the positions."""

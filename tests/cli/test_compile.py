@@ -6,13 +6,12 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 import pytest
-import torch
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
@@ -23,19 +22,12 @@ from tests.tiny_compile import check_bundle, contents, names, save_model, save_p
 
 from .conftest import Invoke
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Compile = Callable[..., Result]
 PI = ("--device", "raspberry-pi-4b-sd")
 KL = ("--kl", "0.05")
 # Little to search: one format below 16 bits.
 SMALL = ("--bits", "2,16", "--group-size", "32", "--dense-bits", "8", "--no-comparisons")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

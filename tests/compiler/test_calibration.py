@@ -23,15 +23,8 @@ from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [("Question: what?\nAnswer:", " this"), ("a", "b"), ("longer " * 9, "and more"), ("", "alone"), ("x", "")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

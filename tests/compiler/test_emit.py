@@ -37,12 +37,8 @@ from moec.manifests.safetensors_header import read_header
 from moec.runtime.kernels import reference
 from tests.tiny_models import NO_DEVICE, TINY_MODELS, TinyMixtral, save_tiny_mixtral
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [QuantSpec.parse(text) for text in ("q2g32", "q3", "q4g32", "q8", "bf16", "q4s", "q2g32s")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,8 @@ from moec.compiler.quantizers.gptq import inverse_factors, quantize_gptq, quanti
 from moec.compiler.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FORMATS = ("q2g128", "q3g128", "q4g128", "q8g128", "q2g128s")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(seed: int, tokens: int, rows: int = 256, columns: int = 512):

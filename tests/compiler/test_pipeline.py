@@ -30,15 +30,8 @@ from tests.tiny_compile import (
     save_texts,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 KL = 0.05
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,7 @@ from moec.compiler.quantizers.rtn import quantize_rtn
 from moec.manifests.errors import MissingDependency, OptionError
 from moec.manifests.quant import QuantSpec
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,8 @@ from moec.manifests.errors import CheckpointError, ContextOverflow
 from moec.manifests.model import UnitKey
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ("Hello", "A much longer prompt than the first", "x", "Question: 12 + 7?\nAnswer:", "Two words", "é—ß")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["plain", "top1", "sharded-half", "window-heads"])

@@ -33,15 +33,8 @@ from moec.manifests.quant import QuantSpec
 from tests.compiler.toy_search import BF16, estimate, toy_model
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ("one small text", "another text, a little longer", "third", "and a fourth one here")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,7 @@ def emit_bundle(checkpoint_folder: Path, target: Path, bitwidth: int = 16, mixed
     group = 0 if bitwidth == 16 else 32
     plan = uniform_plan(lowering.model, bitwidth, group, 16, lowering.float_type)
     partial, disk = target.with_name(target.name + ".partial"), Disk()
-    manifest = emit(
-        checkpoint, lowering, mixed_formats(plan) if mixed else plan, partial, device=DEVICE, disk=disk
-    )
+    manifest = emit(checkpoint, lowering, mixed_formats(plan) if mixed else plan, partial, device=DEVICE, disk=disk)
     finish(partial, manifest, b"{}\n", b"# test\n", disk)
     publish_directory(disk, partial, target)
     return target

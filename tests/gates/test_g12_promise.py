@@ -19,17 +19,9 @@ from moec.compiler.reference import ReferenceModel
 from moec.evaluation.data import item_key, load_splits
 from tests.tiny_compile import check_bundle, compile_tiny, save_model, save_texts
 
-pytestmark = pytest.mark.gate("G12")
+pytestmark = [pytest.mark.gate("G12"), pytest.mark.usefixtures("one_thread")]
 ITEMS = {"train": 60, "validation": 60, "test": 200}
 EXAMPLE = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,26 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from moec.cli.main import cli
 from tests.tiny_compile import check_bundle, compile_tiny, contents, pi, save_model, save_texts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = ("--kl", "0.05", "--group-size", "32", "--device", "raspberry-pi-4b-sd")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,9 @@ def test_greedy_continuation_equals_transformers(tmp_path: Path) -> None:
     folder = save_tiny_mixtral(tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = [5, 60, 31, 7, 90, 2, 8]
-    expected = reference.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=DECODE_STEPS, pad_token_id=0
-    )[0, len(prompt) :].tolist()
+    expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=DECODE_STEPS, pad_token_id=0)[
+        0, len(prompt) :
+    ].tolist()
     with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=128) as engine:
         found = [step.token_id for step in engine.generate(prompt, max_new_tokens=DECODE_STEPS)]
     assert found == expected

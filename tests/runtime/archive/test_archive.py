@@ -39,23 +39,6 @@ CHUNK = MIN_CHUNK_BYTES
 Files = dict[str, bytes]
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("archive") / "tiny-moec")
-
-
-@pytest.fixture(scope="module")
-def packed(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("archive") / "tiny.moecpack"
-    pack_bundle(bundle, path, chunk_bytes=CHUNK)
-    return path.read_bytes()
-
-
 @pytest.fixture
 def own_bundle(tmp_path: Path) -> Path:
     return write_bundle(tmp_path / "tiny-moec")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from moec.manifests.errors import (
     ManifestInvalid,
     UnknownFormatVersion,
 )
-from moec.runtime.archive import pack_bundle, unpack_bundle
+from moec.runtime.archive import unpack_bundle
 from moec.runtime.archive.layout import (
     COMPRESSED,
     HEADER_BYTES,
@@ -34,27 +33,10 @@ from moec.runtime.archive.layout import (
     read_index,
 )
 from moec.runtime.archive.pack import compress
-from tests.runtime.tiny_bundle import content, files_and_experts, manifest_of, write_archive, write_bundle
+from tests.runtime.tiny_bundle import content, files_and_experts, manifest_of, write_archive
 
 CHUNK = MIN_CHUNK_BYTES
 Files = dict[str, bytes]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("archive") / "tiny-moec")
-
-
-@pytest.fixture(scope="module")
-def packed(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("archive") / "tiny.moecpack"
-    pack_bundle(bundle, path, chunk_bytes=CHUNK)
-    return path.read_bytes()
 
 
 # Damaged archives
