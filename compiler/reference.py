@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,25 +22,15 @@ from moec.manifests.model import ModelSpec, UnitKey
 
 from .checkpoint import TOKENIZER_NAME, open_checkpoint
 from .families import lower
+from .parallel import one_torch_thread, workers
 from .reference_decode import Continuation, GreedyDecoder
 from .reference_network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network
 from .reference_weights import WeightName, WeightStore
 
 TokenPair = tuple[list[int], list[int]]
 """Token ids of a prompt and of its answer."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ForcedBatch:
-    """Hidden states before the answer tokens of several pairs, one after the other.
-
-    indices: which pairs. counts: scored tokens of each. hidden: [sum of counts, D]. targets: [sum of counts].
-    """
-
-    indices: list[int]
-    counts: list[int]
-    hidden: Tensor
-    targets: Tensor
+Score = Callable[[Tensor, Tensor], Tensor]
+"""Hidden states before answer tokens [A, D] and those tokens [A] -> a row for each."""
 
 
 class ReferenceModel:
@@ -51,12 +40,11 @@ class ReferenceModel:
     """
 
     def __init__(self, path: str | Path, threads: int | None = None) -> None:
-        """Load a model folder. threads: of torch, for the whole process; None leaves them.
+        """Load a model folder. threads: passes that run side by side, torch's number of threads where None.
 
         Raises CheckpointError: not a folder of a known family, damaged or missing weights, no fast tokenizer.
         """
-        if threads is not None:
-            torch.set_num_threads(threads)
+        self._threads = threads or torch.get_num_threads()
         lowering = lower(open_checkpoint(str(path)))
         self.model: ModelSpec = lowering.model
         self.network: Network = load_network(lowering)
@@ -112,7 +100,8 @@ class ReferenceModel:
                 )
             limit = min(request.max_new_tokens, room)
             items.append(Continuation(prompt, draft[:limit], limit, request.stop))
-        GreedyDecoder(self.network, self.model.eos_token_ids, self.decode).run(items, progress)
+        with workers(self._threads) as pool:
+            GreedyDecoder(self.network, self.model.eos_token_ids, self.decode).run(items, pool, progress)
         return [Generation(self.decode(item.tokens), len(item.tokens), len(item.prompt)) for item in items]
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress = no_progress) -> list[AnswerScore]:
@@ -138,66 +127,88 @@ class ReferenceModel:
         with_end: the end token counts as the last token of every answer. Raises ContextOverflow.
         """
         logits = [np.empty((0, self.model.vocab_size), np.float32)] * len(pairs)
-        for batch in self.forced_batches(pairs, with_end, progress):
-            for index, part in zip(batch.indices, torch.split(batch.hidden, batch.counts), strict=True):
-                logits[index] = self.network.logits(part).numpy()
+
+        def score(hidden: Tensor, targets: Tensor) -> Tensor:
+            return self.network.logits(hidden)
+
+        for indices, counts, rows in self._forced(pairs, with_end, score, progress):
+            for index, part in zip(indices, torch.split(rows, counts), strict=True):
+                logits[index] = part.numpy()
         return logits
 
     def answer_nll(
         self, pairs: Sequence[TokenPair], with_end: bool = True, progress: Progress = no_progress
     ) -> Iterator[tuple[list[int], list[int], Tensor]]:
         """-log p of every answer token in nats, batch by batch: (pairs, tokens of each, [sum of tokens] float32)."""
-        for batch in self.forced_batches(pairs, with_end, progress):
+
+        def score(hidden: Tensor, targets: Tensor) -> Tensor:
             losses, start = [], 0
-            for chunk in self.network.logit_chunks(batch.hidden):
-                wanted = batch.targets[start : start + len(chunk)]
+            for chunk in self.network.logit_chunks(hidden):
+                wanted = targets[start : start + len(chunk)]
                 losses.append(torch.nn.functional.cross_entropy(chunk, wanted, reduction="none"))
                 start += len(chunk)
-            yield batch.indices, batch.counts, torch.cat(losses)
+            return torch.cat(losses)
 
-    def forced_batches(
-        self, pairs: Sequence[TokenPair], with_end: bool = True, progress: Progress = no_progress
-    ) -> Iterator[ForcedBatch]:
-        """Teacher-forced passes over prompts and answers, batched by length. Raises ContextOverflow."""
+        return self._forced(pairs, with_end, score, progress)
+
+    def _forced(
+        self, pairs: Sequence[TokenPair], with_end: bool, score: Score, progress: Progress
+    ) -> Iterator[tuple[list[int], list[int], Tensor]]:
+        """Teacher-forced passes over prompts and answers, batched by length; `score` speaks of the answers of each.
+
+        Yields (pairs, scored tokens of each, what `score` made of them). Raises ContextOverflow.
+        """
         end = list(self.model.eos_token_ids[:1]) if with_end else []
         answers = [answer + end for _, answer in pairs]
         rows = [(prompt + answer)[:-1] for (prompt, _), answer in zip(pairs, answers, strict=True)]
         scored = [min(len(answer), len(row)) for answer, row in zip(answers, rows, strict=True)]
         usable = [index for index, count in enumerate(scored) if count]
         done = len(pairs) - len(usable)
-        for chosen, hidden in self.hidden_batches([rows[index] for index in usable]):
+        self._check_context(rows)
+
+        @torch.inference_mode()
+        def scores(chosen: list[int]) -> tuple[list[int], list[int], Tensor]:
             indices = [usable[at] for at in chosen]
             counts = [scored[index] for index in indices]
+            hidden = self.network.hidden([rows[index] for index in indices])
             spans = [
                 states[len(rows[index]) - count : len(rows[index])]
                 for states, index, count in zip(hidden, indices, counts, strict=True)
             ]
             targets = [token for index, count in zip(indices, counts, strict=True) for token in answers[index][-count:]]
-            yield ForcedBatch(indices, counts, torch.cat(spans), torch.tensor(targets))
-            done += len(indices)
-            progress(done, len(pairs))
+            return indices, counts, score(torch.cat(spans), torch.tensor(targets))
+
+        batches = length_batches([len(rows[index]) for index in usable], TOKENS_PER_FORWARD)
+        with workers(self._threads) as pool:
+            for indices, counts, result in pool.in_order(scores, batches):
+                yield indices, counts, result
+                done += len(indices)
+                progress(done, len(pairs))
 
     def hidden_batches(
-        self, rows: Sequence[Sequence[int]], before: Callable[[Tensor], None] | None = None
+        self, rows: Sequence[Sequence[int]], before: Callable[[Tensor], None]
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Final hidden states [B, T, D] of token rows, longest first; rows are padded on the right.
+        """Final hidden states [B, T, D] of token rows, longest first, one pass after the other, on one thread.
 
-        before: called ahead of each pass with the mask of real tokens, [B * T] bool. Raises ContextOverflow.
+        Rows are padded on the right. before: called ahead of each pass with the mask of real tokens, [B * T] bool.
+        Raises ContextOverflow.
         """
+        self._check_context(rows)
+        for indices in length_batches([len(row) for row in rows], TOKENS_PER_FORWARD):
+            batch = [rows[index] for index in indices]
+            lengths = torch.tensor([len(row) for row in batch])
+            before((torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).reshape(-1))
+            with torch.inference_mode(), one_torch_thread():
+                hidden = self.network.hidden(batch)
+            yield indices, hidden
+
+    def _check_context(self, rows: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, rows), default=0)
         if longest > self.model.max_positions:
             raise ContextOverflow(
                 f"a text has {longest} tokens, the context of the model has {self.model.max_positions}",
                 "shorten the text",
             )
-        for indices in length_batches([len(row) for row in rows], TOKENS_PER_FORWARD):
-            batch = [rows[index] for index in indices]
-            if before is not None:
-                lengths = torch.tensor([len(row) for row in batch])
-                before((torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).reshape(-1))
-            with torch.inference_mode():
-                hidden = self.network.hidden(batch)
-            yield indices, hidden
 
     # -- weights ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, D hidden, H key/value heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.nn import functional
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .parallel import Workers
 from .reference_network import TOKENS_PER_FORWARD, Network, length_batches
 
-ROWS_PER_STEP = 128
-"""Rows decoded together: more gain little, since a step then costs what its products cost."""
+ROWS_PER_STEP = 64
+"""Rows decoded together: more gain little, since a step then costs what its products cost; two groups run at once."""
 _COMPACT_BELOW = 0.75
 _GROWTH_TOKENS = 64  # few continuations come near their limit, so memory for them is taken in steps
 _STOP_WINDOW_TOKENS = 16
@@ -59,30 +61,31 @@ class GreedyDecoder:
         self._network, self._decode = network, decode
         self._ends = frozenset(eos_token_ids)
 
-    @torch.inference_mode()
-    def run(self, items: Sequence[Continuation], progress: Callable[[int, int], None]) -> None:
-        """Complete every item in place. The tokens do not depend on drafts or on the other items, rounding aside."""
-
-        def report() -> None:
-            progress(sum(item.done for item in items), len(items))
-
-        waiting: list[Continuation] = []
+    def run(self, items: Sequence[Continuation], pool: Workers, progress: Callable[[int, int], None]) -> None:
+        """Complete every item in place. The tokens do not depend on drafts or on the other items, rounding aside;
+        nor, to the last bit, on the number of threads in the pool.
+        """
         started = [item for item in items if item.limit > 0]
         for item in items:
             item.done = item.limit <= 0
-        for batch in length_batches([len(item.prompt) + len(item.draft) for item in started], TOKENS_PER_FORWARD):
-            chosen = [started[index] for index in batch]
-            self._verify(chosen)
-            report()
+        batches = length_batches([len(item.prompt) + len(item.draft) for item in started], TOKENS_PER_FORWARD)
+        waiting: list[Continuation] = []
+        decoding: list[Future[None]] = []
+        for chosen in pool.in_order(self._verify, [[started[index] for index in batch] for batch in batches]):
             waiting += [item for item in chosen if not item.done]
             while len(waiting) >= ROWS_PER_STEP:
-                self._decode_rows(waiting[:ROWS_PER_STEP], report)
+                decoding.append(pool.submit(self._decode_rows, waiting[:ROWS_PER_STEP]))
                 del waiting[:ROWS_PER_STEP]
+            progress(sum(item.done for item in items), len(items))
         if waiting:
-            self._decode_rows(waiting, report)
+            decoding.append(pool.submit(self._decode_rows, waiting))
+        for rows in decoding:
+            rows.result()
+            progress(sum(item.done for item in items), len(items))
 
-    def _verify(self, items: Sequence[Continuation]) -> None:
-        """One pass over prompts and drafts: keep what decoding would have produced, and one token more."""
+    @torch.inference_mode()
+    def _verify(self, items: Sequence[Continuation]) -> Sequence[Continuation]:
+        """One pass over prompts and drafts: keep what decoding would have produced, and one token more. The items."""
         cache: Any = DynamicCache()
         hidden = self._network.hidden([item.prompt + item.draft for item in items], cache)
         spans = [hidden[row, item.cached : item.cached + len(item.draft) + 1] for row, item in enumerate(items)]
@@ -98,6 +101,7 @@ class GreedyDecoder:
                 item.states = [
                     (layer.keys[row, :, kept].clone(), layer.values[row, :, kept].clone()) for layer in cache.layers
                 ]
+        return items
 
     def _accept(self, item: Continuation, tokens: Sequence[int]) -> None:
         """Append greedy tokens up to where the item ends."""
@@ -125,7 +129,8 @@ class GreedyDecoder:
                 return end
         return None
 
-    def _decode_rows(self, items: list[Continuation], report: Callable[[], None]) -> None:
+    @torch.inference_mode()
+    def _decode_rows(self, items: list[Continuation]) -> None:
         """Decode token by token; rows that end leave the batch when enough of them have."""
         width = max(item.cached for item in items)
         capacity = width + max(item.limit - len(item.tokens) for item in items)
@@ -150,13 +155,11 @@ class GreedyDecoder:
                 break
             tokens, positions = torch.tensor(best), positions + 1
             if len(live) <= _COMPACT_BELOW * len(items):
-                report()
                 keep = torch.tensor(live)
                 items = [items[row] for row in live]
                 tokens, positions, mask = tokens[keep], positions[keep], mask[keep]
                 for layer in layers:
                     layer.batch_select_indices(keep)
-        report()
 
 
 class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]

@@ -11,6 +11,7 @@ from moec.manifests.quant import QuantSpec
 
 from .families.lowering import Lowering
 from .output_error import output_error
+from .parallel import workers
 from .quantized import QuantizedMatrix
 from .quantizers import quantizer as find_quantizer
 from .quantizers.gptq import quantize_gptq_batch
@@ -44,9 +45,14 @@ class UnitStore:
             for spec in specs
             if spec.bitwidth < 16 and spec.fits(self.model.unit_shape(layer, projection)[1])
         ]
-        for done, job in enumerate(jobs, 1):
-            self._quantize(*job)
-            progress(done, len(jobs))
+        wanted = [job for job in jobs if not self._has(*job)]
+        for layer, projection, _ in wanted:
+            self.original(layer, projection)  # read by one thread
+        with workers(torch.get_num_threads()) as pool:
+            results = pool.in_order(lambda job: self._quantized(*job), wanted)
+            for done, (job, result) in enumerate(zip(wanted, results, strict=True), 1):
+                self._keep(*job, result)
+                progress(done, len(wanted))
 
     def original(self, layer: int, projection: str) -> torch.Tensor:
         """Weights of one projection of all experts of a layer, [E, N, K] float32."""
@@ -57,18 +63,31 @@ class UnitStore:
             self._weights[key] = torch.stack(rows).float()
         return self._weights[key]
 
+    def _has(self, layer: int, projection: str, spec: QuantSpec) -> bool:
+        return (UnitKey(layer, 0, projection), spec) in self._units
+
     def _quantize(self, layer: int, projection: str, spec: QuantSpec) -> None:
-        if (UnitKey(layer, 0, projection), spec) in self._units:
-            return
+        if not self._has(layer, projection, spec):
+            self._keep(layer, projection, spec, self._quantized(layer, projection, spec))
+
+    def _quantized(self, layer: int, projection: str, spec: QuantSpec) -> list[tuple[QuantizedMatrix, float]]:
+        """One projection of all experts of a layer, with output errors; changes nothing but the cache of weights."""
         weights = self.original(layer, projection)
         moments = tokens = None
         if self._moments is not None:
             moments, tokens = self._moments.of(layer, projection), self._moments.tokens(layer)
+        found = []
         for expert, matrix in enumerate(self._quantize_batch(weights, spec, moments, tokens)):
-            key = (UnitKey(layer, expert, projection), spec)
-            self._units[key] = matrix
             moment = None if moments is None else moments[expert]
-            self._errors[key] = float(output_error(weights[expert], matrix.dequantize(), moment))
+            found.append((matrix, float(output_error(weights[expert], matrix.dequantize(), moment))))
+        return found
+
+    def _keep(
+        self, layer: int, projection: str, spec: QuantSpec, results: Iterable[tuple[QuantizedMatrix, float]]
+    ) -> None:
+        for expert, (matrix, error) in enumerate(results):
+            key = (UnitKey(layer, expert, projection), spec)
+            self._units[key], self._errors[key] = matrix, error
 
     def _quantize_batch(
         self, weights: torch.Tensor, spec: QuantSpec, moments: torch.Tensor | None, tokens: torch.Tensor | None

@@ -8,8 +8,7 @@ Shapes: B matrices, N rows, K columns, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from moec.manifests.quant import QuantSpec
 
 from ..output_error import row_errors
+from ..parallel import one_torch_thread
 from ..quantized import QuantizedMatrix
 from .rtn import quantize_rtn
 
@@ -50,7 +50,7 @@ def quantize_gptq_batch(
     not depend on the others of its batch, rounding aside. Row for row trace(d H d^T) is at most that of rounding to
     nearest with the same clip search. Raises ValueError: the format does not fit, or its scales exceed float16.
     """
-    with _one_thread(weights.numel() < _ONE_THREAD_WEIGHTS):
+    with one_torch_thread() if weights.numel() < _ONE_THREAD_WEIGHTS else nullcontext():
         return _quantize(weights.detach().float(), spec, second_moments, tokens)
 
 
@@ -163,14 +163,3 @@ def inverse_factors(moments: Tensor, damping: Tensor) -> Tensor:
             return factors
         damping = torch.where(failed > 0, damping * _DAMPING_GROWTH, damping)
     raise ValueError("a second moment is not positive definite, expected finite inputs")
-
-
-@contextmanager
-def _one_thread(small: bool) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if small:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moec.compiler import reference_decode
+from moec.compiler.parallel import workers
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.reference_decode import Continuation, GreedyDecoder
 from moec.compiler.reference_network import length_batches, sorted_experts
@@ -70,7 +71,8 @@ def test_generation_is_that_of_transformers_whatever_the_draft(folder, reference
 def test_end_tokens_end_a_generation_in_and_out_of_drafts(plain):
     def run(drafts, ends):
         items = [Continuation(plain.encode(p), list(d), 12) for p, d in zip(PROMPTS, drafts, strict=True)]
-        GreedyDecoder(plain.network, ends, plain.decode).run(items, lambda done, total: None)
+        with workers(1) as pool:
+            GreedyDecoder(plain.network, ends, plain.decode).run(items, pool, lambda done, total: None)
         assert all(item.done for item in items)
         return [item.tokens for item in items]
 

@@ -96,7 +96,7 @@ def test_the_model_answers(task: str, bar: float) -> None:
 
 @pytest.mark.parametrize(("bits", "least_loss", "most_loss"), [(8, -0.03, 0.03), (2, 0.3, 1.0)])
 def test_two_bits_rounded_to_nearest_hurt_and_eight_do_not(bits: int, least_loss: float, most_loss: float) -> None:
-    """Of 4,000 items (examples/README.md) 2 bits lose more than 95 % and 8 bits less than 1 %; 64 items tell as much."""
+    """Of 4,000 items (examples/README.md) 2 bits lose over 95 %, 8 bits under 1 %; 64 items tell."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     model = read_model(MODEL)
     rounded = read_model(MODEL)

@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.gate("G4")
-def test_two_processes_in_two_places_write_the_same_bundle(
+def test_two_processes_of_one_and_three_threads_in_two_places_write_the_same_bundle(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
@@ -45,7 +45,7 @@ def test_two_processes_in_two_places_write_the_same_bundle(
         [sys.executable, "-m", "moec.cli.main", "compile", *map(str, arguments)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "7"}
-        | {"OMP_NUM_THREADS": "1"},
+        | {"OMP_NUM_THREADS": "3"},
         capture_output=True,
         text=True,
         timeout=300,

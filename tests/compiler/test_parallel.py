@@ -1,0 +1,120 @@
+"""Passes side by side: order, errors, bounded waiting, and the same bits whatever the number of threads."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.families import lower
+from moec.compiler.parallel import one_torch_thread, workers
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.unit_store import UnitStore
+from moec.evaluation.engine import GenerationRequest
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixtral(tmp_path_factory.mktemp("parallel") / "tiny", TinyMixtral())
+
+
+def test_results_come_in_the_order_of_the_jobs() -> None:
+    def late(job: int) -> int:
+        time.sleep(0.02 if job % 3 == 0 else 0)
+        return job
+
+    with workers(3) as pool:
+        assert list(pool.in_order(late, range(20))) == list(range(20))
+
+
+def test_an_error_is_raised_at_its_place_and_ends_the_rest() -> None:
+    started = []
+
+    def work(job: int) -> int:
+        started.append(job)
+        time.sleep(0.01)
+        if job == 2:
+            raise KeyError(job)
+        return job
+
+    seen = []
+    with pytest.raises(KeyError), workers(1) as pool:
+        for result in pool.in_order(work, range(100)):
+            seen.append(result)
+    assert seen == [0, 1]
+    assert len(started) < 10, "jobs that had not begun were dropped"
+
+
+def test_what_waits_is_bounded() -> None:
+    taken = 0
+
+    def jobs():
+        nonlocal taken
+        for job in range(50):
+            taken += 1
+            yield job
+
+    with workers(2) as pool:
+        results = pool.in_order(lambda job: job, jobs())
+        next(results)
+        assert taken <= 6
+
+
+def test_jobs_run_at_the_same_time_with_one_torch_thread_each() -> None:
+    meeting = threading.Barrier(2, timeout=30)
+    before = torch.get_num_threads()
+
+    def work(job: int) -> int:
+        meeting.wait()
+        return torch.get_num_threads()
+
+    with workers(2) as pool:
+        assert list(pool.in_order(work, range(4))) == [1] * 4
+    assert torch.get_num_threads() == before
+    torch.set_num_threads(2)
+    try:
+        with one_torch_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
+    texts = [("text " * (1 + n % 7), f" answer {n}") for n in range(150)]
+    found = []
+    for threads in (1, 2, 5):
+        reference = ReferenceModel(folder, threads)
+        pairs = reference.encode_pairs(texts)
+        logits = torch.cat([torch.from_numpy(rows) for rows in reference.forced_logits(pairs)])
+        losses = torch.cat([loss for _, _, loss in reference.answer_nll(pairs)])
+        requests = [GenerationRequest(prompt, answer, 12, ()) for prompt, answer in texts]
+        found.append((logits, losses, reference.generate(requests)))
+    for logits, losses, generations in found[1:]:
+        assert torch.equal(logits, found[0][0])
+        assert torch.equal(losses, found[0][1])
+        assert generations == found[0][2]
+
+
+@pytest.mark.parametrize("quantizer", ["gptq", "rtn"])
+def test_the_number_of_threads_changes_no_code(folder: Path, quantizer: str) -> None:
+    spec, before = QuantSpec.parse("q3g32"), torch.get_num_threads()
+    stores = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            stores.append(UnitStore(lower(open_checkpoint(str(folder))), None, quantizer))
+            stores[-1].prepare([spec], lambda done, total: None)
+    finally:
+        torch.set_num_threads(before)
+    for layer in range(2):
+        for projection in ("gate", "up", "down"):
+            unit = UnitKey(layer, 1, projection)
+            one, three = (store.matrix(unit, spec) for store in stores)
+            assert (one.codes == three.codes).all()
+            assert stores[0].error(unit, spec) == stores[1].error(unit, spec)
