@@ -19,6 +19,8 @@ _LAYER_WEIGHTS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
     "output": "self_attn.o_proj",
     "experts_norm": "post_attention_layernorm",
     "router": "mlp.gate",

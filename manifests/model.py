@@ -48,13 +48,17 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Causal attention with grouped key/value heads; sliding_window 0 means the whole context."""
+    """Causal attention with grouped key/value heads; sliding_window 0 means the whole context.
+
+    query_key_norm: `full` norms queries and keys over all their heads together, before the rotary embedding.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     rope: RopeSpec
     sliding_window: int = 0
+    query_key_norm: Literal["none", "full"] = "none"
 
     def __post_init__(self) -> None:
         _require(0 < self.num_heads <= 4096 and 0 < self.head_size <= 4096, "heads and head_size must be 1 to 4096")
@@ -160,6 +164,9 @@ class ModelSpec:
             shapes[prefix + "query"] = (query, hidden)
             shapes[prefix + "key"] = (key_value, hidden)
             shapes[prefix + "value"] = (key_value, hidden)
+            if attention.query_key_norm == "full":
+                shapes[prefix + "query_norm"] = (query,)
+                shapes[prefix + "key_norm"] = (key_value,)
             shapes[prefix + "output"] = (hidden, query)
             shapes[prefix + "experts_norm"] = (hidden,)
             shapes[prefix + "router"] = (layer.experts.count, hidden)

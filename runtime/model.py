@@ -133,6 +133,10 @@ class Model:
         value = np.empty_like(key)
         for name, out in (("query", query), ("key", key), ("value", value)):
             kernels.linear(self._dense[prefix + name], normed, out.reshape(count, -1))
+        if attention.query_key_norm == "full":
+            for name, heads in (("query", query), ("key", key)):
+                rows = heads.reshape(count, -1)
+                kernels.rms_norm(rows, self._dense[f"{prefix}{name}_norm"], self.spec.norm_eps, rows)
         cos, sin = self._rope[index]
         kernels.rope(query, cos, sin, positions)
         kernels.rope(key, cos, sin, positions)

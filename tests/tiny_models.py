@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from moec.compiler.checkpoint import open_checkpoint
@@ -19,6 +19,9 @@ from moec.compiler.uniform import uniform_plan
 from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
 
 VOCABULARY = 288  # 256 bytes, four special tokens, the rest never produced by the tokenizer
+INITIALIZER_RANGE = (
+    0.15  # larger than a trained model's, so that experts, routing and attention all matter to the logits
+)
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 NO_DEVICE = DeviceSummary("unspecified", "0" * 64, 0, 0)
 
@@ -67,18 +70,41 @@ def save_tiny_mixtral(folder: Path, tiny: TinyMixtral | None = None, **config: A
         sliding_window=tiny.sliding_window,
         tie_word_embeddings=tiny.tied,
         max_position_embeddings=128,
-        # Larger than a trained model's, so that experts, routing and attention all matter to the logits.
-        initializer_range=0.15,
+        initializer_range=INITIALIZER_RANGE,
         **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10_000.0, **config},
     )
+    return _save(folder, MixtralForCausalLM, settings, tiny.seed, tiny.dtype, tiny.shard_size)
+
+
+def save_tiny_olmoe(folder: Path, tiny: TinyMixtral | None = None, **config: Any) -> Path:
+    """An OLMoE checkpoint of these sizes; it has neither a head size of its own nor a sliding window."""
+    tiny = tiny or TinyMixtral()
+    settings = OlmoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.width,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.kv_heads,
+        num_experts=tiny.experts,
+        num_experts_per_tok=tiny.top_k,
+        tie_word_embeddings=tiny.tied,
+        max_position_embeddings=128,
+        initializer_range=INITIALIZER_RANGE,
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10_000.0, **config},
+    )
+    return _save(folder, OlmoeForCausalLM, settings, tiny.seed, tiny.dtype, tiny.shard_size)
+
+
+def _save(folder: Path, family: Any, settings: Any, seed: int, dtype: str, shard_size: str) -> Path:
     with torch.random.fork_rng():
-        torch.manual_seed(tiny.seed)
-        model = MixtralForCausalLM(settings)
+        torch.manual_seed(seed)
+        model = family(settings)
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.data.uniform_(0.5, 1.5)
     transformers_logging.disable_progress_bar()
-    model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, max_shard_size=tiny.shard_size)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from moec.manifests.errors import CheckpointError
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
-from . import mixtral
+from . import mixtral, olmoe
 from .lowering import Lowering, TensorSource
 
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
 
-FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {"mixtral": mixtral.lower}
+FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {"mixtral": mixtral.lower, "olmoe": olmoe.lower}
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
-from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral
+from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
 
 DISK_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -181,3 +182,54 @@ def test_weights_that_are_not_finite_name_their_tensor(copy: Path, value: float)
     lowering.unit(UnitKey(1, 1, "down"))
     with pytest.raises(CheckpointError, match=f"tensor `{name}` in .* holds NaN or infinite values"):
         lowering.unit(UnitKey(1, 2, "down"))
+
+
+# OLMoE
+
+
+@pytest.fixture
+def olmoe(tmp_path: Path) -> Path:
+    return save_tiny_olmoe(tmp_path / "olmoe", TinyMixtral(kv_heads=2, experts=5))
+
+
+def test_olmoe_is_what_its_configuration_says(olmoe: Path) -> None:
+    lowering, on_disk = _lower(olmoe), load_file(olmoe / WEIGHTS_NAME)
+    model, layer = lowering.model, lowering.model.layers[1]
+    assert (model.family, layer.attention.query_key_norm) == ("olmoe", "full")
+    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
+    assert not layer.experts.router.renormalize
+    for key in lowering.units:
+        name = f"model.layers.{key.layer}.mlp.experts.{key.expert}.{key.projection}_proj.weight"
+        assert torch.equal(lowering.unit(key), on_disk[name])
+    assert model.dense_shapes()["layers.0.query_norm"] == (64,)
+    assert model.dense_shapes()["layers.0.key_norm"] == (32,)
+    for name, on in (("query_norm", "self_attn.q_norm"), ("key_norm", "self_attn.k_norm"), ("router", "mlp.gate")):
+        assert torch.equal(lowering.dense_weight(f"layers.1.{name}"), on_disk[f"model.layers.1.{on}.weight"])
+    read = {source.name for source in (*lowering.dense.values(), *lowering.units.values())}
+    assert read == set(on_disk), "every tensor is read"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_qkv": 8.0}, "key `clip_qkv`: expected null, found `8.0`"),
+        ({"head_dim": 32}, "key `head_dim`: expected hidden_size 64 divided by 4 heads"),
+        ({"attention_bias": True}, "key `attention_bias`"),
+        ({"num_experts": 0}, "key `num_experts`: expected a whole number"),
+        ({"hidden_act": "gelu"}, "key `hidden_act`"),
+        ({"router_kind": "other"}, "unknown: router_kind"),
+        ({"num_experts_per_tok": 9}, "contradicts itself: top_k must be 1 to 5"),
+    ],
+)
+def test_olmoe_settings_that_cannot_be_expressed_are_named(olmoe: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        _lower(_configure(olmoe, **changes))
+
+
+@pytest.mark.parametrize("renormalized", [True, False])
+def test_olmoe_says_whether_weights_are_renormalised(olmoe: Path, renormalized: bool) -> None:
+    assert (
+        _lower(_configure(olmoe, norm_topk_prob=renormalized)).model.layers[0].experts.router.renormalize
+        is renormalized
+    )
+    assert not _lower(_configure(olmoe, norm_topk_prob=...)).model.layers[0].experts.router.renormalize

@@ -100,9 +100,7 @@ def test_moec_eval_repeats_the_certified_values(compiled: tuple[Path, Path, set[
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.environ.get("MOEC_SLOW") != "1", reason="four minutes: set MOEC_SLOW=1, or run `make demo`"
-)
+@pytest.mark.skipif(os.environ.get("MOEC_SLOW") != "1", reason="four minutes: set MOEC_SLOW=1, or run `make demo`")
 def test_the_example_keeps_two_percent_on_4000_problems(tmp_path: Path) -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     output = tmp_path / "example-moec"

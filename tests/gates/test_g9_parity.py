@@ -11,16 +11,31 @@ from transformers import AutoModelForCausalLM
 
 from moec.runtime import load
 from tests.gates.bundles import emit_bundle
-from tests.tiny_models import TINY_MODELS, VOCABULARY, save_tiny_mixtral
+from tests.tiny_models import TINY_MODELS, VOCABULARY, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
 
 PROMPT_TOKENS, DECODE_STEPS = 40, 32
 TOLERANCE = 1e-3  # of the largest logit
 
 
+OLMOES = {
+    "olmoe": (TinyMixtral(experts=8, top_k=4), {}),
+    "olmoe-grouped": (TinyMixtral(heads=4, kv_heads=1, experts=6, seed=6), {"norm_topk_prob": True}),
+    "olmoe-tied-half": (TinyMixtral(kv_heads=4, layers=3, tied=True, dtype="float16", seed=7), {"rms_norm_eps": 1e-6}),
+}
+
+
+def save(name: str, folder: Path) -> Path:
+    """The checkpoint of that name."""
+    if name in OLMOES:
+        tiny, config = OLMOES[name]
+        return save_tiny_olmoe(folder, tiny, **config)
+    return save_tiny_mixtral(folder, TINY_MODELS[name])
+
+
 @pytest.mark.gate("G9")
-@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+@pytest.mark.parametrize("name", [*sorted(TINY_MODELS), *OLMOES])
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    folder = save_tiny_mixtral(tmp_path / "model", TINY_MODELS[name])
+    folder = save(name, tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = np.random.default_rng(7).integers(0, VOCABULARY, PROMPT_TOKENS + DECODE_STEPS).tolist()
     with torch.no_grad():

@@ -1,0 +1,52 @@
+"""OLMoE: queries and keys normed over their full width, softmax router over all experts, top-k not renormalised.
+
+Source: transformers, models/olmoe/modeling_olmoe.py; OLMoE: Open Mixture-of-Experts Language Models, section 2.
+"""
+
+from __future__ import annotations
+
+from moec.manifests.model import AttentionSpec, ExpertsSpec, ModelSpec, RopeSpec, RouterSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, contradiction, head_size_of, lower_decoder, model_spec
+from .lowering import Lowering
+from .settings import Settings
+
+_EXPERTS = ExpertNames("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate an OLMoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    return lower_decoder(checkpoint, _model(checkpoint), _EXPERTS)
+
+
+def _model(checkpoint: Checkpoint) -> ModelSpec:
+    """config.json as a ModelSpec."""
+    settings = Settings(checkpoint)
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    head_size = head_size_of(settings, hidden, heads)
+    if head_size * heads != hidden:
+        settings.fail("head_dim", f"hidden_size {hidden} divided by {heads} heads, the width that the norms have")
+    if settings.raw("clip_qkv") is not None:
+        settings.fail("clip_qkv", "null", "compile a checkpoint that does not clip queries, keys and values")
+    theta = settings.rope_theta()
+    try:
+        attention = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=settings.optional_integer("num_key_value_heads") or heads,
+            head_size=head_size,
+            rope=RopeSpec(theta, head_size),
+            query_key_norm="full",
+        )
+        experts = ExpertsSpec(
+            count=settings.integer("num_experts", MAX_EXPERTS_PER_LAYER),
+            top_k=settings.integer("num_experts_per_tok"),
+            width=settings.integer("intermediate_size"),
+            activation="silu",
+            router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
+        )
+        model = model_spec(checkpoint, settings, "olmoe", attention, experts)
+    except ValueError as error:
+        raise contradiction(checkpoint, error) from error
+    settings.finish()
+    return model
