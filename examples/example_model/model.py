@@ -13,7 +13,7 @@ from torch.nn import functional
 
 Cache = list[tuple[Tensor, Tensor]]
 # The gains of the experts' norm at first: standard deviation of their logarithm, and the least share of a gain that an
-# expert's columns make up for. With 0.6 and 0, two bits rounded to nearest cost 5 % after training instead of 10 or more.
+# expert's columns make up for. With 0.6 and 0, two bits rounded to nearest cost only 5 % after training.
 CHANNEL_SPREAD, LEAST_SHARE = 0.9, 0.3
 
 
