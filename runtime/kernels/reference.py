@@ -21,6 +21,7 @@ Int64s = NDArray[np.int64]
 ACTIVATIONS = ("silu",)
 _PLANE_BYTES = 4 * ROWS_PER_BLOCK
 _COLUMNS_PER_LANE = 4
+_SMALLEST_ROUNDED = np.float32(2.0**-110)  # of a tile; 127 divided by less could overflow
 
 
 def _require(holds: bool, message: str) -> None:
@@ -172,18 +173,40 @@ def _weights(matrix: PackedMatrix) -> Floats:
     return unpack(matrix.data, matrix.rows, matrix.columns, matrix.spec)
 
 
+def round_activations(x: Floats) -> Floats:
+    """Each row rounded to 8 bits per tile of 32 columns, as every quantized matrix reads it: codes times steps.
+
+    x: [T, K], K a multiple of 32. step = max |x| / 127 of the tile, codes x * (127 / max |x|) to nearest even. A tile
+    whose values are all below 2^-110 becomes zero, one with a value that is not finite becomes NaN.
+    """
+    tiles = x.reshape(*x.shape[:-1], x.shape[-1] // COLUMNS_PER_TILE, COLUMNS_PER_TILE)
+    largest = np.abs(tiles).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.where(largest >= _SMALLEST_ROUNDED, np.float32(127) / largest, np.float32(0))
+        codes = np.rint(np.clip(tiles * inverse, -127, 127))
+        rounded = codes * (np.where(np.isfinite(largest), largest, np.float32(np.nan)) / np.float32(127))
+    return np.asarray(rounded, np.float32).reshape(x.shape)
+
+
+def _inputs(matrix: PackedMatrix, x: Floats) -> Floats:
+    return x if matrix.spec.bitwidth == 16 else round_activations(x)
+
+
 def _product(weights: Floats, x: Floats, out: Floats) -> None:
     for row, target in zip(x, out, strict=True):
         target[:] = weights @ row  # token by token: the same sums whatever the batch
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
-    """out = x W^T. x: [T, K]; out: [T, N], written. Raises ValueError for wrong shapes."""
+    """out = x W^T. x: [T, K]; out: [T, N], written. Raises ValueError for wrong shapes.
+
+    A quantized matrix reads x rounded to 8 bits (`round_activations`), one of 16 bits as it is.
+    """
     check_array(x, "x", np.float32, 2)
     check_array(out, "out", np.float32, 2)
     check_shape(x, "x", (x.shape[0], matrix.columns))
     check_shape(out, "out", (x.shape[0], matrix.rows))
-    _product(_weights(matrix), x, out)
+    _product(_weights(matrix), _inputs(matrix, x), out)
 
 
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
@@ -216,8 +239,10 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
     check_indices(tokens, "tokens", x.shape[0])
     check_indices(ranks, "ranks", out.shape[1])
     gate, up, down = _weights(expert.gate), _weights(expert.up), _weights(expert.down)
-    for token, rank in zip(tokens, ranks, strict=True):
-        out[token, rank] = down @ (silu(gate @ x[token]) * (up @ x[token]))
+    gate_inputs, up_inputs = _inputs(expert.gate, x[tokens]), _inputs(expert.up, x[tokens])
+    for at, (token, rank) in enumerate(zip(tokens, ranks, strict=True)):
+        hidden = silu(gate @ gate_inputs[at]) * (up @ up_inputs[at])
+        out[token, rank] = down @ _inputs(expert.down, hidden)
 
 
 def combine(parts: Floats, weights: Floats, out: Floats) -> None:

@@ -22,11 +22,34 @@ FORMATS = QUANTIZED + SIXTEEN_BIT
 
 @dataclass(frozen=True)
 class Packed:
-    """data: uint8[packed_bytes]; weights: float32[rows, columns], what the bytes mean."""
+    """data: uint8[packed_bytes]; weights: float32[rows, columns], what the bytes mean.
+
+    magnitudes: [rows, columns], |scale| code + |minimum|, what rounding errors of a product are relative to.
+    """
 
     data: np.ndarray
     weights: np.ndarray
     spec: QuantSpec
+    magnitudes: np.ndarray
+
+    def rows(self, count: int) -> Packed:
+        """The first rows: row blocks follow one another, so a prefix is a matrix, its padding rows not even zero."""
+        data = self.data[: self.spec.packed_bytes(count, self.weights.shape[1])]
+        return Packed(data, self.weights[:count], self.spec, self.magnitudes[:count])
+
+
+def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a quantized matrix reads of float32 rows [T, K]: 8-bit multiples of a step, and half of each column's step.
+
+    Both float64 [T, K]. The arithmetic is float32, operation by operation in the order of the specification.
+    """
+    tiles = x.reshape(len(x), x.shape[1] // 32, 32)
+    largest = np.abs(tiles).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest >= 2.0**-110)
+    codes, steps = np.rint(tiles * inverse), largest / np.float32(127)
+    assert codes.dtype == steps.dtype == np.float32 and np.abs(codes).max(initial=0) <= 127
+    values = codes.astype(np.float64) * steps
+    return values.reshape(x.shape), np.broadcast_to(steps / 2.0, tiles.shape).reshape(x.shape)
 
 
 def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
@@ -85,15 +108,17 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Pa
             weights = (weights.view(np.uint32) & 0xFFFF0000).view(np.float32)
         else:
             weights = weights.astype(np.float16).astype(np.float32)
-        return Packed(pack_16_bit(weights, spec), weights, spec)
+        return Packed(pack_16_bit(weights, spec), weights, spec, np.abs(weights))
     codes = rng.integers(0, 2**spec.bitwidth, (rows, columns)).astype(np.uint8)
     groups = spec.groups(columns)
     scales = rng.uniform(0.001, 0.1, (rows, groups)).astype(np.float16)
     minima = None if spec.symmetric else rng.uniform(-0.2, 0.1, (rows, groups)).astype(np.float16)
     wide = scales.astype(np.float64)
     offsets = wide * -(2.0 ** (spec.bitwidth - 1)) if minima is None else minima.astype(np.float64)
-    weights = wide[:, :, None] * codes.reshape(rows, groups, -1) + offsets[:, :, None]
-    return Packed(pack(codes, scales, minima, spec.bitwidth), weights.reshape(rows, columns).astype(np.float32), spec)
+    products = wide[:, :, None] * codes.reshape(rows, groups, -1)
+    weights = (products + offsets[:, :, None]).reshape(rows, columns).astype(np.float32)
+    magnitudes = (products + np.abs(offsets)[:, :, None]).reshape(rows, columns)
+    return Packed(pack(codes, scales, minima, spec.bitwidth), weights, spec, magnitudes)
 
 
 def bits(values: np.ndarray) -> np.ndarray:

@@ -60,8 +60,12 @@ void bind_linear(const PackedMatrix& matrix, nb::handle x_object, nb::handle out
     x.expect({x.size(0), matrix.view.columns});
     out.expect({x.size(0), matrix.view.rows});
     out.expect_apart(x);
-    nb::gil_scoped_release unlocked;
-    linear(matrix.view, x.data<const float>(), x.size(0), out.data<float>());
+    bool has_memory;
+    {
+        nb::gil_scoped_release unlocked;
+        has_memory = linear(matrix.view, x.data<const float>(), x.size(0), out.data<float>());
+    }
+    expect_memory(has_memory);
 }
 
 void bind_dequantize_rows(const PackedMatrix& matrix, nb::handle rows_object, nb::handle out_object) {

@@ -1,5 +1,5 @@
 // Operations on rows of floats, written once over eight lanes. Included inside the namespace of an instruction set, after
-// generic_linear.h; no include guard, for that reason.
+// generic_product.h; no include guard, for that reason.
 //
 // Reductions: lane i sums elements i, i + 8, ... in order by fma; then lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
 // A last part of fewer than eight elements is filled with zeros. Sums over positions and ranks are sequential.
@@ -33,16 +33,6 @@ MOEC_INLINE Floats silu_lanes(Floats x) {
     return div(x, add(broadcast(1.0f), exp_lanes(sub(zero(), x))));
 }
 
-MOEC_INLINE float sum_lanes(Floats a) {
-    a = add(a, upper<4>(a));
-    a = add(a, upper<2>(a));
-    return first_lane(add(a, upper<1>(a)));
-}
-
-MOEC_INLINE int lanes_left(int64_t size, int64_t i) {
-    return static_cast<int>(size - i < kLanes ? size - i : kLanes);
-}
-
 inline void exp_row(const float* x, int64_t size, float* out) {
     for (int64_t i = 0; i < size; i += kLanes) {
         const int count = lanes_left(size, i);
@@ -57,16 +47,16 @@ inline void store_hidden(float* out, const float* gate, const float* up, int64_t
     }
 }
 
-inline void expert_hidden(const MatrixView& gate, const MatrixView& up, InputRows x, int64_t tokens, OutputRows out,
-                          int64_t begin, int64_t end) {
-    const Format gate_format = format_of(gate), up_format = format_of(up);
+inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Activations& x, int64_t tokens,
+                          OutputRows out, int64_t begin, int64_t end) {
+    const Product gate_product(gate, x), up_product(up, x);
     alignas(64) float gate_acc[kChunkTokens * kRowsPerBlock];
     alignas(64) float up_acc[kChunkTokens * kRowsPerBlock];
     if (tokens == 1) {
         for (int64_t block = begin; block < end; block += kPairedBlocks) {
             const int blocks = blocks_in_step(block, end);
-            multiply_step(gate, gate_format, block, blocks, row_of(x, 0), gate_acc);
-            multiply_step(up, up_format, block, blocks, row_of(x, 0), up_acc);
+            gate_product.multiply_step(block, blocks, gate_acc);
+            up_product.multiply_step(block, blocks, up_acc);
             for (int b = 0; b < blocks; ++b) {
                 store_hidden(row_of(out, 0) + (block + b) * kRowsPerBlock, gate_acc + b * kRowsPerBlock,
                              up_acc + b * kRowsPerBlock, rows_in_block(gate, block + b));
@@ -77,8 +67,8 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, InputRow
     for (int64_t first = 0; first < tokens; first += kChunkTokens) {
         const int count = static_cast<int>(tokens - first < kChunkTokens ? tokens - first : kChunkTokens);
         for (int64_t block = begin; block < end; ++block) {
-            multiply_block(gate, gate_format, block, x, first, count, gate_acc);
-            multiply_block(up, up_format, block, x, first, count, up_acc);
+            gate_product.multiply_chunk(block, first, count, gate_acc);
+            up_product.multiply_chunk(block, first, count, up_acc);
             for (int i = 0; i < count; ++i) {
                 store_hidden(row_of(out, first + i) + block * kRowsPerBlock, gate_acc + i * kRowsPerBlock,
                              up_acc + i * kRowsPerBlock, rows_in_block(gate, block));
@@ -258,5 +248,5 @@ inline void route(const RouteCall& call, int64_t token, float* shares) {
 }
 
 constexpr KernelTable make_table(const char* name, bool (*is_supported)()) {
-    return {name, is_supported, linear, expert_hidden, dequantize_row, combine, rms_norm, rope, attention, route, exp_row};
+    return {name, is_supported, linear, expert_hidden, round_row, dequantize_row, combine, rms_norm, rope, attention, route, exp_row};
 }

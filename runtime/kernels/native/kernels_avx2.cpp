@@ -12,6 +12,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "detect.h"
 
@@ -67,6 +68,31 @@ inline Ints bits_of(Floats a) { return _mm256_castps_si256(a); }
 inline Floats float_of(Ints a) { return _mm256_castsi256_ps(a); }
 inline Floats to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
 
+inline Ints without(Ints a, Ints b) { return _mm256_andnot_si256(b, a); }
+inline void store_lanes(uint8_t* p, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+// Lanes from -128 to 127, one byte each.
+inline void store_low_bytes(int8_t* p, Ints a) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+inline Ints broadcast_bytes(const int8_t* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return _mm256_set1_epi32(bytes);
+}
+
+// Products of codes up to 15 and bytes from -127 to 127: a pair is at most 3,810, so sixteen bits hold eight pairs.
+using Products = __m256i;
+inline Products no_products() { return _mm256_setzero_si256(); }
+inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x)); }
+inline Ints sum_products(Products sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+// sum + (code - 128) * x over the four bytes of a lane: a pair is at most 32,512.
+inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
+    const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
 inline float first_lane(Floats a) { return _mm256_cvtss_f32(a); }
 template <int Count>
 inline Floats upper(Floats a) {
@@ -79,7 +105,10 @@ inline Floats upper(Floats a) {
 }
 inline float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
+#include "generic_lanes.h"
 #include "generic_linear.h"
+#include "generic_quantized.h"
+#include "generic_product.h"
 #include "generic_rows.h"
 
 constexpr KernelTable kTable = make_table("avx2", has_avx2);

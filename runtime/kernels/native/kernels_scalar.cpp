@@ -108,9 +108,48 @@ inline Ints halve_signed(const Ints& a) {
 inline Ints broadcast_int(uint32_t x) { return each<Ints>([=](int) { return x; }); }
 inline Ints bits_of(const Floats& a) { return each<Ints>([&](int i) { return to_bits(a.v[i]); }); }
 inline Floats float_of(const Ints& a) { return each<Floats>([&](int i) { return from_bits(a.v[i]); }); }
-// Codes: at most 255.
+// Signed, at most 2^24 either way.
 inline Floats to_float(const Ints& a) {
     return each<Floats>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
+}
+
+inline Ints without(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] & ~b.v[i]; }); }
+inline void store_lanes(uint8_t* p, const Ints& a) {
+    for (int i = 0; i < 4 * kLanes; ++i) {
+        p[i] = static_cast<uint8_t>(a.v[i / 4] >> (8 * (i % 4)));
+    }
+}
+inline void store_low_bytes(int8_t* p, const Ints& a) {
+    for (int i = 0; i < kLanes; ++i) {
+        p[i] = static_cast<int8_t>(static_cast<uint8_t>(a.v[i]));
+    }
+}
+inline Ints broadcast_bytes(const int8_t* p) {
+    uint32_t bytes = 0;
+    for (int i = 0; i < 4; ++i) {
+        bytes |= uint32_t{static_cast<uint8_t>(p[i])} << (8 * i);
+    }
+    return broadcast_int(bytes);
+}
+
+// Sum over the four bytes of a lane of (code - centre) * x, in 32 bits.
+inline int32_t dot_bytes(uint32_t codes, uint32_t x, int32_t centre) {
+    int32_t sum = 0;
+    for (int byte = 0; byte < 4; ++byte) {
+        const int32_t code = static_cast<int32_t>((codes >> (8 * byte)) & 255u) - centre;
+        sum += code * static_cast<int8_t>(static_cast<uint8_t>(x >> (8 * byte)));
+    }
+    return sum;
+}
+
+using Products = Ints;
+inline Products no_products() { return broadcast_int(0); }
+inline Products add_products(const Products& sum, const Ints& codes, const Ints& x) {
+    return each<Ints>([&](int i) { return sum.v[i] + static_cast<uint32_t>(dot_bytes(codes.v[i], x.v[i], 0)); });
+}
+inline Ints sum_products(const Products& sum) { return sum; }
+inline Ints add_centred_products(const Ints& sum, const Ints& codes, const Ints& x) {
+    return each<Ints>([&](int i) { return sum.v[i] + static_cast<uint32_t>(dot_bytes(codes.v[i], x.v[i], 128)); });
 }
 
 inline float first_lane(const Floats& a) { return a.v[0]; }
@@ -119,7 +158,10 @@ template <int Count>
 inline Floats upper(const Floats& a) { return each<Floats>([&](int i) { return i < Count ? a.v[i + Count] : 0.0f; }); }
 inline float square_root(float x) { return std::sqrt(x); }
 
+#include "generic_lanes.h"
 #include "generic_linear.h"
+#include "generic_quantized.h"
+#include "generic_product.h"
 #include "generic_rows.h"
 
 bool is_supported() {

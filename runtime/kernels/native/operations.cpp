@@ -2,7 +2,8 @@
 // result: every output value is computed by one thread, in an order that depends on its own inputs alone.
 //
 // A thread is added per kFlopsPerThread of work, since waking one costs several microseconds. Scratch belongs to the calling
-// thread and only grows: at most 96 x F floats for experts, threads x positions for attention, threads x E for routes.
+// thread and only grows: at most 96 x (1.25 K + 5.25 F) bytes for products, threads x positions floats for attention, threads x
+// E floats for routes.
 
 #include "operations.h"
 
@@ -19,7 +20,8 @@ constexpr double kFlopsPerThread = 5e5;
 constexpr double kFlopsPerExp = 30;
 constexpr int64_t kPartsPerThread = 4;  // so that a slow thread can be helped out
 constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
-constexpr int64_t kExpertTokens = 96;   // tokens whose hidden values are kept at once
+constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
+constexpr double kFlopsPerRounded = 8;
 
 // Memory of the calling thread, kept from call to call.
 class Scratch {
@@ -82,15 +84,51 @@ void split_tokens(int64_t tokens, double flops, const Body& body) {
     });
 }
 
+// Floats that hold `tokens` rounded rows: a byte per column, two floats per tile.
+int64_t rounded_floats(int64_t tokens, int64_t columns) {
+    return tokens * (columns / kColumnsPerTile) * (kColumnsPerTile / int64_t{sizeof(float)} + 2);
+}
+
+RoundedRows round_rows(const InputRows& x, int64_t tokens, int64_t columns, float* memory) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t tiles = columns / kColumnsPerTile;
+    float* steps = memory;
+    float* sums = steps + tokens * tiles;
+    int8_t* codes = reinterpret_cast<int8_t*>(sums + tokens * tiles);
+    split_tokens(tokens, kFlopsPerRounded * static_cast<double>(tokens) * static_cast<double>(columns),
+                 [&](int64_t first, int64_t last, int) {
+                     for (int64_t t = first; t < last; ++t) {
+                         const float* row = x.base + (x.index != nullptr ? x.index[t] : t) * x.stride;
+                         kernels.round_row(row, columns, codes + t * columns, steps + t * tiles, sums + t * tiles);
+                     }
+                 });
+    return {codes, steps, sums, columns};
+}
+
 }  // namespace
 
-void linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out) {
+bool linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out) {
     const KernelTable& kernels = active_kernels();
-    const InputRows inputs{x, matrix.columns, nullptr};
-    const OutputRows outputs{out, matrix.rows, nullptr};
-    split_blocks(blocks_of(matrix), product_flops(matrix, tokens), [&](int64_t begin, int64_t end) {
-        kernels.linear(matrix, inputs, tokens, outputs, begin, end);
-    });
+    const int64_t columns = matrix.columns, at_once = std::min(tokens, kTokensAtOnce);
+    const bool rounds = matrix.bitwidth != 16;
+    float* memory = rounds ? scratch.take(rounded_floats(at_once, columns)) : nullptr;
+    if (rounds && memory == nullptr && tokens > 0) {
+        return false;
+    }
+    // Tokens are taken apart for their rounded copies alone; a 16-bit matrix has them all at once.
+    const int64_t step = rounds ? at_once : tokens;
+    for (int64_t first = 0; first < tokens; first += step) {
+        const int64_t count = std::min(tokens - first, step);
+        Activations inputs{{x + first * columns, columns, nullptr}, {}};
+        if (rounds) {
+            inputs.rounded = round_rows(inputs.floats, count, columns, memory);
+        }
+        const OutputRows outputs{out + first * matrix.rows, matrix.rows, nullptr};
+        split_blocks(blocks_of(matrix), product_flops(matrix, count), [&](int64_t begin, int64_t end) {
+            kernels.linear(matrix, inputs, count, outputs, begin, end);
+        });
+    }
+    return true;
 }
 
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out) {
@@ -105,19 +143,31 @@ void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t coun
 
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
     const KernelTable& kernels = active_kernels();
-    const int64_t width = expert.gate.rows;
-    float* hidden = scratch.take(std::min(call.count, kExpertTokens) * width);
-    if (hidden == nullptr && call.count > 0) {
+    const int64_t size = expert.gate.columns, width = expert.gate.rows;
+    const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16, rounds_hidden = expert.down.bitwidth != 16;
+    const int64_t at_once = std::min(call.count, kTokensAtOnce);
+    const int64_t input_floats = rounds_input ? rounded_floats(at_once, size) : 0;
+    const int64_t hidden_floats = rounds_hidden ? rounded_floats(at_once, width) : 0;
+    float* rounded_input = scratch.take(input_floats + hidden_floats + at_once * width);
+    if (rounded_input == nullptr && call.count > 0) {
         return false;
     }
-    for (int64_t first = 0; first < call.count; first += kExpertTokens) {
-        const int64_t tokens = std::min(call.count - first, kExpertTokens);
-        const InputRows inputs{call.x, expert.gate.columns, call.x_rows + first};
+    float* rounded_hidden = rounded_input + input_floats;
+    float* hidden = rounded_hidden + hidden_floats;
+    for (int64_t first = 0; first < call.count; first += kTokensAtOnce) {
+        const int64_t tokens = std::min(call.count - first, kTokensAtOnce);
+        Activations inputs{{call.x, size, call.x_rows + first}, {}};
+        if (rounds_input) {
+            inputs.rounded = round_rows(inputs.floats, tokens, size, rounded_input);
+        }
         const OutputRows hidden_rows{hidden, width, nullptr};
         split_blocks(blocks_of(expert.gate), 2 * product_flops(expert.gate, tokens), [&](int64_t begin, int64_t end) {
             kernels.expert_hidden(expert.gate, expert.up, inputs, tokens, hidden_rows, begin, end);
         });
-        const InputRows hidden_inputs{hidden, width, nullptr};
+        Activations hidden_inputs{{hidden, width, nullptr}, {}};
+        if (rounds_hidden) {
+            hidden_inputs.rounded = round_rows(hidden_inputs.floats, tokens, width, rounded_hidden);
+        }
         const OutputRows outputs{call.out, expert.down.rows, call.out_rows + first};
         split_blocks(blocks_of(expert.down), product_flops(expert.down, tokens), [&](int64_t begin, int64_t end) {
             kernels.linear(expert.down, hidden_inputs, tokens, outputs, begin, end);

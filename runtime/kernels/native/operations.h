@@ -22,7 +22,7 @@ struct ExpertCall {
     float* out;                // rows of D
 };
 
-void linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out);
+bool linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out);
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out);
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call);
 void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out);

@@ -18,6 +18,21 @@ struct Rows {
 using InputRows = Rows<const float>;
 using OutputRows = Rows<float>;
 
+// Rows of activations rounded to 8 bits: row i has its codes at codes + i * columns, and a step and the sum of its codes for
+// every 32 columns (generic_quantized.h).
+struct RoundedRows {
+    const int8_t* codes;
+    const float* steps;
+    const float* sums;
+    int64_t columns;
+};
+
+// The same rows twice: what a 16-bit matrix reads, and what a quantized one reads. The one that no matrix reads may be null.
+struct Activations {
+    InputRows floats;
+    RoundedRows rounded;
+};
+
 struct AttentionCall {
     const float* q;        // [T, H, Dh]
     const float* k_cache;  // [S, C, Hkv, Dh]
@@ -51,10 +66,12 @@ struct KernelTable {
     const char* name;
     bool (*is_supported)();
     // Row blocks [begin, end) of out = x W^T, for `tokens` rows.
-    void (*linear)(const MatrixView&, InputRows x, int64_t tokens, OutputRows out, int64_t begin, int64_t end);
+    void (*linear)(const MatrixView&, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end);
     // Row blocks [begin, end) of silu(gate x) * (up x).
-    void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, InputRows x, int64_t tokens, OutputRows out,
-                          int64_t begin, int64_t end);
+    void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, const Activations& x, int64_t tokens,
+                          OutputRows out, int64_t begin, int64_t end);
+    // One row rounded to 8 bits: [columns] codes, [columns / 32] steps and sums.
+    void (*round_row)(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums);
     void (*dequantize_row)(const MatrixView&, int64_t row, float* out);
     void (*combine)(const float* parts, const float* weights, int64_t top_k, int64_t size, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t size, float* out);

@@ -1,0 +1,269 @@
+// Products of quantized matrices with activations rounded to 8 bits, written once over eight lanes. Included inside the
+// namespace of an instruction set, after generic_linear.h; no include guard, for that reason.
+//
+// Rounding, per row and tile of 32 columns: step = max |x| / 127, q_k = x_k * (127 / max |x|) to nearest even, all zero where
+// max |x| < 2^-110. A tile that holds a value that is not finite has the step NaN.
+// Algebra, per output row and token: acc = 0; for tiles in order: dot = sum code_k q_k (exact, 32-bit integers),
+// acc = fma(step, fma(scale, dot, minimum * sum q_k), acc).
+// Bound: |error| <= sum over tiles of step / 2 * sum |w_k|, and three roundings of the tile's terms, to first order.
+// Accuracy class: bit-equal across instruction sets, thread counts and batches.
+// One token: straight from the codes, 32 rows at once. More: the codes of 16 rows x 256 columns are brought to bytes once per
+// 96 tokens and multiplied by 4 tokens at a time; the accumulators rest in memory between tiles, which changes no bit.
+
+constexpr int kQuadsPerTile = kColumnsPerTile / kColumnsPerLane;
+constexpr int kRoundedTileTokens = 4;
+constexpr float kMostRounded = 127.0f;
+constexpr float kSmallestRounded = 7.70371977754894341e-34f;  // 2^-110: 127 divided by less could overflow
+
+// [columns] floats to codes, and step and sum of each tile. columns: a multiple of 32.
+inline void round_row(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums) {
+    constexpr int kVectors = kColumnsPerTile / kLanes;
+    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the integer
+    const Ints sign = broadcast_int(0x80000000u), lowest = bits_of(magic);
+    for (int64_t tile = 0; tile < columns / kColumnsPerTile; ++tile, x += kColumnsPerTile, codes += kColumnsPerTile) {
+        Floats most = zero(), strange = zero();  // strange: 0, or NaN
+        unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+            const Floats value = load(x + decltype(v)::value * kLanes);
+            strange = fma(value, zero(), strange);
+            most = larger(float_of(without(bits_of(value), sign)), most);
+        });
+        const float largest = max_lanes(most) + sum_lanes(strange);
+        const Floats inverse = broadcast(largest >= kSmallestRounded ? kMostRounded / largest : 0.0f);
+        Ints total = broadcast_int(0);
+        unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            // NaN becomes the bound: of two operands the second wins
+            const Floats scaled = smaller(larger(mul(load(x + V * kLanes), inverse), broadcast(-kMostRounded)), broadcast(kMostRounded));
+            const Ints rounded = sub_int(bits_of(add(scaled, magic)), lowest);
+            total = add_int(total, rounded);
+            store_low_bytes(codes + V * kLanes, rounded);
+        });
+        steps[tile] = largest / kMostRounded;
+        sums[tile] = sum_lanes(to_float(total));
+    }
+}
+
+// Codes of eight rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. lanes: the tile, plus 32 bytes for rows 8 to 15.
+template <int Bitwidth, int Quad>
+MOEC_INLINE Ints quad_of(const uint8_t* lanes) {
+    constexpr uint32_t kEveryByte = 0x01010101u;
+    if constexpr (Bitwidth == 8) {
+        return load_lanes(lanes + Quad * kPlaneBytes);
+    } else if constexpr (Bitwidth == 3) {
+        const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
+        constexpr int kShift = Quad - 2;  // brings the high bit to bit 2
+        if constexpr (kShift >= 0) {
+            return either(quad_of<2, Quad>(lanes), mask(shift_right<kShift>(plane), 4 * kEveryByte));
+        } else {
+            return either(quad_of<2, Quad>(lanes), mask(shift_left<-kShift>(plane), 4 * kEveryByte));
+        }
+    } else {
+        constexpr int kQuadsPerPlane = 8 / Bitwidth;
+        constexpr uint32_t kMask = ((1u << Bitwidth) - 1) * kEveryByte;
+        return mask(shift_right<Bitwidth * (Quad % kQuadsPerPlane)>(load_lanes(lanes + Quad / kQuadsPerPlane * kPlaneBytes)), kMask);
+    }
+}
+
+// Sum over a tile of code * q, per row: `Products` of codes up to 15 may be narrow, those of 8 bits are taken less 128.
+template <int Bitwidth>
+struct TileSum {
+    Products narrow;
+    Ints wide;
+};
+
+template <int Bitwidth>
+MOEC_INLINE TileSum<Bitwidth> no_sum() {
+    if constexpr (Bitwidth == 8) {
+        return {Products{}, broadcast_int(0)};
+    } else {
+        return {no_products(), Ints{}};
+    }
+}
+
+template <int Bitwidth>
+MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
+    if constexpr (Bitwidth == 8) {
+        sum.wide = add_centred_products(sum.wide, codes, x);
+    } else {
+        sum.narrow = add_products(sum.narrow, codes, x);
+    }
+}
+
+// The dot product as floats, exact. total: sum of q over the tile.
+template <int Bitwidth>
+MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
+    if constexpr (Bitwidth == 8) {
+        return fma(broadcast(128.0f), total, to_float(sum.wide));
+    } else {
+        return to_float(sum_products(sum.narrow));
+    }
+}
+
+MOEC_INLINE Floats add_tile(Floats acc, Floats step, Floats scale, Floats minimum, Floats dot, Floats total) {
+    return fma(step, fma(scale, dot, mul(minimum, total)), acc);
+}
+
+// Blocks x 16 rows times one vector. acc: [Blocks, 16], written.
+template <int Bitwidth, bool IsSymmetric, int Blocks>
+void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const RoundedRows& x, float* acc) {
+    constexpr int kVectors = Blocks * kVectorsPerBlock;
+    const int64_t distance = block_bytes(matrix);
+    Floats sum[kVectors], scale[kVectors], minimum[kVectors];
+    unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { sum[decltype(v)::value] = zero(); });
+    TileCursor cursor = tiles_of(matrix, block, 0);
+    const int64_t tiles = matrix.columns / kColumnsPerTile;
+    for (int64_t t = 0; t < tiles; ++t, advance(cursor)) {
+        if (cursor.tile_in_group == 0) {
+            unroll<Blocks>([&](auto b) MOEC_INLINE_LAMBDA {
+                constexpr int B = decltype(b)::value;
+                load_scales<Bitwidth, IsSymmetric>(cursor.group + B * distance, scale + B * kVectorsPerBlock,
+                                                   minimum + B * kVectorsPerBlock);
+            });
+        }
+        const uint8_t* tile = tile_at(cursor);
+        const int8_t* codes = x.codes + t * kColumnsPerTile;
+        TileSum<Bitwidth> products[kVectors];
+        unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { products[decltype(v)::value] = no_sum<Bitwidth>(); });
+        unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
+            constexpr int Q = decltype(quad)::value;
+            const Ints input = broadcast_bytes(codes + Q * kColumnsPerLane);
+            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int V = decltype(v)::value;
+                const uint8_t* lanes = tile + V / kVectorsPerBlock * distance + V % kVectorsPerBlock * (kPlaneBytes / 2);
+                add_quad<Bitwidth>(products[V], quad_of<Bitwidth, Q>(lanes), input);
+            });
+        });
+        const Floats step = broadcast(x.steps[t]), total = broadcast(x.sums[t]);
+        unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            sum[V] = add_tile(sum[V], step, scale[V], minimum[V], dot_of<Bitwidth>(products[V], total), total);
+        });
+    }
+    unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]); });
+}
+
+// 16 rows x up to 256 columns: codes as bytes, [tile][quad][row][4], and per tile 16 scales and 16 minima.
+struct BytePanel {
+    alignas(64) uint8_t codes[kPanelColumns * kRowsPerBlock];
+    alignas(64) float scales[kPanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+};
+
+template <int Bitwidth, bool IsSymmetric>
+void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel) {
+    TileCursor cursor = tiles_of(matrix, block, first_tile);
+    uint8_t* out = panel.codes;
+    for (int64_t t = 0; t < tiles; ++t, advance(cursor)) {
+        Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
+        load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
+        const uint8_t* tile = tile_at(cursor);
+        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            store(panel.scales[t] + V * kLanes, scale[V]);
+            store(panel.scales[t] + kRowsPerBlock + V * kLanes, minimum[V]);
+            unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
+                constexpr int Q = decltype(quad)::value;
+                store_lanes(out + Q * kPlaneBytes + V * (kPlaneBytes / 2), quad_of<Bitwidth, Q>(tile + V * (kPlaneBytes / 2)));
+            });
+        });
+        out += kQuadsPerTile * kPlaneBytes;
+    }
+}
+
+// x: Tokens rows from the panel's first tile on; acc: [Tokens, 16], read and written.
+template <int Bitwidth, int Tokens>
+void multiply_byte_panel(const BytePanel& panel, int64_t tiles, const RoundedRows* x, float* acc) {
+    const uint8_t* lanes = panel.codes;
+    for (int64_t t = 0; t < tiles; ++t, lanes += kQuadsPerTile * kPlaneBytes) {
+        TileSum<Bitwidth> products[Tokens][kVectorsPerBlock];
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+            products[decltype(i)::value][0] = products[decltype(i)::value][1] = no_sum<Bitwidth>();
+        });
+        unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
+            constexpr int Q = decltype(quad)::value;
+            const Ints low = load_lanes(lanes + Q * kPlaneBytes), high = load_lanes(lanes + Q * kPlaneBytes + kPlaneBytes / 2);
+            unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+                constexpr int I = decltype(i)::value;
+                const Ints input = broadcast_bytes(x[I].codes + t * kColumnsPerTile + Q * kColumnsPerLane);
+                add_quad<Bitwidth>(products[I][0], low, input);
+                add_quad<Bitwidth>(products[I][1], high, input);
+            });
+        });
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+            constexpr int I = decltype(i)::value;
+            const Floats step = broadcast(x[I].steps[t]), total = broadcast(x[I].sums[t]);
+            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int V = decltype(v)::value;
+                float* place = acc + I * kRowsPerBlock + V * kLanes;
+                const float* scales = panel.scales[t] + V * kLanes;
+                store(place, add_tile(load(place), step, load(scales), load(scales + kRowsPerBlock),
+                                      dot_of<Bitwidth>(products[I][V], total), total));
+            });
+        });
+    }
+}
+
+using MultiplyRounded = void (*)(const MatrixView&, int64_t block, const RoundedRows& x, float* acc);
+using UnpackPanel = void (*)(const MatrixView&, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel);
+using MultiplyBytePanel = void (*)(const BytePanel&, int64_t tiles, const RoundedRows* x, float* acc);
+
+// The routines of one quantized format, found once per call.
+struct RoundedFormat {
+    MultiplyRounded multiply_pair, multiply_single;
+    UnpackPanel unpack;
+    MultiplyBytePanel by_tokens[kRoundedTileTokens + 1];
+};
+
+template <int Bitwidth, bool IsSymmetric>
+RoundedFormat make_rounded_format() {
+    return {multiply_rounded_vector<Bitwidth, IsSymmetric, kPairedBlocks>, multiply_rounded_vector<Bitwidth, IsSymmetric, 1>,
+            unpack_panel<Bitwidth, IsSymmetric>,
+            {nullptr, multiply_byte_panel<Bitwidth, 1>, multiply_byte_panel<Bitwidth, 2>, multiply_byte_panel<Bitwidth, 3>,
+             multiply_byte_panel<Bitwidth, 4>}};
+}
+
+inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
+    switch (matrix.bitwidth) {
+        case 2:
+            return matrix.is_symmetric ? make_rounded_format<2, true>() : make_rounded_format<2, false>();
+        case 3:
+            return matrix.is_symmetric ? make_rounded_format<3, true>() : make_rounded_format<3, false>();
+        case 4:
+            return matrix.is_symmetric ? make_rounded_format<4, true>() : make_rounded_format<4, false>();
+        default:
+            return matrix.is_symmetric ? make_rounded_format<8, true>() : make_rounded_format<8, false>();
+    }
+}
+
+inline RoundedRows rounded_row(const RoundedRows& rows, int64_t i) {
+    const int64_t tiles = rows.columns / kColumnsPerTile;
+    return {rows.codes + i * rows.columns, rows.steps + i * tiles, rows.sums + i * tiles, rows.columns};
+}
+
+// One row block times `count` <= 96 tokens from `first` on. acc: [count, 16], written.
+inline void multiply_rounded_block(const MatrixView& matrix, const RoundedFormat& format, int64_t block, const RoundedRows& x,
+                                   int64_t first, int count, float* acc) {
+    constexpr int64_t kPanelTiles = kPanelColumns / kColumnsPerTile;
+    BytePanel panel;
+    for (int i = 0; i < count * kVectorsPerBlock; ++i) {
+        store(acc + i * kLanes, zero());
+    }
+    const int groups = (count + kRoundedTileTokens - 1) / kRoundedTileTokens;
+    const int64_t all = matrix.columns / kColumnsPerTile;
+    for (int64_t tile = 0; tile < all; tile += kPanelTiles) {
+        const int64_t tiles = all - tile < kPanelTiles ? all - tile : kPanelTiles;
+        format.unpack(matrix, block, tile, tiles, panel);
+        int token = 0;
+        for (int group = 0; group < groups; ++group) {  // of nearly equal size
+            const int tokens = (count - token + groups - group - 1) / (groups - group);
+            RoundedRows inputs[kRoundedTileTokens];
+            for (int i = 0; i < tokens; ++i) {
+                inputs[i] = rounded_row(x, first + token + i);
+                inputs[i].codes += tile * kColumnsPerTile;
+                inputs[i].steps += tile;
+                inputs[i].sums += tile;
+            }
+            format.by_tokens[tokens](panel, tiles, inputs, acc + token * kRowsPerBlock);
+            token += tokens;
+        }
+    }
+}
