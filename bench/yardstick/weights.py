@@ -1,0 +1,130 @@
+"""The weights, tensor by tensor from a seed and a name, so that any of them can be made alone.
+
+Random weights route at random: every expert alike, nothing shared between neighbouring tokens. Four choices give the
+routing of a trained model, as far as a cache can tell (statistics.py measures it):
+
+- all embeddings share a direction u, which routers still see a little: some experts are popular;
+- queries and keys map u to one vector, so attention falls with distance as the rotary embedding turns it, and the first
+  layer adds what the last few tokens have in common: neighbours share experts;
+- what later layers add is small: the next router can be asked early;
+- routers, norms and projections are otherwise independent normal numbers.
+
+Shapes: D hidden, F expert width, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """OLMoE-1B-7B: 6.9 billion weights, 13.8 GB in bfloat16."""
+
+    hidden: int = 2048
+    layers: int = 16
+    heads: int = 16
+    experts: int = 64
+    top_k: int = 8
+    width: int = 1024
+    vocabulary: int = 50_304
+    context: int = 4096
+    theta: float = 10_000.0
+    seed: int = 20_261
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The choices.
+
+    shared: of u in the squared length of an embedding. seen: of u's length that routers keep. attended: u's length
+    in queries and keys before they are normed. sharpness: of attention. first, later, experts: length of what the first
+    attention, a later one and the experts of a layer add, relative to an embedding.
+    """
+
+    shared: float = 0.6
+    seen: float = 1.0
+    attended: float = 2.5
+    sharpness: float = 6.0
+    first: float = 2.5
+    later: float = 0.55
+    experts: float = 0.35
+
+
+class Weights:
+    """Makes the tensors of one shape under the names of an OLMoE checkpoint."""
+
+    def __init__(self, shape: Shape | None = None, routing: Routing | None = None) -> None:
+        self.shape, self.routing = shape or Shape(), routing or Routing()
+        self._direction = self._normal("direction", (self.shape.hidden,))
+        self._direction *= self.shape.hidden**0.5 / self._direction.norm()
+
+    def _normal(self, name: str, size: tuple[int, ...]) -> Tensor:
+        """Standard normal numbers, the same for the same name."""
+        digest = hashlib.sha256(f"{self.shape.seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.randn(size, generator=generator)
+
+    def names(self) -> Iterator[str]:
+        """All tensors, layer by layer."""
+        yield "model.embed_tokens.weight"
+        for layer in range(self.shape.layers):
+            yield from self.layer_names(layer)
+        yield "model.norm.weight"
+        yield "lm_head.weight"
+
+    def layer_names(self, layer: int) -> Iterator[str]:
+        """The tensors of one layer, experts last."""
+        prefix = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+            yield f"{prefix}{name}.weight"
+        for name in ("q", "k", "v", "o"):
+            yield f"{prefix}self_attn.{name}_proj.weight"
+        yield f"{prefix}mlp.gate.weight"
+        for expert in range(self.shape.experts):
+            for name in ("gate", "up", "down"):
+                yield f"{prefix}mlp.experts.{expert}.{name}_proj.weight"
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, float32."""
+        shape, routing = self.shape, self.routing
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        if "norm" in part:
+            scale = routing.sharpness**0.5 if part in ("q_norm", "k_norm") else 1.0
+            return torch.full((shape.hidden,), scale)
+        if part == "embed_tokens":
+            own = self._normal(name, (shape.vocabulary, shape.hidden))
+            return own * (1 - routing.shared) ** 0.5 + self._direction * routing.shared**0.5
+        if part == "lm_head":
+            return self._normal(name, (shape.vocabulary, shape.hidden)) * shape.hidden**-0.5
+        if ".experts." in name:
+            return self._expert(name, part)
+        if part == "gate":
+            router = self._normal(name, (shape.experts, shape.hidden)) * shape.hidden**-0.5
+            return router - (1 - routing.seen) * self._along(router)
+        square = self._normal(name, (shape.hidden, shape.hidden)) * shape.hidden**-0.5
+        if part in ("q_proj", "k_proj"):
+            gain = routing.attended / shape.hidden
+            target = self._normal(name.replace(part, "shared"), (shape.hidden,))
+            return square - self._along(square) + torch.outer(target, self._direction) * gain
+        if part == "v_proj":
+            return square - self._along(square)
+        return square * (routing.first if ".layers.0." in name else routing.later)
+
+    def _along(self, matrix: Tensor) -> Tensor:
+        """The part of a matrix [N, D] that reads the shared direction."""
+        return torch.outer(matrix @ self._direction, self._direction) / self.shape.hidden
+
+    def _expert(self, name: str, part: str) -> Tensor:
+        shape = self.shape
+        if part == "down_proj":
+            # silu(a) b of two standard normal numbers has a mean square of about 0.36; eight outputs with the weights
+            # of a softmax over 64 such logits, not renormalised, add up to about 0.13 of the length of one.
+            scale = self.routing.experts / 0.13 / (0.36 * shape.width) ** 0.5
+            return self._normal(name, (shape.hidden, shape.width)) * scale
+        return self._normal(name, (shape.width, shape.hidden)) * shape.hidden**-0.5
