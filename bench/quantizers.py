@@ -16,20 +16,20 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from moec.compiler.calibration import ActivationStatistics, calibrate  # noqa: E402
-from moec.compiler.checkpoint import open_checkpoint  # noqa: E402
-from moec.compiler.families import lower  # noqa: E402
-from moec.compiler.output_error import output_error  # noqa: E402
-from moec.compiler.quantizers.gptq import quantize_gptq_batch  # noqa: E402
-from moec.compiler.quantizers.rtn import quantize_rtn  # noqa: E402
-from moec.compiler.reference import ReferenceModel  # noqa: E402
-from moec.compiler.unit_store import UnitStore  # noqa: E402
-from moec.evaluation.data import load_splits  # noqa: E402
-from moec.manifests.model import PROJECTIONS  # noqa: E402
-from moec.manifests.quant import QuantSpec  # noqa: E402
+from moec.compiler.calibration import ActivationStatistics, calibrate
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.families import lower
+from moec.compiler.output_error import output_error
+from moec.compiler.quantizers.gptq import quantize_gptq_batch
+from moec.compiler.quantizers.rtn import quantize_rtn
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.unit_store import UnitStore
+from moec.evaluation.data import load_splits
+from moec.manifests.model import PROJECTIONS
+from moec.manifests.quant import QuantSpec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HELD_OUT_ITEMS = 1_000
