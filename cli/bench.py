@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import InputError, OptionError
 
 from . import output
 from .run import statistics_block
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
+    from moec.runtime.options import RuntimeOptions
     from moec.runtime.simulate import Access
     from moec.runtime.statistics import RunStatistics
 
@@ -32,6 +35,14 @@ DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\n
 @click.option("--tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to decode.")
 @click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="What the measured sequence starts with.")
 @click.option(
+    "--text",
+    "text_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Measure on the tokens of this text, not on a continuation of the prompt.",
+)
+@click.option("--prompt-tokens", type=int, default=32, show_default=True, metavar="N", help="With `--text`: prefill.")
+@click.option(
     "--policies",
     type=click.Choice(("none", "all")),
     default="none",
@@ -40,12 +51,22 @@ DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\n
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
-def bench_command(bundle: Path, tokens: int, prompt: str, policies: str, as_json: bool, **values: Any) -> None:
+def bench_command(
+    bundle: Path,
+    tokens: int,
+    prompt: str,
+    text_path: Path | None,
+    prompt_tokens: int,
+    policies: str,
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Measure the bundle in folder BUNDLE: ceiling, measurement, ratio.
 
     The bundle first continues the prompt by itself, past any end token; a fresh engine is then timed on exactly those
-    tokens, so that every setting computes the same. The ceiling is what memory and storage could do at best: bytes of
-    a token over the bandwidths measured on this machine just before.
+    tokens, so that every setting computes the same. With --text the tokens come from a file: what a bundle of random
+    weights says by itself soon repeats, and every cache serves it. The ceiling is what memory and storage could do at
+    best: bytes of a token over the bandwidths measured on this machine just before.
 
     \b
     moec bench mixtral-moec --expert-cache 50%
@@ -60,14 +81,20 @@ def bench_command(bundle: Path, tokens: int, prompt: str, policies: str, as_json
     opened = open_bundle(bundle_folder(bundle))
     options = build_options(values)
     host = probe_host(_largest_file(opened))
-    with open_engine(bundle, options, values["kernels"]) as engine:
-        sequence = _continuation(engine, prompt, tokens)
+    if text_path is not None:
+        sequence = _sequence_of(opened, text_path, prompt_tokens, tokens)
+    else:
+        sequence = _continuation(bundle, options, values["kernels"], prompt, tokens)
+    prompt_length = len(sequence) - tokens
+    gc.collect()  # an engine that made the sequence is not the one that is measured
+    host = _with_read_bandwidth(host, opened, options.threads or host.threads)
     reset_peak_memory()
     with open_engine(bundle, options, values["kernels"]) as engine:
+        engine.check_tokens(sequence, room=0)
         ceiling = predict(opened, host, engine.memory.cache_bytes)
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
-        statistics, trace = _measure(engine, sequence, len(sequence) - tokens)
+        statistics, trace = _measure(engine, sequence, prompt_length)
     ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
     simulated = _simulate(opened, trace) if policies == "all" else []
     if as_json:
@@ -95,8 +122,27 @@ def _largest_file(bundle: Bundle) -> Path:
     return bundle.path / largest.name
 
 
-def _continuation(engine: Engine, prompt: str, tokens: int) -> list[int]:
-    """The prompt and `tokens` greedy tokens behind it, end tokens included. Raises OptionError if they do not fit."""
+def _with_read_bandwidth(host: DeviceProfile, bundle: Bundle, threads: int) -> DeviceProfile:
+    """The host with the rate at which that many threads read memory, which is what decoding does."""
+    from moec.runtime.bandwidth import buffer_bytes, read_bytes_per_s
+
+    size = buffer_bytes(sum(entry.size_bytes for entry in bundle.manifest.files))
+    told = f"measured: {threads} threads reading {size} bytes, best of three"
+    return replace(
+        host,
+        memory_bytes_per_s=read_bytes_per_s(size, threads),
+        provenance={**host.provenance, "memory_bytes_per_s": told},
+    )
+
+
+def _continuation(path: Path, options: RuntimeOptions, kernels: str | None, prompt: str, tokens: int) -> list[int]:
+    """The prompt and `tokens` greedy tokens behind it, by an engine of its own. Raises OptionError."""
+    with open_engine(path, options, kernels) as engine:
+        return _continue(engine, prompt, tokens)
+
+
+def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
+    """The prompt and its continuation, end tokens included. Raises OptionError if they do not fit."""
     import numpy as np
 
     sequence = engine.encode(prompt)
@@ -115,6 +161,24 @@ def _continuation(engine: Engine, prompt: str, tokens: int) -> list[int]:
                 hidden = _forward(engine, sequence, len(sequence) - 1, len(sequence))
             progress(count + 1, tokens)
     return sequence
+
+
+def _sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> list[int]:
+    """The first tokens of a text: a prompt and `tokens` more. Raises InputError, OptionError if there are too few."""
+    from moec.runtime.text import load_tokenizer
+
+    try:
+        sequence = list(load_tokenizer(bundle.path).encode(path.read_text(encoding="utf-8")).ids)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"`{path}` cannot be read as UTF-8 text: {error}", "name a text file") from error
+    wanted = prompt_tokens + tokens
+    if prompt_tokens < 1:
+        raise OptionError(f"`--prompt-tokens` must be at least 1, found {prompt_tokens}", "leave it out for 32")
+    if len(sequence) < wanted:
+        raise OptionError(
+            f"{prompt_tokens} and {tokens} tokens of `{path}` are wanted, it has {len(sequence)}", "lower `--tokens`"
+        )
+    return sequence[:wanted]
 
 
 def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.ndarray:
@@ -137,10 +201,12 @@ def _measure(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[R
     with output.Progress("measuring") as progress:
         for end in range(prompt_tokens, len(sequence)):
             start = 0 if end == prompt_tokens else end - 1
-            before, started_ns = engine.cache.stats.copy(), time.perf_counter_ns()
+            before, times = engine.cache.stats.copy(), engine.model.times.copy()
+            started_ns = time.perf_counter_ns()
             hidden = _forward(engine, sequence, start, end)
             engine.model.logits(hidden[-1:])
-            recorder.add(time.perf_counter_ns() - started_ns, engine.cache.stats.since(before))
+            elapsed_ns = time.perf_counter_ns() - started_ns
+            recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)
     engine.model.trace = None
     return recorder.finish(engine.model.prefetch_quality.recall), trace

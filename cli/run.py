@@ -108,6 +108,7 @@ def statistics_block(statistics: RunStatistics) -> str:
             ),
             ("read per token", output.human_bytes(statistics.bytes_read_per_token)),
             ("stall", output.human_ms(statistics.stall_ns)),
+            *_shares_fact(statistics),
             (
                 "prefetch",
                 f"precision {output.human_share(statistics.prefetch_precision)}, recall "
@@ -116,3 +117,11 @@ def statistics_block(statistics: RunStatistics) -> str:
             ("peak memory", output.human_bytes(statistics.peak_memory_bytes)),
         ]
     )
+
+
+def _shares_fact(statistics: RunStatistics) -> list[tuple[str, str]]:
+    shares = statistics.decode_shares
+    if shares is None:
+        return []
+    parts = (("stall", shares.stall), ("experts", shares.experts), ("dense", shares.dense), ("other", shares.other))
+    return [("time of decode", ", ".join(f"{name} {output.human_share(share)}" for name, share in parts))]

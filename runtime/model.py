@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +18,7 @@ from .bundle import Bundle
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .prefetch import PassState, Predictor, PrefetchQuality, candidates
+from .statistics import PhaseTimes
 from .storage import ExpertStorage
 
 
@@ -89,6 +91,7 @@ class Model:
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         self.predictor: Predictor | None = None
         self.prefetch_quality = PrefetchQuality()
+        self.times = PhaseTimes()
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
 
     def norm_weights(self) -> list[np.ndarray]:
@@ -110,17 +113,21 @@ class Model:
         state = PassState(0, hidden, [])
         predicted: np.ndarray | None = None
         for index in range(self.spec.num_layers):
+            started_ns = time.perf_counter_ns()
             self._attention(index, hidden, slots, positions, kv)
+            self.times.dense_ns += time.perf_counter_ns() - started_ns
             state.layer = index
             predicted = self._experts_layer(state, predicted)
         return hidden
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Rows of the residual stream [n, D] to logits float32 [n, V]."""
+        started_ns = time.perf_counter_ns()
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense["final_norm"], self.spec.norm_eps, normed)
         out = np.empty((len(hidden), self.spec.vocab_size), np.float32)
         kernels.linear(self._head, normed, out)
+        self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
 
     def _attention(self, index: int, hidden: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
@@ -153,12 +160,14 @@ class Model:
         """Route, advise, compute, add in router-rank order. Returns the candidates predicted for the next layer."""
         index, hidden = state.layer, state.hidden
         spec, count = self.spec.layers[index].experts, len(state.hidden)
+        started_ns = time.perf_counter_ns()
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
         logits = np.empty((count, spec.count), np.float32)
         kernels.linear(self._dense[f"layers.{index}.router"], normed, logits)
         chosen, weights = kernels.route(logits, spec.top_k, spec.router.renormalize)
         state.chosen.append(chosen)
+        self.times.dense_ns += time.perf_counter_ns() - started_ns
 
         flat = chosen.reshape(-1)
         order = np.argsort(flat, kind="stable")
@@ -190,7 +199,9 @@ class Model:
             for expert in ready:
                 places = groups[expert - first]
                 tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
+                started_ns = time.perf_counter_ns()
                 kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
+                self.times.experts_ns += time.perf_counter_ns() - started_ns
         out = np.empty_like(hidden)
         kernels.combine(parts, weights, out)
         hidden += out

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .expert_cache import CacheStats
 
@@ -41,6 +42,32 @@ def quantile(values: Sequence[int], share: float) -> int | None:
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
 
 
+@dataclass(slots=True)
+class PhaseTimes:
+    """Time inside kernels, Python around them included: attention, norms, routers and head; routed experts."""
+
+    dense_ns: int = 0
+    experts_ns: int = 0
+
+    def copy(self) -> PhaseTimes:
+        """The same times, apart."""
+        return PhaseTimes(self.dense_ns, self.experts_ns)
+
+    def since(self, before: PhaseTimes) -> PhaseTimes:
+        """What came on top."""
+        return PhaseTimes(self.dense_ns - before.dense_ns, self.experts_ns - before.experts_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShares:
+    """Where the time of the tokens after the first went; the four add up to 1. other: routing, the cache, advice."""
+
+    stall: float
+    experts: float
+    dense: float
+    other: float
+
+
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
     """One generation. Times in nanoseconds; TPOT covers the tokens after the first; None: nothing to tell.
@@ -69,24 +96,38 @@ class RunStatistics:
     prefetch_precision: float | None
     prefetch_recall: float | None
     peak_memory_bytes: int
+    decode_shares: DecodeShares | None = None
 
-    def to_plain(self) -> dict[str, int | float | None]:
+    def to_plain(self) -> dict[str, Any]:
         """For `--json`."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class RunRecorder:
-    """Takes the time and the cache counts of each emitted token."""
+    """Takes the time and the cache counts of each emitted token, and the times of the phases where they are told."""
 
     prompt_tokens: int
     elapsed_ns: list[int] = field(default_factory=list)
     cache: CacheStats = field(default_factory=CacheStats)
+    _stall_ns: int = 0
+    _phases: PhaseTimes | None = None
 
-    def add(self, elapsed_ns: int, cache: CacheStats) -> None:
-        """One emitted token: time since the one before, and what the cache did meanwhile."""
+    def add(self, elapsed_ns: int, cache: CacheStats, phases: PhaseTimes | None = None) -> None:
+        """One emitted token: time since the one before, and what the cache and the phases did meanwhile."""
+        if self.elapsed_ns and phases is not None:
+            so_far = self._phases or PhaseTimes()
+            self._phases = PhaseTimes(so_far.dense_ns + phases.dense_ns, so_far.experts_ns + phases.experts_ns)
+            self._stall_ns += cache.stall_ns
         self.elapsed_ns.append(elapsed_ns)
         self.cache = self.cache.plus(cache)
+
+    def _shares(self) -> DecodeShares | None:
+        total = sum(self.elapsed_ns[1:])
+        if self._phases is None or not total:
+            return None
+        stall, experts, dense = (t / total for t in (self._stall_ns, self._phases.experts_ns, self._phases.dense_ns))
+        return DecodeShares(stall, experts, dense, 1 - stall - experts - dense)
 
     def finish(self, prefetch_recall: float | None = None) -> RunStatistics:
         """Sum up; peak memory is taken now."""
@@ -112,4 +153,5 @@ class RunRecorder:
             prefetch_precision=cache.prefetch_precision,
             prefetch_recall=prefetch_recall,
             peak_memory_bytes=peak_memory_bytes(),
+            decode_shares=self._shares(),
         )

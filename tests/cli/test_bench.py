@@ -19,6 +19,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
     """A shipped profile in place of the probe, which takes seconds."""
     profile = load_profile("raspberry-pi-4b-sd")
     monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: profile)
+    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     return profile
 
 
@@ -66,3 +67,26 @@ def test_what_does_not_fit_is_refused(invoke: Invoke, bundle: Path, host: Device
     result = invoke("bench", bundle, "--tokens", 500)
     assert result.exit_code == 1 and "exceed the context of 128" in result.stderr
     assert invoke("bench", bundle, "--tokens", 1).exit_code == 1
+
+
+def test_a_text_is_measured_token_by_token(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one byte of this text is one token")
+    arguments = ("bench", mixed_bundle, "--text", text, "--prompt-tokens", 7, "--tokens", 9, "--expert-cache", "40%")
+    values = json.loads(invoke(*arguments, "--json").stdout)
+    assert (values["measured"]["prompt_tokens"], values["measured"]["tokens"]) == (7, 9)
+    assert values["host"]["memory_bytes_per_s"] == 8_000_000_000
+    shares = values["measured"]["decode_shares"]
+    assert sum(shares.values()) == pytest.approx(1) and min(shares["experts"], shares["dense"]) > 0
+    result = invoke(*arguments)
+    assert "time of decode" in result.stdout and "experts" in result.stdout
+    for more, message in (
+        (("--tokens", 500), "7 and 500 tokens of"),
+        (("--prompt-tokens", 0), "`--prompt-tokens` must be at least 1"),
+        (("--context", 8), "the context holds 8"),
+        (("--text", tmp_path / "none.txt"), "cannot be read as UTF-8 text"),
+    ):
+        refused = invoke(*arguments, *more)
+        assert refused.exit_code == 1 and message in refused.stderr

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import StorageReadFailed
+from moec.runtime.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
 from moec.runtime.eviction import SCORES, expert_records
 from moec.runtime.expert_cache import CacheStats, ExpertCache
-from moec.runtime.statistics import RunRecorder, quantile
+from moec.runtime.statistics import PhaseTimes, RunRecorder, quantile
 
 
 def test_quantiles_are_values_that_occur() -> None:
@@ -32,6 +33,20 @@ def test_the_first_token_counts_apart() -> None:
     assert (found.lookups, found.misses, found.bytes_read, found.stall_ns) == (16, 4, 16384, 20)
     assert found.hit_rate == 0.75 and found.bytes_read_per_token == 4096 and found.prefetch_precision is None
     assert found.to_plain()["prefetch_recall"] == 0.5
+
+
+def test_shares_of_the_time_are_those_of_the_tokens_after_the_first() -> None:
+    recorder = RunRecorder(prompt_tokens=9)
+    for elapsed_ns, dense_ns in ((900, 800), (100, 30), (300, 50)):
+        recorder.add(elapsed_ns, CacheStats(stall_ns=20), PhaseTimes(dense_ns, 60))
+    shares = recorder.finish().decode_shares
+    assert shares is not None
+    assert (shares.stall, shares.experts, shares.dense, shares.other) == pytest.approx((0.1, 0.3, 0.2, 0.4))
+
+
+def test_memory_is_read_at_a_rate_that_memory_has() -> None:
+    assert LEAST_BYTES <= buffer_bytes(1) <= buffer_bytes(1 << 40) <= MOST_BYTES
+    assert 1e8 < read_bytes_per_s(LEAST_BYTES, 1) < 1e13
 
 
 def test_a_run_without_tokens_has_no_times() -> None:

@@ -1,0 +1,33 @@
+"""How fast memory can be read: the ceiling of decoding what is resident."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from .budget import available_memory_bytes
+
+MOST_BYTES = 4 << 30  # several times any last-level cache
+LEAST_BYTES = 64 << 20
+_PASSES = 3
+_PARTS_PER_THREAD = 8
+
+
+def buffer_bytes(working_set_bytes: int) -> int:
+    """What to read for a model of this size: as much as it holds, at most 4 GiB and a quarter of free memory."""
+    return max(LEAST_BYTES, min(MOST_BYTES, working_set_bytes, available_memory_bytes() // 4))
+
+
+def read_bytes_per_s(size_bytes: int, threads: int) -> int:
+    """Bytes per second that so many threads read from memory together: the best of three sums over a buffer."""
+    buffer = np.ones(size_bytes // 8, np.uint64)
+    parts = np.array_split(buffer, threads * _PARTS_PER_THREAD)
+    best_s = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(_PASSES):
+            start = time.perf_counter()
+            list(pool.map(np.add.reduce, parts))
+            best_s = min(best_s, time.perf_counter() - start)
+    return int(buffer.nbytes / best_s)
