@@ -106,9 +106,12 @@ class ExpertCache:
 
     # -- demand ------------------------------------------------------------------------------------------------
 
-    def stream(self, layer: int, indices: Sequence[int], advice: Sequence[int] = ()) -> Generator[int, None, None]:
-        """Yield each index once, when it is resident; it stays leased until the next one is asked for.
+    def stream(
+        self, layer: int, indices: Sequence[int], advice: Sequence[int] = (), together: bool = False
+    ) -> Generator[list[int], None, None]:
+        """Yield each index once, when it is resident; it stays leased until the next ones are asked for.
 
+        together: all that are resident at once come in one list, else each in its own.
         advice: experts likely to be needed next, likeliest first; read behind the misses of this layer.
         Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
         ExecutionError after `close`.
@@ -123,16 +126,17 @@ class ExpertCache:
                 self._prefetch_locked(advice)
         try:
             while hits:
-                yield hits[0]
-                self._unlease(hits.pop(0))
+                some = list(hits) if together else hits[:1]
+                yield some
+                del hits[: len(some)]
+                self._unlease(some)
             while remaining:
-                ready = self._wait_for_one(remaining)
-                yield ready
-                remaining.remove(ready)
-                self._unlease(ready)
+                some = self._wait_for_some(remaining, together)
+                yield some
+                remaining = [index for index in remaining if index not in some]
+                self._unlease(some)
         finally:
-            for index in (*hits, *remaining):
-                self._unlease(index)
+            self._unlease([*hits, *remaining])
 
     def _classify(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         hits: list[int] = []
@@ -176,8 +180,11 @@ class ExpertCache:
             self._leases[index] = 1
         self._wake_reader()
 
-    def _wait_for_one(self, remaining: list[int]) -> int:
-        """Block until one of the remaining experts is resident; reads that had no room are started as room appears."""
+    def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+        """Block until one of the remaining experts is resident, and return it, or with `together` all that are.
+
+        Reads that had no room are started as room appears.
+        """
         start_ns = time.perf_counter_ns()
         with self._changed:
             while True:
@@ -186,12 +193,14 @@ class ExpertCache:
                 if failed is not None:
                     raise self._failures.pop(failed)
                 self._issue(remaining)
-                ready = next((i for i in remaining if self._leases[i] and self._state[i] == RESIDENT), None)
-                if ready is not None:
-                    if self._prefetched[ready]:
-                        self._count_prefetch_use(ready)
+                ready = [i for i in remaining if self._leases[i] and self._state[i] == RESIDENT]
+                if ready:
+                    some = ready if together else ready[:1]
+                    for index in some:
+                        if self._prefetched[index]:
+                            self._count_prefetch_use(index)
                     self.stats.stall_ns += time.perf_counter_ns() - start_ns
-                    return ready
+                    return some
                 # Reads that are under way, also those of a stream that was given up, make room when they end.
                 reading = np.any((self._state == LOADING) | (self._state == QUEUED))
                 if not any(self._leases[i] for i in remaining) and not reading:
@@ -206,10 +215,11 @@ class ExpertCache:
         self._prefetched[index] = False
         self.stats.prefetch_used += 1
 
-    def _unlease(self, index: int) -> None:
+    def _unlease(self, indices: Sequence[int]) -> None:
         with self._changed:
-            self._leases[index] = 0
-            self._failures.pop(index, None)
+            for index in indices:
+                self._leases[index] = 0
+                self._failures.pop(index, None)
             self._changed.notify_all()
 
     def _require_open(self) -> None:

@@ -194,17 +194,26 @@ class Model:
         advice: list[int] = []
         if following is not None:
             advice = (following + self._first_expert[(index + 1) % self.spec.num_layers]).tolist()
+        is_one = len(hidden) == 1
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
-        with closing(self._cache.stream(index, [first + e for e in groups], advice)) as ready:
-            for expert in ready:
-                places = groups[expert - first]
-                tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
+        with closing(self._cache.stream(index, [first + e for e in groups], advice, together=is_one)) as ready:
+            for experts in ready:
                 started_ns = time.perf_counter_ns()
-                kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
+                if is_one:
+                    ranks = np.array([groups[expert - first][0] for expert in experts], np.int32)
+                    kernels.experts_of_token([self._experts[expert] for expert in experts], normed, ranks, parts)
+                else:
+                    self._compute_expert(experts[0], groups[experts[0] - first], normed, parts)
                 self.times.experts_ns += time.perf_counter_ns() - started_ns
         out = np.empty_like(hidden)
         kernels.combine(parts, weights, out)
         hidden += out
+
+    def _compute_expert(self, expert: int, places: np.ndarray, normed: np.ndarray, parts: np.ndarray) -> None:
+        """One expert over its tokens. places: token x top-k + rank."""
+        top_k = parts.shape[1]
+        tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
+        kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
 
     def _predict(self, state: PassState) -> np.ndarray | None:
         if self.predictor is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +30,7 @@ __all__ = [
     "combine",
     "dequantize_rows",
     "expert_ffn",
+    "experts_of_token",
     "linear",
     "rms_norm",
     "rope",
@@ -188,6 +190,18 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
         reference.expert_ffn(expert, x, tokens, ranks, out)
     else:
         native.expert_ffn(expert.native, x, tokens, ranks, out)
+
+
+def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: Floats) -> None:
+    """out[0, ranks[i]] = what experts[i] makes of the only token: all of them in one go, the bits of `expert_ffn`.
+
+    x: [1, D]; ranks: int32[n], none twice; out: [1, K, D]. x and out must not overlap. Raises ValueError.
+    """
+    native = _compiled()
+    if native is None:
+        reference.experts_of_token(experts, x, ranks, out)
+    else:
+        native.experts_of_token([expert.native for expert in experts], x, ranks, out)
 
 
 def combine(parts: Floats, weights: Floats, out: Floats) -> None:

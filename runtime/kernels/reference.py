@@ -8,6 +8,8 @@ value heads, Dh head size, S slots, C cache positions, R rotated features of a h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -243,6 +245,23 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
     for at, (token, rank) in enumerate(zip(tokens, ranks, strict=True)):
         hidden = silu(gate @ gate_inputs[at]) * (up @ up_inputs[at])
         out[token, rank] = down @ _inputs(expert.down, hidden)
+
+
+def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: Floats) -> None:
+    """out[0, ranks[i]] = what experts[i] makes of the only token, as `expert_ffn` one by one.
+
+    x: [1, D]; ranks: int32[n], none twice; out: [1, K, D], written at those places only. Raises ValueError, also for
+    experts of different sizes.
+    """
+    check_array(ranks, "ranks", np.int32, 1)
+    check_shape(ranks, "ranks", (len(experts),))
+    sizes = {(expert.gate.rows, expert.gate.columns) for expert in experts}
+    _require(len(sizes) <= 1, "experts: expected one size for all")
+    if experts:
+        check_array(x, "x", np.float32, 2)
+        check_shape(x, "x", (1, experts[0].gate.columns))
+    for expert, rank in zip(experts, ranks, strict=True):
+        expert_ffn(expert, x, np.zeros(1, np.int32), np.array([rank], np.int32), out)
 
 
 def combine(parts: Floats, weights: Floats, out: Floats) -> None:

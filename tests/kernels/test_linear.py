@@ -273,6 +273,36 @@ def test_experts_agree_bit_for_bit(pair: tuple[str, str], width: int, hidden: in
     assert all(np.array_equal(bits(found[0]), bits(other)) for other in found[1:])
 
 
+@gate
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("width", "hidden"), [(96, 64), (160, 96), (1024, 512)])
+def test_experts_of_a_token_are_those_experts_one_by_one(every: str, threads: int, width: int, hidden: int) -> None:
+    kernels.set_threads(threads)
+    texts = (("q4g32", "q3g32s", "q8"), ("bf16", "fp16", "bf16"), ("q2s", "q2", "fp16"), ("fp16", "q4g32", "q2"))
+    experts = [expert_of(width, hidden, text)[0] for text in texts]
+    x, ranks = inputs(1, hidden), np.array([4, 0, 2, 1], np.int32)
+    for count in range(len(experts) + 1):
+        together, alone = np.full((1, 5, hidden), SENTINEL), np.full((1, 5, hidden), SENTINEL)
+        kernels.experts_of_token(experts[:count], x, ranks[:count], together)
+        for expert, rank in zip(experts[:count], ranks, strict=False):
+            kernels.expert_ffn(expert, x, np.zeros(1, np.int32), np.array([rank], np.int32), alone)
+        assert np.array_equal(bits(together), bits(alone))
+
+
+def test_experts_of_a_token_are_checked(every: str) -> None:
+    one, other = expert_of(*EXPERTS[0])[0], expert_of(*EXPERTS[1])[0]
+    x, out, rank = inputs(1, 64), np.zeros((1, 2, 64), np.float32), np.zeros(1, np.int32)
+    for experts, some_x, ranks, some_out, message in (
+        ([one, other], x, np.array([0, 1], np.int32), out, "one size for all"),
+        ([one], inputs(2, 64), rank, out, "64"),
+        ([one], x, np.zeros(2, np.int32), out, "2"),
+        ([one], x, np.array([2], np.int32), out, "below 2"),
+        ([one], x, rank, np.zeros((1, 2, 63), np.float32), "63"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.experts_of_token(experts, some_x, ranks, some_out)
+
+
 def test_silu_of_huge_values_is_no_nan(every: str) -> None:
     one = np.ones((1, 1), np.float32)
     matrix = matrix_of(Packed(np.array([0x80, 0x3F] + [0] * 30, np.uint8), one, QuantSpec.parse("bf16"), one))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,11 @@ def make_cache(
     return source, ExpertCache(source, array, capacity_bytes, records, score, capacity_bytes if pins is None else pins)
 
 
+def each(stream: Iterable[list[int]]) -> list[int]:
+    """Every expert of a stream, in the order in which they came."""
+    return [index for some in stream for index in some]
+
+
 def consume(
     source: FaultySource,
     cache: ExpertCache,
@@ -85,22 +90,25 @@ def consume(
     indices: list[int],
     stop: int = COUNT,
     advice: Sequence[int] = (),
+    together: bool = False,
 ) -> list[int]:
-    """Stream, hold each expert while it is used, and leave after `stop` of them."""
+    """Stream, hold each expert while it is used, and leave after `stop` of them or a few more that came together."""
     found: list[int] = []
     # What is there when the stream begins is leased until it has been used.
     waiting = set(cache.resident().tolist()) & set(indices)
     source.held = set(waiting)
     try:
-        with contextlib.closing(cache.stream(layer, indices, advice)) as stream:
-            for index in stream:
-                assert not waiting or index in waiting, "hits come first"
-                assert index in source.loaded and index in cache.resident() and cache._leases[index] == 1
-                source.held = {index, *waiting}
+        with contextlib.closing(cache.stream(layer, indices, advice, together)) as stream:
+            for some in stream:
+                assert some and (together or len(some) == 1)
+                assert not waiting or set(some) <= waiting, "hits come first"
+                for index in some:
+                    assert index in source.loaded and index in cache.resident() and cache._leases[index] == 1
+                source.held = {*some, *waiting}
                 cache.check_invariants()
-                found.append(index)
-                waiting.discard(index)
-                if len(found) == stop:
+                found += some
+                waiting -= set(some)
+                if len(found) >= stop:
                     break
                 source.held = set(waiting)
     finally:
@@ -134,18 +142,20 @@ class CacheMachine(RuleBasedStateMachine):
     chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True)
     advised = st.lists(st.integers(0, COUNT - 1), max_size=6)
 
-    @rule(layer=layers, experts=chosen, advice=advised, stop=st.integers(1, EXPERTS))
-    def stream(self, layer: int, experts: list[int], advice: list[int], stop: int) -> None:
+    @rule(layer=layers, experts=chosen, advice=advised, stop=st.integers(1, EXPERTS), together=st.booleans())
+    def stream(self, layer: int, experts: list[int], advice: list[int], stop: int, together: bool) -> None:
         indices = [layer * EXPERTS + expert for expert in experts]
         resident = set(self.cache.resident().tolist()) & set(indices)
         before = self.cache.stats.copy()
         self.lookups += len(indices)
         try:
-            found = consume(self.source, self.cache, layer, indices, stop, advice)
+            found = consume(self.source, self.cache, layer, indices, stop, advice, together)
         except StorageReadFailed as error:
             assert int(error.message.split()[1]) in self.source.failing & set(indices)
         else:
-            assert len(found) == min(stop, len(indices)) == len(set(found)) and set(found) <= set(indices)
+            least = min(stop, len(indices))
+            assert len(found) == len(set(found)) >= least and set(found) <= set(indices)
+            assert together or len(found) == least
             assert not set(found) & self.source.failing - resident - set(self.source.reads)
         gained = self.cache.stats.since(before)
         assert gained.lookups == gained.hits + gained.misses == len(indices) and gained.hits >= len(resident)
@@ -155,8 +165,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.lookups += len(experts)
         stream = self.cache.stream(layer, [layer * EXPERTS + expert for expert in experts])
         with contextlib.suppress(StorageReadFailed, ZeroDivisionError), contextlib.closing(stream):
-            for index in stream:
-                raise ZeroDivisionError(index)
+            for some in stream:
+                raise ZeroDivisionError(some)
 
     @rule(advice=advised)
     def prefetch(self, advice: list[int]) -> None:
@@ -198,8 +208,8 @@ def test_capacity_under_one_expert_is_an_error_not_a_hang(in_time: InTime) -> No
     _, cache = make_cache([10, 50], 40)
     for _ in range(2):
         with pytest.raises(MemoryBudgetExceeded, match="expert of 50 bytes does not fit into the expert cache of 40"):
-            in_time(lambda: list(cache.stream(0, [0, 1])))
-        assert in_time(lambda: list(cache.stream(0, [0]))) == [0]
+            in_time(lambda: each(cache.stream(0, [0, 1])))
+        assert in_time(lambda: each(cache.stream(0, [0]))) == [0]
         cache.check_invariants()
     assert not cache._leases.any()
     cache.close()
@@ -217,10 +227,23 @@ def test_hits_come_first_and_misses_load_meanwhile(in_time: InTime) -> None:
     cache.warm([2, 3])
     source.gate.clear()
     stream = cache.stream(0, [0, 2, 1, 3])
-    assert [next(stream), next(stream)] == [2, 3]
+    assert [next(stream), next(stream)] == [[2], [3]]
     source.gate.set()
-    assert sorted(in_time(lambda: list(stream))) == [0, 1]
+    assert sorted(in_time(lambda: each(stream))) == [0, 1]
     assert (cache.stats.hits, cache.stats.misses) == (2, 2)
+    cache.close()
+
+
+def test_what_is_there_together_comes_together(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60)
+    cache.warm([2, 3])
+    source.gate.clear()
+    stream = cache.stream(0, [0, 2, 1, 3], together=True)
+    assert next(stream) == [2, 3] and cache._leases[[2, 3]].all()
+    source.gate.set()
+    in_time(lambda: wait_for(lambda: {0, 1} <= set(cache.resident().tolist())))
+    assert in_time(lambda: list(stream)) == [[0, 1]]
+    assert not cache._leases.any()
     cache.close()
 
 
@@ -228,12 +251,12 @@ def test_a_failed_read_is_raised_once_and_may_be_tried_again(in_time: InTime) ->
     source, cache = make_cache([10] * 4, 40)
     source.failing = {1}
     with pytest.raises(StorageReadFailed, match="expert 1"):
-        in_time(lambda: list(cache.stream(0, [1])))
-    assert in_time(lambda: list(cache.stream(0, [0, 2]))) == [0, 2]
+        in_time(lambda: each(cache.stream(0, [1])))
+    assert in_time(lambda: each(cache.stream(0, [0, 2]))) == [0, 2]
     with pytest.raises(StorageReadFailed, match="expert 1"):
-        in_time(lambda: list(cache.stream(0, [1])))
+        in_time(lambda: each(cache.stream(0, [1])))
     source.failing = set()
-    assert in_time(lambda: list(cache.stream(0, [1]))) == [1]
+    assert in_time(lambda: each(cache.stream(0, [1]))) == [1]
     # What the failed read had already brought in was given back.
     assert source.complaints == [] and source.failures == 2
     cache.close()
@@ -243,15 +266,15 @@ def test_failures_nobody_waits_for_do_not_haunt_the_next_stream(in_time: InTime)
     source, cache = make_cache([10] * 6, 60)
     source.failing = {1, 2}
     with pytest.raises(StorageReadFailed):
-        in_time(lambda: list(cache.stream(0, [1, 2])))
+        in_time(lambda: each(cache.stream(0, [1, 2])))
     cache.warm([0])
     source.gate.clear()
     with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:
-        assert next(given_up) == 0
+        assert next(given_up) == [0]
     source.gate.set()
-    assert sorted(in_time(lambda: list(cache.stream(0, [3, 4])))) == [3, 4]
+    assert sorted(in_time(lambda: each(cache.stream(0, [3, 4])))) == [3, 4]
     source.failing = set()
-    assert sorted(in_time(lambda: list(cache.stream(0, [1, 2])))) == [1, 2]
+    assert sorted(in_time(lambda: each(cache.stream(0, [1, 2])))) == [1, 2]
     cache.check_invariants()
     cache.close()
 
@@ -260,10 +283,10 @@ def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
     source.failing = {1}
     cache.prefetch([1, 2])
-    assert in_time(lambda: list(cache.stream(0, [3]))) == [3]
+    assert in_time(lambda: each(cache.stream(0, [3]))) == [3]
     in_time(lambda: wait_for(lambda: 2 in source.loaded))
     source.failing = set()
-    assert sorted(in_time(lambda: list(cache.stream(0, [1, 2])))) == [1, 2]
+    assert sorted(in_time(lambda: each(cache.stream(0, [1, 2])))) == [1, 2]
     cache.close()
     assert (cache.stats.prefetch_reads, cache.stats.prefetch_used, cache.stats.late_hits) == (1, 1, 0)
 
@@ -274,7 +297,7 @@ def test_a_failed_warm_start_says_so() -> None:
     with pytest.raises(StorageReadFailed, match="expert 2"):
         cache.warm([0, 2, 1])
     cache.check_invariants()
-    assert source.loaded == {0} and list(cache.stream(0, [0, 1])) == [0, 1]
+    assert source.loaded == {0} and each(cache.stream(0, [0, 1])) == [0, 1]
     cache.close()
 
 
@@ -285,8 +308,8 @@ def test_reads_of_a_stream_that_was_given_up_make_room(in_time: InTime, monkeypa
     with monkeypatch.context() as asleep:
         asleep.setattr(cache, "_wake_reader", lambda: None)
         with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:
-            assert next(given_up) == 0
-    assert in_time(lambda: list(cache.stream(0, [3]))) == [3]
+            assert next(given_up) == [0]
+    assert in_time(lambda: each(cache.stream(0, [3]))) == [3]
     cache.check_invariants()
     cache.close()
 
@@ -313,24 +336,24 @@ def test_pins_stay_under_their_limit_and_yield_to_demand(in_time: InTime) -> Non
     source, cache = make_cache([10] * 8, 40, pins=20)
     cache.prefetch([4, 5, 6])
     assert cache.used_bytes == 20
-    assert in_time(lambda: list(cache.stream(0, [0, 1]))) and source.complaints == []
+    assert in_time(lambda: each(cache.stream(0, [0, 1]))) and source.complaints == []
     in_time(lambda: wait_for(lambda: set(cache.resident().tolist()) == {0, 1, 4, 5}))
     # Unpinned experts go first, the worst prediction next, the best last.
-    assert list(cache.stream(0, [2, 3])) == [2, 3]
+    assert each(cache.stream(0, [2, 3])) == [2, 3]
     assert set(cache.resident().tolist()) == {2, 3, 4, 5}
-    assert sorted(in_time(lambda: list(cache.stream(0, [0, 2, 3])))) == [0, 2, 3]
+    assert sorted(in_time(lambda: each(cache.stream(0, [0, 2, 3])))) == [0, 2, 3]
     assert set(cache.resident().tolist()) == {0, 2, 3, 4}
     cache.close()
 
 
 def test_a_closed_cache_says_so(in_time: InTime) -> None:
     _, cache = make_cache([10] * 4, 40)
-    assert list(cache.stream(0, [0])) == [0]
+    assert each(cache.stream(0, [0])) == [0]
     cache.close()
     cache.close()
     for indices in ([0], [1]):
         with pytest.raises(ExecutionError, match="closed"):
-            in_time(lambda wanted=indices: list(cache.stream(0, wanted)))
+            in_time(lambda wanted=indices: each(cache.stream(0, wanted)))
 
 
 def test_closing_wakes_who_waits(in_time: InTime) -> None:
@@ -339,4 +362,4 @@ def test_closing_wakes_who_waits(in_time: InTime) -> None:
     threading.Timer(0.1, cache.close).start()
     threading.Timer(0.2, source.gate.set).start()
     with pytest.raises(ExecutionError, match="closed"):
-        in_time(lambda: list(cache.stream(0, [0, 1])))
+        in_time(lambda: each(cache.stream(0, [0, 1])))

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <new>
@@ -97,6 +98,40 @@ void bind_expert_ffn(const Expert& expert, nb::handle x_object, nb::handle token
     {
         nb::gil_scoped_release unlocked;
         has_memory = expert_ffn(expert.view, {x.data<const float>(), x_rows, out_rows, tokens.size(0), out.data<float>()});
+    }
+    expect_memory(has_memory);
+}
+
+void bind_experts_of_token(const std::vector<const Expert*>& experts, nb::handle x_object, nb::handle ranks_object,
+                           nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 2), ranks(ranks_object, "ranks", Kind::kInt32, 1);
+    const Array out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
+    const int64_t count = static_cast<int64_t>(experts.size());
+    std::vector<const ExpertView*> views;
+    for (const Expert* expert : experts) {
+        if (expert == nullptr) {
+            refuse("experts: expected experts, found None");
+        }
+        views.push_back(&expert->view);
+        const MatrixView& gate = expert->view.gate;
+        const bool is_same = gate.rows == views[0]->gate.rows && gate.columns == views[0]->gate.columns;
+        if (!is_same) {
+            refuse("experts: expected one size for all");
+        }
+    }
+    ranks.expect({count});
+    if (count == 0) {
+        return;
+    }
+    x.expect({1, views[0]->gate.columns});
+    out.expect({1, out.size(1), views[0]->down.rows});
+    ranks.expect_indices(out.size(1));
+    out.expect_apart(x);
+    std::vector<int64_t> rows(ranks.data<const int32_t>(), ranks.data<const int32_t>() + count);
+    bool has_memory;
+    {
+        nb::gil_scoped_release unlocked;
+        has_memory = experts_of_token(views.data(), count, x.data<const float>(), rows.data(), out.data<float>());
     }
     expect_memory(has_memory);
 }
@@ -268,6 +303,7 @@ NB_MODULE(_native, module) {
     module.def("set_threads", bind_set_threads, "count"_a);
     module.def("linear", bind_linear, "matrix"_a, "x"_a, "out"_a);
     module.def("dequantize_rows", bind_dequantize_rows, "matrix"_a, "rows"_a, "out"_a);
+    module.def("experts_of_token", bind_experts_of_token, "experts"_a, "x"_a, "ranks"_a, "out"_a);
     module.def("expert_ffn", bind_expert_ffn, "expert"_a, "x"_a, "tokens"_a, "ranks"_a, "out"_a);
     module.def("combine", bind_combine, "parts"_a, "weights"_a, "out"_a);
     module.def("rms_norm", bind_rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);

@@ -70,6 +70,19 @@ void split_blocks(int64_t blocks, double flops, const Body& body) {
     });
 }
 
+// body(expert, begin, end) over parts of the row blocks of several matrices of one size.
+template <class Body>
+void split_experts(int64_t count, int64_t blocks, double flops, const Body& body) {
+    const int threads = threads_for(flops);
+    const int64_t units = (blocks + kBlocksPerUnit - 1) / kBlocksPerUnit;
+    const int64_t wanted = threads == 1 ? 1 : (threads * kPartsPerThread + count - 1) / count;
+    const int64_t parts = std::min(units, wanted);
+    parallel_for(count * parts, threads, [&](int64_t item, int) {
+        const int64_t part = item % parts;
+        body(item / parts, part * units / parts * kBlocksPerUnit, std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit));
+    });
+}
+
 double product_flops(const MatrixView& matrix, int64_t tokens) {
     return 2.0 * static_cast<double>(matrix.rows) * static_cast<double>(matrix.columns) * static_cast<double>(tokens);
 }
@@ -173,6 +186,50 @@ bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
             kernels.linear(expert.down, hidden_inputs, tokens, outputs, begin, end);
         });
     }
+    return true;
+}
+
+bool experts_of_token(const ExpertView* const* experts, int64_t count, const float* x, const int64_t* out_rows, float* out) {
+    if (count == 0) {
+        return true;
+    }
+    const KernelTable& kernels = active_kernels();
+    const MatrixView& first = experts[0]->gate;
+    const int64_t size = first.columns, width = first.rows;
+    bool rounds_input = false, rounds_hidden = false;
+    double flops = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        rounds_input = rounds_input || experts[i]->gate.bitwidth != 16 || experts[i]->up.bitwidth != 16;
+        rounds_hidden = rounds_hidden || experts[i]->down.bitwidth != 16;
+        flops += product_flops(first, 1);
+    }
+    const int64_t input_floats = rounds_input ? rounded_floats(1, size) : 0;
+    const int64_t hidden_floats = rounds_hidden ? rounded_floats(count, width) : 0;
+    float* rounded_input = scratch.take(input_floats + hidden_floats + count * width);
+    if (rounded_input == nullptr) {
+        return false;
+    }
+    float* rounded_hidden = rounded_input + input_floats;
+    float* hidden = rounded_hidden + hidden_floats;
+    Activations input{{x, size, nullptr}, {}};
+    if (rounds_input) {
+        input.rounded = round_rows(input.floats, 1, size, rounded_input);
+    }
+    split_experts(count, blocks_of(first), 2 * flops, [&](int64_t i, int64_t begin, int64_t end) {
+        kernels.expert_hidden(experts[i]->gate, experts[i]->up, input, 1, {hidden + i * width, width, nullptr}, begin, end);
+    });
+    RoundedRows rounded{};
+    if (rounds_hidden) {
+        rounded = round_rows({hidden, width, nullptr}, count, width, rounded_hidden);
+    }
+    const int64_t tiles = width / kColumnsPerTile;
+    split_experts(count, blocks_of(experts[0]->down), flops, [&](int64_t i, int64_t begin, int64_t end) {
+        Activations own{{hidden + i * width, width, nullptr}, {}};
+        if (rounds_hidden) {
+            own.rounded = {rounded.codes + i * width, rounded.steps + i * tiles, rounded.sums + i * tiles, width};
+        }
+        kernels.linear(experts[i]->down, own, 1, {out + out_rows[i] * size, size, nullptr}, begin, end);
+    });
     return true;
 }
 

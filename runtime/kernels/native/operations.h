@@ -25,6 +25,8 @@ struct ExpertCall {
 bool linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out);
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out);
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call);
+// All experts of one token at once: expert i writes row out_rows[i]. They agree in D and F.
+bool experts_of_token(const ExpertView* const* experts, int64_t count, const float* x, const int64_t* out_rows, float* out);
 void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out);
 void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out);
 void rope(const RopeCall& call, int64_t tokens);
