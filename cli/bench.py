@@ -80,7 +80,7 @@ def bench_command(
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     opened = open_bundle(bundle_folder(bundle))
     options = build_options(values)
-    host = probe_host(_largest_file(opened))
+    host = probe_host(_probed_place(opened))
     if text_path is not None:
         sequence = _sequence_of(opened, text_path, prompt_tokens, tokens)
     else:
@@ -116,10 +116,12 @@ def bench_command(
         output.data(f"\n{_policies_table(simulated)}")
 
 
-def _largest_file(bundle: Bundle) -> Path:
-    """The file whose reads the storage probe times: what the run will read from."""
+def _probed_place(bundle: Bundle) -> Path:
+    """What the storage probe reads: the largest file of the bundle, or a file of its own beside the bundle."""
+    from moec.profiles.probe import MIN_SAMPLE_BYTES
+
     largest = max(bundle.manifest.files, key=lambda entry: entry.size_bytes)
-    return bundle.path / largest.name
+    return bundle.path / largest.name if largest.size_bytes >= MIN_SAMPLE_BYTES else bundle.path.resolve().parent
 
 
 def _with_read_bandwidth(host: DeviceProfile, bundle: Bundle, threads: int) -> DeviceProfile:

@@ -106,10 +106,15 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     """
     from moec.compiler.options import Talk
     from moec.compiler.pipeline import CompileRequest, compile_checkpoint
+    from moec.manifests.errors import OptionError
 
     log = CompileLog()
     options = _options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
+    if not destination.name:
+        raise OptionError(
+            f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`"
+        )
     request = CompileRequest(
         source=model,
         output=destination,

@@ -125,5 +125,8 @@ def checkpoint_engine(path: Path, threads: int) -> TextEngine:
     Raises CheckpointError; ModuleNotFoundError where the extra is not installed.
     """
     from moec.compiler.reference import ReferenceModel
+    from moec.manifests.errors import OptionError
 
+    if threads < 0:
+        raise OptionError(f"`--threads` must be 0 or more, found {threads}", "leave it out for all")
     return ReferenceModel(path, threads or None)

@@ -74,6 +74,9 @@ def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:
 def bundle_folder(path: Path) -> Path:
     """The path, if a bundle can be there. Raises InputError on a path that is no folder."""
     if path.is_dir():
+        if not is_bundle(path):
+            remedy = "name a folder that `moec compile` wrote"
+            raise InputError(f"`{path}` holds no bundle: `moec.json` is missing", remedy)
         return path
     if path.is_file():
         raise InputError(f"`{path}` is a file, expected a bundle folder", f"if it is packed: moec unpack {path}")

@@ -101,7 +101,7 @@ def calibrate(
 
     pairs: token ids (ReferenceModel.encode_pairs). Texts longer than the context are cut. max_tokens: run a choice of
     texts of about so many tokens, drawn with `seed`; None runs all. progress: texts done, texts in all.
-    Equal input and thread count give equal statistics. Raises DataError without a token.
+    Equal input gives equal statistics. Raises DataError without a token.
     """
     context = reference.model.max_positions
     rows = [row for row in ((prompt + answer)[:context] for prompt, answer in pairs) if row]

@@ -66,18 +66,29 @@ def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str
     return keeps
 
 
+def budget_bytes(plan: CompilePlan, target: Target) -> int:
+    """The expert bytes that a target of bytes allows; those of the plan under another target."""
+    if target.kind == "size":
+        return int(target.value)
+    if target.kind == "bits_per_weight":
+        return int(target.value * plan.expert_weights / 8)
+    return plan.expert_packed_bytes
+
+
 def compare_with_baselines(
     plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, store: UnitStore, target: Target, talk: Talk
 ) -> Comparison:
     """Measure best uniform and EdgeMoE's search, as published and with this search's quantizer."""
     plan_kl = trials.kl(plan, "plan").mean
-    size = plan.expert_packed_bytes
+    size = budget_bytes(plan, target)
     talk.note("comparing with the best uniform format")
     by_size = target.kind in ("size", "bits_per_weight")
     uniform = best_uniform(plan, specs, trials, keeps_target(trials, target, size, "best uniform", None), by_size)
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
     group = _group_size(plan, uniform, specs)
     ours = {bits: QuantSpec(bits, group) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    if store.quantizer == "quanto":
+        ours[8] = QuantSpec(8)  # all that the package has
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
     published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     results = []

@@ -17,7 +17,7 @@ from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import DoesNotFit, MoecError, OptionError
 
 ASIDE_SUFFIX = ".moec-replaced"
-_WRITING_SUFFIX = ".writing"
+WRITING_SUFFIX = ".writing"
 
 
 class Disk:
@@ -94,7 +94,7 @@ class StreamingFile:
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._path = disk, path
-        self._beside = path.with_name(path.name + _WRITING_SUFFIX)
+        self._beside = path.with_name(path.name + WRITING_SUFFIX)
         self._digest = hashlib.sha256()
         self._file: BinaryIO | None = None
         self.size_bytes = 0

@@ -124,6 +124,8 @@ class CompileOptions:
                 specs.append(plain)
                 continue
             widest = 0 if 0 in groups else max(groups)
+            if bits == 8 and self.quantizer == "quanto":
+                widest = 0  # all that the package has
             chosen = (widest,) if bits == 8 else sorted(groups, key=lambda size: (size != 0, -size))
             specs += [QuantSpec(bits, size) for size in chosen]
         if not specs:

@@ -41,7 +41,7 @@ from .tables import Tables
 from .trials import TaskData, Trials
 from .uniform import uniform_plan
 from .unit_store import UnitStore
-from .work_folder import planning_journal, removed_on_failure, work_journal
+from .work_folder import check_partial, planning_journal, removed_on_failure, work_journal
 
 # Answer tokens of this many validation items stand for the KL of a trial.
 KL_ITEMS = 256
@@ -110,8 +110,9 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
         return CompileResult(None, plan, _quality(stage, plan, None))
     recover_replaced(disk, output)
     check_replaceable(output, request.overwrite)
-    stage = _prepare(request)
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
+    check_partial(partial)
+    stage = _prepare(request)
     journal = work_journal(output, _identity(stage), disk, request.resume)
     with disk_errors(output.parent), journal as stage.journal:
         disk.remove_tree(partial)
@@ -197,6 +198,8 @@ def _uniform_spec(stage: _Stage) -> QuantSpec:
 
 
 def _uniform_group(options: CompileOptions) -> int:
+    if options.quantizer == "quanto" and options.target.value == 8 and not options.group_sizes:
+        return 0  # all that the package has
     return options.group_sizes[0] if options.group_sizes else UNIFORM_GROUP_SIZE
 
 
@@ -322,7 +325,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         partial,
         device=_device(stage, plan),
         disk=request.disk,
-        options=request.options.to_plain(),
+        options={**request.options.to_plain(), "quantizer": plan.quantizer},
         calibration=_calibration_summary(stage),
         statistics=stage.statistics,
         quantized_units=None if store is None else store.matrix,

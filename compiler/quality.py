@@ -96,11 +96,15 @@ def _sensitivity(table: SensitivityTable) -> dict[str, Any]:
 
 
 def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
-    """Popularity as shares, and how even it is: entropy over its maximum, per layer."""
+    """Popularity as shares, how even it is (entropy over its maximum, per layer), and how predictable routes are."""
     counts = np.asarray(statistics.popularity, np.float64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     entropy = -np.sum(shares * np.log(np.maximum(shares, 1e-30)), axis=1) / np.log(max(shares.shape[1], 2))
-    return {"popularity": shares.tolist(), "popularity_entropy": entropy.tolist()}
+    return {
+        "popularity": shares.tolist(),
+        "popularity_entropy": entropy.tolist(),
+        "paths": statistics.path_report.to_json(),
+    }
 
 
 def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:

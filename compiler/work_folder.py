@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from moec.manifests.errors import InputError, MoecError, TargetUnreachable
+from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
+from moec.manifests.errors import InputError, MoecError, OptionError, TargetUnreachable
 
-from .durable import Disk
+from .durable import WRITING_SUFFIX, Disk
 from .journal import Journal
 
 WORK_SUFFIX = ".work"
@@ -18,6 +20,18 @@ WORK_SUFFIX = ".work"
 def work_folder(output: Path) -> Path:
     """Where the journal of this output lies."""
     return output.with_name(output.name + WORK_SUFFIX)
+
+
+def check_partial(partial: Path) -> None:
+    """Refuse to replace what stands at `NAME.partial` unless an unfinished compile left it. Raises OptionError."""
+    if not os.path.lexists(partial):
+        return
+    names = {item.name.removesuffix(WRITING_SUFFIX) for item in partial.iterdir()} if partial.is_dir() else {""}
+    is_ours = not names or not names.isdisjoint((DENSE_NAME, MANIFEST_NAME))
+    if partial.is_symlink() or not is_ours or any(item.is_dir() for item in partial.iterdir()):
+        raise OptionError(
+            f"`{partial}` is in the way and was not left by a compile", "move it, or choose another `--output`"
+        )
 
 
 @contextlib.contextmanager

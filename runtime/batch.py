@@ -95,6 +95,7 @@ def _finished(item: RunningSequence, eos: set[int]) -> bool:
 
 def _prefill(engine: Engine, items: list[RunningSequence], eos: set[int]) -> None:
     """Run prompts and drafts; keep the agreed part of each draft and the first token after it."""
+    engine.begin_sequence()
     for part, hidden in _passes(engine, [(item.slot, item.prompt + item.draft) for item in items]):
         for which, first, rows in part:
             item = items[which]
@@ -181,14 +182,16 @@ def forced_logits(
 def _forced_group(
     engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
+    engine.begin_sequence()
     collected: dict[int, list[np.ndarray]] = {index: [] for index in group}
     sequences = [(slot, [*pairs[index][0], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
     for part, hidden in _passes(engine, sequences):
         for which, first, rows in part:
             prompt = pairs[group[which]][0]
             wanted = [row for row in range(rows.shape[0]) if first + row >= len(prompt) - 1]
-            if wanted:
-                collected[group[which]].append(engine.model.logits(hidden[rows[wanted]]))
+            step = LOGITS_ROWS_PER_SLOT * engine.options.slots
+            for start in range(0, len(wanted), step):
+                collected[group[which]].append(engine.model.logits(hidden[rows[wanted[start : start + step]]]))
     for index in group:
         nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
         yield index, np.concatenate([nothing, *collected[index]])

@@ -77,8 +77,10 @@ def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
         attention, experts = layer.attention, layer.experts
         heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
         widest = max(widest, heads, experts.top_k * model.hidden_size + 2 * experts.width)
+    # Cosines and sines of every position, once per kind of rotary embedding.
+    rope = sum(4 * context * spec.rotary_size for spec in {layer.attention.rope for layer in model.layers})
     # Logits are there twice while a maximum or a softmax is taken.
-    return 4 * tokens * (5 * model.hidden_size + widest) + 8 * model.vocab_size * LOGITS_ROWS_PER_SLOT * slots
+    return 4 * tokens * (5 * model.hidden_size + widest) + 8 * model.vocab_size * LOGITS_ROWS_PER_SLOT * slots + rope
 
 
 def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan:
@@ -105,7 +107,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan
     if options.expert_cache is not None:
         cache = parse_cache(options.expert_cache, cost.expert_padded_bytes)
         if budget is not None and bare.fixed_bytes + cache > budget:
-            raise OptionError(
+            raise MemoryBudgetExceeded(
                 f"`--expert-cache {options.expert_cache}` needs a budget of {bare.fixed_bytes + cache} bytes, "
                 f"`--memory` gives {budget}",
                 "give one of the two",
@@ -119,6 +121,6 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan
         least = bare.floor_bytes if options.expert_cache is None else cost.minimum_expert_bytes
         raise MemoryBudgetExceeded(
             f"{what} is under the floor of {least} bytes for a context of {context}",
-            "raise it, or shorten `--context`",
+            "raise it, or shorten `--context`" if options.expert_cache is None else "raise it",
         )
     return MemoryPlan(cache_bytes=min(cache, cost.expert_padded_bytes), budget_bytes=budget, **fixed)

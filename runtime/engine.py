@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moec.manifests.bundle import TABLES_NAME, BundleManifest
-from moec.manifests.errors import ContextOverflow, InputError, KernelUnavailable, OptionError
+from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, KernelUnavailable, OptionError
 
 from . import kernels
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
@@ -28,7 +28,7 @@ from .model import Model, bind_experts, load_dense
 from .options import MAX_THREADS, RuntimeOptions
 from .prefetch import make_predictor
 from .sampling import Sampler, SamplingOptions
-from .storage import open_storage
+from .storage import open_storage, page_bytes
 from .text import TOKENIZER_NAME, TextStream, load_tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -95,7 +95,7 @@ class Engine:
         dense = load_dense(bundle, options.verify)
         self._storage = open_storage(bundle, options.io, options.verify)
         entries = manifest.experts
-        sizes = np.array([entry.size_bytes for entry in entries], np.int64)
+        sizes = np.array([page_bytes(entry.size_bytes) for entry in entries], np.int64)
         records = bundle_records(bundle, tables)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
         self.cache = ExpertCache(
@@ -112,8 +112,8 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self.warm_stats = self.cache.stats
         self.cache.stats = CacheStats()
+        self._sequence = 0
 
     def __enter__(self) -> Engine:
         return self
@@ -144,6 +144,10 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, special tokens as the tokenizer adds them."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(f"the prompt is not UTF-8 at character {error.start}", "convert it to UTF-8") from error
         return list(self.tokenizer.encode(text).ids)
 
     def generate(
@@ -165,6 +169,7 @@ class Engine:
 
     def _decode(self, tokens: list[int], limit: int, sampler: Sampler) -> Iterator[GenerationStep]:
         stream, eos = TextStream(self.tokenizer, tokens), self.bundle.manifest.model.eos_token_ids
+        mine = self.begin_sequence()
         before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
         hidden, position = self._prefill(tokens), len(tokens)
         for count in range(1, limit + 1):
@@ -178,8 +183,18 @@ class Engine:
             if reason is not None:
                 return
             before, start_ns = stats, time.perf_counter_ns()
+            if self._sequence != mine:
+                raise ExecutionError(
+                    "another call has taken over the keys and values of this generation",
+                    "finish one generation before the next, or load a second engine",
+                )
             hidden = self.step([token], [0], [position])
             position += 1
+
+    def begin_sequence(self) -> int:
+        """Take over the KV cache: a generation that was under way cannot go on. Returns the number of the sequence."""
+        self._sequence += 1
+        return self._sequence
 
     def _prefill(self, tokens: Sequence[int]) -> np.ndarray:
         hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
@@ -198,6 +213,7 @@ class Engine:
         """Logits after every token of one sequence, float32 [T, V]. Raises ContextOverflow, InputError."""
         tokens = [int(token) for token in token_ids]
         self.check_tokens(tokens, room=0)
+        self.begin_sequence()
         out = np.empty((len(tokens), self.model.spec.vocab_size), np.float32)
         for start in range(0, len(tokens), MAX_PASS_TOKENS):
             part = tokens[start : start + MAX_PASS_TOKENS]

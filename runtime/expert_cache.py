@@ -7,6 +7,8 @@ One reader thread serves both; demand overtakes advice, and advice that has gone
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -103,6 +105,7 @@ class ExpertCache:
         self._reader: threading.Thread | None = None
         self._failures: dict[int, Exception] = {}
         self._closed = False
+        self._process = os.getpid()
 
     # -- demand ------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,8 @@ class ExpertCache:
         Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
         ExecutionError after `close`.
         """
+        if os.getpid() != self._process:  # the reader thread, and perhaps a lock, stayed behind
+            raise ExecutionError("the engine was loaded before this process was forked", "load the bundle in the child")
         with self._lock:
             self._require_open()
             self._running_layer = layer
@@ -351,7 +356,8 @@ class ExpertCache:
             failure = error
         with self._changed:
             if failure is not None:
-                self._storage.release(index)
+                with contextlib.suppress(OSError):  # the reader must go on
+                    self._storage.release(index)
                 self._state[index] = ABSENT
                 self._prefetched[index] = False
                 self.used_bytes -= int(self._sizes[index])

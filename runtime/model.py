@@ -87,7 +87,8 @@ class Model:
         self.spec = bundle.manifest.model
         self._dense, self._experts, self._cache = dense, experts, cache
         self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
-        self._rope = [rope_tables(layer.attention, context) for layer in self.spec.layers]
+        tables = {layer.attention.rope: rope_tables(layer.attention, context) for layer in self.spec.layers}
+        self._rope = [tables[layer.attention.rope] for layer in self.spec.layers]
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         self.predictor: Predictor | None = None
         self.prefetch_quality = PrefetchQuality()
@@ -222,7 +223,8 @@ class Model:
         if scores is None:
             return None
         following = self.spec.layers[(state.layer + 1) % self.spec.num_layers].experts
-        return candidates(scores, len(state.hidden), following.top_k)
+        # Tables are as wide as the largest layer.
+        return candidates(scores[: following.count], len(state.hidden), following.top_k)
 
     def _record(self, index: int, groups: dict[int, np.ndarray]) -> None:
         if self.trace is not None:

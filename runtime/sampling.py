@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import ExecutionError, OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,10 @@ class Sampler:
         self._generator = np.random.default_rng(options.seed)
 
     def __call__(self, logits: np.ndarray) -> int:
-        """Pick a token. logits: [V] float32. Greedy ties: lowest id."""
+        """Pick a token. logits: [V] float32. Greedy ties: lowest id. Raises ExecutionError on NaN."""
         options = self._options
+        if not np.isfinite(logits.max()):
+            raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
         if options.temperature == 0:
             return int(np.argmax(logits))
         with np.errstate(over="ignore"):  # at a tiny temperature all but the largest become -inf

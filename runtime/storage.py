@@ -7,6 +7,7 @@ is one `madvise`. Reads land in place: no copy lies between the file and the ker
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -18,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from moec.manifests.bundle import ExpertEntry
-from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
+from moec.manifests.errors import ChecksumMismatch, MemoryBudgetExceeded, StorageReadFailed
 
 from .bundle import Bundle
 from .options import IoMode
@@ -71,6 +72,11 @@ class _Verifier:
         self._pending.discard(index)
 
 
+def page_bytes(size_bytes: int) -> int:
+    """The bytes of the whole pages that hold so many: experts are multiples of 4096, pages may be larger."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class ReadStorage:
     """Explicit reads into a sparse anonymous mapping.
 
@@ -79,14 +85,20 @@ class ReadStorage:
     """
 
     def __init__(self, bundle: Bundle, io: IoMode, verify: bool) -> None:
-        self._entries = bundle.manifest.experts
+        self._entries, self._path = bundle.manifest.experts, bundle.path
         self._verifier = _Verifier(bundle, verify)
-        sizes = [entry.size_bytes for entry in self._entries]
+        sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
         self._starts = [0, *np.cumsum(sizes).tolist()]
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._arena = mmap.mmap(-1, self._starts[-1], flags=flags)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            # A huge page would make an expert's neighbour resident, outside the budget.
+        try:
+            self._arena = mmap.mmap(-1, self._starts[-1], flags=flags)
+        except OSError as error:
+            raise MemoryBudgetExceeded(
+                f"the system refuses {self._starts[-1]} bytes of addresses for the experts: {error.strerror}",
+                "take `--io mmap`, or raise the limit of the process's address space",
+            ) from error
+        # A huge page would make an expert's neighbour resident, outside the budget. EINVAL: there are none.
+        with contextlib.suppress(OSError, AttributeError):
             self._arena.madvise(mmap.MADV_NOHUGEPAGE)
         self._view = np.frombuffer(self._arena, np.uint8)
         self._files: dict[str, int] = {}
@@ -117,7 +129,8 @@ class ReadStorage:
         return True
 
     def block(self, index: int) -> np.ndarray:
-        return self._view[self._starts[index] : self._starts[index + 1]]
+        start = self._starts[index]
+        return self._view[start : start + self._entries[index].size_bytes]
 
     def load(self, index: int) -> None:
         entry, block = self._entries[index], self.block(index)
@@ -126,11 +139,16 @@ class ReadStorage:
             while done < entry.size_bytes:
                 count = os.preadv(descriptor, [block.data[done:]], entry.offset_bytes + done)
                 if count == 0:
-                    raise StorageReadFailed(f"`{entry.file}` ended at byte {entry.offset_bytes + done}")
+                    raise StorageReadFailed(
+                        f"`{self._path / entry.file}` ended at byte {entry.offset_bytes + done}, expected "
+                        f"{entry.size_bytes} bytes from {entry.offset_bytes} on",
+                        "copy the bundle again",
+                    )
                 done += count
         except OSError as error:
             raise StorageReadFailed(
-                f"`{entry.file}`, expert {entry.expert} at byte {entry.offset_bytes}: {error.strerror}"
+                f"`{self._path / entry.file}`, expert {entry.expert} at byte {entry.offset_bytes}: {error.strerror}",
+                "check the disk, and copy the bundle again",
             ) from error
         if self.mode == "buffered" and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
@@ -174,13 +192,18 @@ class MappedStorage:
 
     def load(self, index: int) -> None:
         entry, block = self._entries[index], self.block(index)
-        self._maps[entry.file].madvise(mmap.MADV_WILLNEED, entry.offset_bytes, entry.size_bytes)
+        self._maps[entry.file].madvise(mmap.MADV_WILLNEED, *self._pages(entry))
         np.add.reduce(block[:: mmap.PAGESIZE], dtype=np.int64)
         self._verifier.check(index, entry, block)
 
+    def _pages(self, entry: ExpertEntry) -> tuple[int, int]:
+        """Start and length of the whole pages that hold an expert; a neighbour in them is read again if asked for."""
+        start = entry.offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        return start, min(page_bytes(entry.offset_bytes + entry.size_bytes), len(self._maps[entry.file])) - start
+
     def release(self, index: int) -> None:
         entry = self._entries[index]
-        self._maps[entry.file].madvise(mmap.MADV_DONTNEED, entry.offset_bytes, entry.size_bytes)
+        self._maps[entry.file].madvise(mmap.MADV_DONTNEED, *self._pages(entry))
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._files[entry.file], entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
 

@@ -8,6 +8,7 @@ Shapes: N rows, K columns, G groups, g columns of a group.
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from functools import cache
 from typing import Any
@@ -84,8 +85,14 @@ def _divisor(scales: Tensor) -> Tensor:
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
-@cache
 def _quanto() -> Any:
+    """The package, set up by the first thread that asks."""
+    with _setting_up:
+        return _set_up_quanto()
+
+
+@cache
+def _set_up_quanto() -> Any:
     """The package, with its unpacking in Python: otherwise the first use compiles C++ into the installed package.
 
     Raises MissingDependency.
@@ -116,3 +123,4 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 _registrations: list[Any] = []  # a registration ends with its Library object
+_setting_up = threading.Lock()

@@ -106,7 +106,7 @@ def _next_budget(budget: float, low: Found | None, high: float, ratio: float) ->
 
 
 def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
-    """Largest predicted budget whose generated answers lose at most the target, one standard error included."""
+    """Largest predicted budget whose generated answers keep the target, as `trials.keeps` judges."""
     low: Found | None = None
     high = math.inf
     most = _largest_budget(space)
@@ -120,7 +120,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) 
             low = Found(plan, budget)
         else:
             high = budget
-        if low is not None and (high / low.predicted < CLOSE_ENOUGH or low.predicted >= most):
+        if low is not None and (low.predicted >= most or high / low.predicted < CLOSE_ENOUGH):
             break
         budget = _next_budget(budget, low, high, _headroom(losses, target))
     if low is None:

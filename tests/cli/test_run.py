@@ -137,4 +137,5 @@ def test_what_is_no_bundle_is_refused(invoke: Invoke, checkpoint: Path, tmp_path
     (tmp_path / "file.moec").write_bytes(b"x")
     packed = invoke("run", tmp_path / "file.moec", "--prompt", "x")
     assert packed.exit_code == 1 and "moec unpack" in packed.stderr
-    assert invoke("run", checkpoint, "--prompt", "x").exit_code == 3
+    other = invoke("run", checkpoint, "--prompt", "x")
+    assert other.exit_code == 1 and "holds no bundle: `moec.json` is missing" in other.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,8 @@ from moec.runtime import Engine, RuntimeOptions, kernels, load
 from moec.runtime import engine as engine_module
 from moec.runtime.bundle import open_bundle
 from moec.runtime.expert_cache import CacheStats
-from moec.runtime.sampling import SamplingOptions
+from moec.runtime.sampling import Sampler, SamplingOptions
+from moec.runtime.storage import page_bytes
 
 CONTEXT = 64
 PROMPT = [5, 60, 31, 7, 90, 2, 8]
@@ -44,10 +47,9 @@ def tokens(engine: Engine, **sampling: float) -> list[int]:
 
 def test_greedy_follows_the_logits(engine: Engine) -> None:
     sequence = list(PROMPT)
-    for step in engine.generate(PROMPT, max_new_tokens=5):
+    for step in list(engine.generate(PROMPT, max_new_tokens=5)):
         assert step.token_id == int(np.argmax(engine.logits(sequence)[-1])) and step.position == len(sequence)
         sequence.append(step.token_id)
-        # `logits` has written the same keys and values again; the generation goes on from them.
     assert len(sequence) == len(PROMPT) + 5
 
 
@@ -169,3 +171,68 @@ def test_options_that_cannot_be_had(tiny_bundle: Path) -> None:
 def test_mode_says_what_is_on(engine: Engine) -> None:
     for part in ("streaming, lossless", "(50% of experts)", "policy edgemoe", "prefetch lookahead"):
         assert part in engine.mode
+
+
+def test_a_generation_that_another_call_took_over_says_so(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, expert_cache="100%", context=64) as engine:
+        alone = [step.token_id for step in engine.generate([5, 6, 7], max_new_tokens=6)]
+        first = engine.generate([5, 6, 7], max_new_tokens=6)
+        assert next(first).token_id == alone[0]
+        engine.logits([9, 8, 7, 6])
+        with pytest.raises(ExecutionError, match="another call has taken over"):
+            next(first)
+        second, third = (engine.generate([5, 6, 7], max_new_tokens=6) for _ in range(2))
+        assert next(second).token_id == next(third).token_id == alone[0]
+        with pytest.raises(ExecutionError, match="another call has taken over"):
+            next(second)
+        assert [step.token_id for step in third] == alone[1:]
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused(tiny_bundle: Path) -> None:
+    with (
+        load(tiny_bundle, expert_cache="100%", context=64) as engine,
+        pytest.raises(InputError, match="not UTF-8 at character 2"),
+    ):
+        next(engine.generate("ab\udcff", max_new_tokens=1))
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    for temperature in (0.0, 0.8):
+        sampler = Sampler(SamplingOptions(temperature=temperature))
+        for value in (np.nan, np.inf):
+            with pytest.raises(ExecutionError, match="NaN or infinity"):
+                sampler(np.array([0.0, value, 1.0], np.float32))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_is_told_to_load_its_own(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, expert_cache="100%", context=64) as engine:
+        engine.logits([5, 6])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                engine.logits([5, 6])
+            except ExecutionError as error:
+                code = 42 if "forked" in error.message else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+        assert len(engine.logits([5, 6])) == 2
+
+
+def test_the_default_context_fits_rope_tables_into_the_budget() -> None:
+    """One table per kind of rotary embedding, and counted."""
+    from moec.runtime.budget import scratch_bytes
+    from tests.manifests.examples import example_manifest
+
+    manifest = example_manifest()
+    per_position = scratch_bytes(manifest, 1, 128) - scratch_bytes(manifest, 1, 127)
+    assert per_position >= 4 * 8
+
+
+def test_experts_take_whole_pages() -> None:
+    assert page_bytes(1) == page_bytes(mmap.PAGESIZE) == mmap.PAGESIZE
+    assert page_bytes(mmap.PAGESIZE + 1) == 2 * mmap.PAGESIZE

@@ -120,7 +120,7 @@ def test_a_file_that_shrinks_while_it_is_read(own_bundle: Path, io: IoMode) -> N
     storage = open_storage(bundle, io, verify=False)
     entry = bundle.manifest.experts[5]
     os.truncate(own_bundle / entry.file, entry.offset_bytes + 4096)
-    with pytest.raises(StorageReadFailed, match=f"`{entry.file}`"):
+    with pytest.raises(StorageReadFailed, match=f"{entry.file}`"):
         storage.load(5)
     storage.close()
 
