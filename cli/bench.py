@@ -98,18 +98,9 @@ def bench_command(
     ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
     simulated = _simulate(opened, trace) if policies == "all" else []
     if as_json:
-        output.data_json(
-            {
-                "ceiling": ceiling,
-                "measured": statistics.to_plain(),
-                "ratio": ratio,
-                "policies": simulated,
-                "mode": mode_text(engine),
-                "memory": engine.memory.to_plain(),
-                "tokens": tokens,
-                "host": host.to_plain(),
-            }
-        )
+        told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
+        told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
+        output.data_json({**told, "tokens": tokens, "host": host.to_plain()})
         return
     output.data(f"\n{statistics_block(statistics)}\n\nratio  {output.human_share(ratio)} of the ceiling")
     if simulated:

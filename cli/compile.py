@@ -112,9 +112,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     options = _options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
-        raise OptionError(
-            f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`"
-        )
+        raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     request = CompileRequest(
         source=model,
         output=destination,

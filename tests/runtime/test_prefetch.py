@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,18 @@ def test_recall_counts_demanded_experts() -> None:
     quality.observe(1, {0, 2}, np.array([2, 3]))
     quality.observe(2, {1}, np.array([1, 0]))
     assert quality.recall == 0.5 and dict(quality.demanded) == {1: 2, 2: 2}
+
+
+def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
+    """Tables are as wide as the largest layer; what they say of experts that a smaller one lacks is not asked for."""
+    from types import SimpleNamespace
+
+    from moec.runtime.model import Model
+
+    wide = np.array([[1, 2, 3, 4], [9, 8, 7, 6]], np.uint32)
+    layers = tuple(SimpleNamespace(experts=SimpleNamespace(count=count, top_k=1)) for count in (4, 2))
+    model = Model.__new__(Model)
+    model.spec = SimpleNamespace(layers=layers, num_layers=2)  # type: ignore[assignment]
+    model.predictor = PopularityPredictor(replace(tables({}, {}), popularity=wide))
+    following = model._predict(PassState(0, np.zeros((8, 1), np.float32), []))
+    assert following is not None and following.tolist() == [0, 1]

@@ -1,0 +1,60 @@
+"""What a compile does with other quantizers, with little on offer, and with what others left beside its output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moec.manifests.errors import OptionError
+from tests.tiny_compile import compile_tiny, save_model, save_texts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=1, experts=3)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+def test_a_search_with_quanto_ends_in_a_bundle(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = compile_tiny(model, tmp_path / "out", "kl", 0.5, data=str(texts), quantizer="quanto", comparisons=True)
+    assert result.path is not None
+    manifest = json.loads((result.path / "moec.json").read_bytes())
+    assert manifest["options"]["quantizer"] == "quanto"
+    names = [row["name"] for row in result.quality["comparison"]["baselines"]]
+    assert "EdgeMoE with our quantizer" in names
+
+
+def test_eight_bits_of_quanto_have_one_scale_a_row(model: Path, tmp_path: Path) -> None:
+    result = compile_tiny(model, tmp_path / "out", "uniform", 8, quantizer="quanto")
+    assert {str(spec) for spec in result.plan.units.values()} == {"q8"}
+
+
+def test_what_an_unfinished_compile_did_not_leave_is_not_removed(model: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("mine")
+    with pytest.raises(OptionError, match="is in the way and was not left by a compile"):
+        compile_tiny(model, tmp_path / "out", "uniform", 4)
+    assert (partial / "thesis.txt").read_text() == "mine" and not (tmp_path / "out").exists()
+    (partial / "thesis.txt").rename(partial / "dense.safetensors.writing")
+    assert compile_tiny(model, tmp_path / "out", "uniform", 4).path == tmp_path / "out"
+
+
+def test_a_loss_target_with_nothing_below_16_bits_on_offer(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = compile_tiny(
+        model, tmp_path / "out", "loss", 0.02, data=str(texts), bits=(16,), dense_bits=16, comparisons=False
+    )
+    assert result.plan.bits_per_weight == 16
+
+
+def test_a_uniform_bundle_names_the_quantizer_that_made_it(model: Path, tmp_path: Path) -> None:
+    compile_tiny(model, tmp_path / "out", "uniform", 4)
+    assert json.loads((tmp_path / "out" / "moec.json").read_bytes())["options"]["quantizer"] == "rtn"
