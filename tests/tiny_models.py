@@ -58,42 +58,36 @@ def save_tiny_mixtral(folder: Path, tiny: TinyMixtral | None = None, **config: A
     """Write a checkpoint with tokenizer into `folder` and return it. config: further keys of MixtralConfig."""
     tiny = tiny or TinyMixtral()
     settings = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.width,
-        num_hidden_layers=tiny.layers,
-        num_attention_heads=tiny.heads,
-        num_key_value_heads=tiny.kv_heads,
-        head_dim=tiny.head_size,
-        num_local_experts=tiny.experts,
-        num_experts_per_tok=tiny.top_k,
-        sliding_window=tiny.sliding_window,
-        tie_word_embeddings=tiny.tied,
-        max_position_embeddings=128,
-        initializer_range=INITIALIZER_RANGE,
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10_000.0, **config},
-    )
+        **_common(tiny), head_dim=tiny.head_size, num_local_experts=tiny.experts, sliding_window=tiny.sliding_window,
+        **{"rope_theta": 10_000.0, **config},
+    )  # fmt: skip
     return _save(folder, MixtralForCausalLM, settings, tiny.seed, tiny.dtype, tiny.shard_size)
 
 
 def save_tiny_olmoe(folder: Path, tiny: TinyMixtral | None = None, **config: Any) -> Path:
     """An OLMoE checkpoint of these sizes; it has neither a head size of its own nor a sliding window."""
     tiny = tiny or TinyMixtral()
-    settings = OlmoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.width,
-        num_hidden_layers=tiny.layers,
-        num_attention_heads=tiny.heads,
-        num_key_value_heads=tiny.kv_heads,
-        num_experts=tiny.experts,
-        num_experts_per_tok=tiny.top_k,
-        tie_word_embeddings=tiny.tied,
-        max_position_embeddings=128,
-        initializer_range=INITIALIZER_RANGE,
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10_000.0, **config},
-    )
+    settings = OlmoeConfig(**_common(tiny), num_experts=tiny.experts, **{"rope_theta": 10_000.0, **config})
     return _save(folder, OlmoeForCausalLM, settings, tiny.seed, tiny.dtype, tiny.shard_size)
+
+
+def _common(tiny: TinyMixtral) -> dict[str, Any]:
+    """What both configurations call by one name."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.width,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.kv_heads,
+        "num_experts_per_tok": tiny.top_k,
+        "tie_word_embeddings": tiny.tied,
+        "max_position_embeddings": 128,
+        "initializer_range": INITIALIZER_RANGE,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
 
 
 def _save(folder: Path, family: Any, settings: Any, seed: int, dtype: str, shard_size: str) -> Path:

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moec.manifests.errors import CheckpointError
-from moec.manifests.model import MAX_LAYERS, PROJECTIONS, AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, UnitKey
+from moec.manifests.model import (
+    MAX_LAYERS,
+    PROJECTIONS,
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+    UnitKey,
+)
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
 from .lowering import Lowering, TensorSource, common_float_type
@@ -46,7 +56,15 @@ class ExpertNames:
     projections: Mapping[str, str]
 
 
-def head_size_of(settings: Settings, hidden: int, heads: int) -> int:
+def attention_of(settings: Settings, **more: Any) -> AttentionSpec:
+    """Attention with the plain rotary embedding over whole heads. more: further fields. Raises CheckpointError."""
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    head_size = _head_size(settings, hidden, heads)
+    kv_heads = settings.optional_integer("num_key_value_heads") or heads
+    return AttentionSpec(heads, kv_heads, head_size, RopeSpec(settings.rope_theta(), head_size), **more)
+
+
+def _head_size(settings: Settings, hidden: int, heads: int) -> int:
     """`head_dim`, or the hidden size divided by the heads. Raises CheckpointError."""
     head_size = settings.optional_integer("head_dim")
     if head_size is not None:

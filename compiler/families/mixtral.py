@@ -5,10 +5,10 @@ Source: transformers, models/mixtral/modeling_mixtral.py and conversion_mapping.
 
 from __future__ import annotations
 
-from moec.manifests.model import AttentionSpec, ExpertsSpec, ModelSpec, RopeSpec, RouterSpec
+from moec.manifests.model import ExpertsSpec, ModelSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, contradiction, head_size_of, lower_decoder, model_spec
+from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, attention_of, contradiction, lower_decoder, model_spec
 from .lowering import Lowering
 from .settings import Settings
 
@@ -23,17 +23,8 @@ def lower(checkpoint: Checkpoint) -> Lowering:
 def _model(checkpoint: Checkpoint) -> ModelSpec:
     """config.json as a ModelSpec."""
     settings = Settings(checkpoint)
-    heads = settings.integer("num_attention_heads")
-    head_size = head_size_of(settings, settings.integer("hidden_size"), heads)
-    theta = settings.rope_theta()
     try:
-        attention = AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=settings.optional_integer("num_key_value_heads") or heads,
-            head_size=head_size,
-            rope=RopeSpec(theta, head_size),
-            sliding_window=settings.optional_integer("sliding_window") or 0,
-        )
+        attention = attention_of(settings, sliding_window=settings.optional_integer("sliding_window") or 0)
         experts = ExpertsSpec(
             count=settings.integer("num_local_experts", MAX_EXPERTS_PER_LAYER),
             top_k=settings.integer("num_experts_per_tok"),

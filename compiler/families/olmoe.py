@@ -5,10 +5,10 @@ Source: transformers, models/olmoe/modeling_olmoe.py; OLMoE: Open Mixture-of-Exp
 
 from __future__ import annotations
 
-from moec.manifests.model import AttentionSpec, ExpertsSpec, ModelSpec, RopeSpec, RouterSpec
+from moec.manifests.model import ExpertsSpec, ModelSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, contradiction, head_size_of, lower_decoder, model_spec
+from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, attention_of, contradiction, lower_decoder, model_spec
 from .lowering import Lowering
 from .settings import Settings
 
@@ -23,21 +23,13 @@ def lower(checkpoint: Checkpoint) -> Lowering:
 def _model(checkpoint: Checkpoint) -> ModelSpec:
     """config.json as a ModelSpec."""
     settings = Settings(checkpoint)
-    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    head_size = head_size_of(settings, hidden, heads)
-    if head_size * heads != hidden:
-        settings.fail("head_dim", f"hidden_size {hidden} divided by {heads} heads, the width that the norms have")
     if settings.raw("clip_qkv") is not None:
         settings.fail("clip_qkv", "null", "compile a checkpoint that does not clip queries, keys and values")
-    theta = settings.rope_theta()
     try:
-        attention = AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=settings.optional_integer("num_key_value_heads") or heads,
-            head_size=head_size,
-            rope=RopeSpec(theta, head_size),
-            query_key_norm="full",
-        )
+        attention = attention_of(settings, query_key_norm="full")
+        hidden, heads = settings.integer("hidden_size"), attention.num_heads
+        if attention.head_size * heads != hidden:
+            settings.fail("head_dim", f"hidden_size {hidden} divided by {heads} heads, the width that the norms have")
         experts = ExpertsSpec(
             count=settings.integer("num_experts", MAX_EXPERTS_PER_LAYER),
             top_k=settings.integer("num_experts_per_tok"),
