@@ -58,6 +58,11 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 @click.option("--bits", metavar="LIST", default="2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
 @click.option("--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128]")
 @click.option(
+    "--symmetric/--asymmetric",
+    default=None,
+    help="With --uniform: no minima.  [default: of 4 and 8 bits in groups of 32, which makes 4.5 and 8.5]",
+)
+@click.option(
     "--sensitivity",
     type=click.Choice(["auto", "proxy", "exact"]),
     default="auto",
@@ -154,6 +159,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         limit=values["limit"],
         seed=values["seed"],
         comparisons=not values["no_comparisons"],
+        symmetric=values["symmetric"],
     )
 
 

@@ -38,7 +38,8 @@ class CompileOptions:
     """target: exactly one. data: folder, JSONL or hub name; tasks: empty infers one from the fields.
 
     dense_bits None: searched (8 with a uniform target). group_sizes: 0 is one scale per row. objective None: the
-    device profile's. limit: items per split. Raises OptionError for values out of range or without effect.
+    device profile's. limit: items per split. symmetric, of a uniform target: no minima; None: the format decides.
+    Raises OptionError for values out of range or without effect.
     """
 
     target: Target
@@ -55,6 +56,7 @@ class CompileOptions:
     limit: int | None = None
     seed: int = 0
     comparisons: bool = True
+    symmetric: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -92,6 +94,8 @@ class CompileOptions:
             self._refuse_given(_OF_DATA | _OF_SEARCH, "beside `--uniform`, which searches nothing")
         elif self.data is None:
             self._refuse_given(_OF_DATA, "without `--data`")
+        if self.target.kind != "uniform" or self.target.value == 16:
+            self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
         if self.target.kind in ("size", "bits_per_weight"):
             self._refuse_given({"objective": None}, f"beside a target of {self.target}, where every byte counts alike")
         if self.search == "edgemoe":
@@ -111,6 +115,24 @@ class CompileOptions:
             raise OptionError("`--uniform` takes one `--group-size`", "give it once")
         if self.data is not None:
             raise OptionError("`--data` has no effect with `--uniform`", "leave it out; `moec eval` measures a bundle")
+
+    @property
+    def uniform_group(self) -> int:
+        """Columns per scale of a uniform target; 0 is one scale per row."""
+        if self.target.value == 16 or (self.quantizer == "quanto" and self.target.value == 8 and not self.group_sizes):
+            return 0  # quanto has no others
+        return self.group_sizes[0] if self.group_sizes else UNIFORM_GROUP_SIZE
+
+    @property
+    def is_uniform_symmetric(self) -> bool:
+        """Whether a uniform target does without minima: as asked, else for 4 and 8 bits in groups of 32.
+
+        There a minimum would cost half a bit per weight and buy less than groups of 64 with minima lose
+        (docs/experiments.md, Quantizers).
+        """
+        if self.symmetric is not None or self.target.kind != "uniform":
+            return bool(self.symmetric)
+        return self.target.value in (4, 8) and self.uniform_group == 32 and self.quantizer != "quanto"
 
     def unit_specs(self, bitwidths: tuple[int, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
         """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
@@ -148,6 +170,7 @@ class CompileOptions:
             "search": self.search,
             "objective": self.objective or "device",
             "quantizer": self.quantizer,
+            "symmetric": str(self.is_uniform_symmetric).lower(),
             "shots": str(self.shots),
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),

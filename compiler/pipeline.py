@@ -193,14 +193,10 @@ def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
 
 
 def _uniform_spec(stage: _Stage) -> QuantSpec:
-    bits = int(stage.request.options.target.value)
-    return stage.lowering.spec_16bit if bits == 16 else QuantSpec(bits, _uniform_group(stage.request.options))
-
-
-def _uniform_group(options: CompileOptions) -> int:
-    if options.quantizer == "quanto" and options.target.value == 8 and not options.group_sizes:
-        return 0  # all that the package has
-    return options.group_sizes[0] if options.group_sizes else UNIFORM_GROUP_SIZE
+    options = stage.request.options
+    if options.target.value == 16:
+        return stage.lowering.spec_16bit
+    return QuantSpec(int(options.target.value), options.uniform_group, options.is_uniform_symmetric)
 
 
 def _identity(stage: _Stage) -> str:
@@ -219,10 +215,17 @@ def _make_plan(stage: _Stage) -> CompilePlan:
     options, model = stage.request.options, stage.lowering.model
     if options.target.kind == "uniform":
         bits, dense = int(options.target.value), options.dense_bits or UNIFORM_DENSE_BITS
-        group = 0 if bits == 16 else _uniform_group(options)
         # There is no data that GPTQ could work from.
         quantizer = "rtn" if options.quantizer == "gptq" else options.quantizer
-        plan = uniform_plan(model, bits, group, dense, stage.lowering.float_type, quantizer)
+        plan = uniform_plan(
+            model,
+            bits,
+            options.uniform_group,
+            dense,
+            stage.lowering.float_type,
+            quantizer,
+            options.is_uniform_symmetric and bits < 16,
+        )
         summarise_device(stage.request.profile, plan)
         return plan
     if stage.journal is None:

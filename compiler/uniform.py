@@ -16,14 +16,16 @@ def uniform_plan(
     dense_bits: int,
     float_type: FloatType,
     quantizer: str = "rtn",
+    symmetric: bool = False,
 ) -> CompilePlan:
     """One format for all experts, another for attention, embedding and lm_head; norms and routers keep 16 bits.
 
-    group_size 0: one scale per row. float_type: the 16-bit type of the checkpoint (Lowering.float_type).
+    group_size 0: one scale per row. symmetric: no minima, in the dense weights neither.
+    float_type: the 16-bit type of the checkpoint (Lowering.float_type).
     Raises PlanError if the format cannot hold the expert matrices, with every width that it does not divide.
     """
     plain = QuantSpec(16, float_type=float_type)
-    spec = plain if bitwidth == 16 else QuantSpec(bitwidth, group_size)
+    spec = plain if bitwidth == 16 else QuantSpec(bitwidth, group_size, symmetric)
     units = {UnitKey(*key, projection): spec for key in model.expert_keys() for projection in PROJECTIONS}
     shapes = {model.unit_shape(layer, projection) for layer in range(model.num_layers) for projection in PROJECTIONS}
     wrong = sorted({columns for _, columns in shapes if not spec.fits(columns)})
@@ -34,13 +36,15 @@ def uniform_plan(
             "choose another --group-size" if spec.group_size else "use --uniform 16",
         )
     dense = {
-        name: dense_spec(name, shape, dense_bits, group_size, float_type)
+        name: dense_spec(name, shape, dense_bits, group_size, float_type, symmetric)
         for name, shape in model.dense_shapes().items()
     }
     return CompilePlan(model, units, dense, quantizer)
 
 
-def dense_spec(name: str, shape: tuple[int, ...], bits: int, group_size: int, float_type: FloatType) -> QuantSpec:
+def dense_spec(
+    name: str, shape: tuple[int, ...], bits: int, group_size: int, float_type: FloatType, symmetric: bool = False
+) -> QuantSpec:
     """The format of one dense weight: 16 bits for norms, routers and widths that no group divides.
 
     Where the group size does not divide the columns, one scale per row takes its place.
@@ -48,5 +52,5 @@ def dense_spec(name: str, shape: tuple[int, ...], bits: int, group_size: int, fl
     plain = QuantSpec(16, float_type=float_type)
     if bits == 16 or len(shape) == 1 or name.endswith(".router"):
         return plain
-    grouped, per_row = QuantSpec(bits, group_size), QuantSpec(bits)
+    grouped, per_row = QuantSpec(bits, group_size, symmetric), QuantSpec(bits, 0, symmetric)
     return grouped if grouped.fits(shape[-1]) else per_row if per_row.fits(shape[-1]) else plain

@@ -95,3 +95,26 @@ def test_the_manifest_learns_what_decides_the_bytes_and_no_place() -> None:
     plain = CompileOptions(KL, data="/home/someone/items.jsonl", limit=7).to_plain()
     assert plain["limit"] == "7" and plain["target"] == "KL 0.05 nats per token"
     assert "someone" not in str(plain)
+
+
+@pytest.mark.parametrize(
+    ("bits", "values", "symmetric"),
+    [
+        (4, {"group_sizes": (32,)}, True),
+        (8, {"group_sizes": (32,)}, True),
+        (4, {}, False),
+        (3, {"group_sizes": (32,)}, False),
+        (4, {"group_sizes": (32,), "quantizer": "quanto"}, False),
+        (4, {"group_sizes": (32,), "symmetric": False}, False),
+        (2, {"symmetric": True}, True),
+    ],
+)
+def test_minima_cost_more_than_they_bring_in_narrow_groups(bits: int, values: dict[str, Any], symmetric: bool) -> None:
+    assert CompileOptions(Target("uniform", bits), **values).is_uniform_symmetric is symmetric
+
+
+@pytest.mark.parametrize("target", [SIZE, Target("uniform", 16)])
+def test_symmetric_belongs_to_uniform_formats(target: Target) -> None:
+    with pytest.raises(OptionError, match="--symmetric"):
+        CompileOptions(target, symmetric=True)
+    assert not CompileOptions(target).is_uniform_symmetric

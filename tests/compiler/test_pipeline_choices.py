@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moec.manifests.errors import OptionError
+from moec.runtime.bundle import open_bundle
 from tests.tiny_compile import compile_tiny, save_model, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,3 +59,11 @@ def test_a_loss_target_with_nothing_below_16_bits_on_offer(model: Path, texts: P
 def test_a_uniform_bundle_names_the_quantizer_that_made_it(model: Path, tmp_path: Path) -> None:
     compile_tiny(model, tmp_path / "out", "uniform", 4)
     assert json.loads((tmp_path / "out" / "moec.json").read_bytes())["options"]["quantizer"] == "rtn"
+
+
+def test_groups_of_32_at_4_bits_take_the_bytes_of_q4_0(model: Path, tmp_path: Path) -> None:
+    compile_tiny(model, tmp_path / "out", "uniform", 4, group_sizes=(32,), dense_bits=4)
+    manifest = open_bundle(tmp_path / "out").manifest
+    assert manifest.cost.expert_bits_per_weight == 4.5 and manifest.options["symmetric"] == "true"
+    assert {str(entry.gate) for entry in manifest.experts} == {"q4g32s"}
+    assert {str(entry.spec) for entry in manifest.dense if entry.name == "embedding"} == {"q4g32s"}

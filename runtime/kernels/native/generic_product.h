@@ -32,11 +32,12 @@ class Product {
 
     // `blocks` (2 or 1) row blocks times the only row. acc: [blocks, 16], written.
     void multiply_step(int64_t block, int blocks, float* acc) const {
-        const bool is_pair = blocks == kPairedBlocks;
         if (is_rounded_) {
-            (is_pair ? rounded_.multiply_pair : rounded_.multiply_single)(matrix_, block, x_.rounded, acc);
+            for (int b = 0; b < blocks; ++b) {
+                rounded_.multiply(matrix_, block + b, x_.rounded, acc + b * kRowsPerBlock);
+            }
         } else {
-            (is_pair ? float_.multiply_pair : float_.multiply_single)(matrix_, block, row_of(x_.floats, 0), acc);
+            (blocks == kPairedBlocks ? float_.multiply_pair : float_.multiply_single)(matrix_, block, row_of(x_.floats, 0), acc);
         }
     }
 

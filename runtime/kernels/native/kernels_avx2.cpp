@@ -21,7 +21,7 @@ namespace avx2 {
 namespace {
 
 constexpr int kLanes = 8;
-constexpr int kPairedBlocks = 2;  // blocks per step over one token: 32 rows are four chains, which hide the latency of fma
+constexpr int kPairedBlocks = 2;  // 16-bit blocks per step over one token: 32 rows are four chains, which hide the latency of fma
 
 using Floats = __m256;
 using Ints = __m256i;
@@ -53,6 +53,7 @@ inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 inline Ints load_lanes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 template <int Count>
 inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, Count); }

@@ -91,6 +91,7 @@ inline Floats smaller(const Floats& a, const Floats& b) {
     return each<Floats>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
 
+inline void prefetch(const uint8_t*) {}
 inline Ints load_lanes(const uint8_t* p) {
     return each<Ints>([=](int i) { return load_u16(p + 4 * i) | (load_u16(p + 4 * i + 2) << 16); });
 }
