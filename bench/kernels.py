@@ -99,7 +99,7 @@ def measure_numpy(rows: int, columns: int, tokens: int) -> Result:
 
 def measure_attention(context: int, threads: int) -> Result:
     heads, kv_heads, size = 16, 4, 128
-    cache = np.ones((1, context, kv_heads, size), np.float32)
+    cache = np.ones((1, kv_heads, context, size), np.float32)
     q, index = np.ones((1, heads, size), np.float32), np.zeros(1, np.int32)
     position, out = np.array([context - 1], np.int32), np.empty((1, heads, size), np.float32)
     seconds = best_seconds(lambda: kernels.attention(q, cache, cache, index, position, 0.1, 0, out))

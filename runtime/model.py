@@ -78,6 +78,16 @@ def rope_tables(attention: AttentionSpec, context: int) -> tuple[np.ndarray, np.
     return np.cos(angles), np.sin(angles)
 
 
+def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
+    """Per expert the places that chose it, token x top-k + rank, ascending. chosen: int32 [T, K]."""
+    flat = chosen.reshape(-1)
+    if len(chosen) == 1:  # no expert twice: decoding need not sort
+        return dict(zip(flat.tolist(), np.arange(len(flat), dtype=np.int32).reshape(-1, 1), strict=True))
+    order = np.argsort(flat, kind="stable")
+    unique, starts = np.unique(flat[order], return_index=True)
+    return dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))
+
+
 class Model:
     """Weights of one bundle, ready to run. Row t of every result depends on token t and its sequence alone."""
 
@@ -139,8 +149,8 @@ class Model:
         query = np.empty((count, attention.num_heads, size), np.float32)
         key = np.empty((count, attention.num_kv_heads, size), np.float32)
         value = np.empty_like(key)
-        for name, out in (("query", query), ("key", key), ("value", value)):
-            kernels.linear(self._dense[prefix + name], normed, out.reshape(count, -1))
+        matrices = [self._dense[prefix + name] for name in ("query", "key", "value")]
+        kernels.linears(matrices, normed, [heads.reshape(count, -1) for heads in (query, key, value)])
         if attention.query_key_norm == "full":
             for name, heads in (("query", query), ("key", key)):
                 rows = heads.reshape(count, -1)
@@ -170,13 +180,10 @@ class Model:
         state.chosen.append(chosen)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
-        flat = chosen.reshape(-1)
-        order = np.argsort(flat, kind="stable")
-        unique, starts = np.unique(flat[order], return_index=True)
+        groups = _places_by_expert(chosen)
         if predicted is not None:
-            self.prefetch_quality.observe(index, set(predicted.tolist()), unique)
+            self.prefetch_quality.observe(index, set(predicted.tolist()), groups)
         following = self._predict(state)
-        groups = dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))
         self._record(index, groups)
         self._compute(index, groups, normed, weights, hidden, following)
         return following
@@ -201,7 +208,7 @@ class Model:
             for experts in ready:
                 started_ns = time.perf_counter_ns()
                 if is_one:
-                    ranks = np.array([groups[expert - first][0] for expert in experts], np.int32)
+                    ranks = np.concatenate([groups[expert - first] for expert in experts])
                     kernels.experts_of_token([self._experts[expert] for expert in experts], normed, ranks, parts)
                 else:
                     self._compute_expert(experts[0], groups[experts[0] - first], normed, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,10 +46,10 @@ class PrefetchQuality:
     demanded: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     predicted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
-    def observe(self, layer: int, predicted: set[int], demanded: np.ndarray) -> None:
+    def observe(self, layer: int, predicted: set[int], demanded: Collection[int]) -> None:
         """Count one layer of one pass."""
         self.demanded[layer] += len(demanded)
-        self.predicted[layer] += sum(int(expert) in predicted for expert in demanded)
+        self.predicted[layer] += sum(expert in predicted for expert in demanded)
 
     @property
     def recall(self) -> float | None:

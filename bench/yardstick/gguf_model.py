@@ -1,6 +1,6 @@
 """Write the yardstick's weights as a GGUF file in Q4_0: ``python -m yardstick.gguf_model CHECKPOINT FILE``.
 
-The weights come from the checkpoint that `moec compile` reads. Matrices go to Q4_0 by the `gguf` package's own rounding;
+The weights come from the checkpoint that `moec compile` reads. Matrices go to Q4_0 by the `gguf` package's rounding;
 routers and norms stay float32, as llama.cpp's converter leaves them. There is no vocabulary: runs are fed ids.
 """
 

@@ -168,7 +168,19 @@ def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
     if native is None:
         reference.linear(matrix, x, out)
     else:
-        native.linear(matrix.native, x, out)
+        native.linears([matrix.native], x, [out])
+
+
+def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
+    """outs[i] = x W_i^T: the bits of `linear`, one matrix after the other, in one go.
+
+    matrices: 1 to 8 of K columns; x: [T, K]; outs[i]: [T, N_i], written; nothing may overlap. Raises ValueError.
+    """
+    native = _compiled()
+    if native is None:
+        reference.linears(matrices, x, outs)
+    else:
+        native.linears([matrix.native for matrix in matrices], x, list(outs))
 
 
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
@@ -228,7 +240,7 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
     """Write keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, C, Hkv, Dh]; slots, positions: int32[T]. Raises ValueError.
+    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh]; slots, positions: int32[T]. Raises ValueError.
     """
     (_compiled() or reference).store_kv(k, v, k_cache, v_cache, slots, positions)
 
@@ -245,7 +257,7 @@ def attention(
 ) -> None:
     """Causal attention of each token over the cache of its slot, with grouped heads.
 
-    q, out: [T, H, Dh]; k_cache, v_cache: [S, C, Hkv, Dh], H a multiple of Hkv; slots, positions: int32[T].
+    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
     """
     (_compiled() or reference).attention(q, k_cache, v_cache, slots, positions, scale, window, out)

@@ -33,9 +33,13 @@ def _require(holds: bool, message: str) -> None:
 
 def check_array(array: np.ndarray, name: str, dtype: type, dimensions: int) -> None:
     """Refuse an array of another dtype, rank or memory order. Raises ValueError."""
-    _require(array.dtype == dtype, f"{name}: expected {np.dtype(dtype).name}, found {array.dtype}")
-    _require(array.ndim == dimensions, f"{name}: expected {dimensions} dimensions, found {array.ndim}")
-    _require(array.flags.c_contiguous, f"{name}: expected C-contiguous memory")
+    # Messages are made when they are needed: this runs at every layer of every token.
+    if array.dtype != dtype:
+        raise ValueError(f"{name}: expected {np.dtype(dtype).name}, found {array.dtype}")
+    if array.ndim != dimensions:
+        raise ValueError(f"{name}: expected {dimensions} dimensions, found {array.ndim}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: expected C-contiguous memory")
 
 
 def check_shape(array: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
@@ -211,6 +215,13 @@ def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
     _product(_weights(matrix), _inputs(matrix, x), out)
 
 
+def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
+    """outs[i] = x W_i^T. matrices: 1 to 8 of K columns; x: [T, K]; outs[i]: [T, N_i], written. Raises ValueError."""
+    _require(0 < len(matrices) <= 8 and len(outs) == len(matrices), "matrices: expected 1 to 8 and as many outputs")
+    for matrix, out in zip(matrices, outs, strict=True):
+        linear(matrix, x, out)
+
+
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
     """out[i] = row rows[i] of the matrix. rows: int64[n]; out: [n, K], written. Raises ValueError."""
     check_array(rows, "rows", np.int64, 1)
@@ -320,21 +331,21 @@ def _check_cache(k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int
     check_shape(slots, "slots", (tokens,))
     check_shape(positions, "positions", (tokens,))
     check_indices(slots, "slots", k_cache.shape[0])
-    check_indices(positions, "positions", k_cache.shape[1])
+    check_indices(positions, "positions", k_cache.shape[2])
 
 
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
     """Write keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, C, Hkv, Dh]; slots, positions: int32[T]. Raises ValueError.
+    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh]; slots, positions: int32[T]. Raises ValueError.
     """
     check_array(k, "k", np.float32, 3)
     check_array(v, "v", np.float32, 3)
     _check_cache(k_cache, v_cache, slots, positions, k.shape[0])
-    check_shape(k, "k", (k.shape[0], *k_cache.shape[2:]))
+    check_shape(k, "k", (k.shape[0], k_cache.shape[1], k_cache.shape[3]))
     check_shape(v, "v", k.shape)
-    k_cache[slots, positions] = k
-    v_cache[slots, positions] = v
+    k_cache[slots, :, positions] = k
+    v_cache[slots, :, positions] = v
 
 
 def attention(
@@ -349,21 +360,21 @@ def attention(
 ) -> None:
     """Causal attention of each token over the cache of its slot, with grouped heads.
 
-    q, out: [T, H, Dh]; k_cache, v_cache: [S, C, Hkv, Dh], H a multiple of Hkv; slots, positions: int32[T].
+    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
     """
     check_array(q, "q", np.float32, 3)
     check_array(out, "out", np.float32, 3)
     _check_cache(k_cache, v_cache, slots, positions, q.shape[0])
     check_shape(out, "out", q.shape)
-    kv_heads, head_size = k_cache.shape[2:]
+    kv_heads, head_size = k_cache.shape[1], k_cache.shape[3]
     fits = q.shape[2] == head_size and kv_heads > 0 and q.shape[1] % kv_heads == 0
     _require(fits, f"q: expected heads a multiple of {kv_heads} and size {head_size}, found {q.shape[1:]}")
     _require(window >= 0, f"window: expected 0 or more, found {window}")
     for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         first = max(0, int(position) - window + 1) if window else 0
-        keys = k_cache[slot, first : position + 1].transpose(1, 2, 0)  # [Hkv, Dh, positions]
-        values = v_cache[slot, first : position + 1].transpose(1, 0, 2)  # [Hkv, positions, Dh]
+        keys = k_cache[slot, :, first : position + 1].transpose(0, 2, 1)  # [Hkv, Dh, positions]
+        values = v_cache[slot, :, first : position + 1]  # [Hkv, positions, Dh]
         scores = q[token].reshape(kv_heads, -1, head_size) @ keys * np.float32(scale)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         out[token] = ((shares @ values) / shares.sum(axis=-1, keepdims=True)).reshape(out.shape[1:])

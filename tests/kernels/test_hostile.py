@@ -90,13 +90,13 @@ def ffn(x: np.ndarray, tokens: list[int], ranks: list[int], out: np.ndarray) -> 
 
 
 def attend(heads: int = 4, size: int = 8, slot: int = 0, position: int = 0, window: int = 0, kv_heads: int = 2) -> None:
-    cache = zeros(2, 5, kv_heads, 8)
+    cache = zeros(2, kv_heads, 5, 8)
     q = zeros(1, heads, size)
     kernels.attention(q, cache, cache.copy(), np.array([slot], I32), np.array([position], I32), 1.0, window, q.copy())
 
 
 def store(slot: int, position: int, heads: int = 2) -> None:
-    k, cache = zeros(1, heads, 8), zeros(2, 5, 2, 8)
+    k, cache = zeros(1, heads, 8), zeros(2, 2, 5, 8)
     kernels.store_kv(k, k.copy(), cache, cache.copy(), np.array([slot], I32), np.array([position], I32))
 
 
@@ -167,6 +167,18 @@ def test_overlapping_arrays_are_refused(native: str) -> None:
     memory = zeros(2, 128)
     with pytest.raises(ValueError, match="separate"):
         linear(memory, memory.reshape(-1)[:66].reshape(2, 33))
+
+
+def test_outputs_of_several_products_must_be_as_many_and_apart(every: str) -> None:
+    packed = random_matrix(4, 64, QuantSpec.parse("q4g32"))
+    matrix = kernels.PackedMatrix(packed.data, 4, 64, packed.spec)
+    x, out = zeros(1, 64), zeros(1, 4)
+    for matrices, outs in (([], []), ([matrix], []), ([matrix] * 9, [zeros(1, 4) for _ in range(9)])):
+        with pytest.raises(ValueError, match="as many"):
+            kernels.linears(matrices, x, outs)
+    if every != "numpy":
+        with pytest.raises(ValueError, match="separate"):
+            kernels.linears([matrix, matrix], x, [out, out])
 
 
 def test_other_objects_are_refused(native: str) -> None:

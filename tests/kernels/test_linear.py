@@ -185,6 +185,22 @@ def test_threads_change_nothing(native: str, spec: QuantSpec, shape: tuple[int, 
 
 
 @gate
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 5, 200])
+def test_products_of_one_input_are_those_products_one_by_one(every: str, threads: int, tokens: int) -> None:
+    kernels.set_threads(threads)
+    parts = [
+        random_matrix(rows, 256, QuantSpec.parse(text))
+        for rows, text in ((33, "q4g32s"), (16, "bf16"), (1, "q2g64"), (70, "q8"))
+    ]
+    x = inputs(tokens, 256)
+    outs = [np.empty((tokens, len(part.weights)), np.float32) for part in parts]
+    kernels.linears([matrix_of(part) for part in parts], x, outs)
+    for part, out in zip(parts, outs, strict=True):
+        assert np.array_equal(bits(out), bits(linear(part, x)))
+
+
+@gate
 @pytest.mark.parametrize("spec", FORMATS, ids=str)
 def test_rows_are_dequantized_exactly(every: str, spec: QuantSpec) -> None:
     packed = random_matrix(33, 384, spec)

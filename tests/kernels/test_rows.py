@@ -90,12 +90,14 @@ class Cache:
     """Three slots of 40 positions, filled with random keys and values through store_kv."""
 
     def __init__(self, kv_heads: int, head_size: int) -> None:
-        shape = (3, 40, kv_heads, head_size)
+        shape = (3, kv_heads, 40, head_size)
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         k, v = normal(120, kv_heads, head_size), normal(120, kv_heads, head_size, seed=1)
         slots, positions = np.divmod(np.random.default_rng(0).permutation(120).astype(np.int32), np.int32(40))
         kernels.store_kv(k, v, self.keys, self.values, slots, positions)
-        assert np.array_equal(self.keys[slots, positions], k) and np.array_equal(self.values[slots, positions], v)
+        for t, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            assert np.array_equal(self.keys[slot, :, position], k[t])
+            assert np.array_equal(self.values[slot, :, position], v[t])
         self.slots = np.array([0, 2, 1, 1, 0], np.int32)
         self.positions = np.array([0, 39, 6, 7, 21], np.int32)
 
@@ -114,8 +116,8 @@ def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int
     for t, (slot, position) in enumerate(zip(cache.slots, cache.positions, strict=True)):
         first = max(0, position - window + 1) if window else 0
         for head in range(heads):
-            keys = cache.keys[slot, first : position + 1, head * kv_heads // heads].astype(np.float64)
-            values = cache.values[slot, first : position + 1, head * kv_heads // heads].astype(np.float64)
+            keys = cache.keys[slot, head * kv_heads // heads, first : position + 1].astype(np.float64)
+            values = cache.values[slot, head * kv_heads // heads, first : position + 1].astype(np.float64)
             scores = keys @ q[t, head] * 0.3
             shares = np.exp(scores - scores.max())
             shares /= shares.sum()

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -56,15 +57,33 @@ void expect_memory(bool has_memory) {
     }
 }
 
-void bind_linear(const PackedMatrix& matrix, nb::handle x_object, nb::handle out_object) {
-    const Array x(x_object, "x", Kind::kFloat32, 2), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
-    x.expect({x.size(0), matrix.view.columns});
-    out.expect({x.size(0), matrix.view.rows});
-    out.expect_apart(x);
+void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x_object, nb::list out_objects) {
+    const Array x(x_object, "x", Kind::kFloat32, 2);
+    if (matrices.empty() || matrices.size() > static_cast<size_t>(kMaxMatrices) || out_objects.size() != matrices.size()) {
+        refuse("matrices: expected 1 to " + std::to_string(kMaxMatrices) + " and as many outputs, found " +
+               std::to_string(matrices.size()) + " and " + std::to_string(out_objects.size()));
+    }
+    std::vector<std::unique_ptr<Array>> outs;
+    std::vector<const MatrixView*> views;
+    std::vector<float*> places;
+    for (size_t i = 0; i < matrices.size(); ++i) {
+        if (matrices[i] == nullptr) {
+            refuse("matrices: expected packed matrices, found None");
+        }
+        views.push_back(&matrices[i]->view);
+        x.expect({x.size(0), views[i]->columns});
+        outs.push_back(std::make_unique<Array>(out_objects[i], "outs", Kind::kFloat32, 2, Access::kWrite));
+        outs[i]->expect({x.size(0), views[i]->rows});
+        outs[i]->expect_apart(x);
+        for (size_t other = 0; other < i; ++other) {
+            outs[i]->expect_apart(*outs[other]);
+        }
+        places.push_back(outs[i]->data<float>());
+    }
     bool has_memory;
     {
         nb::gil_scoped_release unlocked;
-        has_memory = linear(matrix.view, x.data<const float>(), x.size(0), out.data<float>());
+        has_memory = linears(views.data(), static_cast<int64_t>(views.size()), x.data<const float>(), x.size(0), places.data());
     }
     expect_memory(has_memory);
 }
@@ -175,7 +194,7 @@ void check_cache(const Array& k_cache, const Array& v_cache, const Array& slots,
     slots.expect({tokens});
     positions.expect({tokens});
     slots.expect_indices(k_cache.size(0));
-    positions.expect_indices(k_cache.size(1));
+    positions.expect_indices(k_cache.size(2));
 }
 
 void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_object, nb::handle v_cache_object,
@@ -185,16 +204,17 @@ void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_
     const Array v_cache(v_cache_object, "v_cache", Kind::kFloat32, 4, Access::kWrite);
     const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
     check_cache(k_cache, v_cache, slots, positions, k.size(0));
-    k.expect({k.size(0), k_cache.size(2), k_cache.size(3)});
-    v.expect({k.size(0), k_cache.size(2), k_cache.size(3)});
+    k.expect({k.size(0), k_cache.size(1), k_cache.size(3)});
+    v.expect({k.size(0), k_cache.size(1), k_cache.size(3)});
     k_cache.expect_apart(k);
     v_cache.expect_apart(v);
     nb::gil_scoped_release unlocked;
-    const int64_t row = k.size(1) * k.size(2);
-    for (int64_t t = 0; t < k.size(0); ++t) {
-        const int64_t place = (slots.data<const int32_t>()[t] * k_cache.size(1) + positions.data<const int32_t>()[t]) * row;
-        std::memcpy(k_cache.data<float>() + place, k.data<const float>() + t * row, static_cast<size_t>(row) * sizeof(float));
-        std::memcpy(v_cache.data<float>() + place, v.data<const float>() + t * row, static_cast<size_t>(row) * sizeof(float));
+    const int64_t heads = k.size(1), size = k.size(2);
+    for (int64_t i = 0; i < k.size(0) * heads; ++i) {
+        const int64_t t = i / heads, head = slots.data<const int32_t>()[t] * heads + i % heads;
+        const int64_t place = (head * k_cache.size(2) + positions.data<const int32_t>()[t]) * size;
+        std::memcpy(k_cache.data<float>() + place, k.data<const float>() + i * size, static_cast<size_t>(size) * sizeof(float));
+        std::memcpy(v_cache.data<float>() + place, v.data<const float>() + i * size, static_cast<size_t>(size) * sizeof(float));
     }
 }
 
@@ -205,7 +225,7 @@ void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v
     const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
     check_cache(k_cache, v_cache, slots, positions, q.size(0));
     out.expect({q.size(0), q.size(1), q.size(2)});
-    const int64_t kv_heads = k_cache.size(2);
+    const int64_t kv_heads = k_cache.size(1);
     if (kv_heads == 0 || q.size(1) % kv_heads != 0 || q.size(2) != k_cache.size(3)) {
         refuse("q: expected heads a multiple of " + std::to_string(kv_heads) + " and size " + std::to_string(k_cache.size(3)));
     }
@@ -222,7 +242,7 @@ void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v
     call.heads = q.size(1);
     call.kv_heads = kv_heads;
     call.head_size = q.size(2);
-    call.context = k_cache.size(1);
+    call.context = k_cache.size(2);
     call.window = window;
     call.scale = scale;
     bool has_memory;
@@ -301,7 +321,7 @@ NB_MODULE(_native, module) {
     module.def("active", [] { return active_kernels().name; });
     module.def("select", bind_select, "name"_a);
     module.def("set_threads", bind_set_threads, "count"_a);
-    module.def("linear", bind_linear, "matrix"_a, "x"_a, "out"_a);
+    module.def("linears", bind_linears, "matrices"_a, "x"_a, "outs"_a);
     module.def("dequantize_rows", bind_dequantize_rows, "matrix"_a, "rows"_a, "out"_a);
     module.def("experts_of_token", bind_experts_of_token, "experts"_a, "x"_a, "ranks"_a, "out"_a);
     module.def("expert_ffn", bind_expert_ffn, "expert"_a, "x"_a, "tokens"_a, "ranks"_a, "out"_a);

@@ -58,17 +58,26 @@ class Product {
     FloatFormat float_{};
 };
 
+// Row blocks [begin, end) times the only row; take(block, 16 results).
+template <class Take>
+inline void multiply_one(const Product& product, int64_t begin, int64_t end, const Take& take) {
+    alignas(64) float acc[kPairedBlocks * kRowsPerBlock];
+    for (int64_t block = begin; block < end; block += kPairedBlocks) {
+        const int blocks = blocks_in_step(block, end);
+        product.multiply_step(block, blocks, acc);
+        for (int b = 0; b < blocks; ++b) {
+            take(block + b, acc + b * kRowsPerBlock);
+        }
+    }
+}
+
 inline void linear(const MatrixView& matrix, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
     const Product product(matrix, x);
     alignas(64) float acc[kChunkTokens * kRowsPerBlock];
     if (tokens == 1) {
-        for (int64_t block = begin; block < end; block += kPairedBlocks) {
-            const int blocks = blocks_in_step(block, end);
-            product.multiply_step(block, blocks, acc);
-            for (int b = 0; b < blocks; ++b) {
-                store_rows(row_of(out, 0) + (block + b) * kRowsPerBlock, acc + b * kRowsPerBlock, rows_in_block(matrix, block + b));
-            }
-        }
+        multiply_one(product, begin, end, [&](int64_t block, const float* rows) {
+            store_rows(row_of(out, 0) + block * kRowsPerBlock, rows, rows_in_block(matrix, block));
+        });
         return;
     }
     for (int64_t first = 0; first < tokens; first += kChunkTokens) {

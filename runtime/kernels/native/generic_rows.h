@@ -40,10 +40,11 @@ inline void exp_row(const float* x, int64_t size, float* out) {
     }
 }
 
-// silu(gate) * up for the first `rows` <= 16 lanes.
+// silu(gate) * up for the first `rows` <= 16 lanes. out may be gate.
 inline void store_hidden(float* out, const float* gate, const float* up, int64_t rows) {
     for (int64_t row = 0; row < rows; row += kLanes) {
-        store_partial(out + row, mul(silu_lanes(load(gate + row)), load(up + row)), lanes_left(rows, row));
+        const int count = lanes_left(rows, row);
+        store_partial(out + row, mul(silu_lanes(load_partial(gate + row, count)), load(up + row)), count);
     }
 }
 
@@ -52,16 +53,15 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ac
     const Product gate_product(gate, x), up_product(up, x);
     alignas(64) float gate_acc[kChunkTokens * kRowsPerBlock];
     alignas(64) float up_acc[kChunkTokens * kRowsPerBlock];
-    if (tokens == 1) {
-        for (int64_t block = begin; block < end; block += kPairedBlocks) {
-            const int blocks = blocks_in_step(block, end);
-            gate_product.multiply_step(block, blocks, gate_acc);
-            up_product.multiply_step(block, blocks, up_acc);
-            for (int b = 0; b < blocks; ++b) {
-                store_hidden(row_of(out, 0) + (block + b) * kRowsPerBlock, gate_acc + b * kRowsPerBlock,
-                             up_acc + b * kRowsPerBlock, rows_in_block(gate, block + b));
-            }
-        }
+    if (tokens == 1) {  // one matrix after the other: each is a single stream of memory
+        float* row = row_of(out, 0);
+        multiply_one(gate_product, begin, end, [&](int64_t block, const float* acc) {
+            store_rows(row + block * kRowsPerBlock, acc, rows_in_block(gate, block));
+        });
+        multiply_one(up_product, begin, end, [&](int64_t block, const float* acc) {
+            float* place = row + block * kRowsPerBlock;
+            store_hidden(place, place, acc, rows_in_block(gate, block));
+        });
         return;
     }
     for (int64_t first = 0; first < tokens; first += kChunkTokens) {
@@ -125,7 +125,15 @@ template <int Count>
 MOEC_INLINE void dot_rows(const float* q, const float* rows, int64_t stride, int64_t size, float scale, float* out) {
     Floats sum[Count];
     unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA { sum[decltype(r)::value] = zero(); });
-    for (int64_t i = 0; i < size; i += kLanes) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        const Floats value = load(q + i);
+        unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA {
+            constexpr int R = decltype(r)::value;
+            sum[R] = fma(value, load(rows + R * stride + i), sum[R]);
+        });
+    }
+    if (i < size) {
         const int count = lanes_left(size, i);
         const Floats value = load_partial(q + i, count);
         unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA {
@@ -136,19 +144,31 @@ MOEC_INLINE void dot_rows(const float* q, const float* rows, int64_t stride, int
     unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA { out[decltype(r)::value] = sum_lanes(sum[decltype(r)::value]) * scale; });
 }
 
+// NaN if the first is, else the largest that is a number.
 inline float largest(const float* x, int64_t size) {
-    float best = x[0];
-    for (int64_t i = 1; i < size; ++i) {
-        best = x[i] > best ? x[i] : best;
+    Floats best = broadcast(x[0]);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        best = larger(load(x + i), best);
     }
-    return best;
+    float most = max_lanes(best);
+    for (; i < size; ++i) {
+        most = x[i] > most ? x[i] : most;
+    }
+    return most;
 }
 
 // x becomes exp(x - max x). Returns the sum.
 inline float exponentiate(float* x, int64_t size) {
     const Floats peak = broadcast(largest(x, size));
     Floats sum = zero();
-    for (int64_t i = 0; i < size; i += kLanes) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        const Floats value = exp_lanes(sub(load(x + i), peak));
+        store(x + i, value);
+        sum = add(sum, value);
+    }
+    if (i < size) {
         const int count = lanes_left(size, i);
         store_partial(x + i, exp_lanes(sub(load_partial(x + i, count), peak)), count);
         sum = add(sum, load_partial(x + i, count));
@@ -185,28 +205,29 @@ inline void weigh_partial_rows(const float* shares, const float* rows, int64_t s
 
 inline void attention(const AttentionCall& call, int64_t token, int64_t head, float* scores) {
     constexpr int kRowsAtOnce = 4, kVectorsAtOnce = 8;
-    const int64_t size = call.head_size, stride = call.kv_heads * size, position = call.positions[token];
+    const int64_t size = call.head_size, position = call.positions[token];
     const int64_t first = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
     const int64_t count = position - first + 1;
-    const int64_t start = (call.slots[token] * call.context + first) * stride + head / (call.heads / call.kv_heads) * size;
+    const int64_t kv_head = call.slots[token] * call.kv_heads + head / (call.heads / call.kv_heads);
+    const int64_t start = (kv_head * call.context + first) * size;
     const float* q = call.q + (token * call.heads + head) * size;
     const float* keys = call.k_cache + start;
     const float* values = call.v_cache + start;
     float* out = call.out + (token * call.heads + head) * size;
     int64_t p = 0;
     for (; p + kRowsAtOnce <= count; p += kRowsAtOnce) {
-        dot_rows<kRowsAtOnce>(q, keys + p * stride, stride, size, call.scale, scores + p);
+        dot_rows<kRowsAtOnce>(q, keys + p * size, size, size, call.scale, scores + p);
     }
     for (; p < count; ++p) {
-        dot_rows<1>(q, keys + p * stride, stride, size, call.scale, scores + p);
+        dot_rows<1>(q, keys + p * size, size, size, call.scale, scores + p);
     }
     const float total = exponentiate(scores, count);
     int64_t d = 0;
     for (; d + kVectorsAtOnce * kLanes <= size; d += kVectorsAtOnce * kLanes) {
-        weigh_rows<kVectorsAtOnce>(scores, values + d, stride, count, total, out + d);
+        weigh_rows<kVectorsAtOnce>(scores, values + d, size, count, total, out + d);
     }
     for (; d < size; d += kLanes) {
-        weigh_partial_rows(scores, values + d, stride, count, total, out + d, lanes_left(size, d));
+        weigh_partial_rows(scores, values + d, size, count, total, out + d, lanes_left(size, d));
     }
 }
 
@@ -227,20 +248,21 @@ inline void route(const RouteCall& call, int64_t token, float* shares) {
         shares[e] = logits[e];
     }
     const float total = exponentiate(shares, call.expert_count);
-    int64_t previous = -1;
+    int64_t found = 0;
+    for (int64_t e = 0; e < call.expert_count; ++e) {  // insertion into the best so far
+        if (found == call.top_k && !ranks_before(logits, e, experts[found - 1])) {
+            continue;
+        }
+        int64_t rank = found < call.top_k ? found++ : found - 1;
+        for (; rank > 0 && ranks_before(logits, e, experts[rank - 1]); --rank) {
+            experts[rank] = experts[rank - 1];
+        }
+        experts[rank] = static_cast<int32_t>(e);
+    }
     float kept = 0.0f;
     for (int64_t rank = 0; rank < call.top_k; ++rank) {
-        int64_t best = -1;
-        for (int64_t e = 0; e < call.expert_count; ++e) {
-            const bool is_left = previous < 0 || ranks_before(logits, previous, e);
-            if (is_left && (best < 0 || ranks_before(logits, e, best))) {
-                best = e;
-            }
-        }
-        experts[rank] = static_cast<int32_t>(best);
-        weights[rank] = shares[best] / total;
+        weights[rank] = shares[experts[rank]] / total;
         kept += weights[rank];
-        previous = best;
     }
     for (int64_t rank = 0; call.renormalizes && rank < call.top_k; ++rank) {
         weights[rank] /= kept;

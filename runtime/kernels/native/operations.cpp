@@ -19,6 +19,7 @@ namespace {
 constexpr double kFlopsPerThread = 5e5;
 constexpr double kFlopsPerExp = 30;
 constexpr int64_t kPartsPerThread = 4;  // so that a slow thread can be helped out
+constexpr int64_t kPartsPerExpert = 4;  // at the end, a thread waits for half a part on average
 constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
 constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
 constexpr double kFlopsPerRounded = 8;
@@ -75,8 +76,7 @@ template <class Body>
 void split_experts(int64_t count, int64_t blocks, double flops, const Body& body) {
     const int threads = threads_for(flops);
     const int64_t units = (blocks + kBlocksPerUnit - 1) / kBlocksPerUnit;
-    const int64_t wanted = threads == 1 ? 1 : (threads * kPartsPerThread + count - 1) / count;
-    const int64_t parts = std::min(units, wanted);
+    const int64_t parts = threads == 1 ? 1 : std::min(units, kPartsPerExpert);
     parallel_for(count * parts, threads, [&](int64_t item, int) {
         const int64_t part = item % parts;
         body(item / parts, part * units / parts * kBlocksPerUnit, std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit));
@@ -85,6 +85,27 @@ void split_experts(int64_t count, int64_t blocks, double flops, const Body& body
 
 double product_flops(const MatrixView& matrix, int64_t tokens) {
     return 2.0 * static_cast<double>(matrix.rows) * static_cast<double>(matrix.columns) * static_cast<double>(tokens);
+}
+
+// body(matrix, begin, end) over parts of the row blocks of all matrices, as if they stood in a row.
+template <class Body>
+void split_matrices(const MatrixView* const* matrices, int64_t count, int64_t tokens, const Body& body) {
+    int64_t blocks = 0;
+    double flops = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        blocks += blocks_of(*matrices[i]);
+        flops += product_flops(*matrices[i], tokens);
+    }
+    split_blocks(blocks, flops, [&](int64_t begin, int64_t end) {
+        int64_t first = 0;  // block of the row of matrices that matrix i starts with
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t last = first + blocks_of(*matrices[i]);
+            if (begin < last && end > first) {
+                body(i, std::max(begin, first) - first, std::min(end, last) - first);
+            }
+            first = last;
+        }
+    });
 }
 
 // body(first, last, worker) over parts of the tokens.
@@ -120,25 +141,25 @@ RoundedRows round_rows(const InputRows& x, int64_t tokens, int64_t columns, floa
 
 }  // namespace
 
-bool linear(const MatrixView& matrix, const float* x, int64_t tokens, float* out) {
+bool linears(const MatrixView* const* matrices, int64_t count, const float* x, int64_t tokens, float* const* outs) {
     const KernelTable& kernels = active_kernels();
-    const int64_t columns = matrix.columns, at_once = std::min(tokens, kTokensAtOnce);
-    const bool rounds = matrix.bitwidth != 16;
+    const int64_t columns = matrices[0]->columns, at_once = std::min(tokens, kTokensAtOnce);
+    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
     float* memory = rounds ? scratch.take(rounded_floats(at_once, columns)) : nullptr;
     if (rounds && memory == nullptr && tokens > 0) {
         return false;
     }
-    // Tokens are taken apart for their rounded copies alone; a 16-bit matrix has them all at once.
+    // Tokens are taken apart for their rounded copies alone; 16-bit matrices have them all at once.
     const int64_t step = rounds ? at_once : tokens;
     for (int64_t first = 0; first < tokens; first += step) {
-        const int64_t count = std::min(tokens - first, step);
+        const int64_t now = std::min(tokens - first, step);
         Activations inputs{{x + first * columns, columns, nullptr}, {}};
         if (rounds) {
-            inputs.rounded = round_rows(inputs.floats, count, columns, memory);
+            inputs.rounded = round_rows(inputs.floats, now, columns, memory);
         }
-        const OutputRows outputs{out + first * matrix.rows, matrix.rows, nullptr};
-        split_blocks(blocks_of(matrix), product_flops(matrix, count), [&](int64_t begin, int64_t end) {
-            kernels.linear(matrix, inputs, count, outputs, begin, end);
+        split_matrices(matrices, count, now, [&](int64_t i, int64_t begin, int64_t end) {
+            const OutputRows outputs{outs[i] + first * matrices[i]->rows, matrices[i]->rows, nullptr};
+            kernels.linear(*matrices[i], inputs, now, outputs, begin, end);
         });
     }
     return true;

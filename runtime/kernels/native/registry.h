@@ -35,7 +35,7 @@ struct Activations {
 
 struct AttentionCall {
     const float* q;        // [T, H, Dh]
-    const float* k_cache;  // [S, C, Hkv, Dh]
+    const float* k_cache;  // [S, Hkv, C, Dh]
     const float* v_cache;
     const int32_t* slots;      // [T]
     const int32_t* positions;  // [T]

@@ -27,7 +27,7 @@
 namespace moec {
 namespace {
 
-constexpr std::chrono::microseconds kWatch{3};
+constexpr std::chrono::microseconds kWatch{100};
 
 inline void pause_briefly() {
 #if defined(__x86_64__) || defined(_M_X64)
