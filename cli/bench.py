@@ -91,6 +91,7 @@ def bench_command(
     reset_peak_memory()
     with open_engine(bundle, options, values["kernels"]) as engine:
         engine.check_tokens(sequence, room=0)
+        engine.cache.finish_warming()
         ceiling = predict(opened, host, engine.memory.cache_bytes)
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from moec.runtime.engine import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
-OPTION_NAMES = ("memory", "expert_cache", "context", "policy", "prefetch", "io", "threads", "kernels", "no_verify")
+OPTION_NAMES = (
+    "memory",
+    "expert_cache",
+    "context",
+    "policy",
+    "prefetch",
+    "io",
+    "readers",
+    "threads",
+    "kernels",
+    "no_verify",
+)
 
 _OPTIONS = (
     click.option("--memory", metavar="SIZE", help="Budget of the whole process, like `2GiB`.  [default: 7/8 of free]"),
@@ -36,6 +47,9 @@ _OPTIONS = (
         help="How the next experts are guessed; never changes a result.",
     ),
     click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True, help="How experts are read."),
+    click.option(
+        "--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once."
+    ),
     click.option("--threads", type=int, default=0, metavar="N", help="Threads of a kernel.  [default: all]"),
     click.option("--kernels", metavar="NAME", help="Force an instruction set, like `scalar` or `numpy`."),
     click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digest."),
@@ -58,6 +72,7 @@ def build_options(values: dict[str, Any], slots: int = 1) -> RuntimeOptions:
         policy=values["policy"],
         prefetch=values["prefetch"],
         io=values["io"],
+        readers=values["readers"],
         threads=values["threads"],
         slots=slots,
         verify=not values["no_verify"],

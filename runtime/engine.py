@@ -21,8 +21,9 @@ from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, K
 from . import kernels
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
 from .bundle import Bundle, Tables, open_bundle, verify_files
+from .cache_statistics import CacheStats
 from .eviction import SCORES, ExpertRecords, expert_records, warm_order
-from .expert_cache import CacheStats, ExpertCache
+from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .model import Model, bind_experts, load_dense
 from .options import MAX_THREADS, RuntimeOptions
@@ -93,26 +94,22 @@ class Engine:
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
         tables = bundle.tables()
         dense = load_dense(bundle, options.verify)
-        self._storage = open_storage(bundle, options.io, options.verify)
-        entries = manifest.experts
-        sizes = np.array([page_bytes(entry.size_bytes) for entry in entries], np.int64)
+        sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.experts], np.int64)
+        self._holds_all = int(sizes.sum()) <= self.memory.cache_bytes
+        self._storage = open_storage(bundle, options.io, options.verify, evicts=not self._holds_all)
         records = bundle_records(bundle, tables)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
         self.cache = ExpertCache(
-            self._storage, sizes, self.memory.cache_bytes, records, SCORES[options.policy], pin_limit
+            self._storage, sizes, self.memory.cache_bytes, records, SCORES[options.policy], pin_limit, options.readers
         )
         self.kv = KVCache(manifest.model, options.slots, self.memory.context)
         experts = bind_experts(bundle, self._storage)
         self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
-        self.model.predictor = make_predictor(
-            options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
-        )
-        try:
-            self.cache.warm(warm_order(records).tolist())
-        except BaseException:
-            self.close()
-            raise
-        self.cache.stats = CacheStats()
+        if not self._holds_all:
+            self.model.predictor = make_predictor(
+                options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
+            )
+        self.cache.warm(warm_order(records).tolist())
         self._sequence = 0
 
     def __enter__(self) -> Engine:
@@ -132,11 +129,12 @@ class Engine:
     def mode(self) -> str:
         """One line that says what is on."""
         manifest = self.bundle.manifest
-        resident = self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1)
+        share = min(self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
+        advice = "off (all fit)" if self._holds_all else self.options.prefetch
         return (
-            f"mode: {'resident' if resident >= 1 else 'streaming'}, lossless; expert cache "
-            f"{self.memory.cache_bytes / 2**20:.1f} MiB ({min(resident, 1):.0%} of experts), policy "
-            f"{self.options.policy}, prefetch {self.options.prefetch}, io {self._storage.mode}, "
+            f"mode: {'resident' if self._holds_all else 'streaming'}, lossless; expert cache "
+            f"{self.memory.cache_bytes / 2**20:.1f} MiB ({share:.0%} of experts), policy {self.options.policy}, "
+            f"prefetch {advice}, io {self._storage.mode}, readers {self.options.readers}, "
             f"kernels {kernels.active()}, threads {kernels.threads()}"
         )
 

@@ -2,7 +2,8 @@
 
 `stream(keys)` yields experts ready to compute, hits first, misses as they arrive; an expert is leased while the
 caller holds it and is never evicted then. `prefetch(keys)` is advice: it may read, it never changes a result.
-One reader thread serves both; demand overtakes advice, and advice that has gone stale is dropped unread.
+`warm(keys)` fills free capacity behind everything else. A few reader threads serve all three in this order; advice that
+has gone stale is dropped unread.
 """
 
 from __future__ import annotations
@@ -13,67 +14,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, fields
 
 import numpy as np
 
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
+from .cache_statistics import CacheStats
 from .eviction import ExpertRecords, PolicyScore, eviction_order
 from .storage import ExpertStorage
 
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
 
 
-@dataclass(slots=True)
-class CacheStats:
-    """Counts since the last reset. A lookup is one expert asked for by one layer of one pass.
-
-    late_hits: misses whose read a prefetch had already begun (they count as misses). rereads: reads of an expert that
-    had been in memory before. prefetch_used: prefetched experts that a layer asked for before they were evicted.
-    """
-
-    lookups: int = 0
-    hits: int = 0
-    misses: int = 0
-    late_hits: int = 0
-    evictions: int = 0
-    reads: int = 0
-    rereads: int = 0
-    bytes_read: int = 0
-    stall_ns: int = 0
-    prefetch_reads: int = 0
-    prefetch_used: int = 0
-    prefetch_hits: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits per lookup; 1 where nothing was looked up."""
-        return self.hits / self.lookups if self.lookups else 1.0
-
-    @property
-    def prefetch_precision(self) -> float | None:
-        """Share of prefetched experts that were used; None without prefetches."""
-        return self.prefetch_used / self.prefetch_reads if self.prefetch_reads else None
-
-    def copy(self) -> CacheStats:
-        """A snapshot."""
-        return CacheStats(*(getattr(self, field.name) for field in fields(self)))
-
-    def since(self, earlier: CacheStats) -> CacheStats:
-        """Difference of two snapshots."""
-        return CacheStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
-    def plus(self, other: CacheStats) -> CacheStats:
-        """Sum of two counts."""
-        return CacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
 class ExpertCache:
     """Residency of all routed experts of one bundle.
 
     sizes: padded bytes per expert, int64 [N]. capacity_bytes must hold the experts that one token needs in a layer.
-    Invariant: bytes of queued, loading and resident experts never exceed the capacity.
+    readers: threads that read. Invariant: bytes of queued, loading and resident experts never exceed the capacity.
     """
 
     def __init__(
@@ -84,6 +41,7 @@ class ExpertCache:
         records: ExpertRecords,
         policy: PolicyScore,
         pin_limit_bytes: int,
+        readers: int = 1,
     ) -> None:
         self._storage, self._sizes, self.capacity_bytes = storage, sizes, capacity_bytes
         self._records, self._policy = records, policy
@@ -102,7 +60,11 @@ class ExpertCache:
         self._changed = threading.Condition(self._lock)
         self._demand: deque[int] = deque()
         self._advice: deque[int] = deque()
-        self._reader: threading.Thread | None = None
+        self._warmup: deque[int] = deque()
+        self._reader_count = readers
+        self._readers: list[threading.Thread] = []
+        self._reading = self._warming = 0
+        self._busy_since_ns = 0
         self._failures: dict[int, Exception] = {}
         self._closed = False
         self._process = os.getpid()
@@ -239,7 +201,8 @@ class ExpertCache:
             self._prefetch_locked(indices)
 
     def _prefetch_locked(self, indices: Sequence[int]) -> None:
-        self._drop_advice()
+        while self._advice:
+            self._withdraw(self._advice.popleft())
         self._pins = []
         pinned = 0
         for index in indices:
@@ -259,24 +222,38 @@ class ExpertCache:
         if self._advice:
             self._wake_reader()
 
-    def _drop_advice(self) -> None:
-        while self._advice:
-            index = self._advice.popleft()
-            self._state[index] = ABSENT
-            self._prefetched[index] = False
-            self.used_bytes -= int(self._sizes[index])
+    def _withdraw(self, index: int) -> None:
+        """Forget a read that has not begun, or that failed."""
+        self._state[index] = ABSENT
+        self._prefetched[index] = False
+        self.used_bytes -= int(self._sizes[index])
+
+    # -- warm start --------------------------------------------------------------------------------------------
 
     def warm(self, indices: Sequence[int]) -> None:
-        """Fill the free capacity before the first token, first index first. Blocks until read; evicts nothing."""
-        for index in indices:
-            with self._lock:
-                if self._state[index] != ABSENT or self.used_bytes + self._sizes[index] > self.capacity_bytes:
-                    continue
+        """Fill free capacity, first index first, while nothing more urgent is to be read; evicts nothing.
+
+        An expert that cannot be read is left out: who asks for it is told why.
+        """
+        with self._lock:
+            self._warmup = deque(indices)
+            self._wake_reader()
+
+    def finish_warming(self) -> None:
+        """Block until the warm start has filled what it can."""
+        with self._changed:
+            while not self._closed and (self._warmup or self._warming):
+                self._changed.wait()
+
+    def _next_to_warm(self) -> int | None:
+        """The next expert that is absent and fits, reserved; what does not fit when its turn comes is left out."""
+        while self._warmup:
+            index = self._warmup.popleft()
+            if self._state[index] == ABSENT and self.used_bytes + self._sizes[index] <= self.capacity_bytes:
                 self._reserve(index)
-                self._state[index] = LOADING
-            failure = self._read(index, ahead=False)
-            if failure is not None:
-                raise failure
+                return index
+        self._changed.notify_all()
+        return None
 
     # -- room --------------------------------------------------------------------------------------------------
 
@@ -295,9 +272,7 @@ class ExpertCache:
         if protected is None and self._advice:
             while self._advice and missing > 0:
                 index = self._advice.pop()
-                self._state[index] = ABSENT
-                self._prefetched[index] = False
-                self.used_bytes -= int(self._sizes[index])
+                self._withdraw(index)
                 missing -= int(self._sizes[index])
             if missing <= 0:
                 return True
@@ -320,58 +295,83 @@ class ExpertCache:
 
     def _evict(self, index: int) -> None:
         self._storage.release(index)
-        self._state[index] = ABSENT
-        self._prefetched[index] = False
-        self.used_bytes -= int(self._sizes[index])
+        self._withdraw(index)
         self.stats.evictions += 1
 
     # -- reader ------------------------------------------------------------------------------------------------
 
     def _wake_reader(self) -> None:
-        if not (self._demand or self._advice):
+        if not (self._demand or self._advice or self._warmup):
             return
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read_loop, name="moec-reader", daemon=True)
-            self._reader.start()
+        while len(self._readers) < self._reader_count:
+            reader = threading.Thread(target=self._read_loop, name=f"moec-reader-{len(self._readers)}", daemon=True)
+            self._readers.append(reader)
+            reader.start()
         self._changed.notify_all()
 
     def _read_loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._demand or self._advice or self._closed):
-                    self._changed.wait()
-                if self._closed:
+                index, ahead, warms = self._next_read()
+                if index is None:
                     return
-                ahead = not self._demand
-                index = self._advice.popleft() if ahead else self._demand.popleft()
                 self._state[index] = LOADING
-            self._read(index, ahead)
+                self._warming += warms
+                self._begin_reading()
+            self._read(index, ahead, warms)
 
-    def _read(self, index: int, ahead: bool) -> Exception | None:
-        """Read one expert; a failure is returned, and kept for the stream that waits for it, if one does."""
+    def _next_read(self) -> tuple[int | None, bool, bool]:
+        """Wait for the most urgent read: its index, None once closed; whether advice or the warm start asked for it."""
+        while not self._closed:
+            if self._demand:
+                return self._demand.popleft(), False, False
+            if self._advice:
+                return self._advice.popleft(), True, False
+            index = self._next_to_warm()
+            if index is not None:
+                return index, False, True
+            self._changed.wait()
+        return None, False, False
+
+    def _begin_reading(self) -> None:
+        if self._reading == 0:
+            self._busy_since_ns = time.perf_counter_ns()
+        self._reading += 1
+
+    def _end_reading(self) -> None:
+        self._reading -= 1
+        if self._reading == 0:
+            self.stats.busy_ns += time.perf_counter_ns() - self._busy_since_ns
+
+    def _read(self, index: int, ahead: bool, warms: bool) -> None:
+        """Read one expert; a failure is kept for the stream that waits for it, if one does."""
         failure: Exception | None = None
         try:
             self._storage.load(index)
         except Exception as error:
             failure = error
         with self._changed:
+            self._end_reading()
+            self._warming -= warms
             if failure is not None:
-                with contextlib.suppress(OSError):  # the reader must go on
+                with contextlib.suppress(OSError):  # the readers must go on
                     self._storage.release(index)
-                self._state[index] = ABSENT
-                self._prefetched[index] = False
-                self.used_bytes -= int(self._sizes[index])
+                self._withdraw(index)
                 if self._leases[index]:
                     self._failures[index] = failure
             else:
                 self._state[index] = RESIDENT
-                self.stats.reads += 1
-                self.stats.bytes_read += int(self._sizes[index])
-                self.stats.rereads += int(self._seen[index])
-                self.stats.prefetch_reads += int(ahead)
-                self._seen[index] = True
+                self._count_read(index, ahead, warms)
             self._changed.notify_all()
-        return failure
+
+    def _count_read(self, index: int, ahead: bool, warms: bool) -> None:
+        self.stats.warm_reads += warms
+        if not warms:
+            self.stats.reads += 1
+            self.stats.bytes_read += int(self._sizes[index])
+            self.stats.rereads += int(self._seen[index])
+            self.stats.prefetch_reads += ahead
+        self._seen[index] = True
 
     def check_invariants(self) -> None:
         """Raise RuntimeError if the ledger and the states disagree (for tests)."""
@@ -386,9 +386,9 @@ class ExpertCache:
             return np.flatnonzero(self._state == RESIDENT)
 
     def close(self) -> None:
-        """Stop the reader."""
+        """Stop the readers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._reader is not None:
-            self._reader.join()
+        for reader in self._readers:
+            reader.join()

@@ -13,6 +13,7 @@ POLICIES = ("edgemoe", "lru", "lfu")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
+MAX_READERS = 32
 _UNITS = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -48,6 +49,7 @@ class RuntimeOptions:
     """memory: whole-process budget (`2GiB`), expert_cache: `BYTES` or `PERCENT%`; neither: 7/8 of available memory.
 
     context 0: min(model, 4096). threads 0: all the process may use. slots: sequences decoded side by side.
+    readers: reads of experts under way at once, at most.
     verify: compare every expert with its digest when it is first read.
     """
 
@@ -60,6 +62,7 @@ class RuntimeOptions:
     threads: int = 0
     slots: int = 1
     verify: bool = True
+    readers: int = 2
 
     def __post_init__(self) -> None:
         for text in (self.memory, self.expert_cache):
@@ -73,5 +76,7 @@ class RuntimeOptions:
             raise OptionError(f"unknown io mode `{self.io}`", f"choose one of {', '.join(IO_MODES)}")
         if self.context < 0 or self.threads < 0 or self.slots < 1:
             raise OptionError("context and threads must not be negative, slots must be at least 1")
+        if not 1 <= self.readers <= MAX_READERS:
+            raise OptionError(f"readers must be 1 to {MAX_READERS}, found {self.readers}", "leave it out for 2")
         if self.threads > MAX_THREADS:
             raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moec.runtime import load
-from moec.runtime.expert_cache import CacheStats
+from moec.runtime.cache_statistics import CacheStats
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -27,6 +27,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(bundle: Path, **options: Any) -> tuple[np.ndarray, CacheStats]:
     """Logits of a prefill and of 20 decode steps, and what the cache did."""
     with load(bundle, context=128, **options) as engine:
+        engine.cache.finish_warming()
         rows = [engine.logits(TOKENS[:PREFILL])]
         for position in range(PREFILL, len(TOKENS)):
             rows.append(engine.model.logits(engine.step([TOKENS[position]], [0], [position])))

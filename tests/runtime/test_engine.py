@@ -26,7 +26,7 @@ from moec.manifests.errors import (
 from moec.runtime import Engine, RuntimeOptions, kernels, load
 from moec.runtime import engine as engine_module
 from moec.runtime.bundle import open_bundle
-from moec.runtime.expert_cache import CacheStats
+from moec.runtime.cache_statistics import CacheStats
 from moec.runtime.sampling import Sampler, SamplingOptions
 from moec.runtime.storage import page_bytes
 
@@ -143,7 +143,7 @@ def test_a_closed_engine_says_so(tiny_bundle: Path) -> None:
         opened.close()
 
 
-def test_a_failed_load_leaves_no_file_open(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_damaged_expert_is_refused_when_it_is_used_and_no_file_stays_open(tiny_bundle: Path, tmp_path: Path) -> None:
     own = Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
     entry = open_bundle(own).manifest.experts[4]
     with (own / entry.file).open("r+b") as file:
@@ -151,8 +151,12 @@ def test_a_failed_load_leaves_no_file_open(tiny_bundle: Path, tmp_path: Path) ->
         file.write(b"damage")
     before = sorted(os.listdir("/proc/self/fd"))
     for io in ("direct", "buffered", "mmap"):
-        with pytest.raises(ChecksumMismatch, match=f"expert {entry.expert} of layer {entry.layer}"):
-            load(own, expert_cache="100%", context=CONTEXT, io=io)
+        with (
+            load(own, expert_cache="100%", context=CONTEXT, io=io) as engine,
+            pytest.raises(ChecksumMismatch, match=f"expert {entry.expert} of layer {entry.layer}"),
+        ):
+            engine.logits(range(CONTEXT - 1))
+        del engine
     gc.collect()  # the errors hold the frames, these the mapped files
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 

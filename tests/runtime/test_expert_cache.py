@@ -68,14 +68,21 @@ class FaultySource:
 
 
 def make_cache(
-    sizes: Sequence[int], capacity_bytes: int, policy: str = "lru", pins: int | None = None
+    sizes: Sequence[int], capacity_bytes: int, policy: str = "lru", pins: int | None = None, readers: int = 1
 ) -> tuple[FaultySource, ExpertCache]:
     array = np.array(sizes, np.int64)
     source = FaultySource(array, capacity_bytes)
     layers = np.minimum(np.arange(len(array)) // EXPERTS, LAYERS - 1)
     records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
     score = SCORES[policy]  # type: ignore[index]
-    return source, ExpertCache(source, array, capacity_bytes, records, score, capacity_bytes if pins is None else pins)
+    limit = capacity_bytes if pins is None else pins
+    return source, ExpertCache(source, array, capacity_bytes, records, score, limit, readers)
+
+
+def warmed(cache: ExpertCache, indices: Sequence[int]) -> None:
+    """Start warm with these experts, and wait until they are there."""
+    cache.warm(indices)
+    cache.finish_warming()
 
 
 def each(stream: Iterable[list[int]]) -> list[int]:
@@ -136,6 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.lookups = 0
         if warm:
             self.cache.warm(range(COUNT))
+            self.cache.finish_warming()
             assert self.cache.stats.evictions == 0
 
     layers = st.integers(0, LAYERS - 1)
@@ -194,7 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.holds()
         # The reader has stopped: the accounts of both sides are final.
         stats, source = self.cache.stats, self.source
-        assert stats.reads == len(source.reads) and stats.evictions == source.releases - source.failures
+        assert stats.reads + stats.warm_reads == len(source.reads) and stats.evictions == source.releases - source.failures
         assert stats.bytes_read == sum(int(source.sizes[i]) for i in source.reads)
         assert stats.rereads == len(source.reads) - len(set(source.reads))
         assert set(self.cache.resident().tolist()) == source.loaded
@@ -224,7 +232,7 @@ def test_more_experts_than_room_come_in_waves(in_time: InTime) -> None:
 
 def test_hits_come_first_and_misses_load_meanwhile(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
-    cache.warm([2, 3])
+    warmed(cache, [2, 3])
     source.gate.clear()
     stream = cache.stream(0, [0, 2, 1, 3])
     assert [next(stream), next(stream)] == [[2], [3]]
@@ -236,7 +244,7 @@ def test_hits_come_first_and_misses_load_meanwhile(in_time: InTime) -> None:
 
 def test_what_is_there_together_comes_together(in_time: InTime) -> None:
     source, cache = make_cache([10] * 6, 60)
-    cache.warm([2, 3])
+    warmed(cache, [2, 3])
     source.gate.clear()
     stream = cache.stream(0, [0, 2, 1, 3], together=True)
     assert next(stream) == [2, 3] and cache._leases[[2, 3]].all()
@@ -267,7 +275,7 @@ def test_failures_nobody_waits_for_do_not_haunt_the_next_stream(in_time: InTime)
     source.failing = {1, 2}
     with pytest.raises(StorageReadFailed):
         in_time(lambda: each(cache.stream(0, [1, 2])))
-    cache.warm([0])
+    warmed(cache, [0])
     source.gate.clear()
     with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:
         assert next(given_up) == [0]
@@ -291,20 +299,53 @@ def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
     assert (cache.stats.prefetch_reads, cache.stats.prefetch_used, cache.stats.late_hits) == (1, 1, 0)
 
 
-def test_a_failed_warm_start_says_so() -> None:
+def test_the_warm_start_leaves_out_what_cannot_be_read(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
     source.failing = {2}
-    with pytest.raises(StorageReadFailed, match="expert 2"):
-        cache.warm([0, 2, 1])
+    warmed(cache, [0, 2, 1])
     cache.check_invariants()
-    assert source.loaded == {0} and each(cache.stream(0, [0, 1])) == [0, 1]
+    assert source.loaded == {0, 1} and each(cache.stream(0, [0, 1])) == [0, 1]
+    with pytest.raises(StorageReadFailed, match="expert 2"):
+        in_time(lambda: each(cache.stream(0, [2])))
+    assert (cache.stats.warm_reads, cache.stats.reads, cache.stats.hits) == (2, 0, 2)
+    cache.close()
+
+
+def test_demand_overtakes_the_warm_start(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 8, 80)
+    source.gate.clear()
+    cache.warm(range(7))
+    in_time(lambda: wait_for(lambda: cache._reading == 1))
+    stream = cache.stream(0, [7])
+    found = threading.Thread(target=lambda: each(stream))
+    found.start()
+    in_time(lambda: wait_for(lambda: len(cache._demand) == 1))
+    source.gate.set()
+    in_time(found.join)
+    in_time(cache.finish_warming)
+    assert source.reads[:2] == [0, 7] and sorted(source.reads) == list(range(8))
+    assert cache.stats.busy_ns > 0
+    cache.close()
+
+
+def test_several_readers_read_side_by_side(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60, readers=3)
+    source.gate.clear()
+    stream = cache.stream(0, [0, 1, 2, 3])
+    waiting = threading.Thread(target=lambda: each(stream))
+    waiting.start()
+    in_time(lambda: wait_for(lambda: cache._reading == 3))
+    source.gate.set()
+    in_time(waiting.join)
+    cache.check_invariants()
+    assert sorted(source.reads) == [0, 1, 2, 3] and source.complaints == []
     cache.close()
 
 
 def test_reads_of_a_stream_that_was_given_up_make_room(in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bytes are reserved, nobody leases them, and the reader has not come to them yet."""
     _, cache = make_cache([10, 10, 20, 30], 40)
-    cache.warm([0])
+    warmed(cache, [0])
     with monkeypatch.context() as asleep:
         asleep.setattr(cache, "_wake_reader", lambda: None)
         with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:

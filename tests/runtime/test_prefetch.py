@@ -91,7 +91,7 @@ def test_candidates() -> None:
 
 
 def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
-    with load(tiny_bundle, expert_cache="100%", context=16, prefetch="lookahead") as engine:
+    with load(tiny_bundle, expert_cache="50%", context=16, prefetch="lookahead") as engine:
         model, predictor = engine.model, engine.model.predictor
         assert isinstance(predictor, LookaheadPredictor)
         hidden = np.random.default_rng(1).standard_normal((3, model.spec.hidden_size)).astype(np.float32)
@@ -139,3 +139,8 @@ def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     model.predictor = PopularityPredictor(replace(tables({}, {}), popularity=wide))
     following = model._predict(PassState(0, np.zeros((8, 1), np.float32), []))
     assert following is not None and following.tolist() == [0, 1]
+
+
+def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, expert_cache="100%", context=16) as engine:
+        assert engine.model.predictor is None and "prefetch off (all fit)" in engine.mode

@@ -84,6 +84,7 @@ def test_counts_are_those_of_the_real_cache(
     score = SCORES[policy]  # type: ignore[index]
     cache = ExpertCache(MemoryStorage(), sizes, capacity, expert_records(LAYER, popularity, LAYERS), score, 0)
     cache.warm(warm)
+    cache.finish_warming()
     before = cache.stats.copy()
     for layer, experts in trace:
         assert sorted(index for some in cache.stream(layer, experts) for index in some) == sorted(experts)

@@ -12,8 +12,9 @@ import pytest
 
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
+from moec.runtime.cache_statistics import CacheStats
 from moec.runtime.eviction import SCORES, expert_records
-from moec.runtime.expert_cache import CacheStats, ExpertCache
+from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.statistics import PhaseTimes, RunRecorder, quantile
 
 
