@@ -57,7 +57,8 @@ class ExpertCache:
         self._running_layer = 0
         self.stats = CacheStats()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)  # for those who wait for experts
+        self._work = threading.Condition(self._lock)  # for readers: a layer that only hits must not wake them
         self._demand: deque[int] = deque()
         self._advice: deque[int] = deque()
         self._warmup: deque[int] = deque()
@@ -307,7 +308,7 @@ class ExpertCache:
             reader = threading.Thread(target=self._read_loop, name=f"moec-reader-{len(self._readers)}", daemon=True)
             self._readers.append(reader)
             reader.start()
-        self._changed.notify_all()
+        self._work.notify_all()
 
     def _read_loop(self) -> None:
         while True:
@@ -330,7 +331,7 @@ class ExpertCache:
             index = self._next_to_warm()
             if index is not None:
                 return index, False, True
-            self._changed.wait()
+            self._work.wait()
         return None, False, False
 
     def _begin_reading(self) -> None:
@@ -390,5 +391,6 @@ class ExpertCache:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._work.notify_all()
         for reader in self._readers:
             reader.join()
