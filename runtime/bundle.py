@@ -58,6 +58,11 @@ class Bundle:
     def read_tensor_bytes(self, file: str, entry: TensorEntry) -> np.ndarray:
         """Raw bytes of one tensor, uint8 [size]."""
         data = np.empty(entry.size_bytes, np.uint8)
+        self.read_tensor_into(file, entry, data)
+        return data
+
+    def read_tensor_into(self, file: str, entry: TensorEntry, data: np.ndarray) -> None:
+        """Fill uint8 [size] with the raw bytes of one tensor. Raises BundleIncomplete if the file ends early."""
         with (self.path / file).open("rb", buffering=0) as source:
             source.seek(entry.offset_bytes)
             done = 0
@@ -67,7 +72,6 @@ class Bundle:
                 if not count:
                     raise BundleIncomplete(f"`{self.path / file}` ended while reading at byte {source.tell()}")
                 done += count
-        return data
 
     def read_prefix(self, file: str) -> bytes:
         """The bytes of a file in front of its first tensor."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from moec.manifests.model import ModelSpec
+
+from .address_space import map_anonymous
 
 
 class KVCache:
     """float32 [S, Hkv, C, Dh] keys and values per layer; S slots (sequences), C context positions.
 
-    What one head reads is one run of memory.
+    What one head reads is one run of memory. Positions become resident as they are written.
     """
 
     def __init__(self, model: ModelSpec, slots: int, context: int) -> None:
@@ -19,5 +23,10 @@ class KVCache:
         self.values: list[np.ndarray] = []
         for layer in model.layers:
             shape = (slots, layer.attention.num_kv_heads, context, layer.attention.head_size)
-            self.keys.append(np.zeros(shape, np.float32))
-            self.values.append(np.zeros(shape, np.float32))
+            self.keys.append(_zeros(shape))
+            self.values.append(_zeros(shape))
+
+
+def _zeros(shape: tuple[int, ...]) -> np.ndarray:
+    _, memory = map_anonymous(4 * math.prod(shape), "keys and values", huge_pages=False)
+    return memory.view(np.float32).reshape(shape)

@@ -14,6 +14,7 @@ from moec.manifests.errors import ChecksumMismatch
 from moec.manifests.model import PROJECTIONS, AttentionSpec
 
 from . import kernels
+from .address_space import map_anonymous
 from .bundle import Bundle
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
@@ -39,8 +40,13 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
     digest = hashlib.sha256(bundle.read_prefix(DENSE_NAME)) if verify else None
     weights: dict[str, Any] = {}
     # Tensors tile the file, so the digest of the file comes out of the one pass that loads it.
+    first = min(tensor.offset_bytes for tensor in header.values())
+    last = max(tensor.offset_bytes + tensor.size_bytes for tensor in header.values())
+    _, memory = map_anonymous(last - first, "the dense weights", huge_pages=True)
     for name, tensor in header.items():
-        raw, entry = bundle.read_tensor_bytes(DENSE_NAME, tensor), entries[name]
+        start, entry = tensor.offset_bytes - first, entries[name]
+        raw = memory[start : start + tensor.size_bytes]
+        bundle.read_tensor_into(DENSE_NAME, tensor, raw)
         if digest is not None:
             digest.update(raw.data)
         if len(entry.shape) == 1:

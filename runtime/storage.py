@@ -7,7 +7,6 @@ is one `madvise`. Reads land in place: no copy lies between the file and the ker
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import hashlib
@@ -19,12 +18,12 @@ from typing import Protocol
 import numpy as np
 
 from moec.manifests.bundle import ExpertEntry
-from moec.manifests.errors import ChecksumMismatch, MemoryBudgetExceeded, StorageReadFailed
+from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 
+from .address_space import map_anonymous
 from .bundle import Bundle
 from .options import IoMode
 
-_MAP_NORESERVE = 0x4000
 _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -92,19 +91,8 @@ class ReadStorage:
         self._verifier = _Verifier(bundle, verify)
         sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
         self._starts = [0, *np.cumsum(sizes).tolist()]
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        try:
-            self._arena = mmap.mmap(-1, self._starts[-1], flags=flags)
-        except OSError as error:
-            raise MemoryBudgetExceeded(
-                f"the system refuses {self._starts[-1]} bytes of addresses for the experts: {error.strerror}",
-                "take `--io mmap`, or raise the limit of the process's address space",
-            ) from error
-        # Huge pages read 5 to 8 % faster, but one makes an expert's neighbour resident, outside the budget: they are
-        # for an arena that is filled and stays so. EINVAL: there are none.
-        with contextlib.suppress(OSError, AttributeError):
-            self._arena.madvise(mmap.MADV_NOHUGEPAGE if evicts else mmap.MADV_HUGEPAGE)
-        self._view = np.frombuffer(self._arena, np.uint8)
+        # Where experts are evicted, a huge page would make a neighbour resident, outside the budget.
+        self._arena, self._view = map_anonymous(self._starts[-1], "the experts", huge_pages=not evicts)
         self._files: dict[str, int] = {}
         self.mode = "buffered"
         if io in ("auto", "direct") and self._open_all(bundle.path, getattr(os, "O_DIRECT", 0)):
