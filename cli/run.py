@@ -124,4 +124,7 @@ def _shares_fact(statistics: RunStatistics) -> list[tuple[str, str]]:
     if shares is None:
         return []
     parts = (("stall", shares.stall), ("experts", shares.experts), ("dense", shares.dense), ("other", shares.other))
-    return [("time of decode", ", ".join(f"{name} {output.human_share(share)}" for name, share in parts))]
+    return [
+        ("time of decode", ", ".join(f"{name} {output.human_share(share)}" for name, share in parts)),
+        ("storage busy", output.human_share(shares.storage_busy)),
+    ]

@@ -37,7 +37,7 @@ _OPTIONS = (
         "--context", type=int, default=0, metavar="N", help="Longest sequence.  [default: the model's, at most 4096]"
     ),
     click.option(
-        "--policy", type=click.Choice(POLICIES), default="edgemoe", show_default=True, help="Which expert goes first."
+        "--policy", type=click.Choice(POLICIES), default="lrfu", show_default=True, help="Which expert goes first."
     ),
     click.option(
         "--prefetch",

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class ExpertCache:
         self._reader_count = readers
         self._readers: list[threading.Thread] = []
         self._reading = self._warming = 0
-        self._busy_since_ns = 0
+        self._last_change_ns = 0
         self._failures: dict[int, Exception] = {}
         self._closed = False
         self._process = os.getpid()
@@ -110,9 +110,8 @@ class ExpertCache:
         hits: list[int] = []
         misses: list[int] = []
         self._clock += 1
+        self._records.use(indices, self._clock)
         for index in indices:
-            self._records.last_used[index] = self._clock
-            self._records.uses[index] += 1
             if self._state[index] == RESIDENT:
                 if self._prefetched[index]:
                     self.stats.prefetch_hits += 1
@@ -128,12 +127,13 @@ class ExpertCache:
 
     def _issue(self, waiting: Sequence[int]) -> None:
         """Start the reads of as many waiting experts as fit now, and lease them."""
+        victims = self._victims(spares_pins=False)
         for index in waiting:
             if self._leases[index]:
                 continue
             state = self._state[index]
             if state == ABSENT:
-                if not self._make_room(int(self._sizes[index])):
+                if not self._make_room(int(self._sizes[index]), victims, is_demand=True):
                     break
                 self._reserve(index)
                 self._demand.append(index)
@@ -211,11 +211,11 @@ class ExpertCache:
             if pinned > self._pin_limit_bytes:
                 break
             self._pins.append(index)
-        protected = set(self._pins)
+        victims = self._victims(spares_pins=True)
         for index in self._pins:
             if self._state[index] != ABSENT:
                 continue
-            if not self._make_room(int(self._sizes[index]), protected):
+            if not self._make_room(int(self._sizes[index]), victims, is_demand=False):
                 break
             self._reserve(index)
             self._prefetched[index] = True
@@ -262,36 +262,39 @@ class ExpertCache:
         self._state[index] = QUEUED
         self.used_bytes += int(self._sizes[index])
 
-    def _make_room(self, need_bytes: int, protected: set[int] | None = None) -> bool:
-        """Evict until need_bytes are free. Demand (protected None) takes stale advice and pins, worst first.
+    def _victims(self, spares_pins: bool) -> Iterator[int]:
+        """What may be evicted, first to go first; demand takes pins as well, worst prediction first.
 
-        Returns False, and has evicted nothing, if that cannot work before leases or reads end.
+        The order is made when it is first needed, and serves all reads that are started together.
         """
-        missing = self.used_bytes + need_bytes - self.capacity_bytes
-        if missing <= 0:
-            return True
-        if protected is None and self._advice:
-            while self._advice and missing > 0:
-                index = self._advice.pop()
-                self._withdraw(index)
-                missing -= int(self._sizes[index])
-            if missing <= 0:
-                return True
         candidates = np.flatnonzero((self._state == RESIDENT) & (self._leases == 0))
         order = eviction_order(self._records, self._policy, self._running_layer, candidates).tolist()
         rank = {index: position for position, index in enumerate(self._pins)}
         free = [index for index in order if index not in rank]
-        pinned = [] if protected is not None else sorted((i for i in order if i in rank), key=lambda i: -rank[i])
-        victims: list[int] = []
+        pinned = [] if spares_pins else sorted((i for i in order if i in rank), key=lambda i: -rank[i])
         for index in (*free, *pinned):
-            if missing <= 0:
-                break
-            victims.append(index)
+            if self._state[index] == RESIDENT and not self._leases[index]:  # leased meanwhile
+                yield index
+
+    def _make_room(self, need_bytes: int, victims: Iterator[int], is_demand: bool) -> bool:
+        """Evict until need_bytes are free; demand withdraws advice first, likeliest last.
+
+        Returns False if that cannot work before leases or reads end.
+        """
+        missing = self.used_bytes + need_bytes - self.capacity_bytes
+        while is_demand and self._advice and missing > 0:
+            index = self._advice.pop()
+            self._withdraw(index)
             missing -= int(self._sizes[index])
-        if missing > 0:
-            return False
-        for index in victims:
-            self._evict(index)
+        taken: list[int] = []
+        while missing > 0:
+            victim = next(victims, None)
+            if victim is None:
+                return False
+            taken.append(victim)
+            missing -= int(self._sizes[victim])
+        for victim in taken:
+            self._evict(victim)
         return True
 
     def _evict(self, index: int) -> None:
@@ -318,7 +321,7 @@ class ExpertCache:
                     return
                 self._state[index] = LOADING
                 self._warming += warms
-                self._begin_reading()
+                self._count_reading(1)
             self._read(index, ahead, warms)
 
     def _next_read(self) -> tuple[int | None, bool, bool]:
@@ -334,15 +337,13 @@ class ExpertCache:
             self._work.wait()
         return None, False, False
 
-    def _begin_reading(self) -> None:
-        if self._reading == 0:
-            self._busy_since_ns = time.perf_counter_ns()
-        self._reading += 1
-
-    def _end_reading(self) -> None:
-        self._reading -= 1
-        if self._reading == 0:
-            self.stats.busy_ns += time.perf_counter_ns() - self._busy_since_ns
+    def _count_reading(self, change: int) -> None:
+        """One read more or less is under way."""
+        now_ns = time.perf_counter_ns()
+        if self._reading:
+            self.stats.busy_ns += now_ns - self._last_change_ns
+        self._last_change_ns = now_ns
+        self._reading += change
 
     def _read(self, index: int, ahead: bool, warms: bool) -> None:
         """Read one expert; a failure is kept for the stream that waits for it, if one does."""
@@ -352,7 +353,7 @@ class ExpertCache:
         except Exception as error:
             failure = error
         with self._changed:
-            self._end_reading()
+            self._count_reading(-1)
             self._warming -= warms
             if failure is not None:
                 with contextlib.suppress(OSError):  # the readers must go on

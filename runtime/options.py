@@ -9,7 +9,7 @@ from typing import Literal
 
 from moec.manifests.errors import OptionError
 
-POLICIES = ("edgemoe", "lru", "lfu")
+POLICIES = ("lrfu", "edgemoe", "lru", "lfu")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
@@ -19,7 +19,7 @@ _UNITS = {
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 
-Policy = Literal["edgemoe", "lru", "lfu"]
+Policy = Literal["lrfu", "edgemoe", "lru", "lfu"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
 
@@ -56,7 +56,7 @@ class RuntimeOptions:
     memory: str | None = None
     expert_cache: str | None = None
     context: int = 0
-    policy: Policy = "edgemoe"
+    policy: Policy = "lrfu"
     prefetch: Prefetch = "lookahead"
     io: IoMode = "auto"
     threads: int = 0

@@ -115,9 +115,7 @@ class _SimulatedCache:
     ) -> None:
         count = len(sizes)
         self._sizes, self._capacity_bytes, self._chosen = sizes, capacity_bytes, chosen
-        self._records = ExpertRecords(
-            records.layer, records.frequency, np.zeros(count, np.int64), np.zeros(count, np.int64), records.num_layers
-        )
+        self._records = records.unused()
         self._next_use = first_use
         self._is_resident = np.zeros(count, bool)
         self._is_leased = np.zeros(count, bool)
@@ -136,8 +134,7 @@ class _SimulatedCache:
         """One layer of one pass: hits are computed first, misses are read in order as room appears."""
         asked = list(experts)
         self._clock += 1
-        self._records.last_used[asked] = self._clock
-        self._records.uses[asked] += 1
+        self._records.use(asked, self._clock)
         self._next_use[asked] = next_use
         hits = [index for index in asked if self._is_resident[index]]
         misses = [index for index in asked if not self._is_resident[index]]

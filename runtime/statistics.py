@@ -60,12 +60,16 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShares:
-    """Where the time of the tokens after the first went; the four add up to 1. other: routing, the cache, advice."""
+    """Where the time of the tokens after the first went; the first four add up to 1.
+
+    other: routing, the cache, advice. storage_busy: share in which a read was under way, whatever else ran.
+    """
 
     stall: float
     experts: float
     dense: float
     other: float
+    storage_busy: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class RunRecorder:
     elapsed_ns: list[int] = field(default_factory=list)
     cache: CacheStats = field(default_factory=CacheStats)
     _stall_ns: int = 0
+    _busy_ns: int = 0
     _phases: PhaseTimes | None = None
 
     def add(self, elapsed_ns: int, cache: CacheStats, phases: PhaseTimes | None = None) -> None:
@@ -119,6 +124,7 @@ class RunRecorder:
             so_far = self._phases or PhaseTimes()
             self._phases = PhaseTimes(so_far.dense_ns + phases.dense_ns, so_far.experts_ns + phases.experts_ns)
             self._stall_ns += cache.stall_ns
+            self._busy_ns += cache.busy_ns
         self.elapsed_ns.append(elapsed_ns)
         self.cache = self.cache.plus(cache)
 
@@ -127,7 +133,7 @@ class RunRecorder:
         if self._phases is None or not total:
             return None
         stall, experts, dense = (t / total for t in (self._stall_ns, self._phases.experts_ns, self._phases.dense_ns))
-        return DecodeShares(stall, experts, dense, 1 - stall - experts - dense)
+        return DecodeShares(stall, experts, dense, 1 - stall - experts - dense, self._busy_ns / total)
 
     def finish(self, prefetch_recall: float | None = None) -> RunStatistics:
         """Sum up; peak memory is taken now."""

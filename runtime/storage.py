@@ -2,7 +2,7 @@
 
 All experts share one address range, laid out like the expert files; residency is which pages of it are populated.
 An expert therefore has one fixed address for the life of the engine, a slot never fragments, and giving an expert up
-is one `madvise`. Reads land in place: no copy lies between the file and the kernel.
+hands its pages to the next that is read. Reads land in place: no copy lies between the file and the kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import errno
 import hashlib
 import mmap
 import os
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +22,7 @@ import numpy as np
 from moec.manifests.bundle import ExpertEntry
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 
-from .address_space import map_anonymous
+from .address_space import find_page_mover, map_anonymous
 from .bundle import Bundle
 from .options import IoMode
 
@@ -79,6 +81,48 @@ def page_bytes(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+class _Pages:
+    """The pages of an arena of places: which places gave theirs up, and who takes them over.
+
+    Released pages stay resident until the next load takes them. They never exceed what is reserved for reads, because
+    an expert is released only to make room for one. starts: first byte of each place, and of what follows the last.
+    """
+
+    def __init__(self, arena: mmap.mmap, address: int, starts: list[int]) -> None:
+        self._arena, self._address, self._starts = arena, address, starts
+        self._released: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._move = find_page_mover()
+
+    def release(self, index: int) -> None:
+        """Give up the pages of one place."""
+        with self._lock:
+            self._released.append(index)
+
+    def take(self, index: int) -> None:
+        """Bring released pages to this place, as many as it has bytes, and free the rest of those who gave them."""
+        with self._lock:  # also around the moves: a place must not be read into while its pages leave
+            if index in self._released:
+                self._released.remove(index)
+                return
+            need = found = self._size(index)
+            while self._released and found > 0:
+                found -= self._hand_over(self._released.popleft(), index, need if found == need else 0)
+
+    def _hand_over(self, giver: int, taker: int, wanted_bytes: int) -> int:
+        size = self._size(giver)
+        moved = min(size, wanted_bytes)
+        places = (self._address + self._starts[giver], self._address + self._starts[taker])
+        if not moved or self._move is None or not self._move(*places, moved):
+            moved = 0
+        if moved < size:
+            self._arena.madvise(mmap.MADV_DONTNEED, self._starts[giver] + moved, size - moved)
+        return size
+
+    def _size(self, index: int) -> int:
+        return self._starts[index + 1] - self._starts[index]
+
+
 class ReadStorage:
     """Explicit reads into a sparse anonymous mapping.
 
@@ -93,6 +137,7 @@ class ReadStorage:
         self._starts = [0, *np.cumsum(sizes).tolist()]
         # Where experts are evicted, a huge page would make a neighbour resident, outside the budget.
         self._arena, self._view = map_anonymous(self._starts[-1], "the experts", huge_pages=not evicts)
+        self._pages = _Pages(self._arena, self._view.__array_interface__["data"][0], self._starts)
         self._files: dict[str, int] = {}
         self.mode = "buffered"
         if io in ("auto", "direct") and self._open_all(bundle.path, getattr(os, "O_DIRECT", 0)):
@@ -126,6 +171,7 @@ class ReadStorage:
 
     def load(self, index: int) -> None:
         entry, block = self._entries[index], self.block(index)
+        self._pages.take(index)
         descriptor, done = self._files[entry.file], 0
         try:
             while done < entry.size_bytes:
@@ -147,8 +193,7 @@ class ReadStorage:
         self._verifier.check(index, entry, block)
 
     def release(self, index: int) -> None:
-        start = self._starts[index]
-        self._arena.madvise(mmap.MADV_DONTNEED, start, self._starts[index + 1] - start)
+        self._pages.release(index)
 
     def close(self) -> None:
         for descriptor in self._files.values():

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from moec.runtime.eviction import (
+    HALF_LIFE_TOKENS,
     ExpertRecords,
     edgemoe_score,
     eviction_order,
     expert_records,
     lfu_score,
+    lrfu_score,
     lru_score,
     warm_order,
 )
@@ -18,7 +20,8 @@ from moec.runtime.eviction import (
 
 def records(layer: list[int], frequency: list[float], num_layers: int) -> ExpertRecords:
     zeros = np.zeros(len(layer), np.int64)
-    return ExpertRecords(np.array(layer, np.int32), np.array(frequency), zeros, zeros.copy(), num_layers)
+    heat = np.zeros(len(layer))
+    return ExpertRecords(np.array(layer, np.int32), np.array(frequency), zeros, zeros.copy(), heat, num_layers)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,26 @@ def test_lru_and_lfu() -> None:
     assert eviction_order(known, lfu_score, 0, np.arange(4)).tolist() == [0, 3, 2, 1]
     assert eviction_order(known, lru_score, 0, np.array([2, 0])).tolist() == [0, 2]
     assert eviction_order(known, lru_score, 0, np.array([], np.int64)).tolist() == []
+
+
+def test_lrfu_by_hand() -> None:
+    """One layer: the clock counts tokens, and a use counts half after HALF_LIFE_TOKENS of them."""
+    known = records([0, 0, 0], [0.0] * 3, 1)
+    for clock, used in ((1, [0]), (2, [0]), (HALF_LIFE_TOKENS + 2, [1]), (3 * HALF_LIFE_TOKENS + 2, [1])):
+        known.use(used, clock)
+    assert known.heat.tolist() == pytest.approx([1 + 2 ** (-1 / HALF_LIFE_TOKENS), 1 + 1 / 4, 0])
+    assert known.uses.tolist() == [2, 2, 0] and known.last_used.tolist() == [2, 3 * HALF_LIFE_TOKENS + 2, 0]
+    # Today the two uses of expert 0 are worth 2 / 8, those of expert 1 5 / 4.
+    now = 2.0 ** (lrfu_score(known, 0) - known.last_used.max() / known.half_life)
+    assert now == pytest.approx([known.heat[0] / 8, 5 / 4, 0], rel=1e-6)
+    assert eviction_order(known, lrfu_score, 0, np.arange(3)).tolist() == [2, 0, 1]
+    fresh = known.unused()
+    assert fresh.uses.tolist() == [0, 0, 0] and known.uses.tolist() == [2, 2, 0]
+
+
+def test_lrfu_starts_with_what_calibration_saw() -> None:
+    known = expert_records(np.array([0, 0, 1, 1]), np.array([3.0, 1.0, 5.0, 5.0]), 2)
+    assert known.heat.tolist() == [0.75 * HALF_LIFE_TOKENS, 0.25 * HALF_LIFE_TOKENS, *[0.5 * HALF_LIFE_TOKENS] * 2]
 
 
 def test_frequencies_are_shares_of_a_layer() -> None:
