@@ -77,7 +77,7 @@ class RunStatistics:
     """One generation. Times in nanoseconds; TPOT covers the tokens after the first; None: nothing to tell.
 
     bytes_read_per_token counts padded expert bytes from storage over all passes, prefill and prefetches included,
-    per emitted token. tokens_per_s is the rate of the tokens after the first.
+    per emitted token; decode_bytes_read_per_token those of the tokens after the first. tokens_per_s is their rate.
     """
 
     prompt_tokens: int
@@ -101,6 +101,7 @@ class RunStatistics:
     prefetch_recall: float | None
     peak_memory_bytes: int
     decode_shares: DecodeShares | None = None
+    decode_bytes_read_per_token: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """For `--json`."""
@@ -116,10 +117,13 @@ class RunRecorder:
     cache: CacheStats = field(default_factory=CacheStats)
     _stall_ns: int = 0
     _busy_ns: int = 0
+    _decode_bytes: int = 0
     _phases: PhaseTimes | None = None
 
     def add(self, elapsed_ns: int, cache: CacheStats, phases: PhaseTimes | None = None) -> None:
         """One emitted token: time since the one before, and what the cache and the phases did meanwhile."""
+        if self.elapsed_ns:
+            self._decode_bytes += cache.bytes_read
         if self.elapsed_ns and phases is not None:
             so_far = self._phases or PhaseTimes()
             self._phases = PhaseTimes(so_far.dense_ns + phases.dense_ns, so_far.experts_ns + phases.experts_ns)
@@ -160,4 +164,5 @@ class RunRecorder:
             prefetch_recall=prefetch_recall,
             peak_memory_bytes=peak_memory_bytes(),
             decode_shares=self._shares(),
+            decode_bytes_read_per_token=self._decode_bytes / max(tokens - 1, 1),
         )

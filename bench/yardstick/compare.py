@@ -1,0 +1,195 @@
+"""moec beside llama.cpp on one machine: ``python -m yardstick.compare FOLDER --results RESULTS``.
+
+FOLDER holds what `make bench` puts there: `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp) and `checkpoint`.
+Every condition runs all arms in turn, several rounds; memory limits go upward. Both engines get the same forced tokens of
+real text and the same control group. One JSON file per run lands in RESULTS, `summary.json` and a table at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from yardstick.checkpoint import text
+from yardstick.limits import drop_caches, read_ahead_path, run_limited
+
+CONTEXT = 1024
+SLACK_BYTES = 256 << 20
+BUDGET_MARGIN_BYTES = 64 << 20  # the group's limit lies this far above `--memory`
+TUNED_READ_AHEAD_KIB = 128
+
+
+@dataclass(frozen=True)
+class Condition:
+    """share: of the expert bytes that fit beside everything else; None: no limit. rate: bytes per second of storage."""
+
+    name: str
+    share: float | None
+    prompt_tokens: int
+    tokens: int
+    rate: int | None = None
+
+
+CONDITIONS = (
+    Condition("disk90-25", 0.25, 8, 16, 90_000_000),
+    Condition("disk500-25", 0.25, 8, 16, 500_000_000),
+    Condition("cache-25", 0.25, 32, 64),
+    Condition("disk90-50", 0.50, 8, 16, 90_000_000),
+    Condition("disk500-50", 0.50, 8, 16, 500_000_000),
+    Condition("cache-50", 0.50, 32, 64),
+    Condition("cache-75", 0.75, 32, 64),
+    Condition("memory", None, 128, 256),
+    Condition("memory-prefill512", None, 512, 8),
+)
+
+
+@dataclass(frozen=True)
+class Yard:
+    """Where things lie, and how large the bundle is."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def expert_bytes(self) -> int:
+        return int(self.manifest["cost"]["expert_padded_bytes"])
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Dense weights, keys and values of the context, and slack: the same for both engines."""
+        cost = self.manifest["cost"]
+        return int(cost["dense_packed_bytes"] + cost["kv_bytes_per_position"] * CONTEXT) + SLACK_BYTES
+
+    def limit_bytes(self, condition: Condition) -> int | None:
+        """The group's memory limit."""
+        return None if condition.share is None else self.fixed_bytes + int(condition.share * self.expert_bytes)
+
+
+def arms(condition: Condition) -> Iterator[str]:
+    """moec, and llama.cpp in the ways in which people run it there."""
+    yield "moec"
+    if condition.share is None:
+        yield "llama.cpp repacked"
+    else:
+        yield "llama.cpp mmap as found"
+        yield "llama.cpp mmap 128 KiB"
+
+
+def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
+    """One run of one arm, cold."""
+    limit, gguf = yard.limit_bytes(condition), yard.folder / "q4_0.gguf"
+    common = ["--prompt-tokens", str(condition.prompt_tokens), "--tokens", str(condition.tokens)]
+    if arm == "moec":
+        command = [sys.executable, "-m", "moec.cli.main", "bench", str(yard.folder / "q4"), "--json", *common]
+        command += ["--text", str(yard.folder / "text.txt"), "--context", str(CONTEXT), "--threads", "2"]
+        command += ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
+    else:
+        command = [sys.executable, "-m", "yardstick.peer", str(gguf), str(yard.folder / "ids.json"), *common]
+        command += ["--mmap"] if condition.share is not None else []
+    ahead = read_ahead_path(yard.folder)
+    found = ahead.read_text()
+    try:
+        if arm.endswith("128 KiB"):
+            ahead.write_text(str(TUNED_READ_AHEAD_KIB))
+        drop_caches()
+        done = run_limited(command, limit, condition.rate, yard.folder)
+    finally:
+        ahead.write_text(found)
+    if done.status:
+        return {"failed": done.status, "peak_bytes": done.peak_bytes, "limit_bytes": limit}
+    told = json.loads(done.output.splitlines()[-1])
+    return {**told, "limit_bytes": limit, "group_peak_bytes": done.peak_bytes, "limit_hits": done.limit_hits}
+
+
+def figures(arm: str, told: dict[str, Any]) -> dict[str, float]:
+    """Decode and prefill rates, and what a token read."""
+    if "failed" in told:
+        return {"decode": 0.0, "prefill": 0.0, "read_mib": 0.0}
+    measured = told["measured"] if arm == "moec" else told
+    rate = measured["tokens_per_s"] if arm == "moec" else 1e9 / measured["tpot_mean_ns"]
+    return {
+        "decode": rate,
+        "prefill": measured["prompt_tokens"] / measured["ttft_ns"] * 1e9,
+        "read_mib": measured.get("bytes_read_per_token", measured.get("read_bytes_per_token", 0)) / 2**20,
+    }
+
+
+def summary_row(condition: Condition, arm: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians and spread of an arm."""
+    decode = [each["decode"] for each in rounds]
+    return {
+        "condition": condition.name,
+        "arm": arm,
+        "decode_tokens_per_s": statistics.median(decode),
+        "decode_least": min(decode),
+        "decode_most": max(decode),
+        "prefill_tokens_per_s": statistics.median(each["prefill"] for each in rounds),
+        "read_mib_per_token": statistics.median(each["read_mib"] for each in rounds),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| condition | arm | decode, tokens/s (least to most) | prefill, tokens/s | MiB read per token |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        decode = f"{row['decode_tokens_per_s']:.2f} ({row['decode_least']:.2f} to {row['decode_most']:.2f})"
+        rest = f"{row['prefill_tokens_per_s']:.1f} | {row['read_mib_per_token']:.0f}"
+        lines.append(f"| {row['condition']} | {row['arm']} | {decode} | {rest} |")
+    return "\n".join(lines)
+
+
+def prepare(folder: Path) -> Yard:
+    """Write the text and its ids."""
+    tokenizer = Tokenizer.from_file(str(folder / "checkpoint" / "tokenizer.json"))
+    (folder / "text.txt").write_text(text(), encoding="utf-8")
+    (folder / "ids.json").write_text(json.dumps(tokenizer.encode(text()).ids[: 2 * CONTEXT]))
+    return Yard(folder, json.loads((folder / "q4" / "moec.json").read_text(encoding="utf-8")))
+
+
+def machine() -> dict[str, str]:
+    """What the figures belong to."""
+    told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+    wanted = ("Model name", "CPU(s)", "L3 cache")
+    found = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
+    return {name: found.get(name, "?").strip() for name in wanted} | {"load": Path("/proc/loadavg").read_text().strip()}
+
+
+def main() -> None:
+    """Read the command line, run, write."""
+    parser = argparse.ArgumentParser(description="moec beside llama.cpp on the yardstick.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="names of conditions")
+    options = parser.parse_args()
+    yard, rows = prepare(options.folder), list[dict[str, Any]]()
+    options.results.mkdir(parents=True, exist_ok=True)
+    for condition in CONDITIONS:
+        if options.only and condition.name not in options.only:
+            continue
+        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms(condition)}
+        for turn in range(1, options.rounds + 1):
+            for arm in found:
+                told = run_arm(yard, condition, arm)
+                name = f"{condition.name}-{arm.replace(' ', '-')}-{turn}.json"
+                (options.results / name).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+                found[arm].append(figures(arm, told))
+                print(condition.name, arm, turn, json.dumps(found[arm][-1]), flush=True)
+        rows += [summary_row(condition, arm, rounds) for arm, rounds in found.items()]
+        summary = {"machine": machine(), "rounds": options.rounds, "rows": rows}
+        (options.results / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
