@@ -17,7 +17,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ran: exit status, standard output, the largest memory of its group and how often it met the limit."""
+    """A command that ran: exit status, standard output, largest memory of its group, how often it met the limit."""
 
     status: int
     output: str

@@ -70,10 +70,10 @@ def main() -> None:
     if not options.mmap:  # the first pass also touches scratch; a mapped file is meant to be cold
         decode(context, prompt)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-    before = resource.getrusage(resource.RUSAGE_SELF)
     prefill_ns = sum(
         decode(context, prompt[first : first + BATCH_TOKENS]) for first in range(0, len(prompt), BATCH_TOKENS)
     )
+    prefilled = resource.getrusage(resource.RUSAGE_SELF)
     steps = [decode(context, [token]) for token in ids[options.prompt_tokens :]]
     after = resource.getrusage(resource.RUSAGE_SELF)
     told = {
@@ -86,7 +86,7 @@ def main() -> None:
         "tokens": len(steps),
         "tpot_p50_ns": statistics.median(steps) if steps else None,
         "tpot_mean_ns": statistics.fmean(steps) if steps else None,
-        "read_bytes_per_token": (after.ru_inblock - before.ru_inblock) * 512 / max(len(steps), 1),
+        "decode_bytes_read_per_token": (after.ru_inblock - prefilled.ru_inblock) * 512 / max(len(steps), 1),
         "peak_rss_bytes": after.ru_maxrss * 1024,
     }
     print(json.dumps(told))
