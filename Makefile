@@ -62,9 +62,10 @@ contracts: $(READY) links  ## Who may import whom
 gates: $(READY)  ## Run the tests of the gates alone, slow ones included
 	MOEC_SLOW=1 $(BIN)/python -m pytest -m gate
 
-bench: $(READY)  ## Measure the demo's bundle: ceiling, measurement, ratio
-	@test -f build/demo/example-moec/moec.json || { echo "error: no bundle in build/demo; run: make demo" >&2; exit 1; }
-	$(BIN)/moec bench build/demo/example-moec --expert-cache 50% --policies all
+bench: $(READY)  ## The yardstick beside llama.cpp: an hour, 26 GB in build/yardstick, root
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation -e ".[dev,bench]"
+	cd bench && ../$(BIN)/python -m yardstick ../build/yardstick --results ../build/yardstick/results
 
 schema: $(READY)  ## Write manifests/schema.json from the dataclasses
 	@mkdir -p build

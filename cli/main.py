@@ -32,6 +32,7 @@ _COMMANDS = {
     "unpack": "pack:unpack_command",
     "bench": "bench:bench_command",
     "demo": "demo:demo_command",
+    "profile-device": "profile_device:profile_device_command",
 }
 _EXTRAS = {
     "torch": "compile",

@@ -26,9 +26,11 @@ else:
 KERNEL_FORMATS: dict[str, tuple[int, ...]] = {
     "scalar": (2, 3, 4, 8, 16),
     "avx2": (2, 3, 4, 8, 16),
+    "avx512vnni": (2, 3, 4, 8, 16),
     "neon": (2, 3, 4, 8, 16),
+    "neon-dot": (2, 3, 4, 8, 16),
 }
-PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "estimate")
+PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "HOBBIT, section", "estimate")
 HOST_NAME = "host"
 MAX_PROFILE_BYTES = 64 << 10
 MAX_THREADS = 4096
@@ -203,6 +205,15 @@ def read_profile(path: Path) -> DeviceProfile:
         return DeviceProfile(**{**plain, "instruction_sets": tuple(sets)})
     except ValueError as error:
         raise ProfileError(f"`{path}`: {error}", "correct this key") from error
+
+
+def to_toml(profile: DeviceProfile) -> str:
+    """The profile as a file that `read_profile` takes."""
+    lines = [f"name = {json.dumps(profile.name)}"]
+    lines += [f"{key} = {getattr(profile, key):_}" for key in _NUMBERS]
+    lines += [f"instruction_sets = {json.dumps(list(profile.instruction_sets))}", "", "[provenance]"]
+    lines += [f"{key} = {json.dumps(profile.provenance[key], ensure_ascii=False)}" for key in _CONTENT]
+    return "\n".join(lines) + "\n"
 
 
 def _wrong_type(path: Path, key: str, expected: str, found: object) -> ProfileError:

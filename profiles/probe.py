@@ -29,7 +29,13 @@ LATENCY_LIMIT_S = 0.2
 COPY_LIMIT_S = 0.3
 LATENCY_READS = 64
 DEFAULT_BLOCK_BYTES = 4096
-_FEATURES = {"avx2": {"avx2", "fma", "f16c"}, "neon": {"asimd"}}
+# Best first.
+_FEATURES = {
+    "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "neon-dot": {"asimd", "asimddp"},
+    "neon": {"asimd"},
+}
 _SYSTEM = Path("/")
 
 

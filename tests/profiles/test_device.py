@@ -20,6 +20,7 @@ from moec.profiles.device import (
     nearest_power_of_two,
     read_profile,
     round_down,
+    to_toml,
 )
 
 NUMBERS = {
@@ -73,7 +74,17 @@ def test_shipped_profiles_say_where_every_number_comes_from(name: str) -> None:
 
 
 def test_list_names_the_probe_and_the_shipped_files() -> None:
-    assert list_profiles() == ("host", "jetson-tx2-ssd", "raspberry-pi-4b-sd")
+    shipped = ("jetson-agx-orin", "jetson-tx2-hdd", "jetson-tx2-ssd", "laptop", "raspberry-pi-4b-sd", "rtx-4090-host")
+    assert list_profiles() == ("host", *shipped, "xiaomi-14")
+
+
+@pytest.mark.parametrize("name", [name for name in list_profiles() if name != "host"])
+def test_a_profile_survives_being_written(name: str, tmp_path: Path) -> None:
+    profile = load_profile(name)
+    path = tmp_path / "copy.toml"
+    path.write_text(to_toml(profile), encoding="utf-8")
+    copy = load_profile(path)
+    assert copy == profile and copy.provenance == profile.provenance
 
 
 @pytest.mark.parametrize(

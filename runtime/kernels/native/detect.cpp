@@ -1,7 +1,8 @@
-// Detection by CPUID and XGETBV. A feature counts only if the operating system saves its registers: XCR0 bits 1 (SSE)
-// and 2 (AVX) must be set, or the upper halves are lost at the next context switch.
+// x86: CPUID and XGETBV. A feature counts only if the operating system saves its registers: XCR0 bits 1 (SSE) and 2 (AVX)
+// must be set, for AVX-512 bits 5 to 7 as well, or the upper halves are lost at the next context switch.
 //
-// leaf 1 ECX: bit 12 FMA, bit 27 OSXSAVE, bit 28 AVX, bit 29 F16C; leaf 7.0 EBX: bit 5 AVX2.
+// leaf 1 ECX: bit 12 FMA, bit 27 OSXSAVE, bit 28 AVX, bit 29 F16C; leaf 7.0 EBX: bit 5 AVX2, bit 16 AVX512F, bit 30 BW,
+// bit 31 VL; ECX: bit 11 VNNI. AArch64: NEON is always there, the rest is asked of the operating system.
 
 #include "detect.h"
 
@@ -63,6 +64,14 @@ bool has_avx2() {
     return (saved_registers() & kSseAndAvxState) == kSseAndAvxState;
 }
 
+bool has_avx512vnni() {
+    constexpr uint32_t kFoundation = 1u << 16, kBytesAndWords = 1u << 30, kVectorLengths = 1u << 31, kVnni = 1u << 11;
+    constexpr uint64_t kAvx512State = 0xE6;
+    const uint32_t wanted = kFoundation | kBytesAndWords | kVectorLengths;
+    const Registers found = cpuid(7);
+    return has_avx2() && (found.ebx & wanted) == wanted && (found.ecx & kVnni) != 0 && (saved_registers() & kAvx512State) == kAvx512State;
+}
+
 }  // namespace moec
 
 #else
@@ -73,6 +82,41 @@ bool has_avx2() {
     return false;
 }
 
+bool has_avx512vnni() {
+    return false;
+}
+
 }  // namespace moec
 
 #endif
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace moec {
+
+bool has_neon() {
+#if defined(__aarch64__)
+    return true;
+#else
+    return false;
+#endif
+}
+
+bool has_neon_dot() {
+#if defined(__aarch64__) && defined(__linux__)
+    constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP
+    return (getauxval(AT_HWCAP) & kDotProduct) != 0;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+    return false;
+#endif
+}
+
+}  // namespace moec

@@ -1,8 +1,8 @@
-// AVX2 kernels: eight rows of a block, or eight features of a vector, per register.
+// AVX2 kernels.
 //
-// This file alone is compiled with AVX2, FMA and F16C (CMakeLists.txt) and compiles to nothing elsewhere. Every operation
-// below rounds exactly as its namesake in kernels_scalar.cpp, so the results are equal bit for bit. Only names with internal
-// linkage may be defined here: an inline function shared with another file could be kept from this one by the linker.
+// This file alone is compiled with AVX2, FMA and F16C (CMakeLists.txt) and compiles to nothing elsewhere. Only names with
+// internal linkage may be defined here: an inline function shared with another file could be kept from this one by the
+// linker.
 
 #include "inlining.h"
 #include "registry.h"
@@ -20,67 +20,7 @@ namespace moec {
 namespace avx2 {
 namespace {
 
-constexpr int kLanes = 8;
-constexpr int kPairedBlocks = 2;  // 16-bit blocks per step over one token: 32 rows are four chains, which hide the latency of fma
-
-using Floats = __m256;
-using Ints = __m256i;
-
-alignas(32) constexpr int32_t kPartialMask[2 * kLanes] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
-
-inline Ints partial_mask(int n) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kPartialMask + kLanes - n));
-}
-
-inline Floats zero() { return _mm256_setzero_ps(); }
-inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
-inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
-inline Floats load_partial(const float* p, int n) { return _mm256_maskload_ps(p, partial_mask(n)); }
-inline Floats load_half(const uint8_t* p) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-inline Floats load_bfloat(const uint8_t* p) {
-    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
-}
-inline void store(float* p, Floats a) { _mm256_storeu_ps(p, a); }
-inline void store_partial(float* p, Floats a, int n) { _mm256_maskstore_ps(p, partial_mask(n), a); }
-inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
-inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-inline Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
-
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-inline Ints load_lanes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-template <int Count>
-inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, Count); }
-template <int Count>
-inline Ints shift_left(Ints a) { return _mm256_slli_epi32(a, Count); }
-inline Ints mask(Ints a, uint32_t bits) { return _mm256_and_si256(a, _mm256_set1_epi32(static_cast<int32_t>(bits))); }
-inline Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
-inline Ints add_int(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints sub_int(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
-inline Ints halve_signed(Ints a) { return _mm256_srai_epi32(a, 1); }
-inline Ints broadcast_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int32_t>(x)); }
-inline Ints bits_of(Floats a) { return _mm256_castps_si256(a); }
-inline Floats float_of(Ints a) { return _mm256_castsi256_ps(a); }
-inline Floats to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
-
-inline Ints without(Ints a, Ints b) { return _mm256_andnot_si256(b, a); }
-inline void store_lanes(uint8_t* p, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
-// Lanes from -128 to 127, one byte each.
-inline void store_low_bytes(int8_t* p, Ints a) {
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
-}
-inline Ints broadcast_bytes(const int8_t* p) {
-    int32_t bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    return _mm256_set1_epi32(bytes);
-}
+#include "x86_lanes.h"
 
 // Products of codes up to 15 and bytes from -127 to 127: a pair is at most 3,810, so sixteen bits hold eight pairs.
 using Products = __m256i;
@@ -93,18 +33,6 @@ inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-
-inline float first_lane(Floats a) { return _mm256_cvtss_f32(a); }
-template <int Count>
-inline Floats upper(Floats a) {
-    static_assert(Count == 4 || Count == 2 || Count == 1, "half, quarter or eighth of a register");
-    if constexpr (Count == 4) {
-        return _mm256_zextps128_ps256(_mm256_extractf128_ps(a, 1));
-    }
-    const __m128 low = _mm256_castps256_ps128(a);
-    return _mm256_zextps128_ps256(Count == 2 ? _mm_movehl_ps(low, low) : _mm_shuffle_ps(low, low, 1));
-}
-inline float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 #include "generic_lanes.h"
 #include "generic_linear.h"

@@ -82,9 +82,13 @@ struct KernelTable {
 };
 
 const KernelTable& scalar_kernels();
-const KernelTable* avx2_kernels();  // null where the file compiles to nothing
+// Null where the file compiles to nothing.
+const KernelTable* avx2_kernels();
+const KernelTable* avx512vnni_kernels();
+const KernelTable* neon_kernels();
+const KernelTable* neon_dot_kernels();
 
-constexpr int kMaxTables = 2;
+constexpr int kMaxTables = 5;
 
 // Supported tables, best first. Returns how many.
 int supported_kernels(const KernelTable* tables[kMaxTables]);

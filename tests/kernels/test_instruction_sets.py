@@ -1,0 +1,82 @@
+"""Instruction sets that this processor lacks, through the compiler and an emulator (G8).
+
+The kernels are compiled without Python together with `instruction_sets.cpp`, which compares every instruction set with
+the scalar kernels bit for bit. NEON runs under qemu-user; the dot product of AVX-512 VNNI, which qemu does not know, is
+replaced by the AVX2 instructions that make the same sums. MOEC_REQUIRE_QEMU=1 turns the skips into failures.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from moec.runtime import kernels
+
+SOURCES = Path(__file__).parents[2] / "runtime" / "kernels" / "native"
+CHECK = Path(__file__).with_name("instruction_sets.cpp")
+COMMON = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-DMOEC_COMPACT", "-Wall", "-Wextra", "-Werror")
+AARCH64, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+
+gate = pytest.mark.gate("G8")
+
+
+def build(compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Sequence[str] = ()) -> Path:
+    """Compile files with options of their own, two at a time, and link them with the check."""
+    listed = {CHECK.name: (), "detect.cpp": (), "registry.cpp": (), "kernels_scalar.cpp": (), **files}
+
+    def compile_one(item: tuple[str, Sequence[str]]) -> str:
+        name, options = item
+        source = CHECK if name == CHECK.name else SOURCES / name
+        target = folder / f"{source.stem}.o"
+        subprocess.run([compiler, *COMMON, *options, f"-I{SOURCES}", "-c", source, "-o", target], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, listed.items()))
+    program = folder / "check"
+    subprocess.run([compiler, *link, *objects, "-o", program], check=True)
+    return program
+
+
+def equal_sets(command: Sequence[str | Path]) -> set[str]:
+    """The instruction sets that a check found equal to scalar."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return {line.partition(":")[0] for line in done.stdout.splitlines() if line.endswith("equal to scalar")}
+
+
+def need_tool(*names: str) -> None:
+    """Skip, or fail where MOEC_REQUIRE_QEMU says so, if a program is missing."""
+    missing = [name for name in names if shutil.which(name) is None]
+    if missing and os.environ.get("MOEC_REQUIRE_QEMU") == "1":
+        pytest.fail(f"{missing[0]} is missing: apt-get install g++-aarch64-linux-gnu qemu-user")
+    if missing:
+        pytest.skip(f"no {missing[0]} here: apt-get install g++-aarch64-linux-gnu qemu-user")
+
+
+@gate
+def test_neon_equals_scalar(tmp_path: Path) -> None:
+    need_tool(AARCH64, EMULATOR)
+    files = {"kernels_neon.cpp": (), "kernels_neon_dot.cpp": ("-march=armv8.2-a+dotprod",)}
+    nothing = {"kernels_avx2.cpp": (), "kernels_avx512vnni.cpp": ()}
+    program = build(AARCH64, tmp_path, {**files, **nothing}, ["-static"])
+    assert equal_sets([EMULATOR, "-cpu", "max", program, "neon-dot"]) == {"neon-dot", "neon", "scalar"}
+    # A Cortex-A72, the processor of a Raspberry Pi 4, has no dot product: detection must say so.
+    assert equal_sets([EMULATOR, "-cpu", "cortex-a72", program, "neon"]) == {"neon", "scalar"}
+
+
+@gate
+def test_avx512_vnni_equals_scalar(tmp_path: Path) -> None:
+    need_tool("g++")
+    if "avx2" not in kernels.available():
+        pytest.skip("no AVX2 here")
+    files = {"kernels_avx2.cpp": AVX2, "kernels_avx512vnni.cpp": (*AVX2, "-DMOEC_EMULATE_VNNI")}
+    program = build("g++", tmp_path, {**files, "kernels_neon.cpp": (), "kernels_neon_dot.cpp": ()})
+    assert equal_sets([program, "avx512vnni"]) == {"avx512vnni", "avx2", "scalar"}
