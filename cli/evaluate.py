@@ -92,7 +92,7 @@ def _engine(
     from .engines import bundle_engine, checkpoint_engine
 
     if is_bundle(model):
-        options = build_options(values, DEFAULT_SLOTS if slots is None else slots)
+        options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model)
         with bundle_engine(model, options, values["kernels"], shrinks=slots is None) as bundle:
             output.say(bundle.engine.mode)
             yield bundle, {"engine": "runtime", "slots": bundle.engine.options.slots}

@@ -50,7 +50,7 @@ def run_command(
     from moec.runtime.sampling import SamplingOptions
 
     sampling = SamplingOptions(temperature, top_k, top_p, seed)
-    options = build_options(values)
+    options = build_options(values, bundle=bundle)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_engine(bundle, options, values["kernels"]) as engine:
         output.say(engine.mode)

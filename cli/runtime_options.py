@@ -11,6 +11,8 @@ import click
 from moec.manifests.errors import BundleIncomplete, InputError, OptionError
 from moec.runtime.options import IO_MODES, POLICIES, PREFETCHERS, RuntimeOptions
 
+from . import output
+
 if TYPE_CHECKING:
     from moec.runtime.engine import Engine
 
@@ -63,8 +65,13 @@ def runtime_options(command: F) -> F:
     return command
 
 
-def build_options(values: dict[str, Any], slots: int = 1) -> RuntimeOptions:
-    """Options of a run from the values of `runtime_options`. Raises OptionError."""
+def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = None) -> RuntimeOptions:
+    """Options of a run from the values of `runtime_options`. Raises OptionError.
+
+    bundle: whose tuning counts where the command line is silent.
+    """
+    if bundle is not None:
+        values = {**values, **{name: value for name, value in _tuned(bundle).items() if not _was_given(name)}}
     return RuntimeOptions(
         memory=values["memory"],
         expert_cache=values["expert_cache"],
@@ -77,6 +84,30 @@ def build_options(values: dict[str, Any], slots: int = 1) -> RuntimeOptions:
         slots=slots,
         verify=not values["no_verify"],
     )
+
+
+def _was_given(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _tuned(bundle: Path) -> dict[str, Any]:
+    """What `moec tune` found for this bundle on this machine; a file that is for another is named and left aside."""
+    from moec.profiles.probe import machine_sha256
+    from moec.runtime.tuning import bundle_sha256, read_tuning, tuning_path
+
+    try:
+        tuning = read_tuning(bundle)
+        if tuning is None:
+            return {}
+        if tuning.bundle != bundle_sha256(bundle):
+            raise ValueError("was made for another compile of the bundle")
+        if tuning.machine != machine_sha256():
+            raise ValueError("was made on another machine")
+    except (ValueError, OSError) as problem:
+        output.say(f"warning: `{tuning_path(bundle)}` {problem}; it is left aside, `moec tune` makes a new one")
+        return {}
+    return tuning.options
 
 
 def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import mmap
 import os
 import random
@@ -141,6 +143,23 @@ def instruction_sets(system: Path = _SYSTEM) -> tuple[str, ...]:
             features = set(value.split())
             break
     return (*(name for name, needed in _FEATURES.items() if needed <= features), "scalar")
+
+
+def machine_sha256(system: Path = _SYSTEM) -> str:
+    """Digest of what makes this machine another than the next: processor, memory, threads, instruction sets.
+
+    Nothing is measured, so that it can be asked at every start.
+    """
+    processor = next(
+        (
+            line.partition(":")[2].strip()
+            for line in _read_text(system / "proc/cpuinfo").splitlines()
+            if line.startswith(("model name", "CPU part", "Hardware"))
+        ),
+        "",
+    )
+    told = [processor, memory_limit_bytes(system), available_threads(), *instruction_sets(system)]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def available_threads() -> int:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,117 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded, StorageReadFailed
-from moec.runtime.eviction import SCORES, expert_records
-from moec.runtime.expert_cache import ExpertCache
-
-LAYERS, EXPERTS = 3, 4
-COUNT = LAYERS * EXPERTS
-InTime = Callable[[Callable[[], Any]], Any]
-
-
-class FaultySource:
-    """Storage in memory. It keeps its own account of what is loaded, and complains of what must never happen.
-
-    failing: experts whose reads fail. gate: reads wait until it is set. held: experts that nobody may release.
-    """
-
-    mode = "memory"
-
-    def __init__(self, sizes: np.ndarray, capacity_bytes: int) -> None:
-        self.sizes, self.capacity_bytes = sizes, capacity_bytes
-        self.loaded: set[int] = set()
-        self.held: set[int] = set()
-        self.failing: set[int] = set()
-        self.reads: list[int] = []
-        self.failures = self.releases = 0
-        self.complaints: list[str] = []
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def block(self, index: int) -> np.ndarray:
-        return np.empty(0, np.uint8)
-
-    def load(self, index: int) -> None:
-        self.gate.wait(30)
-        if index in self.loaded:
-            self.complaints.append(f"{index} read twice")
-        self.loaded.add(index)
-        if sum(int(self.sizes[i]) for i in set(self.loaded)) > self.capacity_bytes:
-            self.complaints.append(f"{sorted(self.loaded)} exceed {self.capacity_bytes}")
-        if index in self.failing:
-            self.failures += 1
-            raise StorageReadFailed(f"expert {index}")
-        self.reads.append(index)
-
-    def release(self, index: int) -> None:
-        self.releases += 1
-        if index in self.held or index not in self.loaded:
-            self.complaints.append(f"{index} released")
-        self.loaded.discard(index)
-
-    def close(self) -> None:
-        pass
-
-
-def make_cache(
-    sizes: Sequence[int], capacity_bytes: int, policy: str = "lru", pins: int | None = None, readers: int = 1
-) -> tuple[FaultySource, ExpertCache]:
-    array = np.array(sizes, np.int64)
-    source = FaultySource(array, capacity_bytes)
-    layers = np.minimum(np.arange(len(array)) // EXPERTS, LAYERS - 1)
-    records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
-    score = SCORES[policy]  # type: ignore[index]
-    limit = capacity_bytes if pins is None else pins
-    return source, ExpertCache(source, array, capacity_bytes, records, score, limit, readers)
-
-
-def warmed(cache: ExpertCache, indices: Sequence[int]) -> None:
-    """Start warm with these experts, and wait until they are there."""
-    cache.warm(indices)
-    cache.finish_warming()
-
-
-def each(stream: Iterable[list[int]]) -> list[int]:
-    """Every expert of a stream, in the order in which they came."""
-    return [index for some in stream for index in some]
-
-
-def consume(
-    source: FaultySource,
-    cache: ExpertCache,
-    layer: int,
-    indices: list[int],
-    stop: int = COUNT,
-    advice: Sequence[int] = (),
-    together: bool = False,
-) -> list[int]:
-    """Stream, hold each expert while it is used, and leave after `stop` of them or a few more that came together."""
-    found: list[int] = []
-    # What is there when the stream begins is leased until it has been used.
-    waiting = set(cache.resident().tolist()) & set(indices)
-    source.held = set(waiting)
-    try:
-        with contextlib.closing(cache.stream(layer, indices, advice, together)) as stream:
-            for some in stream:
-                assert some and (together or len(some) == 1)
-                assert not waiting or set(some) <= waiting, "hits come first"
-                for index in some:
-                    assert index in source.loaded and index in cache.resident() and cache._leases[index] == 1
-                source.held = {*some, *waiting}
-                cache.check_invariants()
-                found += some
-                waiting -= set(some)
-                if len(found) >= stop:
-                    break
-                source.held = set(waiting)
-    finally:
-        source.held = set()
-    return found
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.001)
+from moec.runtime.eviction import SCORES
+from tests.runtime.faulty_source import (
+    COUNT,
+    EXPERTS,
+    LAYERS,
+    InTime,
+    consume,
+    each,
+    make_cache,
+    wait_for,
+    warmed,
+)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -299,49 +197,6 @@ def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
     assert sorted(in_time(lambda: each(cache.stream(0, [1, 2])))) == [1, 2]
     cache.close()
     assert (cache.stats.prefetch_reads, cache.stats.prefetch_used, cache.stats.late_hits) == (1, 1, 0)
-
-
-def test_the_warm_start_leaves_out_what_cannot_be_read(in_time: InTime) -> None:
-    source, cache = make_cache([10] * 4, 40)
-    source.failing = {2}
-    warmed(cache, [0, 2, 1])
-    cache.check_invariants()
-    assert source.loaded == {0, 1} and each(cache.stream(0, [0, 1])) == [0, 1]
-    with pytest.raises(StorageReadFailed, match="expert 2"):
-        in_time(lambda: each(cache.stream(0, [2])))
-    assert (cache.stats.warm_reads, cache.stats.reads, cache.stats.hits) == (2, 0, 2)
-    cache.close()
-
-
-def test_demand_overtakes_the_warm_start(in_time: InTime) -> None:
-    source, cache = make_cache([10] * 8, 80)
-    source.gate.clear()
-    cache.warm(range(7))
-    in_time(lambda: wait_for(lambda: cache._reading == 1))
-    stream = cache.stream(0, [7])
-    found = threading.Thread(target=lambda: each(stream))
-    found.start()
-    in_time(lambda: wait_for(lambda: len(cache._demand) == 1))
-    source.gate.set()
-    in_time(found.join)
-    in_time(cache.finish_warming)
-    assert source.reads[:2] == [0, 7] and sorted(source.reads) == list(range(8))
-    assert cache.stats.busy_ns > 0
-    cache.close()
-
-
-def test_several_readers_read_side_by_side(in_time: InTime) -> None:
-    source, cache = make_cache([10] * 6, 60, readers=3)
-    source.gate.clear()
-    stream = cache.stream(0, [0, 1, 2, 3])
-    waiting = threading.Thread(target=lambda: each(stream))
-    waiting.start()
-    in_time(lambda: wait_for(lambda: cache._reading == 3))
-    source.gate.set()
-    in_time(waiting.join)
-    cache.check_invariants()
-    assert sorted(source.reads) == [0, 1, 2, 3] and source.complaints == []
-    cache.close()
 
 
 def test_reads_of_a_stream_that_was_given_up_make_room(in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+"""Timing an engine on forced tokens: what `bench` and `tune` share."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moec.manifests.errors import InputError, OptionError
+
+from . import output
+from .runtime_options import open_engine
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.engine import Engine
+    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.simulate import Access
+    from moec.runtime.statistics import RunStatistics
+
+DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\nAnswer:"
+
+
+def continuation(path: Path, options: RuntimeOptions, kernels: str | None, prompt: str, tokens: int) -> list[int]:
+    """The prompt and `tokens` greedy tokens behind it, by an engine of its own. Raises OptionError."""
+    with open_engine(path, options, kernels) as engine:
+        return _continue(engine, prompt, tokens)
+
+
+def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
+    """The prompt and its continuation, end tokens included. Raises OptionError if they do not fit."""
+    import numpy as np
+
+    sequence = engine.encode(prompt)
+    engine.check_tokens(sequence)
+    if len(sequence) + tokens > engine.memory.context:
+        raise OptionError(
+            f"a prompt of {len(sequence)} tokens and {tokens} more exceed the context of {engine.memory.context}",
+            "lower `--tokens` or raise `--context`",
+        )
+    hidden = _forward(engine, sequence, 0, len(sequence))
+    with output.Progress("making the sequence") as progress:
+        for count in range(tokens):
+            token = int(np.argmax(engine.model.logits(hidden[-1:])[0]))
+            sequence.append(token)
+            if count + 1 < tokens:
+                hidden = _forward(engine, sequence, len(sequence) - 1, len(sequence))
+            progress(count + 1, tokens)
+    return sequence
+
+
+def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> list[int]:
+    """The first tokens of a text: a prompt and `tokens` more. Raises InputError, OptionError if there are too few."""
+    from moec.runtime.text import load_tokenizer
+
+    try:
+        sequence = list(load_tokenizer(bundle.path).encode(path.read_text(encoding="utf-8")).ids)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"`{path}` cannot be read as UTF-8 text: {error}", "name a text file") from error
+    wanted = prompt_tokens + tokens
+    if prompt_tokens < 1:
+        raise OptionError(f"`--prompt-tokens` must be at least 1, found {prompt_tokens}", "leave it out for 32")
+    if len(sequence) < wanted:
+        raise OptionError(
+            f"{prompt_tokens} and {tokens} tokens of `{path}` are wanted, it has {len(sequence)}", "lower `--tokens`"
+        )
+    return sequence[:wanted]
+
+
+def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.ndarray:
+    """Run tokens start to end of the sequence, as many at once as a pass may hold. Returns the last residuals."""
+    from moec.runtime.budget import MAX_PASS_TOKENS
+
+    for first in range(start, end, MAX_PASS_TOKENS):
+        last = min(end, first + MAX_PASS_TOKENS)
+        hidden = engine.step(sequence[first:last], [0] * (last - first), range(first, last))
+    return hidden
+
+
+def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, list[Access]]:
+    """Time a prefill and the forced decode of the rest. Returns the statistics and the trace of experts."""
+    from moec.runtime.statistics import RunRecorder
+
+    trace: list[Access] = []
+    engine.model.trace = trace
+    recorder = RunRecorder(prompt_tokens)
+    with output.Progress("measuring") as progress:
+        for end in range(prompt_tokens, len(sequence)):
+            start = 0 if end == prompt_tokens else end - 1
+            before, times = engine.cache.stats.copy(), engine.model.times.copy()
+            started_ns = time.perf_counter_ns()
+            hidden = _forward(engine, sequence, start, end)
+            engine.model.logits(hidden[-1:])
+            elapsed_ns = time.perf_counter_ns() - started_ns
+            recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
+            progress(end - prompt_tokens, len(sequence) - prompt_tokens)
+    engine.model.trace = None
+    return recorder.finish(engine.model.prefetch_quality.recall), trace

@@ -1,0 +1,85 @@
+"""`NAME.tune.json`: options measured to pay for one bundle on one machine. It lies beside the bundle, never inside."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import MANIFEST_NAME
+
+from .options import MAX_READERS, MAX_THREADS, PREFETCHERS
+
+SUFFIX = ".tune.json"
+FORMAT_VERSION = 1
+MAX_BYTES = 1 << 20
+# What may be tuned, and what each may be. All of it is lossless.
+_NUMBERS = {"readers": MAX_READERS, "threads": MAX_THREADS}
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """options: those that differ from the defaults and paid. trials: every comparison that was made.
+
+    machine: digest of the machine (profiles.probe.machine_sha256). bundle: SHA-256 of the bundle's manifest file.
+    """
+
+    machine: str
+    bundle: str
+    options: dict[str, str | int]
+    trials: list[dict[str, Any]] = field(default_factory=list)
+
+
+def tuning_path(bundle: Path) -> Path:
+    """Where the file of a bundle is."""
+    folder = bundle.resolve()
+    return folder.with_name(folder.name + SUFFIX)
+
+
+def bundle_sha256(bundle: Path) -> str:
+    """Digest of a bundle's manifest file, which names the digests of all others. Raises OSError."""
+    return hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
+
+
+def write_tuning(bundle: Path, tuning: Tuning) -> Path:
+    """Write the file, whole or not at all. Raises OSError."""
+    path = tuning_path(bundle)
+    part = path.with_name(path.name + ".new")
+    part.write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(tuning)}, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def read_tuning(bundle: Path) -> Tuning | None:
+    """The tuning beside a bundle; None if there is none. Raises ValueError, with what is wrong with the file."""
+    path = tuning_path(bundle)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"has more than {MAX_BYTES} bytes")
+    try:
+        plain = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(plain, dict) or plain.pop("format_version", None) != FORMAT_VERSION:
+        raise ValueError(f"is not of version {FORMAT_VERSION}")
+    if set(plain) != {"machine", "bundle", "options", "trials"} or not isinstance(plain["options"], dict):
+        raise ValueError("lacks a field, or has one too many")
+    for name, value in plain["options"].items():
+        if not _is_valid(name, value):
+            raise ValueError(f"has the option `{str(name)[:40]}` = {str(value)[:40]!r}, which is not on offer")
+    return Tuning(**plain)
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if name == "prefetch":
+        return value in PREFETCHERS
+    return name in _NUMBERS and type(value) is int and 0 < value <= _NUMBERS[name]
