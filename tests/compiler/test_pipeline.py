@@ -27,21 +27,10 @@ from tests.tiny_compile import (
     names,
     save_model,
     save_problems,
-    save_texts,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KL = 0.05
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=1, experts=3)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_texts(tmp_path_factory.mktemp("data") / "texts")
 
 
 @pytest.fixture(scope="module")

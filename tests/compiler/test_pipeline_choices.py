@@ -9,19 +9,9 @@ import pytest
 
 from moec.manifests.errors import OptionError
 from moec.runtime.bundle import open_bundle
-from tests.tiny_compile import compile_tiny, save_model, save_texts
+from tests.tiny_compile import compile_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=1, experts=3)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_texts(tmp_path_factory.mktemp("data") / "texts")
 
 
 def test_a_search_with_quanto_ends_in_a_bundle(model: Path, texts: Path, tmp_path: Path) -> None:
