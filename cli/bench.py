@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SHARES = (0.25, 0.5, 0.75)
 
 
-@click.command("bench", short_help="Measure a bundle's speed against the ceiling of this machine.")
+@click.command("bench", short_help="Measure a bundle against the ceiling of this machine.")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to decode.")
 @click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="What the measured sequence starts with.")

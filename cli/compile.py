@@ -37,7 +37,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-@click.command("compile", short_help="Find the fewest bytes that keep a target, and write the bundle.")
+@click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
 @click.argument("model")
 @click.option(
     "-o", "--output", "target_path", type=click.Path(path_type=Path), help="Bundle folder.  [default: NAME-moec]"

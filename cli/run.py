@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moec.runtime.statistics import RunStatistics
 
 
-@click.command("run", short_help="Continue a prompt; experts are streamed inside a memory budget.")
+@click.command("run", short_help="Continue a prompt, experts streamed inside a budget.")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, metavar="TEXT", help="The text to continue; `-` reads it from stdin.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
