@@ -34,8 +34,8 @@ TUNED = ("prefetch", "readers", "threads")
 def tune_command(bundle: Path, tokens: int, text_path: Path | None, as_json: bool, **values: Any) -> None:
     """Try prefetchers, readers and thread counts on the bundle in folder BUNDLE, inside the memory that is given.
 
-    Each is decoded in turn with what is best so far, three times; it is kept if it is at least 3 % faster in the median
-    and in most turns. What is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find
+    Each is decoded in turn with what is best so far, three times; it is kept if it is at least 3 % faster in the
+    median. What is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find
     it on this machine. None of these options changes a result. Close other programs first.
 
     \b
@@ -88,7 +88,8 @@ def search(
     best, trials, listed = options, list[dict[str, Any]](), list(alternatives(options))
     with output.Progress("tuning") as progress:
         for done, (name, value) in enumerate(listed):
-            candidate = replace(best, **{name: value})
+            change: dict[str, Any] = {name: value}
+            candidate = replace(best, **change)
             ratios = []
             for turn in range(ROUNDS):
                 # The order changes with each turn, so that a drift of the machine favours nobody.
@@ -96,7 +97,7 @@ def search(
                 times = {id(tried): seconds(tried) for tried in (first, second)}
                 ratios.append(times[id(best)] / times[id(candidate)])
             gain = statistics.median(ratios) - 1
-            is_kept = gain >= LEAST_GAIN and sum(ratio > 1 for ratio in ratios) * 2 > ROUNDS
+            is_kept = gain >= LEAST_GAIN
             trials.append({"option": name, "value": value, "gain": round(gain, 4), "kept": is_kept})
             best = candidate if is_kept else best
             progress(done + 1, len(listed))
