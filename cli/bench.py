@@ -19,6 +19,7 @@ from .runtime_options import build_options, bundle_folder, mode_text, open_engin
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
+    from moec.runtime.prefetch import LayerAdvice
     from moec.runtime.simulate import Access
 
 SHARES = (0.25, 0.5, 0.75)
@@ -90,14 +91,18 @@ def bench_command(
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
         statistics, trace = measure_decode(engine, sequence, prompt_length)
+        advice = engine.model.advice_by_layer()
     ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
     simulated = _simulate(opened, trace) if policies == "all" else []
     if as_json:
         told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
         told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
+        told["prefetch_by_layer"] = [each.to_plain() for each in advice]
         output.data_json({**told, "tokens": tokens, "host": host.to_plain()})
         return
     output.data(f"\n{statistics_block(statistics)}\n\nratio  {output.human_share(ratio)} of the ceiling")
+    if any(each.read for each in advice):
+        output.data(f"\n{_advice_table(advice)}")
     if simulated:
         output.data(f"\n{_policies_table(simulated)}")
 
@@ -210,6 +215,12 @@ def _ceiling_block(ceiling: dict[str, Any], host: DeviceProfile) -> str:
             ("ceiling", f"TPOT {output.human_ms(ceiling['tpot_ns'])}, {1e9 / ceiling['tpot_ns']:.1f} tokens/s"),
         ]
     )
+
+
+def _advice_table(advice: list[LayerAdvice]) -> str:
+    share = output.human_share
+    rows = [(each.layer, each.read, each.used, share(each.precision), share(each.recall)) for each in advice]
+    return output.table(rows, ("layer", "read ahead", "used", "precision", "recall"))
 
 
 def _policies_table(rows: list[dict[str, Any]]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from moec.manifests.bundle import (
     CARD_NAME,
@@ -108,7 +109,7 @@ def emit(
         source = SourceSummary(checkpoint.name, checkpoint.source_files())
         with _removed_on_failure(disk, partial):
             disk.make_directory(partial)
-            emitter.write_dense()
+            dense = emitter.write_dense()
             experts = emitter.write_experts(quantizer(plan.quantizer), second_moments, quantized_units)
             for file_name, data in small_files.items():
                 emitter.write_small(file_name, data)
@@ -120,6 +121,7 @@ def emit(
                 calibration=calibration,
                 source=source,
                 options=dict(sorted((options or {}).items())),
+                dense=tuple(dense),
                 experts=experts,
                 files=tuple(sorted(emitter.files, key=lambda entry: entry.name)),
                 **_fixed_fields(plan),
@@ -136,7 +138,6 @@ def _fixed_fields(plan: CompilePlan) -> dict[str, Any]:
         "layout": LAYOUT,
         "model": plan.model,
         "required_cpu_features": (),
-        "dense": tuple(DenseEntry(name, shape, plan.dense[name]) for name, shape in plan.model.dense_shapes().items()),
     }
 
 
@@ -238,7 +239,7 @@ class _Emitter:
             file.write(data)
         self._finished(name, file, len(data))
 
-    def write_dense(self) -> None:
+    def write_dense(self) -> list[DenseEntry]:
         """`dense.safetensors`. Source: docs/format.md, Dense weights."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, shape in self._plan.model.dense_shapes().items():
@@ -247,19 +248,21 @@ class _Emitter:
             if len(shape) == 1:
                 tensors[name] = (_HEADER_DTYPES[spec.float_type], shape)
         header = build_header(tensors)
-        size = len(header)
+        size, entries = len(header), list[DenseEntry]()
         with self._disk.create(self._partial / DENSE_NAME) as file:
             file.write(header)
             for name, shape in self._plan.model.dense_shapes().items():
                 weight, spec = self._lowering.dense_weight(name), self._plan.dense[name]
                 size += _dense_bytes(shape, spec)
-                if len(shape) == 1:
-                    file.write(weight.view(torch.uint8).numpy().data)
-                else:
-                    for piece in self._translated(self._lowering.dense[name].name, packed_pieces(weight, spec)):
-                        file.write(piece.data)
+                pieces = iter([weight.view(torch.uint8).numpy()]) if len(shape) == 1 else packed_pieces(weight, spec)
+                checksum = xxhash.xxh3_128()
+                for piece in self._translated(self._lowering.dense[name].name, pieces):
+                    checksum.update(piece.data)
+                    file.write(piece.data)
+                entries.append(DenseEntry(name, shape, spec, checksum.hexdigest()))
                 self._step()
         self._finished(DENSE_NAME, file, size)
+        return entries
 
     def write_experts(
         self, quantize: Quantizer, second_moments: SecondMoments | None, quantized_units: QuantizedUnits | None
@@ -291,11 +294,11 @@ class _Emitter:
             file.write(header)
             for key, size in zip(keys, sizes, strict=True):
                 blob = self._expert_blob(key, unit_bytes)
-                digest = hashlib.sha256(blob.data).hexdigest()
+                checksum = xxhash.xxh3_128_hexdigest(blob.data)
                 file.write(blob.data)
                 specs = self._plan.expert_specs(key)
                 formats = (specs[projection] for projection in PROJECTIONS)
-                entries.append(ExpertEntry(layer, key.expert, name, offset, size, digest, *formats))
+                entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, *formats))
                 offset += size
         self._finished(name, file, offset)
         return entries

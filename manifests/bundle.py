@@ -18,6 +18,7 @@ CARD_NAME = "README.md"
 PARTIAL_SUFFIX = ".partial"
 MAX_FILE_BYTES = 1 << 46
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_XXH3 = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -29,6 +30,11 @@ def experts_file_name(layer: int) -> str:
 def _check_digest(text: str) -> None:
     if not _SHA256.fullmatch(text):
         raise ValueError(f"not a SHA-256 digest: `{text[:80]}`")
+
+
+def _check_checksum(text: str) -> None:
+    if not _XXH3.fullmatch(text):
+        raise ValueError(f"not an XXH3 checksum of 128 bits: `{text[:80]}`")
 
 
 def _check_name(name: str) -> None:
@@ -56,7 +62,8 @@ class ExpertEntry:
     """Where one routed expert lies and how its three projections are stored.
 
     offset_bytes counts from the start of the file. The units lie in the order gate, up, down, each start rounded up
-    to UNIT_ALIGNMENT_BYTES; the whole is padded with zeros to EXPERT_ALIGNMENT_BYTES (`size_bytes`).
+    to UNIT_ALIGNMENT_BYTES; the whole is padded with zeros to EXPERT_ALIGNMENT_BYTES (`size_bytes`). xxh3: of those
+    bytes, 128 bits in hex, quick enough to be compared whenever an expert is read first.
     """
 
     layer: int
@@ -64,14 +71,14 @@ class ExpertEntry:
     file: str
     offset_bytes: int
     size_bytes: int
-    sha256: str
+    xxh3: str
     gate: QuantSpec
     up: QuantSpec
     down: QuantSpec
 
     def __post_init__(self) -> None:
         _check_name(self.file)
-        _check_digest(self.sha256)
+        _check_checksum(self.xxh3)
         if not (0 <= self.layer < 1 << 16 and 0 <= self.expert < MAX_EXPERTS):
             raise ValueError(f"expert key out of range: {self.layer}, {self.expert}")
         if not (0 <= self.offset_bytes <= MAX_FILE_BYTES and self.offset_bytes % EXPERT_ALIGNMENT_BYTES == 0):
@@ -102,11 +109,15 @@ def unit_offsets(model: ModelSpec, layer: int, specs: dict[str, QuantSpec]) -> t
 
 @dataclass(frozen=True, slots=True)
 class DenseEntry:
-    """One weight of `dense.safetensors`: a packed matrix, or a norm as a plain 16-bit vector."""
+    """One weight of `dense.safetensors`: a packed matrix, or a norm as a plain 16-bit vector. xxh3: of its bytes."""
 
     name: str
     shape: tuple[int, ...]
     spec: QuantSpec
+    xxh3: str
+
+    def __post_init__(self) -> None:
+        _check_checksum(self.xxh3)
 
 
 @dataclass(frozen=True, slots=True)

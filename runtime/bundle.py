@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from moec.manifests.bundle import (
     DENSE_NAME,
@@ -72,12 +73,6 @@ class Bundle:
                 if not count:
                     raise BundleIncomplete(f"`{self.path / file}` ended while reading at byte {source.tell()}")
                 done += count
-
-    def read_prefix(self, file: str) -> bytes:
-        """The bytes of a file in front of its first tensor."""
-        first = min((entry.offset_bytes for entry in self.headers[file].values()), default=0)
-        with (self.path / file).open("rb") as source:
-            return source.read(first)
 
     def tables(self) -> Tables:
         """The calibration tables. Raises ManifestInvalid if shapes or indices contradict the model."""
@@ -203,7 +198,7 @@ def file_digest(path: Path, progress: Callable[[int], None]) -> str:
 
 
 def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = None) -> None:
-    """Check the SHA-256 of every file and of every expert. Raises ChecksumMismatch naming the file or the expert.
+    """Check the SHA-256 of every file and the checksum of every weight. Raises ChecksumMismatch with the place.
 
     progress: called with (bytes done, bytes in all).
     """
@@ -218,9 +213,16 @@ def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = 
             raise ChecksumMismatch(f"{_damaged_place(bundle, entry)} differs from its digest", "copy the bundle again")
         before += entry.size_bytes
     for expert in bundle.manifest.experts:
-        if _expert_digest(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.sha256:
+        if _checksum(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.xxh3:
             raise ChecksumMismatch(
-                f"`{bundle.path / expert.file}`, expert {expert.expert}: differs from its digest", "compile it again"
+                f"`{bundle.path / expert.file}`, expert {expert.expert}: differs from its checksum", "compile it again"
+            )
+    header = bundle.headers[DENSE_NAME]
+    for weight in bundle.manifest.dense:
+        tensor = header[weight.name]
+        if _checksum(bundle, DENSE_NAME, tensor.offset_bytes, tensor.size_bytes) != weight.xxh3:
+            raise ChecksumMismatch(
+                f"`{bundle.path / DENSE_NAME}`, `{weight.name}`: differs from its checksum", "compile it again"
             )
 
 
@@ -231,10 +233,11 @@ def verify_files(bundle: Bundle, names: Sequence[str]) -> None:
             raise ChecksumMismatch(f"`{bundle.path / entry.name}` differs from its digest", "copy the bundle again")
 
 
-def _expert_digest(bundle: Bundle, file: str, offset_bytes: int, size_bytes: int) -> str:
+def _checksum(bundle: Bundle, file: str, offset_bytes: int, size_bytes: int) -> str:
+    """XXH3 of a part of a file."""
     with (bundle.path / file).open("rb") as source:
         source.seek(offset_bytes)
-        return hashlib.sha256(source.read(size_bytes)).hexdigest()
+        return xxhash.xxh3_128_hexdigest(source.read(size_bytes))
 
 
 def _damaged_place(bundle: Bundle, entry: FileEntry) -> str:
@@ -242,7 +245,7 @@ def _damaged_place(bundle: Bundle, entry: FileEntry) -> str:
     for expert in bundle.manifest.experts:
         if (
             expert.file == entry.name
-            and _expert_digest(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.sha256
+            and _checksum(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.xxh3
         ):
             return f"`{bundle.path / entry.name}`, expert {expert.expert} of layer {expert.layer},"
     return f"`{bundle.path / entry.name}`"

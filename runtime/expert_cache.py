@@ -51,6 +51,7 @@ class ExpertCache:
         self._leases = np.zeros(count, np.int32)
         self._prefetched = np.zeros(count, bool)
         self._seen = np.zeros(count, bool)
+        self.prefetches = np.zeros((2, count), np.int64)  # per expert: read ahead; of these, asked for in time
         self._pins: list[int] = []
         self.used_bytes = 0
         self._clock = 0
@@ -182,6 +183,7 @@ class ExpertCache:
     def _count_prefetch_use(self, index: int) -> None:
         self._prefetched[index] = False
         self.stats.prefetch_used += 1
+        self.prefetches[1, index] += 1
 
     def _unlease(self, indices: Sequence[int]) -> None:
         with self._changed:
@@ -373,6 +375,7 @@ class ExpertCache:
             self.stats.bytes_read += int(self._sizes[index])
             self.stats.rereads += int(self._seen[index])
             self.stats.prefetch_reads += ahead
+            self.prefetches[0, index] += ahead
         self._seen[index] = True
 
     def check_invariants(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from contextlib import closing
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from moec.manifests.bundle import DENSE_NAME, unit_offsets
 from moec.manifests.errors import ChecksumMismatch
@@ -18,7 +18,7 @@ from .address_space import map_anonymous
 from .bundle import Bundle
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
-from .prefetch import PassState, Predictor, PrefetchQuality, candidates
+from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, candidates
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
 
@@ -33,13 +33,11 @@ def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
 def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
     """Dense weights by name: packed matrices as kernels.PackedMatrix, norms as float32 [D].
 
-    Raises ChecksumMismatch if `dense.safetensors` differs from its digest.
+    Raises ChecksumMismatch if a weight differs from its checksum.
     """
     header = bundle.headers[DENSE_NAME]
     entries = {entry.name: entry for entry in bundle.manifest.dense}
-    digest = hashlib.sha256(bundle.read_prefix(DENSE_NAME)) if verify else None
     weights: dict[str, Any] = {}
-    # Tensors tile the file, so the digest of the file comes out of the one pass that loads it.
     first = min(tensor.offset_bytes for tensor in header.values())
     last = max(tensor.offset_bytes + tensor.size_bytes for tensor in header.values())
     _, memory = map_anonymous(last - first, "the dense weights", huge_pages=True)
@@ -47,15 +45,14 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
         start, entry = tensor.offset_bytes - first, entries[name]
         raw = memory[start : start + tensor.size_bytes]
         bundle.read_tensor_into(DENSE_NAME, tensor, raw)
-        if digest is not None:
-            digest.update(raw.data)
+        if verify and xxhash.xxh3_128_hexdigest(raw.data) != entry.xxh3:
+            raise ChecksumMismatch(
+                f"`{bundle.path / DENSE_NAME}`, `{name}`: bytes differ from their checksum", "copy the bundle again"
+            )
         if len(entry.shape) == 1:
             weights[name] = _widen(raw, entry.spec.float_type)
         else:
             weights[name] = kernels.PackedMatrix(raw, entry.shape[0], entry.shape[1], entry.spec)
-    listed = next(entry for entry in bundle.manifest.files if entry.name == DENSE_NAME)
-    if digest is not None and digest.hexdigest() != listed.sha256:
-        raise ChecksumMismatch(f"`{bundle.path / DENSE_NAME}` differs from its digest", "copy the bundle again")
     return weights
 
 
@@ -110,6 +107,10 @@ class Model:
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
+
+    def advice_by_layer(self) -> list[LayerAdvice]:
+        """What prefetching was worth so far."""
+        return self.prefetch_quality.layers(self._first_expert, self._cache.prefetches)
 
     def norm_weights(self) -> list[np.ndarray]:
         """The norms in front of the routers, [D] each."""
@@ -189,9 +190,9 @@ class Model:
         groups = _places_by_expert(chosen)
         if predicted is not None:
             self.prefetch_quality.observe(index, set(predicted.tolist()), groups)
-        following = self._predict(state)
+        following, advice = self._advise(state)
         self._record(index, groups)
-        self._compute(index, groups, normed, weights, hidden, following)
+        self._compute(index, groups, normed, weights, hidden, advice)
         return following
 
     def _compute(
@@ -201,13 +202,10 @@ class Model:
         normed: np.ndarray,
         weights: np.ndarray,
         hidden: np.ndarray,
-        following: np.ndarray | None,
+        advice: list[int],
     ) -> None:
         top_k, first = weights.shape[1], self._first_expert[index]
         parts = np.empty((len(hidden), top_k, hidden.shape[1]), np.float32)
-        advice: list[int] = []
-        if following is not None:
-            advice = (following + self._first_expert[(index + 1) % self.spec.num_layers]).tolist()
         is_one = len(hidden) == 1
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
         with closing(self._cache.stream(index, [first + e for e in groups], advice, together=is_one)) as ready:
@@ -229,15 +227,27 @@ class Model:
         tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
         kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
 
-    def _predict(self, state: PassState) -> np.ndarray | None:
+    def _advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
+        """The candidates predicted for the next layer, and experts to read ahead, those of the layer after it last.
+
+        Two layers ahead only for a single token: many tokens ask for most experts of the next layer already.
+        """
+        following, advice = self._predict(state, 1), list[int]()
+        further = self._predict(state, 2) if len(state.hidden) == 1 and state.layer + 2 < self.spec.num_layers else None
+        for ahead, experts in ((1, following), (2, further)):
+            if experts is not None:
+                advice += (experts + self._first_expert[(state.layer + ahead) % self.spec.num_layers]).tolist()
+        return following, advice
+
+    def _predict(self, state: PassState, ahead: int) -> np.ndarray | None:
         if self.predictor is None:
             return None
-        scores = self.predictor.scores(state)
+        scores = self.predictor.scores(state, ahead)
         if scores is None:
             return None
-        following = self.spec.layers[(state.layer + 1) % self.spec.num_layers].experts
+        following = self.spec.layers[(state.layer + ahead) % self.spec.num_layers].experts
         # Tables are as wide as the largest layer.
-        return candidates(scores[: following.count], len(state.hidden), following.top_k)
+        return candidates(scores[: following.count], len(state.hidden), following.top_k, ahead)
 
     def _record(self, index: int, groups: dict[int, np.ndarray]) -> None:
         if self.trace is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -33,10 +34,35 @@ class PassState:
 
 
 class Predictor(Protocol):
-    """Scores the experts of the layer after the running one."""
+    """Scores the experts of the layers after the running one."""
 
-    def scores(self, state: PassState) -> np.ndarray | None:
-        """[E] float64, likelier is higher; None: nothing to say."""
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        """[E] float64 of the layer so far ahead, likelier is higher; None: nothing to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdvice:
+    """Experts of one layer: read ahead, of these used before eviction; demanded, of these predicted."""
+
+    layer: int
+    read: int
+    used: int
+    demanded: int
+    predicted: int
+
+    @property
+    def precision(self) -> float | None:
+        """Share of the experts read ahead that were used."""
+        return self.used / self.read if self.read else None
+
+    @property
+    def recall(self) -> float | None:
+        """Share of the demanded experts that had been predicted."""
+        return self.predicted / self.demanded if self.demanded else None
+
+    def to_plain(self) -> dict[str, float | None]:
+        """For `--json`."""
+        return {**asdict(self), "precision": self.precision, "recall": self.recall}
 
 
 @dataclass(slots=True)
@@ -51,6 +77,14 @@ class PrefetchQuality:
         self.demanded[layer] += len(demanded)
         self.predicted[layer] += sum(expert in predicted for expert in demanded)
 
+    def layers(self, first_expert: Sequence[int], prefetches: np.ndarray) -> list[LayerAdvice]:
+        """What advice was worth, per layer. first_expert: [L + 1]; prefetches: int64 [2, experts], read and used."""
+        found = []
+        for layer, (start, end) in enumerate(pairwise(first_expert)):
+            read, used = prefetches[:, start:end].sum(axis=1).tolist()
+            found.append(LayerAdvice(layer, read, used, self.demanded[layer], self.predicted[layer]))
+        return found
+
     @property
     def recall(self) -> float | None:
         """Share of demanded experts that had been predicted; None if nothing was predicted."""
@@ -64,8 +98,8 @@ class PopularityPredictor:
     def __init__(self, tables: Tables) -> None:
         self._popularity = tables.popularity.astype(np.float64)
 
-    def scores(self, state: PassState) -> np.ndarray | None:
-        following: np.ndarray = self._popularity[(state.layer + 1) % len(self._popularity)]
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        following: np.ndarray = self._popularity[(state.layer + ahead) % len(self._popularity)]
         return following
 
 
@@ -81,7 +115,9 @@ class PathPredictor:
         self._popularity = PopularityPredictor(tables)
         self._rows = {tuple(key): row for row, key in enumerate(tables.path_keys.tolist())}
 
-    def scores(self, state: PassState) -> np.ndarray | None:
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        if ahead > 1:
+            return None
         tables, layer = self._tables, state.layer
         if layer + 1 >= len(tables.popularity):
             return self._popularity.scores(state)
@@ -111,7 +147,7 @@ class PathPredictor:
 
 
 class LookaheadPredictor:
-    """The next layer's own router, applied to this layer's residual stream. Source: HOBBIT, layer-level prediction.
+    """The routers of later layers, applied to this layer's residual stream. Source: HOBBIT, layer-level prediction.
 
     The last layer has no next router to ask; there popularity speaks for the first layer of the next token.
     """
@@ -122,10 +158,10 @@ class LookaheadPredictor:
         self._model, self._norms, self._routers = model, norms, routers
         self._fallback = PopularityPredictor(tables)
 
-    def scores(self, state: PassState) -> np.ndarray | None:
-        following = state.layer + 1
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        following = state.layer + ahead
         if following >= len(self._routers):
-            return self._fallback.scores(state)
+            return self._fallback.scores(state, ahead)
         normed = np.empty_like(state.hidden)
         kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
         logits = np.empty((len(normed), self._model.layers[following].experts.count), np.float32)
@@ -147,12 +183,11 @@ def make_predictor(
     return PopularityPredictor(tables) if kind == "popularity" else None
 
 
-def candidates(scores: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
-    """Likeliest first: for each token the likelier half of what it will choose, at most all. Ties: lowest index.
+def candidates(scores: np.ndarray, tokens: int, top_k: int, ahead: int = 1) -> np.ndarray:
+    """Likeliest first: of what each token will choose the likelier 3/8 one layer ahead, 1/4 two layers ahead.
 
-    The other half is wrong too often to be worth its bytes: on the yardstick, half of the experts in memory, all of
-    top-k read 22 % more than no advice, six of eight 14 %, four of eight 5 %, and more was not faster
-    (docs/experiments.md, Prefetching).
+    At most all. Ties: lowest index. More is wrong too often to be worth its bytes (docs/experiments.md, Prefetching).
     """
     order = np.argsort(-scores, kind="stable")
-    return order[: min(len(order), tokens * -(-top_k // 2))]
+    each = -(-3 * top_k // 8) if ahead == 1 else top_k // 4
+    return order[: min(len(order), tokens * each)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import mmap
 import os
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from moec.manifests.bundle import ExpertEntry
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
@@ -58,7 +58,7 @@ def open_storage(bundle: Bundle, io: IoMode, verify: bool, evicts: bool = True) 
 
 
 class _Verifier:
-    """Compares an expert with its digest the first time it is read; later reads of the same bytes are trusted."""
+    """Compares an expert with its checksum the first time it is read; later reads of the same bytes are trusted."""
 
     def __init__(self, bundle: Bundle, enabled: bool) -> None:
         self._path = bundle.path
@@ -67,10 +67,10 @@ class _Verifier:
     def check(self, index: int, entry: ExpertEntry, block: np.ndarray) -> None:
         if index not in self._pending:
             return
-        if hashlib.sha256(block.data).hexdigest() != entry.sha256:
+        if xxhash.xxh3_128_hexdigest(block.data) != entry.xxh3:
             raise ChecksumMismatch(
                 f"`{self._path / entry.file}`, expert {entry.expert} of layer {entry.layer}: bytes differ from "
-                "their digest",
+                "their checksum",
                 "copy the bundle again",
             )
         self._pending.discard(index)

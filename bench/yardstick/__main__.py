@@ -1,7 +1,8 @@
 """The whole yardstick: ``python -m yardstick FOLDER --results RESULTS``, which `make bench` runs.
 
-Makes what is missing in FOLDER (26 GB): the checkpoint, the bundle at 4.5 bits per weight, the same weights for
-llama.cpp; then compares the two engines and prints how the bundle routes. About an hour on two cores, as root.
+Makes what is missing in FOLDER (45 GB): the checkpoint, the bundle at 4.5 bits per weight, the same weights for
+llama.cpp, bundles at 2, 3 and 16 bits; then compares the two engines, then this one with its simpler selves, and prints
+how the bundle routes. About an hour and a half on two cores, as root.
 """
 
 from __future__ import annotations
@@ -10,6 +11,13 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+
+BUNDLES = {
+    "q4": "--uniform 4 --dense-bits 4 --group-size 32",
+    "q3": "--uniform 3 --dense-bits 4 --group-size 64",
+    "q2": "--uniform 2 --dense-bits 4 --group-size 64",
+    "q16": "--uniform 16 --dense-bits 16",
+}
 
 
 def run(*command: str | Path) -> None:
@@ -29,14 +37,15 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (checkpoint / "tokenizer.json").exists():  # written last
         run(python, "-m", "yardstick.checkpoint", checkpoint)
-    if not bundle.exists():
-        formats = ("--uniform", "4", "--dense-bits", "4", "--group-size", "32")
-        run(python, "-m", "moec.cli.main", "compile", checkpoint, *formats, "-o", bundle)
+    for name, formats in BUNDLES.items():
+        if not (folder / name).exists():
+            run(python, "-m", "moec.cli.main", "compile", checkpoint, *formats.split(), "-o", folder / name)
     if not gguf.exists():
         part = gguf.with_suffix(".part")
         run(python, "-m", "yardstick.gguf_model", checkpoint, part)
         part.rename(gguf)
     run(python, "-m", "yardstick.compare", folder, "--results", options.results)
+    run(python, "-m", "yardstick.own_arms", folder, "--results", options.results)
     run(python, "-m", "yardstick.routing", bundle, folder / "text.txt")
 
 

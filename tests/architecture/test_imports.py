@@ -15,7 +15,7 @@ import moec.manifests
 ROOMS = Path(moec.manifests.__file__).parent.parent
 HEAVY = {"torch", "transformers", "datasets", "optimum", "evaluate", "safetensors", "rouge_score", "matplotlib"}
 # tokenizers imports huggingface_hub only where a hub name is asked for; numpy and tokenizers bring nothing else.
-ALLOWED = {"moec", "numpy", "tokenizers"}
+ALLOWED = {"moec", "numpy", "tokenizers", "xxhash"}
 PROBE = """
 import json, sys, time
 before = set(sys.modules)

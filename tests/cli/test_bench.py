@@ -45,6 +45,19 @@ def test_json_holds_all_of_it(invoke: Invoke, mixed_bundle: Path, host: DevicePr
         assert part["optimum"]["misses"] <= min(row["misses"] for row in part.values()) + 2  # sizes differ a little
 
 
+def test_advice_is_told_layer_by_layer(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:
+    arguments = ("bench", mixed_bundle, "--tokens", 12, "--expert-cache", "50%", "--prompt", "Hello")
+    values = json.loads(invoke(*arguments, "--json").stdout)
+    layers, measured = values["prefetch_by_layer"], values["measured"]
+    assert [each["layer"] for each in layers] == list(range(open_bundle(mixed_bundle).manifest.model.num_layers))
+    assert sum(each["demanded"] for each in layers) <= measured["lookups"]
+    demanded, predicted = (sum(each[name] for each in layers) for name in ("demanded", "predicted"))
+    assert demanded and measured["prefetch_recall"] == pytest.approx(predicted / demanded)
+    read, used = (sum(each[name] for each in layers) for name in ("read", "used"))
+    assert measured["prefetch_reads"] <= read and used <= read
+    assert "read ahead" in invoke(*arguments).stdout
+
+
 def test_people_get_the_table_of_policies(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:
     result = invoke("bench", mixed_bundle, "--tokens", 4, "--expert-cache", "50%", "--policies", "all")
     assert result.exit_code == 0 and "x optimum" in result.stdout and "popularity" in result.stdout

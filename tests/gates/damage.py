@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.bundle import MANIFEST_NAME
+import xxhash
+
+from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
 from moec.manifests.codec import DIGEST_FIELD, canonical_json, load_strict_json
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle, verify_bundle
@@ -65,5 +69,16 @@ def seal_files(bundle: Path) -> None:
     for expert in plain["experts"]:
         data = (bundle / expert["file"]).read_bytes()
         part = data[expert["offset_bytes"] : expert["offset_bytes"] + expert["size_bytes"]]
-        expert["sha256"] = hashlib.sha256(part).hexdigest()
+        expert["xxh3"] = xxhash.xxh3_128_hexdigest(part)
+    _seal_dense((bundle / DENSE_NAME).read_bytes(), plain["dense"])
     seal(bundle, plain)
+
+
+def _seal_dense(data: bytes, entries: list[dict[str, Any]]) -> None:
+    """The checksums of the weights that the header still names."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        header = json.loads(data[8:start])
+        for entry in entries:
+            begin, end = header[entry["name"]]["data_offsets"]
+            entry["xxh3"] = xxhash.xxh3_128_hexdigest(data[start + begin : start + end])

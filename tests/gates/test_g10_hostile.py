@@ -237,7 +237,8 @@ HOSTILE_FIELDS: list[tuple[str, Any]] = [
     ("experts[0].gate", "q4g32"), ("experts[0].gate", "q4g31"), ("experts[0].expert", 1), ("experts[0].layer", 9),
     ("dense[0].shape", [288, 1 << 40]), ("dense[0].shape", []), ("dense[0].shape", [-288, -32]),
     ("dense[0].name", "lm_head"), ("dense[0].spec", "q2g32"), ("dense[1].spec", "q8"), ("dense[1].spec", "fp16"),
-    ("experts[0].sha256", "0" * 63), ("files[0].sha256", "Z" * 64), ("device.recommended_cache_bytes", -1),
+    ("experts[0].xxh3", "0" * 31), ("dense[0].xxh3", "x" * 32), ("files[0].sha256", "Z" * 64),
+    ("device.recommended_cache_bytes", -1),
     *((f"cost.{name}", value) for name in (
         "expert_packed_bytes", "expert_padded_bytes", "dense_packed_bytes", "expected_read_bytes_per_token",
         "minimum_expert_bytes", "kv_bytes_per_position") for value in (-(1 << 40), 1 << 50)),

@@ -29,6 +29,7 @@ from moec.manifests.quant import QuantSpec
 FORMATS = ("q2g32", "q3", "q4s", "q4g32", "q8g32s", "q8", "bf16", "fp16")
 BF16 = QuantSpec.parse("bf16")
 SHA = hashlib.sha256(b"").hexdigest()
+XXH3 = SHA[:32]
 Formats = tuple[QuantSpec, QuantSpec, QuantSpec]
 
 
@@ -79,12 +80,12 @@ def build_manifest(
         gate, up, down = formats[number % len(formats)]
         size = unit_offsets(model, key.layer, {"gate": gate, "up": up, "down": down})[1]
         file = experts_file_name(key.layer)
-        experts.append(ExpertEntry(key.layer, key.expert, file, ends[file], size, SHA, gate, up, down))
+        experts.append(ExpertEntry(key.layer, key.expert, file, ends[file], size, XXH3, gate, up, down))
         ends[file] += size
     weights = []
     for number, (name, shape) in enumerate(model.dense_shapes().items()):
         free = len(shape) == 2 and not name.endswith(".router")
-        weights.append(DenseEntry(name, shape, dense[number % len(dense)] if free else BF16))
+        weights.append(DenseEntry(name, shape, dense[number % len(dense)] if free else BF16, XXH3))
     files = {DENSE_NAME: 5000, TABLES_NAME: 4096, **ends}
     fields: dict[str, Any] = {
         "format_version": 1, "producer": "moec 0", "name": "tiny", "certified": True, "layout": "rows16",

@@ -103,7 +103,8 @@ def test_file_entries(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layer": -1}, {"expert": -1}, {"layer": 1 << 16}, {"expert": 65535}, {"file": "../x"}, {"sha256": ""},
+        {"layer": -1}, {"expert": -1}, {"layer": 1 << 16}, {"expert": 65535}, {"file": "../x"},
+        {"xxh3": ""}, {"xxh3": "0" * 64},
         {"offset_bytes": -4096}, {"offset_bytes": 100}, {"offset_bytes": 1 << 47},
         {"size_bytes": 0}, {"size_bytes": -4096}, {"size_bytes": 100}, {"size_bytes": 1 << 47},
     ],

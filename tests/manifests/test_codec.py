@@ -39,7 +39,7 @@ WRONG_FIELDS = [
     ("model.surprise", 1, "model", "unknown ['surprise']"),
     ("model.layers[1].attention.rope.kind", "x", "model.layers[1].attention.rope", "unknown ['kind']"),
     ("device", ..., "(root)", "missing ['device']"),
-    ("experts[2].sha256", ..., "experts[2]", "missing ['sha256']"),
+    ("experts[2].xxh3", ..., "experts[2]", "missing ['xxh3']"),
     ("name", 7, "name", "expected str, found int"),
     ("name", None, "name", "expected str, found NoneType"),
     ("certified", 1, "certified", "expected bool, found int"),

@@ -89,6 +89,8 @@ def test_candidates() -> None:
     for tokens, top_k in ((1, 3), (1, 4), (2, 2)):
         assert candidates(ranked, tokens, top_k).tolist() == [3, 1]
     assert candidates(ranked, 9, 2).tolist() == [3, 1, 0, 2, 4]
+    assert candidates(ranked, 1, 8).tolist() == [3, 1, 0] and candidates(ranked, 1, 8, 2).tolist() == [3, 1]
+    assert candidates(ranked, 1, 3, 2).tolist() == []
 
 
 def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
@@ -106,6 +108,8 @@ def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
         shares = np.exp(logits - logits.max(axis=1, keepdims=True))
         expected = (shares / shares.sum(axis=1, keepdims=True)).sum(axis=0)
         assert found == pytest.approx(expected, rel=1e-4)
+        further = predictor.scores(PassState(0, hidden, []), 2)
+        assert further is not None and further.tolist() == predictor.scores(PassState(1, hidden, [])).tolist()  # type: ignore[union-attr]
         last = predictor.scores(PassState(2, hidden, []))
         assert last is not None and last.tolist() == engine.bundle.tables().popularity[0].tolist()
 
@@ -138,8 +142,25 @@ def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     model = Model.__new__(Model)
     model.spec = SimpleNamespace(layers=layers, num_layers=2)  # type: ignore[assignment]
     model.predictor = PopularityPredictor(replace(tables({}, {}), popularity=wide))
-    following = model._predict(PassState(0, np.zeros((8, 1), np.float32), []))
+    following = model._predict(PassState(0, np.zeros((8, 1), np.float32), []), 1)
     assert following is not None and following.tolist() == [0, 1]
+
+
+def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> None:
+    from types import SimpleNamespace
+
+    from moec.runtime.model import Model
+
+    known = tables({}, {})
+    layers = (SimpleNamespace(experts=SimpleNamespace(count=4, top_k=4)),) * 3
+    model = Model.__new__(Model)
+    model.spec, model._first_expert = SimpleNamespace(layers=layers, num_layers=3), [0, 4, 8, 12]  # type: ignore[assignment]
+    model.predictor = PopularityPredictor(known)
+    one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
+    following, advice = model._advise(PassState(0, one, []))
+    assert following is not None and following.tolist() == [1, 0] and advice == [5, 4, 11]
+    assert model._advise(PassState(0, many, []))[1] == [5, 4, 6, 7]
+    assert model._advise(PassState(1, one, []))[1] == [11, 10]
 
 
 def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:

@@ -8,6 +8,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import xxhash
+
 from moec.manifests.bundle import (
     DENSE_NAME,
     FORMAT_VERSION,
@@ -66,7 +68,7 @@ def files_and_experts() -> tuple[dict[str, bytes], list[ExpertEntry]]:
         data = build_header({f"experts.{expert:05d}": ("U8", (size,)) for expert in range(EXPERTS)})
         for expert in range(EXPERTS):
             blob = source.randbytes(size)
-            digest = hashlib.sha256(blob).hexdigest()
+            digest = xxhash.xxh3_128_hexdigest(blob)
             experts.append(ExpertEntry(layer, expert, name, len(data), size, digest, UNIT, UNIT, UNIT))
             data += blob
         files[name] = data
@@ -86,6 +88,17 @@ def cost_of(experts: list[ExpertEntry]) -> CostSummary:
     )
 
 
+def dense_entries(file: bytes) -> tuple[DenseEntry, ...]:
+    """The dense weights lie at the end of their file, 16 bits each."""
+    shapes, entries = MODEL.dense_shapes(), list[DenseEntry]()
+    start = len(file) - sum(2 * math.prod(shape) for shape in shapes.values())
+    for name, shape in shapes.items():
+        end = start + 2 * math.prod(shape)
+        entries.append(DenseEntry(name, shape, DENSE, xxhash.xxh3_128_hexdigest(file[start:end])))
+        start = end
+    return tuple(entries)
+
+
 def manifest_of(files: dict[str, bytes], experts: list[ExpertEntry]) -> BundleManifest:
     return BundleManifest(
         format_version=FORMAT_VERSION,
@@ -100,7 +113,7 @@ def manifest_of(files: dict[str, bytes], experts: list[ExpertEntry]) -> BundleMa
         source=SourceSummary("tiny", ()),
         options={},
         required_cpu_features=(),
-        dense=tuple(DenseEntry(name, shape, DENSE) for name, shape in MODEL.dense_shapes().items()),
+        dense=dense_entries(files[DENSE_NAME]),
         experts=tuple(experts),
         files=tuple(entry(name, data) for name, data in sorted(files.items())),
     )

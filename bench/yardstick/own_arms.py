@@ -1,0 +1,112 @@
+"""moec beside its own simpler selves: ``python -m yardstick.own_arms FOLDER --results RESULTS``.
+
+The arms that EdgeMoE compares with, on this runtime and its kernels, so that only what is read and kept differs:
+IO-FREE and IO-QFREE hold everything, at 16 and 4 bits; IO-EXP and IO-QEXP read the experts of every token and keep
+none; STI reads whole layers. Before them the same weights at 4, 3 and 2 bits in memory. FOLDER holds the bundles q2,
+q3, q4 and q16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yardstick.limits import drop_caches, run_limited
+
+ALL, NONE, STREAMED = "100%", "least", "layers"
+
+
+@dataclass(frozen=True)
+class OwnArm:
+    """keeps: all experts, none beyond the layer that runs, or whole layers in turn."""
+
+    name: str
+    bundle: str
+    keeps: str
+    tokens: int
+
+
+ARMS = (
+    OwnArm("4 bits", "q4", ALL, 128),
+    OwnArm("3 bits", "q3", ALL, 128),
+    OwnArm("2 bits", "q2", ALL, 128),
+    OwnArm("IO-FREE", "q16", ALL, 64),
+    OwnArm("IO-QFREE", "q4", ALL, 64),
+    OwnArm("IO-EXP", "q16", NONE, 16),
+    OwnArm("IO-QEXP", "q4", NONE, 32),
+    OwnArm("STI", "q4", STREAMED, 8),
+)
+
+
+def run_own_arm(folder: Path, arm: OwnArm) -> dict[str, Any]:
+    """One cold run: rate, bytes of a token, ceiling."""
+    bundle, text = folder / arm.bundle, folder / "text.txt"
+    least = json.loads((bundle / "moec.json").read_text(encoding="utf-8"))["cost"]["minimum_expert_bytes"]
+    if arm.keeps == STREAMED:
+        command = [
+            sys.executable,
+            "-m",
+            "yardstick.layer_streaming",
+            str(bundle),
+            str(text),
+            "--tokens",
+            str(arm.tokens),
+        ]
+    else:
+        command = [sys.executable, "-m", "moec.cli.main", "bench", str(bundle), "--json", "--text", str(text)]
+        command += ["--tokens", str(arm.tokens), "--prompt-tokens", "8", "--context", "512", "--threads", "2"]
+        command += ["--expert-cache", ALL] if arm.keeps == ALL else ["--expert-cache", str(least), "--prefetch", "off"]
+    drop_caches()
+    done = run_limited(command, place=folder)
+    if done.status:
+        raise SystemExit(f"{arm.name}: `{' '.join(command)}` ended with {done.status}")
+    told = json.loads(done.output.splitlines()[-1])
+    return {
+        "tokens_per_s": told["measured"]["tokens_per_s"],
+        "read_mib": told["measured"]["decode_bytes_read_per_token"] / 2**20,
+        "weights_mib": told["ceiling"]["compute_bytes_per_token"] / 2**20 if "ceiling" in told else None,
+        "of_ceiling": told.get("ratio"),
+        "peak_gib": told["measured"]["peak_memory_bytes"] / 2**30,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    head = ("arm", "tokens/s (least to most)", "MiB of weights a token", "MiB read a token", "peak GiB")
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        weights = "" if row["weights_mib"] is None else f"{row['weights_mib']:.0f}"
+        rate = f"{row['tokens_per_s']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+        lines.append(f"| {row['arm']} | {rate} | {weights} | {row['read_mib']:.0f} | {row['peak_gib']:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line, run, write."""
+    parser = argparse.ArgumentParser(description="moec beside its own simpler selves.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in ARMS}
+    for turn in range(1, options.rounds + 1):
+        for arm in ARMS:
+            found[arm.name].append(run_own_arm(options.folder, arm))
+            print(arm.name, turn, json.dumps(found[arm.name][-1]), file=sys.stderr, flush=True)
+    rows = []
+    for name, rounds in found.items():
+        rates = [each["tokens_per_s"] for each in rounds]
+        rows.append({"arm": name, **rounds[0], "tokens_per_s": statistics.median(rates)})
+        rows[-1] |= {"least": min(rates), "most": max(rates)}
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "own_arms.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
