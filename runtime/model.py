@@ -41,10 +41,10 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
     first = min(tensor.offset_bytes for tensor in header.values())
     last = max(tensor.offset_bytes + tensor.size_bytes for tensor in header.values())
     _, memory = map_anonymous(last - first, "the dense weights", huge_pages=True)
+    bundle.read_into(DENSE_NAME, first, memory)
     for name, tensor in header.items():
         start, entry = tensor.offset_bytes - first, entries[name]
         raw = memory[start : start + tensor.size_bytes]
-        bundle.read_tensor_into(DENSE_NAME, tensor, raw)
         if verify and xxhash.xxh3_128_hexdigest(raw.data) != entry.xxh3:
             raise ChecksumMismatch(
                 f"`{bundle.path / DENSE_NAME}`, `{name}`: bytes differ from their checksum", "copy the bundle again"

@@ -176,13 +176,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="names of conditions")
+    parser.add_argument("--arms", nargs="*", help="names of arms, where not all are to run")
     options = parser.parse_args()
     yard, rows = prepare(options.folder), list[dict[str, Any]]()
     options.results.mkdir(parents=True, exist_ok=True)
     for condition in CONDITIONS:
         if options.only and condition.name not in options.only:
             continue
-        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms(condition)}
+        chosen = [arm for arm in arms(condition) if not options.arms or arm in options.arms]
+        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in chosen}
         for turn in range(1, options.rounds + 1):
             for arm in found:
                 if arm == AS_FOUND and turn > 1:
