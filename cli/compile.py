@@ -16,7 +16,7 @@ from .report import comparison_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
     from moec.compiler.options import CompileOptions
-    from moec.compiler.pipeline import CompileResult
+    from moec.compiler.request import CompileResult
 
     from .engines import BundleEngine
 
@@ -94,6 +94,11 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
 )
 @click.option("--no-comparisons", is_flag=True, help="Skip best uniform and EdgeMoE, which take most of the time.")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="What the compile may take; larger models go one layer at a time.  [default: 7/8 of the machine's]",
+)
 @click.option("--plan-only", is_flag=True, help="Print the plan, write no bundle.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
@@ -110,7 +115,9 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in that many bytes
     """
     from moec.compiler.options import Talk
-    from moec.compiler.pipeline import CompileRequest, compile_checkpoint
+    from moec.compiler.pipeline import compile_checkpoint
+    from moec.compiler.request import CompileRequest
+    from moec.compiler.targets import parse_size
     from moec.manifests.errors import OptionError
 
     log = CompileLog()
@@ -128,6 +135,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         resume=values["resume"],
         overwrite=values["overwrite"],
         plan_only=values["plan_only"],
+        memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
     result = compile_checkpoint(request)
     log.close()

@@ -17,7 +17,7 @@ from . import output
 from .report import comparison_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
-    from moec.compiler.pipeline import CompileResult
+    from moec.compiler.request import CompileResult
 
 HALF = "50%"
 # Items that the bundle answers again with room for half of its experts, for its speed and hit rate.
@@ -69,7 +69,8 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
 
 def _compile(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
     from moec.compiler.options import CompileOptions, Talk
-    from moec.compiler.pipeline import CompileRequest, compile_checkpoint
+    from moec.compiler.pipeline import compile_checkpoint
+    from moec.compiler.request import CompileRequest
     from moec.compiler.targets import choose_target
     from moec.profiles.device import load_profile
 

@@ -20,7 +20,7 @@ from moec.evaluation.engine import Progress, no_progress
 from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
 
-from .reference import ReferenceModel, TokenPair
+from .reference import ReferenceModel
 from .second_moments import SecondMoments
 from .statistics_paths import (
     PathReport,
@@ -29,6 +29,7 @@ from .statistics_paths import (
     count_transitions,
     report_paths,
 )
+from .text_pairs import TokenPair
 
 QUANTILES = 101
 HELD_OUT_SHARE = 0.2
@@ -103,15 +104,7 @@ def calibrate(
     texts of about so many tokens, drawn with `seed`; None runs all. progress: texts done, texts in all.
     Equal input gives equal statistics. Raises DataError without a token.
     """
-    context = reference.model.max_positions
-    rows = [row for row in ((prompt + answer)[:context] for prompt, answer in pairs) if row]
-    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
-    if max_tokens is not None:
-        ends = np.cumsum([len(rows[index]) for index in order])
-        order = order[: max(1, int(np.searchsorted(ends, max_tokens, side="right")))]
-    rows = [rows[index] for index in order]
-    if not rows:
-        raise DataError("calibration has no text", "give a train split with at least one item")
+    rows = chosen_texts(pairs, reference.model.max_positions, seed, max_tokens)
     recorder = _Recorder(reference.model)
     handles = [
         module.register_forward_pre_hook(recorder.hook(layer)) for layer, module in reference.network.experts.items()
@@ -127,19 +120,32 @@ def calibrate(
             handle.remove()
     routes, largest = recorder.routes(), recorder.largest_weights()
     held_out = np.array(texts) < round(HELD_OUT_SHARE * len(rows))
-    return _statistics(reference.model, recorder, routes, largest, held_out, _digest(rows), seed)
+    return count_statistics(reference.model, recorder.moments, routes, largest, held_out, texts_digest(rows), seed)
 
 
-def _statistics(
+def chosen_texts(pairs: Sequence[TokenPair], context: int, seed: int, max_tokens: int | None) -> list[list[int]]:
+    """The token rows that calibration runs, in an order drawn with `seed`. Raises DataError without a token."""
+    rows = [row for row in ((prompt + answer)[:context] for prompt, answer in pairs) if row]
+    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+    if max_tokens is not None:
+        ends = np.cumsum([len(rows[index]) for index in order])
+        order = order[: max(1, int(np.searchsorted(ends, max_tokens, side="right")))]
+    rows = [rows[index] for index in order]
+    if not rows:
+        raise DataError("calibration has no text", "give a train split with at least one item")
+    return rows
+
+
+def count_statistics(
     model: ModelSpec,
-    recorder: _Recorder,
+    moments: SecondMoments,
     routes: NDArray[np.uint16],
     largest: NDArray[np.float32],
     held_out: NDArray[np.bool_],
     digest: str,
     seed: int,
 ) -> ActivationStatistics:
-    """Count the recorded routes. held_out: [T], the tokens of texts that the report predicts."""
+    """Count the routes of all tokens. held_out: [T], the tokens of texts that the report predicts."""
     experts = max(layer.experts.count for layer in model.layers)
     paths = count_paths(routes, experts)
     return ActivationStatistics(
@@ -153,7 +159,7 @@ def _statistics(
         path_experts=paths.experts,
         path_counts=paths.counts,
         router_quantiles=np.quantile(largest, np.linspace(0, 1, QUANTILES), axis=0).T.astype(np.float32),
-        second_moments=recorder.moments,
+        second_moments=moments,
         path_report=report_paths(routes[~held_out], routes[held_out], experts),
     )
 
@@ -203,7 +209,7 @@ class _Recorder:
         return np.concatenate([largest for _, largest in self._batches])
 
 
-def _digest(rows: Sequence[Sequence[int]]) -> str:
+def texts_digest(rows: Sequence[Sequence[int]]) -> str:
     """SHA-256 over the rows, each with its length in front."""
     digest = hashlib.sha256()
     for row in rows:

@@ -49,13 +49,12 @@ from .durable import Disk, StreamingFile, disk_errors, require_free_bytes
 from .families import Lowering
 from .packing import pack, pack_16bit
 from .plan import CompilePlan
-from .quantized import QuantizedMatrix
 from .quantizers import Quantizer, quantizer
 from .quantizers.rtn import quantize_rtn
 from .tables import Statistics, Tables, encode_tables
 
 SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
-QuantizedUnits = Callable[[UnitKey, QuantSpec], QuantizedMatrix | None]
+PackedUnits = Callable[[UnitKey, QuantSpec], np.ndarray | None]
 Progress = Callable[[int, int], None]
 
 KV_ELEMENT_BYTES = 4  # the runtime keeps keys and values in float32
@@ -83,15 +82,15 @@ def emit(
     calibration: CalibrationSummary | None = None,
     statistics: Statistics | None = None,
     second_moments: SecondMoments | None = None,
-    quantized_units: QuantizedUnits | None = None,
+    packed_units: PackedUnits | None = None,
     progress: Progress | None = None,
 ) -> BundleManifest:
     """Write every file of the bundle into the folder `partial`, the manifest (certified: false) last.
 
     partial: `NAME.partial`; what a killed run left there is removed first. name: of the model in the manifest, by
     default the checkpoint's. statistics: for the tables and the expected reads; None: empty tables, all experts
-    equally popular. second_moments: per unit, [K, K] and its tokens, for quantizers that ask. quantized_units: units
-    already quantized by an earlier stage, None for others. progress: called with (weights done, weights in all).
+    equally popular. second_moments: per unit, [K, K] and its tokens, for quantizers that ask. packed_units: bytes of
+    units already quantized by an earlier stage, None for others. progress: called with (weights done, weights in all).
     Raises CheckpointError (weights that are not finite or that the format cannot hold), DoesNotFit (disk), OptionError,
     MoecError (the disk refuses); the folder is then removed.
     """
@@ -110,7 +109,7 @@ def emit(
         with _removed_on_failure(disk, partial):
             disk.make_directory(partial)
             dense = emitter.write_dense()
-            experts = emitter.write_experts(quantizer(plan.quantizer), second_moments, quantized_units)
+            experts = emitter.write_experts(quantizer(plan.quantizer), second_moments, packed_units)
             for file_name, data in small_files.items():
                 emitter.write_small(file_name, data)
             manifest = BundleManifest(
@@ -265,16 +264,16 @@ class _Emitter:
         return entries
 
     def write_experts(
-        self, quantize: Quantizer, second_moments: SecondMoments | None, quantized_units: QuantizedUnits | None
+        self, quantize: Quantizer, second_moments: SecondMoments | None, packed_units: PackedUnits | None
     ) -> tuple[ExpertEntry, ...]:
         """All expert files, one per layer. Source: docs/format.md, Expert files."""
 
         def unit_bytes(key: UnitKey, spec: QuantSpec) -> np.ndarray:
             if spec.bitwidth == 16:
                 return pack_16bit(self._lowering.unit(key), spec)
-            known = quantized_units(key, spec) if quantized_units is not None else None
+            known = packed_units(key, spec) if packed_units is not None else None
             if known is not None:
-                return pack(known)
+                return known
             moment, tokens = second_moments(key) if second_moments is not None else (None, 0)
             return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,38 @@ import numpy as np
 from moec.manifests.codec import load_strict_json
 from moec.manifests.errors import OptionError
 
-from .durable import Disk, disk_errors
+from .durable import Disk, StreamingFile, disk_errors
 
 _DIGEST_BYTES = 32
+_PIECE_BYTES = 8 << 20
 _KEY_CHARACTERS = 16
 _STAGE = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _ENTRY = re.compile(rf"[a-z0-9][a-z0-9._-]*-[0-9a-f]{{{_KEY_CHARACTERS}}}(\.writing)?")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """A checked result in the journal that is read in parts."""
+
+    path: Path
+    size_bytes: int
+
+    def is_whole(self) -> bool:
+        """Whether the digest behind the data is that of the data."""
+        digest, left = hashlib.sha256(), self.size_bytes
+        with self.path.open("rb") as file:
+            while left and (piece := file.read(min(left, _PIECE_BYTES))):
+                digest.update(piece)
+                left -= len(piece)
+            return left == 0 and file.read() == digest.digest()
+
+    def read(self, offset_bytes: int, size_bytes: int) -> np.ndarray:
+        """uint8 [size]. Raises ValueError outside the data, MoecError if the disk refuses."""
+        if not 0 <= offset_bytes <= offset_bytes + size_bytes <= self.size_bytes:
+            raise ValueError(f"bytes {offset_bytes} to {offset_bytes + size_bytes} of {self.size_bytes}")
+        with disk_errors(self.path), self.path.open("rb") as file:
+            file.seek(offset_bytes)
+            return np.frombuffer(file.read(size_bytes), np.uint8)
 
 
 class Journal:
@@ -105,6 +133,40 @@ class Journal:
             self.put(stage, data)
         arrays: dict[str, np.ndarray] = load(data)
         return arrays
+
+    @contextmanager
+    def stream(self, stage: str) -> Iterator[StreamingFile]:
+        """Write the bytes of a stage front to back, for results too large to hold; complete on a clean exit.
+
+        Raises DoesNotFit, MoecError (the disk refuses).
+        """
+        path = self._path(stage)
+        with disk_errors(path):
+            with self._disk.create(path) as file:
+                yield file
+                file.write(bytes.fromhex(file.sha256))  # behind the data, unlike in `put`
+            self._disk.sync_directory(path.parent)
+
+    def read_stream(self, stage: str) -> StoredBytes | None:
+        """What `stream` wrote, checked; None if it is not done or its file is damaged."""
+        path = self._path(stage)
+        try:
+            stored = StoredBytes(path, path.stat().st_size - _DIGEST_BYTES)
+            if stored.size_bytes >= 0 and stored.is_whole():
+                return stored
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.notes.append(f"`{path}` cannot be read ({error.strerror}), so its stage runs again")
+            return None
+        self.notes.append(f"`{path}` is damaged, so its stage runs again")
+        return None
+
+    def forget(self, stage: str) -> None:
+        """Remove the result of a stage that a later one has replaced. Raises MoecError."""
+        path = self._path(stage)
+        with disk_errors(path):
+            self._disk.remove_tree(path)
 
     def remove(self) -> None:
         """Forget everything: the compile is complete. Raises MoecError."""

@@ -1,4 +1,4 @@
-"""Matrices to bytes: layout `rows16` of docs/format.md, section Packing. The inverse belongs to the runtime.
+"""Matrices to bytes and back: layout `rows16` of docs/format.md, section Packing.
 
 Shapes: N rows, K columns, B row blocks of 16, G groups, g columns of a group.
 """
@@ -56,6 +56,42 @@ def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
     packed = np.empty((len(values) // ROWS_PER_BLOCK, columns, ROWS_PER_BLOCK), dtype="<i2")
     packed[...] = values.reshape(-1, ROWS_PER_BLOCK, columns).transpose(0, 2, 1)
     return packed.reshape(-1).view(np.uint8)
+
+
+def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> QuantizedMatrix:
+    """The matrix that `pack` made these bytes of, exactly. data: uint8, `spec.packed_bytes(rows, columns)` of them."""
+    groups, parts = spec.groups(columns), 1 if spec.symmetric else 2
+    blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
+    header = parts * 2 * ROWS_PER_BLOCK // _LANE_BYTES
+    lanes = np.ascontiguousarray(data).view("<u4").reshape(blocks, groups, -1)
+    halves = [
+        np.ascontiguousarray(lanes[:, :, part * header // parts : (part + 1) * header // parts])
+        .view("<f2")
+        .transpose(0, 2, 1)
+        .reshape(-1, groups)[:rows]
+        .copy()
+        for part in range(parts)
+    ]
+    planes = lanes[:, :, header:].reshape(blocks, groups, columns // groups // COLUMNS_PER_TILE, -1, ROWS_PER_BLOCK)
+    planes = planes.transpose(0, 4, 1, 2, 3).reshape(blocks * ROWS_PER_BLOCK, columns // COLUMNS_PER_TILE, -1)
+    codes = _lanes(planes, spec.bitwidth).view(np.uint8).reshape(blocks * ROWS_PER_BLOCK, columns)[:rows]
+    scales, *minima = (torch.from_numpy(half) for half in halves)
+    return QuantizedMatrix(spec, torch.from_numpy(codes.copy()), scales, minima[0] if minima else None)
+
+
+def _lanes(planes: np.ndarray, bitwidth: int) -> np.ndarray:
+    """The inverse of `_planes`: [16 B, tiles, planes] -> the eight lanes of each tile row, [16 B, tiles, 8] uint32."""
+    if bitwidth == 8:
+        return np.ascontiguousarray(planes)
+    mask = np.uint32({2: 0x03030303, 3: 0x03030303, 4: 0x0F0F0F0F}[bitwidth])
+    low_bits = min(bitwidth, 4) if bitwidth != 3 else 2
+    per_plane = 8 // low_bits
+    lanes = np.empty((*planes.shape[:2], _LANES_PER_TILE), np.uint32)
+    for lane in range(_LANES_PER_TILE):
+        lanes[..., lane] = planes[..., lane // per_plane] >> np.uint32(low_bits * (lane % per_plane)) & mask
+        if bitwidth == 3:
+            lanes[..., lane] |= (planes[..., 2] >> np.uint32(lane) & _HIGH_BIT) << np.uint32(2)
+    return lanes
 
 
 def _checked(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -11,29 +11,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.tasks import Item
 from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary, DeviceSummary
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import OptionError, TargetUnreachable
 from moec.manifests.quant import QuantSpec
-from moec.profiles.device import DeviceProfile
 
 from .calibration import ActivationStatistics, calibrate
-from .certify import OpenRuntime, TaskCertificate, certify_task
+from .certify import TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
 from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, summarise_device
-from .durable import Disk, check_replaceable, disk_errors, publish_directory, recover_replaced
+from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish, producer
 from .families import Lowering, TensorSource, lower
 from .journal import Journal
+from .layerwise.planning import check_layerwise, goes_layer_by_layer, need_bytes, sweep_inputs
+from .layerwise.sweep import Sweep
+from .layerwise.trials import StreamedTrials
 from .objective import byte_weights
-from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions, Talk
+from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions
 from .plan import CompilePlan
 from .preflight import preflight
 from .quality import model_card, quality_report
 from .reference import ReferenceModel
+from .request import CompileRequest, CompileResult
 from .search.knapsack import search
 from .search.space import SearchSpace, build_space
 from .sensitivity import SensitivityTable, dense_formats, measure_sensitivity, plain_plan
@@ -48,31 +53,6 @@ KL_ITEMS = 256
 
 
 @dataclass(slots=True)
-class CompileRequest:
-    """What to compile, where to, for which device, and whose runtime certifies it."""
-
-    source: str
-    output: Path
-    options: CompileOptions
-    profile: DeviceProfile
-    open_runtime: OpenRuntime
-    talk: Talk = field(default_factory=Talk)
-    disk: Disk = field(default_factory=Disk)
-    resume: bool = False
-    overwrite: bool = False
-    plan_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CompileResult:
-    """What came out. path is None after a plan-only run; quality is the content of quality.json."""
-
-    path: Path | None
-    plan: CompilePlan
-    quality: dict[str, Any]
-
-
-@dataclass(slots=True)
 class _Stage:
     """What the stages hand on."""
 
@@ -81,6 +61,7 @@ class _Stage:
     lowering: Lowering
     splits: tuple[SplitData, ...]
     shots: dict[str, tuple[Item, ...]]
+    is_layerwise: bool = False
     journal: Journal | None = None
     reference: ReferenceModel | None = None
     statistics: ActivationStatistics | None = None
@@ -144,7 +125,19 @@ def _prepare(request: CompileRequest) -> _Stage:
         _load_data(stage, options.data)
     if kind != "uniform":
         summarise_device(request.profile, _smallest_plan(stage))
+        _choose_way(stage)
     return stage
+
+
+def _choose_way(stage: _Stage) -> None:
+    """The whole model at once if it fits in memory, else one layer at a time. Raises OptionError."""
+    request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
+    stage.is_layerwise = goes_layer_by_layer(model, stage.specs, limit)
+    if stage.is_layerwise:
+        threads = torch.get_num_threads()
+        check_layerwise(model, request.options.target, stage.specs, threads, limit, bool(stage.splits))
+        need = need_bytes(model, stage.specs, threads)
+        request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
 
 def _load_data(stage: _Stage, data: str) -> None:
@@ -204,7 +197,7 @@ def _identity(stage: _Stage) -> str:
     data = [[split.task.name, split.train.sha256, split.validation.sha256, split.test.sha256] for split in stage.splits]
     files = [[entry.name, entry.sha256] for entry in stage.checkpoint.source_files()]
     profile = [stage.request.profile.name, stage.request.profile.sha256]
-    plain = [producer(), files, stage.request.options.to_plain(), data, profile]
+    plain = [producer(), files, stage.request.options.to_plain(), data, profile, stage.is_layerwise]
     return hashlib.sha256(canonical_json(plain)).hexdigest()
 
 
@@ -230,6 +223,8 @@ def _make_plan(stage: _Stage) -> CompilePlan:
         return plan
     if stage.journal is None:
         raise RuntimeError("a plan is made with a journal")
+    if stage.is_layerwise:
+        return _make_plan_layerwise(stage)
     moments = None
     if stage.splits:
         _check_weights(stage)
@@ -254,6 +249,27 @@ def _make_plan(stage: _Stage) -> CompilePlan:
             plan, stage.specs, stage.trials, stage.store, options.target, stage.request.talk
         )
     return plan if options.search == "knapsack" else _edgemoe_plan(stage, stage.trials)
+
+
+def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
+    """The same search on one sweep over the layers; a plan is measured by another."""
+    options, talk, lowering, journal = stage.request.options, stage.request.talk, stage.lowering, stage.journal
+    if journal is None:
+        raise RuntimeError("a plan is made with a journal")
+    plain = plain_plan(lowering.model, lowering.spec_16bit, options.quantizer)
+    dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, lowering.float_type)
+    probe = min(dense, key=lambda specs: min(spec.bitwidth for spec in specs.values()))
+    inputs = sweep_inputs(
+        lowering, stage.splits, stage.shots, stage.specs, probe, options.quantizer, options.seed, KL_ITEMS
+    )
+    threads = torch.get_num_threads()
+    found = Sweep(lowering, inputs, journal, threads).run(talk.progress("calibrating and quantizing layer by layer"))
+    stage.statistics, stage.store, stage.sensitivity = found.statistics, found.store, found.sensitivity
+    progress = talk.progress("measuring layer by layer")
+    stage.trials = StreamedTrials(lowering, inputs, found, progress, journal, threads)
+    plan = _search(stage)
+    summarise_device(stage.request.profile, plan)
+    return plan
 
 
 def _edgemoe_plan(stage: _Stage, trials: Trials) -> CompilePlan:
@@ -294,7 +310,8 @@ def _search(stage: _Stage) -> CompilePlan:
         raise RuntimeError("the search comes after the trials are set up")
     plain = plain_plan(stage.lowering.model, stage.lowering.spec_16bit, options.quantizer)
     dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, stage.lowering.float_type)
-    stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, talk)
+    if stage.sensitivity is None:
+        stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, talk)
     popularity = None if stage.statistics is None else stage.statistics.popularity
     reads = choose_objective(stage.request.profile, options.objective, plain, popularity)
     weights = byte_weights(stage.lowering.model, popularity, reads)
@@ -331,7 +348,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         options={**request.options.to_plain(), "quantizer": plan.quantizer},
         calibration=_calibration_summary(stage),
         statistics=stage.statistics,
-        quantized_units=None if store is None else store.matrix,
+        packed_units=None if store is None else store.for_bundle,
         progress=request.talk.progress("writing the bundle"),
     )
     if stage.splits and stage.reference is not None:

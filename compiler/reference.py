@@ -13,22 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
-from moec.manifests.errors import CheckpointError, ContextOverflow
+from moec.manifests.errors import ContextOverflow
 from moec.manifests.model import ModelSpec, UnitKey
 
-from .checkpoint import TOKENIZER_NAME, open_checkpoint
+from .checkpoint import open_checkpoint
 from .families import lower
 from .parallel import one_torch_thread, workers
 from .reference_decode import Continuation, GreedyDecoder
 from .reference_network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network
 from .reference_weights import WeightName, WeightStore
+from .text_pairs import TokenPair, encode_pairs, forced_rows, load_tokenizer
 
-TokenPair = tuple[list[int], list[int]]
-"""Token ids of a prompt and of its answer."""
 Score = Callable[[Tensor, Tensor], Tensor]
 """Hidden states before answer tokens [A, D] and those tokens [A] -> a row for each."""
 
@@ -48,7 +46,7 @@ class ReferenceModel:
         lowering = lower(open_checkpoint(str(path)))
         self.model: ModelSpec = lowering.model
         self.network: Network = load_network(lowering)
-        self._tokenizer = _load_tokenizer(lowering.checkpoint.root)
+        self._tokenizer = load_tokenizer(lowering.checkpoint.root)
         self._weights = WeightStore(self.network, TORCH_TYPES[lowering.float_type])
 
     # -- text -------------------------------------------------------------------------------------------------------
@@ -63,21 +61,8 @@ class ReferenceModel:
         return self.encode_pairs([(prompt, answer)])[0]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        """Tokens of prompts and answers: the answer's are those that the joint text adds to the prompt's.
-
-        Where the two texts share a token, the answer is encoded by itself.
-        """
-        prompts = [encoding.ids for encoding in self._tokenizer.encode_batch([prompt for prompt, _ in pairs])]
-        joint = [
-            encoding.ids for encoding in self._tokenizer.encode_batch([prompt + answer for prompt, answer in pairs])
-        ]
-        encoded = []
-        for (_, answer), before, both in zip(pairs, prompts, joint, strict=True):
-            if both[: len(before)] == before:
-                encoded.append((before, both[len(before) :]))
-            else:
-                encoded.append((before, self._tokenizer.encode(answer, add_special_tokens=False).ids))
-        return encoded
+        """Tokens of prompts and answers, see text_pairs."""
+        return encode_pairs(self._tokenizer, pairs)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""
@@ -158,10 +143,7 @@ class ReferenceModel:
 
         Yields (pairs, scored tokens of each, what `score` made of them). Raises ContextOverflow.
         """
-        end = list(self.model.eos_token_ids[:1]) if with_end else []
-        answers = [answer + end for _, answer in pairs]
-        rows = [(prompt + answer)[:-1] for (prompt, _), answer in zip(pairs, answers, strict=True)]
-        scored = [min(len(answer), len(row)) for answer, row in zip(answers, rows, strict=True)]
+        rows, answers, scored = forced_rows(pairs, self.model.eos_token_ids[:1] if with_end else ())
         usable = [index for index, count in enumerate(scored) if count]
         done = len(pairs) - len(usable)
         self._check_context(rows)
@@ -231,20 +213,3 @@ class ReferenceModel:
     def weights(self, mapping: Mapping[WeightName, Tensor]) -> AbstractContextManager[None]:
         """Compute with these weights inside a `with` block, afterwards with what was there before."""
         return self._weights.exchanged(mapping)
-
-
-def _load_tokenizer(root: Path) -> Tokenizer:
-    """The fast tokenizer of a folder; padding and truncation that the file may ask for are off.
-
-    Raises CheckpointError.
-    """
-    path = root / TOKENIZER_NAME
-    if not path.is_file():
-        raise CheckpointError(f"no `{TOKENIZER_NAME}` in `{root}`", "save the fast tokenizer with transformers")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers package raises nothing more specific
-        raise CheckpointError(f"`{path}` is not a tokenizer: {error}", "copy the file again") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -127,13 +127,40 @@ def load_network(lowering: Lowering) -> Network:
             f"`{root}`: {len(faults)} weights are missing or have another shape, first `{faults[0]}`",
             "copy the checkpoint again",
         )
-    model.eval().requires_grad_(False)
     _round_to_16_bits(model, lowering)
-    experts = _find_experts(model)
-    if sorted(experts) != list(range(lowering.model.num_layers)):
+    return _network(model, lowering, lowering.model.num_layers)
+
+
+def build_single_layer(lowering: Lowering) -> Network:
+    """One decoder layer of the model with weights yet to be set, in float32, and no vocabulary to speak of.
+
+    Its backbone takes `inputs_embeds` and returns what the layer makes of them: the norm behind it is left out.
+    Raises CheckpointError if transformers cannot build the model.
+    """
+    root = lowering.checkpoint.root
+    loader: Any = AutoModelForCausalLM
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(root, local_files_only=True)
+            config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
+            model = loader.from_config(config, dtype=torch.float32)
+    except _FOREIGN_ERRORS as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"`{root}`: {len(experts)} layers of `{type(model).__name__}` hold routed experts as expected, not all of "
-            f"{lowering.model.num_layers}",
+            f"`{root}`: transformers cannot build a layer of the model: {reason}", "check that the folder is complete"
+        ) from error
+    model.get_decoder().norm = torch.nn.Identity()
+    return _network(model, lowering, 1)
+
+
+def _network(model: Any, lowering: Lowering, layers: int) -> Network:
+    """The model with our experts forward, if all its layers hold routed experts. Raises CheckpointError."""
+    model.eval().requires_grad_(False)
+    experts = _find_experts(model)
+    if sorted(experts) != list(range(layers)):
+        raise CheckpointError(
+            f"`{lowering.checkpoint.root}`: {len(experts)} layers of `{type(model).__name__}` hold routed experts as "
+            f"expected, not all of {layers}",
             "install a release of transformers that pyproject.toml allows",
         )
     if all(_is_plain(module) for module in experts.values()):

@@ -27,6 +27,34 @@ _LAYER_WEIGHTS = {
 }
 
 
+def weight_view(network: Network, name: WeightName) -> Tensor:
+    """The memory that a network computes with under this name. Raises KeyError."""
+    return _unit(network, name) if isinstance(name, UnitKey) else _dense(network, name)
+
+
+def _unit(network: Network, key: UnitKey) -> Tensor:
+    module = network.experts[key.layer]
+    if key.projection not in PROJECTIONS or not 0 <= key.expert < module.num_experts:
+        raise KeyError(key)
+    if key.projection == "down":
+        down: Tensor = module.down_proj.data[key.expert]
+        return down
+    fused: Tensor = module.gate_up_proj.data[key.expert]
+    width = fused.shape[0] // 2
+    return fused[:width] if key.projection == "gate" else fused[width:]
+
+
+def _dense(network: Network, name: str) -> Tensor:
+    if name in ("embedding", "final_norm", "lm_head"):
+        module = {"embedding": network.backbone.embed_tokens, "final_norm": network.backbone.norm}.get(name)
+        module = network.head if module is None else module
+    else:
+        prefix, _, part = name.rpartition(".")
+        module = network.backbone.get_submodule(f"{prefix}.{_LAYER_WEIGHTS[part]}")
+    weight: Tensor = module.weight.data
+    return weight
+
+
 class WeightStore:
     """The weights of a network by name. Changed ones are remembered in 16 bits, so `restore` is exact."""
 
@@ -75,27 +103,4 @@ class WeightStore:
                     self._changed.discard(name)
 
     def _view(self, name: WeightName) -> Tensor:
-        """The memory the model computes with. Raises KeyError."""
-        return self._unit(name) if isinstance(name, UnitKey) else self._dense(name)
-
-    def _unit(self, key: UnitKey) -> Tensor:
-        module = self._network.experts[key.layer]
-        if key.projection not in PROJECTIONS or not 0 <= key.expert < module.num_experts:
-            raise KeyError(key)
-        if key.projection == "down":
-            down: Tensor = module.down_proj.data[key.expert]
-            return down
-        fused: Tensor = module.gate_up_proj.data[key.expert]
-        width = fused.shape[0] // 2
-        return fused[:width] if key.projection == "gate" else fused[width:]
-
-    def _dense(self, name: str) -> Tensor:
-        if name in ("embedding", "final_norm", "lm_head"):
-            network = self._network
-            module = {"embedding": network.backbone.embed_tokens, "final_norm": network.backbone.norm}.get(name)
-            module = network.head if module is None else module
-        else:
-            prefix, _, part = name.rpartition(".")
-            module = self._network.backbone.get_submodule(f"{prefix}.{_LAYER_WEIGHTS[part]}")
-        weight: Tensor = module.weight.data
-        return weight
+        return weight_view(self._network, name)

@@ -97,7 +97,7 @@ def measure_proxy(
             fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
             if not fitting:
                 continue
-            probe = _nearest(fitting, PROBE_BITWIDTH)
+            probe = nearest_format(fitting, PROBE_BITWIDTH)
             own = [u for u in plain.units if u.layer == layer and u.projection == projection]
             plan = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
             error = sum(store.error(unit, probe) for unit in own)
@@ -177,13 +177,13 @@ def measure_sensitivity(
             "`--sensitivity exact` puts whole experts below 16 bits, and no format on offer fits all their matrices",
             "take `--sensitivity proxy`, or offer others with `--bits` and `--group-size`",
         )
-    low, high = _nearest(fitting, 2), _nearest(fitting, 4)
+    low, high = nearest_format(fitting, 2), nearest_format(fitting, 4)
     progress = talk.progress("measuring each expert alone")
     return correct_by_expert(
         table, trials.store, importance_list(plain, low, high, trials, trials.store, progress), low, high
     )
 
 
-def _nearest(specs: Sequence[QuantSpec], bitwidth: int) -> QuantSpec:
+def nearest_format(specs: Sequence[QuantSpec], bitwidth: int) -> QuantSpec:
     """The format nearest to a bitwidth; 64 columns a group where there is a choice. specs: below 16 bits."""
     return min(specs, key=lambda spec: (abs(spec.bitwidth - bitwidth), abs((spec.group_size or 512) - 64)))

@@ -44,11 +44,11 @@ def parse_loss(text: str) -> float:
     return value
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str = "--size") -> int:
     """`2.1GiB`, `900MB` -> bytes; a bare G or a bare number is refused. Raises OptionError."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2] not in _UNITS:
-        raise OptionError(f"`--size {text}` is not a size", "write `2.1GiB` (2^30) or `2.1GB` (10^9)")
+        raise OptionError(f"`{option} {text}` is not a size", "write `2.1GiB` (2^30) or `2.1GB` (10^9)")
     return int(Fraction(match[1]) * _UNITS[match[2]])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
 from moec.manifests.model import ModelSpec, UnitKey
@@ -11,6 +12,7 @@ from moec.manifests.quant import QuantSpec
 
 from .families.lowering import Lowering
 from .output_error import output_error
+from .packing import pack
 from .parallel import workers
 from .quantized import QuantizedMatrix
 from .quantizers import quantizer as find_quantizer
@@ -101,6 +103,10 @@ class UnitStore:
         """Codes of one unit in a format below 16 bits."""
         self._quantize(unit.layer, unit.projection, spec)
         return self._units[(unit, spec)]
+
+    def for_bundle(self, unit: UnitKey, spec: QuantSpec) -> np.ndarray:
+        """The bytes of one unit as the bundle holds them, uint8."""
+        return pack(self.matrix(unit, spec))
 
     def weight(self, unit: UnitKey, spec: QuantSpec) -> torch.Tensor:
         """The weights the runtime would compute with, [N, K] float32."""

@@ -70,17 +70,21 @@ def available_memory_bytes() -> int:
 
 def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
     """Largest working memory of one pass: residual, norms, attention, expert parts and logits, float32."""
-    model = manifest.model
-    tokens = min(MAX_PASS_TOKENS, slots * context)
-    widest = 0
+    tokens, vocabulary = min(MAX_PASS_TOKENS, slots * context), manifest.model.vocab_size
+    # Cosines and sines of every position, once per kind of rotary embedding.
+    rope = sum(4 * context * spec.rotary_size for spec in {layer.attention.rope for layer in manifest.model.layers})
+    # Logits are there twice while a maximum or a softmax is taken.
+    return pass_bytes(manifest, tokens) + 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots + rope
+
+
+def pass_bytes(manifest: BundleManifest, tokens: int) -> int:
+    """The part of `scratch_bytes` that grows with the tokens of a pass."""
+    model, widest = manifest.model, 0
     for layer in model.layers:
         attention, experts = layer.attention, layer.experts
         heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
         widest = max(widest, heads, experts.top_k * model.hidden_size + 2 * experts.width)
-    # Cosines and sines of every position, once per kind of rotary embedding.
-    rope = sum(4 * context * spec.rotary_size for spec in {layer.attention.rope for layer in model.layers})
-    # Logits are there twice while a maximum or a softmax is taken.
-    return 4 * tokens * (5 * model.hidden_size + widest) + 8 * model.vocab_size * LOGITS_ROWS_PER_SLOT * slots + rope
+    return 4 * tokens * (5 * model.hidden_size + widest)
 
 
 def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan:

@@ -29,6 +29,13 @@ class CacheStats:
     warm_reads: int = 0
     busy_ns: int = 0
 
+    def add_read(self, size_bytes: int, is_reread: bool, is_ahead: bool) -> None:
+        """Count one read that a layer or a prediction asked for."""
+        self.reads += 1
+        self.bytes_read += size_bytes
+        self.rereads += is_reread
+        self.prefetch_reads += is_ahead
+
     @property
     def hit_rate(self) -> float:
         """Hits per lookup; 1 where nothing was looked up."""

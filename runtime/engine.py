@@ -22,6 +22,7 @@ from . import kernels
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
 from .bundle import Bundle, Tables, open_bundle, verify_files
 from .cache_statistics import CacheStats
+from .elastic_cache import ElasticCache
 from .eviction import SCORES, ExpertRecords, expert_records, warm_order
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
@@ -109,6 +110,8 @@ class Engine:
             self.model.predictor = make_predictor(
                 options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
             )
+        is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
+        self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         self.cache.warm(warm_order(records).tolist())
         self._sequence = 0
 
@@ -203,9 +206,14 @@ class Engine:
 
     def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits."""
-        return self.model.forward(
+        if self._elastic is not None:
+            self._elastic.before_pass(slots, positions)
+        hidden = self.model.forward(
             np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32), self.kv
         )
+        if self._elastic is not None:
+            self._elastic.after_pass(len(tokens))
+        return hidden
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits after every token of one sequence, float32 [T, V]. Raises ContextOverflow, InputError."""

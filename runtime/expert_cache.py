@@ -21,6 +21,7 @@ from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from .cache_statistics import CacheStats
 from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .readers import BusyClock, ReaderThreads
 from .storage import ExpertStorage
 
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
@@ -44,8 +45,7 @@ class ExpertCache:
         readers: int = 1,
     ) -> None:
         self._storage, self._sizes, self.capacity_bytes = storage, sizes, capacity_bytes
-        self._records, self._policy = records, policy
-        self._pin_limit_bytes = pin_limit_bytes
+        self._records, self._policy, self._pin_limit_bytes = records, policy, pin_limit_bytes
         count = len(sizes)
         self._state = np.zeros(count, np.int8)
         self._leases = np.zeros(count, np.int32)
@@ -54,22 +54,16 @@ class ExpertCache:
         self.prefetches = np.zeros((2, count), np.int64)  # per expert: read ahead; of these, asked for in time
         self._pins: list[int] = []
         self.used_bytes = 0
-        self._clock = 0
-        self._running_layer = 0
+        self._clock = self._running_layer = 0
         self.stats = CacheStats()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for those who wait for experts
         self._work = threading.Condition(self._lock)  # for readers: a layer that only hits must not wake them
-        self._demand: deque[int] = deque()
-        self._advice: deque[int] = deque()
-        self._warmup: deque[int] = deque()
-        self._reader_count = readers
-        self._readers: list[threading.Thread] = []
-        self._reading = self._warming = 0
-        self._last_change_ns = 0
+        self._demand, self._advice, self._warmup = deque[int](), deque[int](), deque[int]()
+        self._readers = ReaderThreads(readers, self._read_loop)
+        self._reads, self._warming = BusyClock(), 0
         self._failures: dict[int, Exception] = {}
-        self._closed = False
-        self._process = os.getpid()
+        self._closed, self._process = False, os.getpid()
 
     # -- demand ------------------------------------------------------------------------------------------------
 
@@ -304,15 +298,36 @@ class ExpertCache:
         self._withdraw(index)
         self.stats.evictions += 1
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the capacity between passes: what no longer fits is evicted and its memory given back.
+
+        Blocks while reads that are under way stand in the way; capacity_bytes must hold a token's experts of a layer.
+        """
+        with self._changed:
+            self._pin_limit_bytes += capacity_bytes - self.capacity_bytes
+            self.capacity_bytes = capacity_bytes
+            if self.used_bytes <= capacity_bytes:
+                return
+            while self._advice:
+                self._withdraw(self._advice.popleft())
+            victims = self._victims(spares_pins=False)
+            while self.used_bytes > self.capacity_bytes and not self._closed:
+                victim = next(victims, None)
+                if victim is not None:
+                    self._evict(victim)
+                elif self._reads.running or self._demand:
+                    self._changed.wait()
+                    victims = self._victims(spares_pins=False)
+                else:
+                    break
+            self._storage.trim()
+
     # -- reader ------------------------------------------------------------------------------------------------
 
     def _wake_reader(self) -> None:
         if not (self._demand or self._advice or self._warmup):
             return
-        while len(self._readers) < self._reader_count:
-            reader = threading.Thread(target=self._read_loop, name=f"moec-reader-{len(self._readers)}", daemon=True)
-            self._readers.append(reader)
-            reader.start()
+        self._readers.start()
         self._work.notify_all()
 
     def _read_loop(self) -> None:
@@ -323,7 +338,7 @@ class ExpertCache:
                     return
                 self._state[index] = LOADING
                 self._warming += warms
-                self._count_reading(1)
+                self.stats.busy_ns += self._reads.change(1)
             self._read(index, ahead, warms)
 
     def _next_read(self) -> tuple[int | None, bool, bool]:
@@ -339,14 +354,6 @@ class ExpertCache:
             self._work.wait()
         return None, False, False
 
-    def _count_reading(self, change: int) -> None:
-        """One read more or less is under way."""
-        now_ns = time.perf_counter_ns()
-        if self._reading:
-            self.stats.busy_ns += now_ns - self._last_change_ns
-        self._last_change_ns = now_ns
-        self._reading += change
-
     def _read(self, index: int, ahead: bool, warms: bool) -> None:
         """Read one expert; a failure is kept for the stream that waits for it, if one does."""
         failure: Exception | None = None
@@ -355,7 +362,7 @@ class ExpertCache:
         except Exception as error:
             failure = error
         with self._changed:
-            self._count_reading(-1)
+            self.stats.busy_ns += self._reads.change(-1)
             self._warming -= warms
             if failure is not None:
                 with contextlib.suppress(OSError):  # the readers must go on
@@ -365,18 +372,12 @@ class ExpertCache:
                     self._failures[index] = failure
             else:
                 self._state[index] = RESIDENT
-                self._count_read(index, ahead, warms)
+                self.stats.warm_reads += warms
+                if not warms:
+                    self.stats.add_read(int(self._sizes[index]), bool(self._seen[index]), ahead)
+                    self.prefetches[0, index] += ahead
+                self._seen[index] = True
             self._changed.notify_all()
-
-    def _count_read(self, index: int, ahead: bool, warms: bool) -> None:
-        self.stats.warm_reads += warms
-        if not warms:
-            self.stats.reads += 1
-            self.stats.bytes_read += int(self._sizes[index])
-            self.stats.rereads += int(self._seen[index])
-            self.stats.prefetch_reads += ahead
-            self.prefetches[0, index] += ahead
-        self._seen[index] = True
 
     def check_invariants(self) -> None:
         """Raise RuntimeError if the ledger and the states disagree (for tests)."""
@@ -396,5 +397,4 @@ class ExpertCache:
             self._closed = True
             self._changed.notify_all()
             self._work.notify_all()
-        for reader in self._readers:
-            reader.join()
+        self._readers.join()

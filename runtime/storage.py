@@ -43,6 +43,9 @@ class ExpertStorage(Protocol):
     def release(self, index: int) -> None:
         """Give the memory of one expert back to the system."""
 
+    def trim(self) -> None:
+        """Give released memory that no read has taken yet back to the system."""
+
     def close(self) -> None:
         """Close files; views stay valid until they are dropped."""
 
@@ -108,6 +111,13 @@ class _Pages:
             need = found = self._size(index)
             while self._released and found > 0:
                 found -= self._hand_over(self._released.popleft(), index, need if found == need else 0)
+
+    def trim(self) -> None:
+        """Free what was released."""
+        with self._lock:
+            while self._released:
+                giver = self._released.popleft()
+                self._arena.madvise(mmap.MADV_DONTNEED, self._starts[giver], self._size(giver))
 
     def _hand_over(self, giver: int, taker: int, wanted_bytes: int) -> int:
         size = self._size(giver)
@@ -195,6 +205,9 @@ class ReadStorage:
     def release(self, index: int) -> None:
         self._pages.release(index)
 
+    def trim(self) -> None:
+        self._pages.trim()
+
     def close(self) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
@@ -243,6 +256,9 @@ class MappedStorage:
         self._maps[entry.file].madvise(mmap.MADV_DONTNEED, *self._pages(entry))
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._files[entry.file], entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
+
+    def trim(self) -> None:
+        """Released ranges are gone already."""
 
     def close(self) -> None:
         for descriptor in self._files.values():

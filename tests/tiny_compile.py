@@ -10,7 +10,8 @@ from typing import Any
 from moec.cli.compile import open_partial
 from moec.compiler.durable import Disk
 from moec.compiler.options import CompileOptions
-from moec.compiler.pipeline import CompileRequest, CompileResult, compile_checkpoint
+from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.request import CompileRequest, CompileResult
 from moec.compiler.targets import Target, TargetKind
 from moec.profiles.device import DeviceProfile, load_profile
 from moec.runtime.bundle import open_bundle, verify_bundle

@@ -8,7 +8,9 @@ Shapes: B matrices, N rows, K columns, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,22 +42,55 @@ def quantize_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | None,
     return quantize_gptq_batch(weight.unsqueeze(0), spec, moments, torch.tensor([tokens]))[0]
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedInputs:
+    """What GPTQ makes of second moments alone: the same for every matrix of those inputs, and for every format.
+
+    order: [B, K] columns, those of the largest moment first. factors: [B, K, K] upper triangular, in that order.
+    """
+
+    order: Tensor
+    factors: Tensor
+
+
+def prepare_inputs(second_moments: Tensor, counts: Sequence[int]) -> PreparedInputs:
+    """Sort and factor second moments [B, K, K] of matrices that have each seen counts[b] > 0 inputs."""
+    moments = second_moments.float()
+    moments = (
+        moments / moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)[:, None, None]
+    )
+    order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+    moments = moments.gather(1, order[:, :, None].expand_as(moments)).gather(2, order[:, None].expand_as(moments))
+    columns = moments.shape[1]
+    damping = torch.tensor([DAMPING if count >= columns else SPARSE_DAMPING for count in counts])
+    return PreparedInputs(order, inverse_factors(moments, damping))
+
+
 def quantize_gptq_batch(
-    weights: Tensor, spec: QuantSpec, second_moments: Tensor | None, tokens: Tensor | None
+    weights: Tensor,
+    spec: QuantSpec,
+    second_moments: Tensor | None,
+    tokens: Tensor | None,
+    prepared: PreparedInputs | None = None,
 ) -> list[QuantizedMatrix]:
     """Quantize matrices of one shape, each against the second moment of its inputs.
 
     weights: [B, N, K] floats, finite. second_moments: [B, K, K] float32, any scale, or None. tokens: [B] inputs seen.
     Matrices without tokens, and all without second moments, are rounded to nearest with clip search. A result does
-    not depend on the others of its batch, rounding aside. Row for row trace(d H d^T) is at most that of rounding to
-    nearest with the same clip search. Raises ValueError: the format does not fit, or its scales exceed float16.
+    not depend on the others of its batch, rounding aside. prepared: of these moments, if every matrix has tokens. Row
+    for row trace(d H d^T) is at most that of rounding to nearest with the same clip search.
+    Raises ValueError: the format does not fit, or its scales exceed float16.
     """
     with one_torch_thread() if weights.numel() < _ONE_THREAD_WEIGHTS else nullcontext():
-        return _quantize(weights.detach().float(), spec, second_moments, tokens)
+        return _quantize(weights.detach().float(), spec, second_moments, tokens, prepared)
 
 
 def _quantize(
-    weights: Tensor, spec: QuantSpec, second_moments: Tensor | None, tokens: Tensor | None
+    weights: Tensor,
+    spec: QuantSpec,
+    second_moments: Tensor | None,
+    tokens: Tensor | None,
+    prepared: PreparedInputs | None,
 ) -> list[QuantizedMatrix]:
     """Rounding to nearest, then GPTQ where there are tokens, then the better of the two for each row."""
     counts = [0] * len(weights) if tokens is None or second_moments is None else [int(n) for n in tokens]
@@ -67,7 +102,9 @@ def _quantize(
     seen = [at for at, count in enumerate(counts) if count]
     if second_moments is None or not seen:
         return nearest
-    for at, codes in zip(seen, _compensate(weights, second_moments, nearest, seen, counts), strict=True):
+    if prepared is None:
+        prepared = prepare_inputs(second_moments[seen], [counts[at] for at in seen])
+    for at, codes in zip(seen, _compensate(weights, prepared, nearest, seen), strict=True):
         rounded = nearest[at]
         better = QuantizedMatrix(spec, codes, rounded.scales, rounded.minima)
         plain = row_errors(weights[at], rounded.dequantize(), second_moments[at])
@@ -78,20 +115,10 @@ def _quantize(
     return nearest
 
 
-def _compensate(
-    weights: Tensor, second_moments: Tensor, nearest: list[QuantizedMatrix], seen: list[int], counts: list[int]
-) -> Tensor:
+def _compensate(weights: Tensor, prepared: PreparedInputs, nearest: list[QuantizedMatrix], seen: list[int]) -> Tensor:
     """The codes of the matrices `seen`, [len(seen), N, K] uint8, on the scales of `nearest`."""
-    spec = nearest[0].spec
-    moments = second_moments[seen].float()
-    moments = (
-        moments / moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)[:, None, None]
-    )
-    order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    moments = moments.gather(1, order[:, :, None].expand_as(moments)).gather(2, order[:, None].expand_as(moments))
-    columns = moments.shape[1]
-    damping = torch.tensor([DAMPING if counts[at] >= columns else SPARSE_DAMPING for at in seen])
-    factors = inverse_factors(moments, damping)
+    spec, order, factors = nearest[0].spec, prepared.order, prepared.factors
+    columns = order.shape[1]
     scales = torch.stack([nearest[at].scales.float() for at in seen])
     if spec.symmetric:
         minima = -scales * float(2 ** (spec.bitwidth - 1))

@@ -25,7 +25,6 @@ from moec.compiler.emit import cost_summary, emit, expert_tensor_name, finish, p
 from moec.compiler.families import Lowering, lower
 from moec.compiler.packing import pack
 from moec.compiler.plan import CompilePlan
-from moec.compiler.quantized import QuantizedMatrix
 from moec.compiler.quantizers.rtn import quantize_rtn
 from moec.compiler.tables import Tables, encode_tables, read_tables
 from moec.compiler.uniform import uniform_plan
@@ -199,11 +198,11 @@ def test_units_of_an_earlier_stage_are_taken(folder: Path, tmp_path: Path) -> No
     lowering = _open(folder)
     asked: list[UnitKey] = []
 
-    def known(key: UnitKey, spec: QuantSpec) -> QuantizedMatrix | None:
+    def known(key: UnitKey, spec: QuantSpec) -> np.ndarray | None:
         asked.append(key)
-        return quantize_rtn(lowering.unit(key), spec) if key.expert % 2 else None
+        return pack(quantize_rtn(lowering.unit(key), spec)) if key.expert % 2 else None
 
-    _emit(lowering, tmp_path / "a.partial", quantized_units=known)
+    _emit(lowering, tmp_path / "a.partial", packed_units=known)
     _emit(lowering, tmp_path / "b.partial")
     assert _contents(tmp_path / "a.partial") == _contents(tmp_path / "b.partial")
     assert len(asked) == sum(spec.bitwidth < 16 for spec in _mixed_plan(lowering.model).units.values())
@@ -302,11 +301,11 @@ def test_a_quantizer_that_breaks_its_promise_is_found(folder: Path, tmp_path: Pa
     lowering = _open(folder)
     plan = uniform_plan(lowering.model, 4, 32, 16, "bfloat16")
 
-    def other_format(key: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
-        return quantize_rtn(lowering.unit(key), QuantSpec(2, 32))
+    def other_format(key: UnitKey, spec: QuantSpec) -> np.ndarray:
+        return pack(quantize_rtn(lowering.unit(key), QuantSpec(2, 32)))
 
     with pytest.raises(RuntimeError, match="the plan says"):
-        _emit(lowering, tmp_path / "out.partial", plan, quantized_units=other_format)
+        _emit(lowering, tmp_path / "out.partial", plan, packed_units=other_format)
 
 
 @settings(max_examples=20, deadline=None)

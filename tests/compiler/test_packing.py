@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.packing import pack, pack_16bit
+from moec.compiler.packing import pack, pack_16bit, unpack
 from moec.compiler.quantized import QuantizedMatrix
 from moec.manifests.quant import QuantSpec
 from moec.runtime.kernels import reference
@@ -84,6 +84,10 @@ def test_the_runtime_reads_back_what_was_packed(
     assert packed.dtype == np.uint8 and len(packed) == spec.packed_bytes(rows, columns)
     np.testing.assert_array_equal(reference.unpack_codes(packed, rows, columns, spec)[:rows], matrix.codes.numpy())
     np.testing.assert_array_equal(reference.unpack(packed, rows, columns, spec)[:rows], matrix.dequantize().numpy())
+    back = unpack(packed, rows, columns, spec)
+    assert back.spec == spec and torch.equal(back.codes, matrix.codes) and torch.equal(back.scales, matrix.scales)
+    assert (back.minima is None) == symmetric
+    assert back.minima is None or matrix.minima is None or torch.equal(back.minima, matrix.minima)
 
 
 @settings(max_examples=30, deadline=None)

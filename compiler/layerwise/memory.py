@@ -1,0 +1,63 @@
+"""What a compile takes of memory, said before it starts: all at once, or one layer at a time.
+
+Estimates from shapes alone, in bytes; tests hold them against a control group's count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from moec.manifests.model import ModelSpec
+from moec.manifests.quant import QuantSpec
+
+from ..reference_network import TOKENS_PER_FORWARD
+from .sweep import PROBE_TOKENS
+
+PROCESS_BYTES = 700 << 20
+"""Python with torch, transformers and numpy loaded: 0.55 to 0.65 GiB measured."""
+_FLOAT = 4
+_HALF = 2
+
+
+def layer_weights(model: ModelSpec, layer: int) -> int:
+    """Weights of one decoder layer."""
+    dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(f"layers.{layer}."))
+    return dense + _expert_weights(model, layer) * model.layers[layer].experts.count
+
+
+def _expert_weights(model: ModelSpec, layer: int) -> int:
+    return sum(prod(model.unit_shape(layer, projection)) for projection in ("gate", "up", "down"))
+
+
+def _moments(model: ModelSpec, layer: int) -> int:
+    experts = model.layers[layer].experts
+    return experts.count * (model.hidden_size**2 + experts.width**2)
+
+
+def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
+    """Peak of a compile that holds the whole model in float32, its moments, and a code per weight and format."""
+    weights = sum(layer_weights(model, layer) for layer in range(model.num_layers))
+    outside = sum(prod(shape) for name, shape in model.dense_shapes().items() if not name.startswith("layers."))
+    experts = sum(
+        _expert_weights(model, layer) * model.layers[layer].experts.count for layer in range(model.num_layers)
+    )
+    moments = sum(_moments(model, layer) for layer in range(model.num_layers))
+    formats = sum(spec.bitwidth < 16 for spec in specs)
+    return PROCESS_BYTES + _FLOAT * (weights + outside + moments + experts) + formats * experts
+
+
+def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
+    """Peak of a compile that holds one layer. tokens: of calibration and of scored texts."""
+    hidden, layers = model.hidden_size, model.num_layers
+    slot = _FLOAT * max(layer_weights(model, layer) for layer in range(layers))
+    moments = _FLOAT * max(_moments(model, layer) for layer in range(layers))
+    states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (2 * layers + 2))
+    vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
+    # A batch: attention and experts of its tokens; an expert: float copies, codes of every format, factors.
+    widest = max(model.layers[layer].experts.width * model.layers[layer].experts.top_k for layer in range(layers))
+    batch = _FLOAT * TOKENS_PER_FORWARD * (12 * hidden + 3 * widest)
+    expert = max(_expert_weights(model, layer) for layer in range(layers)) * (6 * _FLOAT + 2 * len(specs))
+    factors = 5 * _FLOAT * max(hidden, *(layer.experts.width for layer in model.layers)) ** 2
+    at_work = moments + 2 * threads * max(batch, expert + factors)
+    return PROCESS_BYTES + slot + states + max(vocabulary, at_work)

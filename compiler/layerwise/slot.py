@@ -1,0 +1,155 @@
+"""The reference model one layer at a time: a slot that takes the weights of any layer, and texts that pass through it.
+
+Shapes: B rows of a batch, T tokens of the longest, D hidden, V vocabulary, A tokens asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moec.manifests.model import PROJECTIONS, UnitKey
+
+from ..families import Lowering
+from ..parallel import Workers
+from ..reference_network import LOGITS_PER_CHUNK, TOKENS_PER_FORWARD, Network, build_single_layer, length_batches
+from ..reference_weights import WeightName, weight_view
+
+_ROWS_PER_CHUNK = 4096  # of the vocabulary matrices, brought to float32 at a time
+
+
+@dataclass(slots=True)
+class TextStates:
+    """Texts on their way through the model: token ids by batch, and the residual stream of each batch, [B, T, D].
+
+    Rows of a batch are padded on the right, where the causal mask hides them from real tokens.
+    """
+
+    rows: list[list[int]]
+    batches: list[list[int]]
+    states: list[Tensor]
+
+    @classmethod
+    def begin(cls, rows: Sequence[Sequence[int]], embed: Callable[[Tensor], Tensor]) -> TextStates:
+        """Texts in front of the first layer."""
+        texts = [list(row) for row in rows]
+        batches = length_batches([len(row) for row in texts], TOKENS_PER_FORWARD)
+        return cls(texts, batches, [embed(_padded([texts[index] for index in batch])) for batch in batches])
+
+    def copy(self) -> TextStates:
+        """The same texts at the same place, apart."""
+        return TextStates(self.rows, self.batches, [state.clone() for state in self.states])
+
+    def real(self, batch: int) -> Tensor:
+        """Which places of a batch hold tokens, [B * T] bool."""
+        lengths = torch.tensor([len(self.rows[index]) for index in self.batches[batch]])
+        return (torch.arange(self.states[batch].shape[1]) < lengths.unsqueeze(1)).reshape(-1)
+
+    def tokens(self) -> Tensor:
+        """The residual stream of all real tokens, in the order of the batches, [A, D]."""
+        width = self.states[0].shape[-1]
+        return torch.cat([state.reshape(-1, width)[self.real(at)] for at, state in enumerate(self.states)])
+
+    def answers(self, counts: Sequence[int]) -> Tensor:
+        """The residual stream of the last counts[i] tokens of each text i, texts in order, [A, D]."""
+        found: list[Tensor] = [torch.empty(0)] * len(self.rows)
+        for batch, state in zip(self.batches, self.states, strict=True):
+            for at, index in enumerate(batch):
+                length = len(self.rows[index])
+                found[index] = state[at, length - counts[index] : length]
+        return torch.cat(found)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.long)
+    for at, row in enumerate(rows):
+        ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return ids
+
+
+class LayerSlot:
+    """One decoder layer in float32 whose weights are exchanged, with what stands in front of and behind the layers."""
+
+    def __init__(self, lowering: Lowering) -> None:
+        """Raises CheckpointError if transformers cannot build the layer."""
+        self._lowering = lowering
+        self.network: Network = build_single_layer(lowering)
+        self.model = lowering.model
+
+    def load(self, layer: int, replaced: Mapping[WeightName, Tensor] | None = None) -> None:
+        """Take the weights of a layer; `replaced` come in the place of the checkpoint's own."""
+        others = {} if replaced is None else replaced
+        for name in self.dense_names(layer):
+            self.set(layer, name, others[name] if name in others else self._lowering.dense_weight(name))
+        for unit in self.units(layer):
+            self.set(layer, unit, others[unit] if unit in others else self._lowering.unit(unit))
+
+    def set(self, layer: int, name: WeightName, weight: Tensor) -> None:
+        """Compute with this weight of the layer."""
+        self.view(layer, name).copy_(weight)
+
+    def view(self, layer: int, name: WeightName) -> Tensor:
+        """The memory of one weight of the layer that is loaded, float32."""
+        if isinstance(name, UnitKey):
+            return weight_view(self.network, UnitKey(0, name.expert, name.projection))
+        return weight_view(self.network, name.replace(f"layers.{layer}.", "layers.0.", 1))
+
+    def dense_names(self, layer: int) -> list[str]:
+        """Canonical names of the layer's weights outside the experts."""
+        return [name for name in self.model.dense_shapes() if name.startswith(f"layers.{layer}.")]
+
+    def units(self, layer: int) -> list[UnitKey]:
+        """All projections of the layer's experts."""
+        count = self.model.layers[layer].experts.count
+        return [UnitKey(layer, expert, projection) for expert in range(count) for projection in PROJECTIONS]
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[B, T, D] through the layer."""
+        with torch.inference_mode():
+            out: Tensor = self.network.backbone(inputs_embeds=states, use_cache=False).last_hidden_state
+        return out.clone()
+
+    def run(self, texts: Iterable[TextStates], pool: Workers, step: Callable[[], None]) -> None:
+        """Move texts through the loaded layer, batches side by side; step: called after each."""
+        jobs = [(text, at) for text in texts for at in range(len(text.states))]
+        results = pool.in_order(lambda job: self.forward(job[0].states[job[1]]), jobs)
+        for (text, at), state in zip(jobs, results, strict=True):
+            text.states[at] = state
+            step()
+
+    # -- in front of and behind the layers ---------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Token ids [...] to [..., D]. weight: another embedding than the checkpoint's."""
+        table = self._lowering.dense_weight("embedding") if weight is None else weight
+        return table[ids].float()
+
+    def normed(self, states: Tensor) -> Tensor:
+        """The norm behind the last layer. [A, D] -> [A, D]."""
+        weight = self._lowering.dense_weight("final_norm").float()
+        return torch.nn.functional.rms_norm(states, (states.shape[-1],), weight, self.model.norm_eps)
+
+    def head(self) -> Tensor:
+        """The checkpoint's output matrix, [V, D] in 16 bits."""
+        return self._lowering.dense_weight("embedding" if self.model.tie_embeddings else "lm_head")
+
+
+def logits(states: Tensor, head: Tensor) -> Tensor:
+    """[A, D] x [V, D] -> [A, V] float32; the head may have 16 bits."""
+    parts = [states @ piece.float().T for piece in torch.split(head, _ROWS_PER_CHUNK)]
+    return torch.cat(parts, dim=1)
+
+
+def divergences(
+    states: Tensor, reference: Tensor, head: Tensor, reference_head: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """KL(reference || other) in nats and top-1 agreement of tokens [A, D], normed, a bounded number at a time."""
+    chunk = max(1, LOGITS_PER_CHUNK // len(head))
+    for other, own in zip(torch.split(states, chunk), torch.split(reference, chunk), strict=True):
+        log_p = logits(own, reference_head).log_softmax(-1)
+        log_q = logits(other, head).log_softmax(-1)
+        kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).clamp_min_(0)
+        yield kl, log_p.argmax(-1) == log_q.argmax(-1)

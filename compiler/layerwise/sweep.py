@@ -1,0 +1,313 @@
+"""One sweep over the layers: calibration, quantization, and how much each layer's errors move the model's answers.
+
+While layer l is loaded, the calibration texts pass it and leave their routes, second moments and samples; its experts
+are quantized in every format; and a few probe texts pass it once more with the attention, then with all experts, in a
+probe format. These variants go on through the later layers beside the unchanged texts, and behind the last one their KL
+tells what the errors of layer l cost: gain = KL / cost. After every layer all that a resumed run needs is on disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..calibration import HELD_OUT_SHARE, ActivationStatistics, count_statistics, texts_digest
+from ..families import Lowering
+from ..journal import Journal
+from ..options import Progress
+from ..parallel import Workers, workers
+from ..reference_network import TOKENS_PER_FORWARD, length_batches
+from ..second_moments import SecondMoments
+from ..sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
+from .slot import LayerSlot, TextStates, divergences
+from .store import StreamedStore, layer_units, packed_layer, stage_name
+from .units import ExpertInputs, LayerInputs, LayerQuantizer
+
+PROBE_TOKENS = 512
+"""Tokens of the texts that carry the variants; there are two variants per layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepInputs:
+    """Texts of one sweep. calibration, answers: token rows; answer_counts: tokens of each answer row that are scored.
+
+    specs: formats below 16 bits offered to units. dense_probe: formats of dense weights that their gains are
+    measured at.
+    """
+
+    calibration: list[list[int]]
+    answers: list[list[int]]
+    answer_counts: list[int]
+    specs: tuple[QuantSpec, ...]
+    dense_probe: Mapping[str, QuantSpec]
+    quantizer: str
+    seed: int
+
+    @property
+    def probe(self) -> list[list[int]]:
+        """The first calibration texts, of about PROBE_TOKENS."""
+        ends = np.cumsum([len(row) for row in self.calibration])
+        return self.calibration[: max(1, int(np.searchsorted(ends, PROBE_TOKENS, side="right")))]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """What a sweep found. answers: normed residual stream at the scored tokens of the unchanged model, [A, D]."""
+
+    statistics: ActivationStatistics
+    sensitivity: SensitivityTable
+    store: StreamedStore
+    answers: Tensor
+
+
+@dataclass(slots=True)
+class _Travellers:
+    """All texts that pass a layer, and the variants by name."""
+
+    calibration: TextStates
+    answers: TextStates
+    probe: TextStates
+    variants: dict[str, TextStates] = field(default_factory=dict)
+
+    def all(self) -> list[TextStates]:
+        return [self.calibration, self.answers, self.probe, *self.variants.values()]
+
+
+class _Capture:
+    """Keeps what the experts of the slot are handed, apart for every thread."""
+
+    def __init__(self, slot: LayerSlot) -> None:
+        self._slot, self._local = slot, threading.local()
+        (module,) = slot.network.experts.values()
+        self._handle = module.register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._local.arguments = arguments[:3]
+
+    def forward(self, states: Tensor, real: Tensor) -> tuple[Tensor, ExpertInputs]:
+        """A batch through the layer, and what its real tokens handed to the experts."""
+        out = self._slot.forward(states)
+        with torch.inference_mode():
+            inputs, chosen, weights = (argument[real].clone() for argument in self._local.arguments)
+        return out, ExpertInputs(inputs, chosen, weights)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+
+class Sweep:
+    """Runs the sweep; see the module."""
+
+    def __init__(self, lowering: Lowering, inputs: SweepInputs, journal: Journal, threads: int) -> None:
+        self._lowering, self._inputs, self._journal, self._threads = lowering, inputs, journal, threads
+        self._model = lowering.model
+        self._slot = LayerSlot(lowering)
+        self._store = StreamedStore(lowering, inputs.quantizer, inputs.specs, journal)
+        self._found: list[dict[str, np.ndarray]] = []
+
+    def run(self, progress: Progress) -> SweepResult:
+        """All layers; progress: (steps done, steps in all)."""
+        done = self._take_over()
+        travellers, total = self._begin(done), self._model.num_layers
+        with ExitStack() as stack:
+            pool = stack.enter_context(workers(self._threads))
+            progress(done, total)
+            for layer in range(done, total):
+                self._found.append(self._layer(layer, travellers, pool))
+                self._save(layer, travellers)
+                progress(layer + 1, total)
+        answers = self._slot.normed(travellers.answers.answers(self._inputs.answer_counts))
+        return SweepResult(self._statistics(), self._sensitivity(travellers), self._store, answers)
+
+    # -- what a killed run has left --------------------------------------------------------------------------------
+
+    def _take_over(self) -> int:
+        """Layers that are done, with the states behind the last of them."""
+        for layer in range(self._model.num_layers):
+            if self._journal.get(f"layer-{layer}") is None:
+                break
+            found = self._journal.arrays(f"layer-{layer}", dict)
+            if not self._store.add_layer(layer, found["costs"]):
+                break
+            self._found.append(found)
+        while self._found and self._journal.read_stream(f"states-{len(self._found) - 1}") is None:
+            self._found.pop()
+        return len(self._found)
+
+    def _begin(self, done: int) -> _Travellers:
+        """Texts in front of the first layer, or behind the last layer that is done."""
+        inputs, slot = self._inputs, self._slot
+        probe = TextStates.begin(inputs.probe, slot.embed)
+        travellers = _Travellers(
+            TextStates.begin(inputs.calibration, slot.embed), TextStates.begin(inputs.answers, slot.embed), probe
+        )
+        if self._is_probed("embedding"):
+            weight = self._store.dense_weight("embedding", inputs.dense_probe["embedding"])
+            travellers.variants["embedding"] = TextStates.begin(inputs.probe, lambda ids: slot.embed(ids, weight))
+        if not done:
+            return travellers
+        for layer in range(done):
+            travellers.variants.update({name: probe.copy() for name in self._variant_names(layer)})
+        stored, start = self._journal.read_stream(f"states-{done - 1}"), 0
+        if stored is None:
+            raise RuntimeError("the states were checked")
+        for text in travellers.all():
+            for at, state in enumerate(text.states):
+                size = state.numel() * state.element_size()
+                text.states[at] = torch.from_numpy(stored.read(start, size).view(np.float32).copy()).view(state.shape)
+                start += size
+        return travellers
+
+    def _save(self, layer: int, travellers: _Travellers) -> None:
+        """The states behind a layer first, then its results: what says that the layer is done."""
+        with self._journal.stream(f"states-{layer}") as file:
+            for text in travellers.all():
+                for state in text.states:
+                    file.write(memoryview(state.contiguous().numpy().tobytes()))
+        self._journal.arrays(f"layer-{layer}", lambda: self._found[layer])
+        if layer:
+            self._journal.forget(f"states-{layer - 1}")
+
+    # -- one layer -------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: int, travellers: _Travellers, pool: Workers) -> dict[str, np.ndarray]:
+        slot, before = self._slot, travellers.probe.copy()
+        slot.load(layer)
+        inputs, routes, largest = self._calibrate(layer, travellers.calibration, pool)
+        others = [travellers.answers, travellers.probe, *travellers.variants.values()]
+        slot.run(others, pool, lambda: None)
+        variants: dict[str, TextStates] = {}
+        if self._is_probed(f"layers.{layer}.attention"):
+            variants[f"layers.{layer}.attention"] = self._with_dense_probe(layer, before.copy(), pool)
+        costs, is_changed = self._quantize(layer, inputs, pool)
+        if is_changed:
+            variants[f"layers.{layer}.experts"] = before
+            slot.run([before], pool, lambda: None)
+        travellers.variants.update(variants)
+        return {"routes": routes, "largest": largest, "costs": costs, "tokens": inputs.tokens.numpy()}
+
+    def _calibrate(self, layer: int, texts: TextStates, pool: Workers) -> tuple[LayerInputs, np.ndarray, np.ndarray]:
+        """Move the calibration texts through the layer. Returns what they left, routes [T, K], largest weights [T]."""
+        inputs = LayerInputs(self._model.layers[layer].experts, self._model.hidden_size)
+        (module,) = self._slot.network.experts.values()
+        capture = _Capture(self._slot)
+        routes, largest = [], []
+        try:
+            for at, state in enumerate(texts.states):
+                # One batch at a time: its moments are shared out over the experts.
+                texts.states[at], handed = pool.submit(capture.forward, state, texts.real(at)).result()
+                inputs.add(module, handed, pool)
+                routes.append(handed.chosen.numpy().astype(np.uint16))
+                largest.append(handed.weights.amax(1).numpy())
+        finally:
+            capture.close()
+        return inputs, np.concatenate(routes), np.concatenate(largest)
+
+    def _with_dense_probe(self, layer: int, texts: TextStates, pool: Workers) -> TextStates:
+        """Texts through the layer with its attention in the probe format."""
+        names = next(g.tensors for g in dense_groups(self._model) if g.name == f"layers.{layer}.attention")
+        for name in names:
+            self._slot.set(layer, name, self._store.dense_weight(name, self._inputs.dense_probe[name]))
+        self._slot.run([texts], pool, lambda: None)
+        for name in names:
+            self._slot.set(layer, name, self._lowering.dense_weight(name))
+        return texts
+
+    def _quantize(self, layer: int, inputs: LayerInputs, pool: Workers) -> tuple[np.ndarray, bool]:
+        """Quantize, write, and leave the slot with all experts in the probe format.
+
+        Returns the costs, float64 [units, specs], and whether a probe format fits.
+        """
+        (module,) = self._slot.network.experts.values()
+        units, specs = layer_units(self._model, layer), self._store.specs
+        costs, is_changed = np.full((len(units), len(specs)), np.inf), False
+        row_of = {unit: row for row, unit in enumerate(units)}
+        quantizer = LayerQuantizer(module, layer, self._inputs.quantizer, specs)
+        with ExitStack() as stack:
+            files = {spec: stack.enter_context(self._journal.stream(stage_name(layer, spec))) for spec in specs}
+            for expert, matrices, found in quantizer.run(inputs, pool):
+                for (unit, spec), cost in found.items():
+                    costs[row_of[unit], specs.index(spec)] = cost
+                for projection in PROJECTIONS:
+                    unit = UnitKey(layer, expert, projection)
+                    for spec, file in files.items():
+                        file.write(packed_layer(self._model, matrices, unit, spec))
+                    probe = self._probe_spec(unit)
+                    if probe is not None:
+                        self._slot.set(layer, unit, matrices[(unit, probe)].dequantize())
+                        is_changed = True
+        if not self._store.add_layer(layer, costs):
+            raise RuntimeError(f"layer {layer} was written and cannot be read")
+        return costs, is_changed
+
+    # -- what it adds up to ----------------------------------------------------------------------------------------
+
+    def _probe_spec(self, unit: UnitKey) -> QuantSpec | None:
+        columns = self._model.unit_shape(unit.layer, unit.projection)[1]
+        fitting = [spec for spec in self._store.specs if spec.fits(columns)]
+        return nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
+
+    def _is_probed(self, group: str) -> bool:
+        names = next(g.tensors for g in dense_groups(self._model) if g.name == group)
+        return any(self._inputs.dense_probe[name].bitwidth < 16 for name in names)
+
+    def _variant_names(self, layer: int) -> list[str]:
+        """Variants that a layer begins, in their order."""
+        names = [f"layers.{layer}.attention"] if self._is_probed(f"layers.{layer}.attention") else []
+        has_probe = any(self._probe_spec(unit) is not None for unit in layer_units(self._model, layer))
+        return [*names, *([f"layers.{layer}.experts"] if has_probe else [])]
+
+    def _statistics(self) -> ActivationStatistics:
+        rows = self._inputs.calibration
+        batches = length_batches([len(row) for row in rows], TOKENS_PER_FORWARD)
+        texts = np.array([index for batch in batches for index in batch for _ in rows[index]])
+        routes = np.stack([found["routes"] for found in self._found], axis=1)
+        largest = np.stack([found["largest"] for found in self._found], axis=1)
+        counts = [torch.from_numpy(np.array(found["tokens"])) for found in self._found]
+        empty = [torch.empty(0)] * len(counts)
+        held_out = texts < round(HELD_OUT_SHARE * len(rows))
+        moments = SecondMoments(empty, empty, counts)
+        return count_statistics(self._model, moments, routes, largest, held_out, texts_digest(rows), self._inputs.seed)
+
+    def _sensitivity(self, travellers: _Travellers) -> SensitivityTable:
+        """Gains from the KL of every variant on the probe texts."""
+        head, own = self._slot.head(), self._slot.normed(travellers.probe.tokens())
+        gains = np.zeros((self._model.num_layers, len(PROJECTIONS)))
+        dense_gains = {group.name: 0.0 for group in dense_groups(self._model)}
+        groups = {group.name: group.tensors for group in dense_groups(self._model)}
+        for name, texts in travellers.variants.items():
+            kl = _mean_kl(self._slot.normed(texts.tokens()), own, head, head)
+            if name.endswith(".experts"):
+                layer = int(name.split(".")[1])
+                cost = sum(
+                    self._store.error(unit, spec)
+                    for unit in layer_units(self._model, layer)
+                    if (spec := self._probe_spec(unit)) is not None
+                )
+                gains[layer, :] = kl / cost if cost > 0 else 0.0
+            else:
+                dense_gains[name] = self._dense_gain(groups[name], kl)
+        if "lm_head" in groups and self._is_probed("lm_head"):
+            other = self._store.dense_weight("lm_head", self._inputs.dense_probe["lm_head"])
+            dense_gains["lm_head"] = self._dense_gain(groups["lm_head"], _mean_kl(own, own, other, head))
+        width = max(layer.experts.count for layer in self._model.layers)
+        return SensitivityTable(gains, dense_gains, np.ones((self._model.num_layers, width)))
+
+    def _dense_gain(self, names: Sequence[str], kl: float) -> float:
+        cost = sum(self._store.dense_error(name, self._inputs.dense_probe[name]) for name in names)
+        return kl / cost if cost > 0 else 0.0
+
+
+def _mean_kl(states: Tensor, reference: Tensor, head: Tensor, reference_head: Tensor) -> float:
+    total = sum(float(kl.double().sum()) for kl, _ in divergences(states, reference, head, reference_head))
+    return total / len(states)

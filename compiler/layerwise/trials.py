@@ -1,0 +1,110 @@
+"""A plan measured layer by layer: KL to the unquantized model on answer tokens, the whole model read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.evaluation.statistics import DistributionSummary, distribution_summary
+from moec.manifests.errors import OptionError
+from moec.manifests.model import UnitKey
+
+from ..families import Lowering
+from ..journal import Journal
+from ..options import Progress
+from ..parallel import workers
+from ..plan import CompilePlan
+from ..reference_weights import WeightName
+from ..trials import Trials
+from ..unit_store import UnitStore
+from .slot import LayerSlot, TextStates, divergences
+from .store import layer_units
+from .sweep import SweepInputs, SweepResult
+
+
+class StreamedTrials(Trials):
+    """Trials of a model that is never in memory as a whole: KL alone, no generated answers."""
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        inputs: SweepInputs,
+        found: SweepResult,
+        progress: Progress,
+        journal: Journal,
+        threads: int,
+    ) -> None:
+        super().__init__(None, found.store, (), 0, progress, journal)
+        self._lowering, self._inputs, self._answers, self._threads = lowering, inputs, found.answers, threads
+
+    @property
+    def has_data(self) -> bool:
+        return bool(self._inputs.answers)
+
+    def require_baselines(self) -> None:
+        raise OptionError(
+            "a loss target needs generated answers, and the model does not fit in memory",
+            "take `--kl`, `--bits-per-weight` or `--size`, or raise `--memory`",
+        )
+
+    def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
+        source, slot, layers = store or self.store, LayerSlot(self._lowering), plan.model.num_layers
+        embedding = self._dense(plan, source, "embedding")
+        texts = TextStates.begin(self._inputs.answers, lambda ids: slot.embed(ids, embedding))
+        with workers(self._threads) as pool:
+            for layer in range(layers):
+                slot.load(layer, self._replaced(plan, source, slot, layer))
+                slot.run([texts], pool, lambda: None)
+                self._progress(layer + 1, layers)
+        states = slot.normed(texts.answers(self._inputs.answer_counts))
+        own = slot.head()
+        other = self._dense(plan, source, "embedding" if plan.model.tie_embeddings else "lm_head")
+        return self._summary(states, own if other is None else other, own)
+
+    def _replaced(
+        self, plan: CompilePlan, source: UnitStore, slot: LayerSlot, layer: int
+    ) -> Mapping[WeightName, Tensor]:
+        """Dense weights of the layer below 16 bits; those of the experts are set one at a time."""
+        weights: dict[WeightName, Tensor] = {}
+        for name in slot.dense_names(layer):
+            weight = self._dense(plan, source, name)
+            if weight is not None:
+                weights[name] = weight
+        return _Units(plan, source, layer, weights)
+
+    def _dense(self, plan: CompilePlan, source: UnitStore, name: str) -> Tensor | None:
+        spec = plan.dense[name]
+        return None if spec.bitwidth == 16 else source.dense_weight(name, spec)
+
+    def _summary(self, states: Tensor, head: Tensor, own: Tensor) -> DistributionSummary:
+        parts = list(divergences(states, self._answers, head, own))
+        items = np.repeat(np.arange(len(self._inputs.answer_counts)), self._inputs.answer_counts)
+        kl = torch.cat([kl for kl, _ in parts]).double().numpy()
+        agrees = torch.cat([same for _, same in parts]).numpy()
+        return distribution_summary(kl, agrees, items)
+
+
+class _Units(Mapping[WeightName, Tensor]):
+    """Weights of one layer as a plan stores them, made when asked for: one expert is held at a time."""
+
+    def __init__(self, plan: CompilePlan, source: UnitStore, layer: int, dense: Mapping[WeightName, Tensor]) -> None:
+        self._plan, self._source, self._dense = plan, source, dense
+        self._units = dict.fromkeys(u for u in layer_units(plan.model, layer) if plan.units[u].bitwidth < 16)
+
+    def __len__(self) -> int:
+        return len(self._dense) + len(self._units)
+
+    def __iter__(self) -> Iterator[WeightName]:
+        yield from self._dense
+        yield from self._units
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._dense or name in self._units
+
+    def __getitem__(self, name: WeightName) -> Tensor:
+        if isinstance(name, UnitKey):
+            return self._source.weight(name, self._plan.units[name])
+        return self._dense[name]

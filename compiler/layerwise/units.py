@@ -1,0 +1,152 @@
+"""The experts of the layer that is loaded: what flows through them, their weights in every format, what each costs.
+
+The cost of a format is the routing-weighted squared error that it makes at the layer's output, with the other
+projections as they are: sum over tokens of g^2 |y' - y|^2, g the router weight. It is measured on a sample of each
+expert's tokens and scaled to all of them.
+Source: Optimal Brain Compression, section 3 (the layer-wise problem), taken at the output of the expert.
+Shapes: N tokens of a batch, n tokens of an expert, D hidden, F expert width, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moec.manifests.model import ExpertsSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..parallel import Workers
+from ..quantized import QuantizedMatrix
+from ..quantizers import quantizer as find_quantizer
+from ..quantizers.gptq import prepare_inputs, quantize_gptq_batch
+from ..second_moments import SecondMoments
+
+SAMPLE_TOKENS = 128
+"""Tokens of an expert that its errors are measured on: the error of a mean over them is under a tenth of it."""
+_ROUTER_SHARE_UNSEEN = 1.0
+Costs = dict[tuple[UnitKey, QuantSpec], float]
+Matrices = dict[tuple[UnitKey, QuantSpec], QuantizedMatrix]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInputs:
+    """What a batch handed to the experts: x [N, D], experts [N, K], router weights [N, K]; real tokens only."""
+
+    inputs: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+
+class LayerInputs:
+    """Second moments of every projection's inputs of one layer, and a sample of the tokens of each expert."""
+
+    def __init__(self, experts: ExpertsSpec, hidden_size: int) -> None:
+        count, width = experts.count, experts.width
+        self.moments = SecondMoments(
+            [torch.zeros(count, hidden_size, hidden_size)],
+            [torch.zeros(count, width, width)],
+            [torch.zeros(count, dtype=torch.int64)],
+        )
+        self._samples: list[list[Tensor]] = [[] for _ in range(count)]
+        self._weights: list[list[Tensor]] = [[] for _ in range(count)]
+        self._fallback = torch.zeros(0, hidden_size)
+
+    def add(self, module: Any, batch: ExpertInputs, pool: Workers) -> None:
+        """Add a batch; module: the experts, whose gates the intermediates come from. One expert after the other."""
+        if len(self._fallback) < SAMPLE_TOKENS:
+            self._fallback = torch.cat([self._fallback, batch.inputs[: SAMPLE_TOKENS - len(self._fallback)]])
+
+        def add_expert(expert: int) -> None:
+            token, rank = torch.where(batch.chosen == expert)
+            if not len(token):
+                return
+            with torch.inference_mode():
+                rows, weight = batch.inputs[token], batch.weights[token, rank].unsqueeze(1)
+                gated = module._apply_gate(functional.linear(rows, module.gate_up_proj[expert]))
+                self.moments.add(0, expert, rows * weight, gated * weight)
+            room = SAMPLE_TOKENS - sum(map(len, self._samples[expert]))
+            if room > 0:
+                self._samples[expert].append(rows[:room].clone())
+                self._weights[expert].append(weight[:room].clone())
+
+        for _ in pool.in_order(add_expert, range(len(self._samples))):
+            pass
+
+    def sample(self, expert: int) -> tuple[Tensor, Tensor, float]:
+        """Tokens of an expert [n, D], their router weights [n, 1], and how many tokens each stands for.
+
+        An expert that saw none is judged on tokens of others, as if it had seen one of them.
+        """
+        if not self._samples[expert]:
+            return self._fallback, torch.full((len(self._fallback), 1), _ROUTER_SHARE_UNSEEN), 1 / len(self._fallback)
+        rows, weights = torch.cat(self._samples[expert]), torch.cat(self._weights[expert])
+        return rows, weights, float(self.moments.tokens(0)[expert]) / len(rows)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of each expert, [E] int64."""
+        return self.moments.tokens(0)
+
+
+class LayerQuantizer:
+    """Quantizes the experts of the loaded layer, one expert at a time, in every format on offer."""
+
+    def __init__(self, module: Any, layer: int, quantizer: str, specs: Sequence[QuantSpec]) -> None:
+        """module: the layer's experts (`gate_up_proj` [E, 2F, D], `down_proj` [E, D, F]). specs: below 16 bits."""
+        self._module, self._layer, self._quantizer, self._specs = module, layer, quantizer, tuple(specs)
+
+    def run(self, inputs: LayerInputs, pool: Workers) -> Iterator[tuple[int, Matrices, Costs]]:
+        """Per expert, in order: its projections in every format that fits them, and what each costs."""
+        experts = range(int(self._module.num_experts))
+        results = pool.in_order(lambda expert: self._expert(expert, inputs), experts)
+        for expert, (matrices, costs) in zip(experts, results, strict=True):
+            yield expert, matrices, costs
+
+    def _expert(self, expert: int, inputs: LayerInputs) -> tuple[Matrices, Costs]:
+        with torch.inference_mode():
+            gate, up = self._module.gate_up_proj[expert].chunk(2)
+            weights = {"gate": gate, "up": up, "down": self._module.down_proj[expert]}
+            matrices = self._matrices(expert, weights, inputs)
+            return matrices, self._costs(expert, weights, matrices, inputs)
+
+    def _matrices(self, expert: int, weights: dict[str, Tensor], inputs: LayerInputs) -> Matrices:
+        found: Matrices = {}
+        tokens = inputs.tokens[expert : expert + 1]
+        for group in (("gate", "up"), ("down",)):
+            fitting = [spec for spec in self._specs if spec.fits(weights[group[0]].shape[1])]
+            prepared, moment = None, inputs.moments.of(0, group[0])[expert : expert + 1]
+            if self._quantizer == "gptq" and int(tokens) and fitting:
+                prepared = prepare_inputs(moment, [int(tokens)])  # the same for gate and up, and for every format
+            for projection in group:
+                for spec in fitting:
+                    key = (UnitKey(self._layer, expert, projection), spec)
+                    if self._quantizer == "gptq":
+                        weight = weights[projection].unsqueeze(0)
+                        found[key] = quantize_gptq_batch(weight, spec, moment, tokens, prepared)[0]
+                    else:
+                        found[key] = find_quantizer(self._quantizer)(weights[projection], spec, None, 0)
+        return found
+
+    def _costs(self, expert: int, weights: dict[str, Tensor], matrices: Matrices, inputs: LayerInputs) -> Costs:
+        rows, share, scale = inputs.sample(expert)
+        gate, up = rows @ weights["gate"].T, rows @ weights["up"].T
+        middle = self._gated(gate, up)
+        costs: Costs = {}
+        for (unit, spec), matrix in matrices.items():
+            other = matrix.dequantize()
+            if unit.projection == "down":
+                error = middle @ (other - weights["down"]).T
+            else:
+                moved = (rows @ other.T, up) if unit.projection == "gate" else (gate, rows @ other.T)
+                error = (self._gated(*moved) - middle) @ weights["down"].T
+            costs[(unit, spec)] = float((error * share).square().sum(dtype=torch.float64)) * scale
+        return costs
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        gated: Tensor = self._module._apply_gate(torch.cat([gate, up], dim=1))
+        return gated

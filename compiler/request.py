@@ -1,0 +1,45 @@
+"""What a compile is asked for, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moec.profiles.device import DeviceProfile
+from moec.profiles.probe import memory_limit_bytes
+
+from .certify import OpenRuntime
+from .durable import Disk
+from .options import CompileOptions, Talk
+from .plan import CompilePlan
+
+
+@dataclass(slots=True)
+class CompileRequest:
+    """What to compile, where to, for which device, and whose runtime certifies it."""
+
+    source: str
+    output: Path
+    options: CompileOptions
+    profile: DeviceProfile
+    open_runtime: OpenRuntime
+    talk: Talk = field(default_factory=Talk)
+    disk: Disk = field(default_factory=Disk)
+    resume: bool = False
+    overwrite: bool = False
+    plan_only: bool = False
+    memory_bytes: int = 0  # what the compile may take; 0: 7/8 of the machine's
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        return self.memory_bytes or memory_limit_bytes() * 7 // 8
+
+
+@dataclass(frozen=True, slots=True)
+class CompileResult:
+    """What came out. path is None after a plan-only run; quality is the content of quality.json."""
+
+    path: Path | None
+    plan: CompilePlan
+    quality: dict[str, Any]

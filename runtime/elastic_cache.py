@@ -1,0 +1,69 @@
+"""The expert cache lives in what the rest of the budget does not use yet.
+
+A budget holds keys and values for the whole context and the working memory of a long prompt; while a short sequence is
+decoded, most of both is empty. Before every pass the cache is brought to what that pass leaves free, so that it never
+exceeds the budget and never leaves it idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+
+from moec.manifests.bundle import BundleManifest
+
+from .budget import MAX_PASS_TOKENS, MemoryPlan, pass_bytes
+from .expert_cache import ExpertCache
+
+_KV_ELEMENT_BYTES = 4
+_TRIMMED_TOKENS = 16
+"""After a pass of more tokens the allocator is asked to give back what it keeps."""
+
+
+class ElasticCache:
+    """Sizes one expert cache pass by pass. For budgets; a cache of a given size stays as it is."""
+
+    def __init__(self, manifest: BundleManifest, plan: MemoryPlan, slots: int, cache: ExpertCache) -> None:
+        """plan: with budget_bytes; its cache_bytes is the size beside a full context and the longest pass."""
+        self._manifest, self._plan, self._cache = manifest, plan, cache
+        self._longest = [0] * slots  # positions ever written: their pages stay
+        self._most_scratch = pass_bytes(manifest, min(MAX_PASS_TOKENS, slots * plan.context))
+        self._experts_bytes = manifest.cost.expert_padded_bytes
+        self._trim_allocator = _allocator_trim()
+
+    def before_pass(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Make room for the keys, values and working memory of this pass."""
+        for slot, position in zip(slots, positions, strict=True):
+            self._longest[slot] = max(self._longest[slot], position + 1)
+        self._resize(len(slots))
+
+    def after_pass(self, tokens: int) -> None:
+        """Take over the working memory of a long pass."""
+        if tokens > _TRIMMED_TOKENS:
+            if self._trim_allocator is not None:
+                self._trim_allocator(0)
+            self._resize(1)
+
+    def _resize(self, tokens: int) -> None:
+        unused = self._most_scratch - pass_bytes(self._manifest, tokens) + self._plan.kv_bytes - self._kv_bytes()
+        self._cache.resize(min(self._plan.cache_bytes + max(unused, 0), self._experts_bytes))
+
+    def _kv_bytes(self) -> int:
+        """Keys and values in memory: every head of every layer and slot has a run of its own, in whole pages."""
+        total = 0
+        for layer in self._manifest.model.layers:
+            attention, page = layer.attention, mmap.PAGESIZE
+            for positions in self._longest:
+                run = min(positions, self._plan.context) * attention.head_size * _KV_ELEMENT_BYTES
+                total += 2 * attention.num_kv_heads * (-(-run // page) * page + page)  # runs need not begin with a page
+        return total
+
+
+def _allocator_trim() -> Callable[[int], int] | None:
+    """glibc's malloc_trim: what a long pass has freed goes back to the system. None elsewhere."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        return trim
+    return None

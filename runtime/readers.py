@@ -1,0 +1,42 @@
+"""The threads that read experts, and the time in which at least one of them did."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class ReaderThreads:
+    """Threads of one loop, started when there is first something to read."""
+
+    def __init__(self, count: int, loop: Callable[[], None]) -> None:
+        self._count, self._loop = count, loop
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start those that do not run yet."""
+        while len(self._threads) < self._count:
+            thread = threading.Thread(target=self._loop, name=f"moec-reader-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until all have ended."""
+        for thread in self._threads:
+            thread.join()
+
+
+class BusyClock:
+    """How many reads are under way, and for how long at least one was. Callers hold a lock."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._last_change_ns = 0
+
+    def change(self, by: int) -> int:
+        """So many more or less; nanoseconds of reading since the last change."""
+        now_ns = time.perf_counter_ns()
+        passed_ns = now_ns - self._last_change_ns if self.running else 0
+        self._last_change_ns, self.running = now_ns, self.running + by
+        return passed_ns

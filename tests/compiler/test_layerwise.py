@@ -1,0 +1,267 @@
+"""A compile one layer at a time: the same model, the same measurements, and a killed one that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moec.compiler.calibration import calibrate
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk
+from moec.compiler.families import Lowering, lower
+from moec.compiler.journal import Journal
+from moec.compiler.layerwise.memory import streamed_bytes, whole_bytes
+from moec.compiler.layerwise.slot import LayerSlot, TextStates, divergences
+from moec.compiler.layerwise.store import layer_units
+from moec.compiler.layerwise.sweep import Sweep, SweepInputs, SweepResult
+from moec.compiler.layerwise.trials import StreamedTrials
+from moec.compiler.parallel import workers
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.sensitivity import plain_plan
+from moec.compiler.targets import TargetKind
+from moec.compiler.trials import divergence, log_softmax
+from moec.compiler.uniform import dense_spec, uniform_plan
+from moec.compiler.unit_store import UnitStore
+from moec.manifests.errors import OptionError
+from moec.manifests.model import PROJECTIONS
+from moec.manifests.quant import QuantSpec
+from tests.manifests.examples import layer_spec, model_spec
+from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
+
+SPECS = (QuantSpec(3, 32), QuantSpec(4, 32))
+TEXTS = [[5, 6, 200, 7, 90, 33, 8], [1, 2, 3], [250, 9, 8, 7, 6, 5, 4, 3, 2, 1], [17, 17, 40]]
+
+
+def nothing(done: int, total: int) -> None:
+    """No progress."""
+
+
+@pytest.fixture(scope="module", params=["mixtral", "olmoe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of four experts, one of which few tokens reach."""
+    save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe}[request.param]
+    return save(tmp_path_factory.mktemp(request.param) / "tiny", TinyMixtral(layers=3, width=64, seed=7))
+
+
+@pytest.fixture(scope="module")
+def lowering(folder: Path) -> Lowering:
+    return lower(open_checkpoint(str(folder)))
+
+
+def inputs_of(lowering: Lowering, quantizer: str = "gptq", dense_bits: int = 4) -> SweepInputs:
+    shapes = lowering.model.dense_shapes()
+    probe = {name: dense_spec(name, shape, dense_bits, 32, lowering.float_type) for name, shape in shapes.items()}
+    return SweepInputs(TEXTS, TEXTS[:2], [3, 2], SPECS, probe, quantizer, 0)
+
+
+def sweep(lowering: Lowering, work: Path, **options: object) -> SweepResult:
+    return Sweep(lowering, inputs_of(lowering, **options), Journal(work, "x", Disk()), 2).run(nothing)  # type: ignore[arg-type]
+
+
+def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering: Lowering) -> None:
+    slot, reference = LayerSlot(lowering), ReferenceModel(folder)
+    texts = TextStates.begin(TEXTS, slot.embed)
+    with workers(1) as pool:
+        for layer in range(lowering.model.num_layers):
+            slot.load(layer)
+            slot.run([texts], pool, lambda: None)
+    for batch, states in zip(texts.batches, texts.states, strict=True):
+        with torch.inference_mode():
+            expected = reference.network.hidden([TEXTS[index] for index in batch])
+        found = slot.normed(states.reshape(-1, states.shape[-1])).view_as(states)
+        for at, index in enumerate(batch):
+            assert torch.allclose(found[at, : len(TEXTS[index])], expected[at, : len(TEXTS[index])], atol=1e-5)
+
+
+def test_the_sweep_counts_what_calibration_counts(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
+    found = sweep(lowering, tmp_path / "w.work").statistics
+    expected = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0)
+    assert found.num_tokens == expected.num_tokens == sum(map(len, TEXTS))
+    assert np.array_equal(found.popularity, expected.popularity)
+    assert np.array_equal(found.transitions, expected.transitions)
+    assert np.array_equal(found.path_counts, expected.path_counts)
+    assert found.router_quantiles == pytest.approx(expected.router_quantiles, abs=1e-5)
+    assert found.unseen_experts == expected.unseen_experts
+
+
+def test_units_on_disk_are_those_that_memory_would_hold(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
+    """Quantized against the same second moments: the same codes, up to a rounding that falls the other way."""
+    found = sweep(lowering, tmp_path / "w.work")
+    moments = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0).second_moments
+    held = UnitStore(lowering, moments, "gptq")
+    same = total = 0
+    for unit in (unit for layer in range(lowering.model.num_layers) for unit in layer_units(lowering.model, layer)):
+        for spec in SPECS:
+            mine, theirs = found.store.matrix(unit, spec), held.matrix(unit, spec)
+            same += int((mine.codes == theirs.codes).sum())
+            total += mine.codes.numel()
+            assert found.store.error(unit, spec) >= 0
+    assert same >= 0.99 * total
+
+
+def test_more_bits_cost_less_and_every_layer_has_a_gain(lowering: Lowering, tmp_path: Path) -> None:
+    found = sweep(lowering, tmp_path / "w.work")
+    for layer in range(lowering.model.num_layers):
+        units = layer_units(lowering.model, layer)
+        assert (
+            sum(found.store.error(u, SPECS[0]) for u in units) > sum(found.store.error(u, SPECS[1]) for u in units) > 0
+        )
+    assert found.sensitivity.gains.shape == (lowering.model.num_layers, len(PROJECTIONS))
+    assert (found.sensitivity.gains > 0).all() and all(gain > 0 for gain in found.sensitivity.dense_gains.values())
+
+
+def test_a_plan_measures_as_the_whole_model_does(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
+    inputs, journal = inputs_of(lowering), Journal(tmp_path / "w.work", "x", Disk())
+    found = Sweep(lowering, inputs, journal, 2).run(nothing)
+    trials = StreamedTrials(lowering, inputs, found, nothing, journal, 2)
+    plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
+    assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
+    plan = uniform_plan(lowering.model, 3, 32, 4, lowering.float_type, "gptq")
+    measured = trials.kl(plan, "3 bits")
+    reference = ReferenceModel(folder)
+    rows = [_scored(reference, text, count) for text, count in zip(inputs.answers, inputs.answer_counts, strict=True)]
+    weights = {unit: found.store.weight(unit, spec) for unit, spec in plan.units.items()}
+    weights |= {n: found.store.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}  # type: ignore[misc]
+    with reference.weights(weights):  # type: ignore[arg-type]
+        others = [
+            _scored(reference, text, count) for text, count in zip(inputs.answers, inputs.answer_counts, strict=True)
+        ]
+    expected = np.concatenate([divergence(log_softmax(own), other)[0] for own, other in zip(rows, others, strict=True)])
+    assert measured.mean == pytest.approx(float(expected.mean()), rel=1e-3)
+    assert measured.mean > 0
+
+
+def _scored(reference: ReferenceModel, text: list[int], count: int) -> np.ndarray:
+    with torch.inference_mode():
+        hidden = reference.network.hidden([text])[0, len(text) - count :]
+        return reference.network.logits(hidden).numpy()
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@contextmanager
+def killed_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The sweep ends before it begins that layer."""
+    own = Sweep._layer
+
+    def layer(self: Sweep, index: int, *rest: object) -> object:
+        if index == layers:
+            raise Killed
+        return own(self, index, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Sweep, "_layer", layer)
+        yield
+
+
+@pytest.mark.gate("G5")
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_a_killed_sweep_goes_on_and_ends_alike(
+    lowering: Lowering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    whole = sweep(lowering, tmp_path / "whole.work")
+    with killed_after(layers, monkeypatch):
+        sweep(lowering, tmp_path / "cut.work")
+    seen: list[int] = []
+    resumed = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "cut.work", "x", Disk()), 2).run(
+        lambda done, total: seen.append(done)
+    )
+    assert seen[0] == layers
+    assert np.array_equal(resumed.sensitivity.gains, whole.sensitivity.gains)
+    assert resumed.sensitivity.dense_gains == whole.sensitivity.dense_gains
+    assert torch.equal(resumed.answers, whole.answers)
+    for unit in layer_units(lowering.model, lowering.model.num_layers - 1):
+        assert np.array_equal(resumed.store.for_bundle(unit, SPECS[0]), whole.store.for_bundle(unit, SPECS[0]))
+    assert np.array_equal(resumed.statistics.popularity, whole.statistics.popularity)
+
+
+@pytest.mark.gate("G5")
+def test_a_damaged_layer_is_done_again(lowering: Lowering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with killed_after(2, monkeypatch):
+        sweep(lowering, tmp_path / "cut.work")
+    (file,) = (path for path in (tmp_path / "cut.work").iterdir() if path.name.startswith("units-1-q3"))
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    whole, resumed = sweep(lowering, tmp_path / "whole.work"), sweep(lowering, tmp_path / "cut.work")
+    assert np.array_equal(resumed.sensitivity.gains, whole.sensitivity.gains)
+
+
+def test_threads_change_nothing(lowering: Lowering, tmp_path: Path) -> None:
+    one = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "a.work", "x", Disk()), 1).run(nothing)
+    three = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "b.work", "x", Disk()), 3).run(nothing)
+    assert np.array_equal(one.sensitivity.gains, three.sensitivity.gains)
+
+
+def test_divergences_are_those_of_the_plain_formula() -> None:
+    generator = torch.Generator().manual_seed(1)
+    states, own = (torch.randn(5, 8, generator=generator) for _ in range(2))
+    head, other = (torch.randn(40, 8, generator=generator) for _ in range(2))
+    kl, agrees = next(divergences(states, own, other, head))
+    expected = divergence(log_softmax((own @ head.T).numpy()), (states @ other.T).numpy())
+    assert kl.numpy() == pytest.approx(expected[0], rel=1e-4) and agrees.numpy().tolist() == expected[1].tolist()
+
+
+@pytest.fixture
+def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model fits in memory as a whole."""
+    monkeypatch.setattr("moec.compiler.pipeline.goes_layer_by_layer", lambda *_: True)
+
+
+def test_a_whole_compile_layer_by_layer(too_large: None, tmp_path: Path) -> None:
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    options = {"data": str(texts), "tasks": ("perplexity",), "bits": (2, 3, 4), "group_sizes": (32,)}
+    for name in ("one", "two"):
+        result = compile_tiny(model, tmp_path / name, "bits_per_weight", 4.0, quick=False, **options)
+    quality = check_bundle(tmp_path / "one")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert result.plan.bits_per_weight <= 4.0 and len(set(result.plan.units.values())) > 1
+    assert quality["trials"][-1]["kl"]["mean"] > 0
+    assert not (tmp_path / "one.work").exists()
+
+
+def test_a_kl_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    options = {
+        "data": str(texts),
+        "tasks": ("perplexity",),
+        "bits": (2, 3, 4, 8),
+        "group_sizes": (32,),
+        "dense_bits": 8,
+    }
+    result = compile_tiny(model, tmp_path / "out", "kl", 0.05, quick=False, **options)
+    measured = [trial["kl"]["mean"] for trial in result.quality["trials"] if trial["purpose"] == "search"]
+    assert min(measured) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_data", "memory", "words"),
+    [("loss", True, 10**12, "generated answers"), ("size", False, 10**12, "--data"), ("kl", True, 10**6, "--memory")],
+)
+def test_what_cannot_go_layer_by_layer_says_what_would_do(
+    too_large: None, tmp_path: Path, kind: TargetKind, with_data: bool, memory: int, words: str
+) -> None:
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    data = {"data": str(texts), "tasks": ("perplexity",)} if with_data else {}
+    with pytest.raises(OptionError) as caught:
+        value = 30_000 if kind == "size" else 0.1
+        compile_tiny(model, tmp_path / "out", kind, value, quick=False, dense_bits=8, memory_bytes=memory, **data)
+    assert words in f"{caught.value} {caught.value.hint}" and not (tmp_path / "out").exists()
+
+
+def test_memory_grows_with_a_layer_not_with_the_model() -> None:
+    deep, flat = (model_spec([layer_spec(width=512)] * count) for count in (40, 4))
+    specs = (QuantSpec(2, 32), QuantSpec(4, 32))
+    assert (
+        streamed_bytes(deep, 1000, specs, 2) - streamed_bytes(flat, 1000, specs, 2)
+        < 40 * 2 * 512 * 4 * deep.hidden_size
+    )
+    assert whole_bytes(deep, specs) > whole_bytes(flat, specs) + 30 * 4 * 512 * deep.hidden_size

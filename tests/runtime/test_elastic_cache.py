@@ -1,0 +1,92 @@
+"""The expert cache takes what keys, values and working memory do not use yet, and gives it back before they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moec.runtime import load
+from moec.runtime.budget import pass_bytes
+from moec.runtime.engine import Engine
+
+CONTEXT = 128
+TOKENS = [int(token) for token in np.random.default_rng(3).integers(3, 259, CONTEXT)]
+
+
+@pytest.fixture
+def engine(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose budget leaves a quarter of the experts beside everything else."""
+    from moec.runtime import budget
+
+    own = budget.plan_memory
+
+    def small(manifest, options):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        return replace(own(manifest, options), cache_bytes=manifest.cost.expert_padded_bytes // 4)
+
+    monkeypatch.setattr("moec.runtime.engine.plan_memory", small)
+    return load(tiny_bundle, memory="1GB", context=CONTEXT)
+
+
+def test_the_cache_is_large_beside_a_short_sequence_and_small_beside_a_long_pass(engine: Engine) -> None:
+    with engine:
+        plan, total = engine.memory, engine.bundle.manifest.cost.expert_padded_bytes
+        engine.step(TOKENS[:1], [0], [0])
+        short = engine.cache.capacity_bytes
+        assert plan.cache_bytes < short <= total
+        engine.step(TOKENS, [0] * CONTEXT, range(CONTEXT))
+        after = engine.cache.capacity_bytes
+        engine.cache.check_invariants()
+        unused = pass_bytes(engine.bundle.manifest, CONTEXT) - pass_bytes(engine.bundle.manifest, 1)
+        assert after == min(total, plan.cache_bytes + unused) or after < short
+        assert after >= plan.cache_bytes
+
+
+def test_during_the_longest_pass_over_a_full_context_it_has_its_planned_size(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    own = engine.model.forward
+
+    def forward(*arguments):  # type: ignore[no-untyped-def]
+        seen.append(engine.cache.capacity_bytes)
+        return own(*arguments)
+
+    monkeypatch.setattr(engine.model, "forward", forward)
+    with engine:
+        engine.step(TOKENS, [0] * CONTEXT, range(CONTEXT))
+        assert seen == [engine.memory.cache_bytes]
+
+
+def test_what_no_longer_fits_is_evicted_and_given_back(engine: Engine) -> None:
+    with engine:
+        for position in range(6):
+            engine.step([TOKENS[position]], [0], [position])
+        engine.cache.finish_warming()
+        assert engine.cache.used_bytes > engine.memory.cache_bytes
+        engine.cache.resize(engine.memory.cache_bytes)
+        engine.cache.check_invariants()
+        assert engine.cache.used_bytes <= engine.memory.cache_bytes
+        assert not engine._storage._pages._released  # type: ignore[attr-defined]
+
+
+@pytest.mark.gate("G1")
+def test_it_changes_no_bit(tiny_bundle: Path, engine: Engine) -> None:
+    with load(tiny_bundle, expert_cache="100%", context=CONTEXT) as whole:
+        expected = whole.logits(TOKENS)
+    with engine:
+        first = np.concatenate([engine.logits(TOKENS[:40])[:1], engine.logits(TOKENS)[1:]])
+        assert np.array_equal(first, expected)
+        steps = [engine.model.logits(engine.step([t], [0], [p]))[0] for p, t in enumerate(TOKENS[:20])]
+        assert np.array_equal(np.stack(steps), expected[:20])
+
+
+def test_a_cache_of_a_given_size_stays(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, expert_cache="50%", context=CONTEXT) as fixed:
+        before = fixed.cache.capacity_bytes
+        fixed.step(TOKENS, [0] * CONTEXT, range(CONTEXT))
+        fixed.step(TOKENS[:1], [0], [0])
+        assert fixed.cache.capacity_bytes == before
