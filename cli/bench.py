@@ -87,7 +87,7 @@ def bench_command(
     with open_engine(bundle, options, values["kernels"]) as engine:
         engine.check_tokens(sequence, room=0)
         engine.cache.finish_warming()
-        ceiling = predict(opened, host, engine.memory.cache_bytes)
+        ceiling = predict(opened, host, engine.decoding_cache_bytes(len(sequence)))
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
         statistics, trace = measure_decode(engine, sequence, prompt_length)

@@ -49,6 +49,9 @@ def loss_table(quality: Quality) -> str:
                 "-" if task["verdict"] is None else task["verdict"]["status"],
             ]
         )
+    for name, found in quality.get("held_out_kl", {}).items():
+        figures = f"{found['mean']:.4f}", f"{found['agreement']:.2%}"
+        rows.append([name, "KL alone", str(found["items"]), "-", "-", "-", *figures, "-"])
     header = ["task", "metric", "items", "baseline", "bundle", "relative loss (95 %)", "KL", "top-1 agree", "verdict"]
     return output.table(rows, header) if rows else ""
 
@@ -86,10 +89,13 @@ def comparison_table(quality: Quality) -> str:
 def verdict_line(quality: Quality) -> str:
     """The last line: what is proven, and what is not."""
     verdict = quality["verdict"]
-    if verdict == "not measured" and quality["target"]["kind"] == "loss":
+    kind = quality["target"]["kind"]
+    if verdict == "not measured" and kind in ("loss", "kl"):
         return "the plan alone: nothing is proven before a bundle is certified on held-out items"
     if verdict in ("measured", "not measured"):
         return f"no loss target was asked for: quality is {verdict}"
+    if kind == "kl":
+        return _kl_verdict_line(quality)
     share = _percent(quality["target"]["value"])
     sentences = {
         "supported": f"supported: on held-out items the loss is at most {share}, at 95 % confidence",
@@ -104,6 +110,19 @@ def verdict_line(quality: Quality) -> str:
     ]
     more = f"; about {max(needed)} items would decide" if needed else ""
     return sentences[verdict] + more
+
+
+def _kl_verdict_line(quality: Quality) -> str:
+    measured = [task["kl"]["mean"] for task in quality["tasks"].values()]
+    measured += [found["mean"] for found in quality.get("held_out_kl", {}).values()]
+    target, worst = f"{quality['target']['value']:g}", f"{max(measured):.4f}"
+    sentences = {
+        "supported": f"supported: on held-out answers the KL is at most {target} nats per token, at 95 % confidence",
+        "met": f"met, not supported: the KL measured, {worst}, is within {target}, its 95 % bound is not",
+        "missed": f"missed: the KL measured on held-out answers, {worst}, is above {target}",
+        "refuted": f"refuted: the KL on held-out answers, {worst}, is above {target}, at 95 % confidence",
+    }
+    return sentences[quality["verdict"]]
 
 
 def _percent(share: float | None) -> str:

@@ -38,6 +38,7 @@ _ARRAYS = (
     "popularity", "transitions", "path_keys", "path_offsets", "path_experts", "path_counts", "router_quantiles",
 )  # fmt: skip
 _REPORT = "path_report."
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +163,18 @@ def count_statistics(
         second_moments=moments,
         path_report=report_paths(routes[~held_out], routes[held_out], experts),
     )
+
+
+def unseen_notes(statistics: ActivationStatistics) -> list[str]:
+    """A sentence for each expert without a token, or for the first of many."""
+    unseen = statistics.unseen_experts
+    notes = [
+        f"expert {key.expert} of layer {key.layer} saw no calibration token: it is rounded unweighted"
+        for key in unseen[:_MOST_NAMED]
+    ]
+    if len(unseen) > _MOST_NAMED:
+        notes.append(f"so are {len(unseen) - _MOST_NAMED} more experts; give more text in the train split")
+    return notes
 
 
 class _Recorder:

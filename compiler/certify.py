@@ -13,15 +13,16 @@ import numpy as np
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.run import EvaluationResult, compare, evaluate
-from moec.evaluation.statistics import DistributionSummary, LossEstimate, Verdict, judge
+from moec.evaluation.statistics import DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
 from moec.evaluation.tasks import Item, Task
 
 from .options import Talk
 from .targets import Target
-from .trials import Reference, log_softmax, summarise_divergence
+from .trials import ONE_SIDED_95, Reference, divergence, log_softmax, summarise_divergence
 
 # KL and agreement are means over tokens and need fewer items than a task metric.
 KL_ITEMS = 500
+_PAIRS_AT_ONCE = 8  # their logits are held twice
 
 
 class BundleEngine(TextEngine, Protocol):
@@ -63,6 +64,45 @@ class TaskCertificate:
             "kl": self.divergence.to_json(),
             "data_sha256": self.value.data_sha256,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceCertificate:
+    """KL on one task's held-out answers, where the reference scores answers and generates none. items: answers."""
+
+    divergence: DistributionSummary
+    items: int
+
+
+def certify_divergence(
+    task: str,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    reference_log_probs: Callable[[int, int], list[np.ndarray]],
+    engine: BundleEngine,
+    talk: Talk,
+) -> DivergenceCertificate:
+    """Hold the bundle against the reference on answers, a few at a time.
+
+    reference_log_probs: log probabilities [A, V] of the pairs from one index to another.
+    """
+    progress, parts = talk.progress(f"KL on {task}"), list[tuple[np.ndarray, np.ndarray]]()
+    for start in range(0, len(pairs), _PAIRS_AT_ONCE):
+        end = min(start + _PAIRS_AT_ONCE, len(pairs))
+        logits = engine.forced_logits(pairs[start:end])
+        own = reference_log_probs(start, end)
+        parts += [divergence(log_p, rows) for log_p, rows in zip(own, logits, strict=True)]
+        progress(end, len(pairs))
+    items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
+    kl, agrees = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
+    return DivergenceCertificate(distribution_summary(kl, agrees, items), len(parts))
+
+
+def judge_divergence(summary: DistributionSummary, target: float) -> str:
+    """supported, met, missed or refuted: a mean KL in nats per token against its target, one-sided at 95 %."""
+    width = ONE_SIDED_95 * summary.standard_error
+    if summary.mean <= target:
+        return "supported" if summary.mean + width <= target else "met"
+    return "refuted" if summary.mean - width > target else "missed"
 
 
 def certify_task(

@@ -20,8 +20,8 @@ from moec.manifests.codec import canonical_json
 from moec.manifests.errors import OptionError, TargetUnreachable
 from moec.manifests.quant import QuantSpec
 
-from .calibration import ActivationStatistics, calibrate
-from .certify import TaskCertificate, certify_task
+from .calibration import ActivationStatistics, calibrate, unseen_notes
+from .certify import DivergenceCertificate, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
 from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, summarise_device
@@ -29,8 +29,8 @@ from .durable import check_replaceable, disk_errors, publish_directory, recover_
 from .emit import cost_summary, emit, finish, producer
 from .families import Lowering, TensorSource, lower
 from .journal import Journal
-from .layerwise.planning import check_layerwise, goes_layer_by_layer, need_bytes, sweep_inputs
-from .layerwise.sweep import Sweep
+from .layerwise.planning import certify_swept, check_layerwise, goes_layer_by_layer, need_bytes, sweep_inputs
+from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions
@@ -70,7 +70,9 @@ class _Stage:
     sensitivity: SensitivityTable | None = None
     space: SearchSpace | None = None
     comparison: Comparison | None = None
+    swept: tuple[SweepInputs, SweepResult] | None = None
     certificates: dict[str, TaskCertificate] = field(default_factory=dict)
+    divergences: dict[str, DivergenceCertificate] = field(default_factory=dict)
 
     @property
     def specs(self) -> tuple[QuantSpec, ...]:
@@ -135,8 +137,8 @@ def _choose_way(stage: _Stage) -> None:
     stage.is_layerwise = goes_layer_by_layer(model, stage.specs, limit)
     if stage.is_layerwise:
         threads = torch.get_num_threads()
-        check_layerwise(model, request.options.target, stage.specs, threads, limit, bool(stage.splits))
-        need = need_bytes(model, stage.specs, threads)
+        check_layerwise(model, request.options.target, stage.specs, threads, limit, len(stage.splits))
+        need = need_bytes(model, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
 
@@ -231,6 +233,8 @@ def _make_plan(stage: _Stage) -> CompilePlan:
         stage.request.talk.note("loading the reference model")
         stage.reference = ReferenceModel(stage.checkpoint.root)
         stage.statistics = _calibrate(stage)
+        for note in unseen_notes(stage.statistics):
+            stage.request.talk.note(note)
         moments = stage.statistics.second_moments
     stage.store = UnitStore(stage.lowering, moments, options.quantizer)
     data = tuple(
@@ -265,6 +269,9 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     threads = torch.get_num_threads()
     found = Sweep(lowering, inputs, journal, threads).run(talk.progress("calibrating and quantizing layer by layer"))
     stage.statistics, stage.store, stage.sensitivity = found.statistics, found.store, found.sensitivity
+    stage.swept = inputs, found
+    for note in unseen_notes(found.statistics):
+        talk.note(note)
     progress = talk.progress("measuring layer by layer")
     stage.trials = StreamedTrials(lowering, inputs, found, progress, journal, threads)
     plan = _search(stage)
@@ -299,8 +306,6 @@ def _calibrate(stage: _Stage) -> ActivationStatistics:
     seed, progress = stage.request.options.seed, talk.progress("calibrating")
     arrays = stage.journal.arrays("calibration", lambda: calibrate(reference, pairs, seed, None, progress).to_arrays())
     statistics = ActivationStatistics.from_arrays(arrays)
-    for key in statistics.unseen_experts:
-        talk.note(f"expert {key.expert} of layer {key.layer} saw no calibration token: it is rounded unweighted")
     return statistics
 
 
@@ -363,6 +368,9 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
                     request.options.target,
                     request.talk,
                 )
+    if stage.swept is not None:
+        with request.open_runtime(partial) as engine:
+            stage.divergences = certify_swept(stage.lowering, *stage.swept, engine, request.talk)
     quality = _quality(stage, plan, manifest)
     finish(partial, manifest, canonical_json(quality), model_card(manifest, quality).encode(), request.disk)
     return quality
@@ -379,6 +387,7 @@ def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) 
         target=stage.request.options.target,
         cost=cost_summary(plan, tables.popularity) if manifest is None else manifest.cost,
         certificates=stage.certificates,
+        divergences=stage.divergences,
         comparison=stage.comparison,
         trials=[] if stage.trials is None else stage.trials.log,
         sensitivity=stage.sensitivity,

@@ -12,7 +12,7 @@ from moec.manifests.codec import to_plain
 from moec.manifests.model import PROJECTIONS, UnitKey
 
 from .calibration import ActivationStatistics
-from .certify import TaskCertificate
+from .certify import DivergenceCertificate, TaskCertificate, judge_divergence
 from .comparison import Comparison
 from .plan import CompilePlan
 from .sensitivity import SensitivityTable
@@ -28,6 +28,7 @@ def quality_report(
     target: Target,
     cost: CostSummary,
     certificates: Mapping[str, TaskCertificate],
+    divergences: Mapping[str, DivergenceCertificate] | None = None,
     comparison: Comparison | None,
     trials: Sequence[Trial],
     sensitivity: SensitivityTable | None,
@@ -37,8 +38,11 @@ def quality_report(
     return {
         "version": QUALITY_VERSION,
         "target": {"kind": target.kind, "value": target.value},
-        "verdict": overall_verdict(target, certificates),
+        "verdict": overall_verdict(target, certificates, divergences),
         "tasks": {name: certificate.to_json() for name, certificate in certificates.items()},
+        "held_out_kl": {
+            name: {"items": found.items, **found.divergence.to_json()} for name, found in (divergences or {}).items()
+        },
         "sizes": _sizes(plan, cost),
         "bits": _bits(plan),
         "comparison": None if comparison is None else comparison.to_json(),
@@ -48,13 +52,22 @@ def quality_report(
     }
 
 
-def overall_verdict(target: Target, certificates: Mapping[str, TaskCertificate]) -> str:
-    """The weakest verdict of all tasks: supported, met, missed, refuted; `measured` or `not measured` without a loss
-    target."""
-    if target.kind != "loss":
-        return "measured" if certificates else "not measured"
+def overall_verdict(
+    target: Target,
+    certificates: Mapping[str, TaskCertificate],
+    divergences: Mapping[str, DivergenceCertificate] | None = None,
+) -> str:
+    """The weakest verdict of all tasks: supported, met, missed, refuted; `measured` or `not measured` where the target
+    is neither a loss nor a KL."""
+    others = divergences or {}
+    if target.kind not in ("loss", "kl"):
+        return "measured" if certificates or others else "not measured"
     order = ("supported", "met", "missed", "refuted")
-    verdicts = [c.verdict.status for c in certificates.values() if c.verdict is not None]
+    if target.kind == "kl":
+        summaries = [c.divergence for c in certificates.values()] + [c.divergence for c in others.values()]
+        verdicts = [judge_divergence(summary, target.value) for summary in summaries]
+    else:
+        verdicts = [c.verdict.status for c in certificates.values() if c.verdict is not None]
     return max(verdicts, key=order.index, default="not measured")
 
 
@@ -132,6 +145,8 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
         ]
         lines += [_card_row(name, task) for name, task in quality["tasks"].items()]
         lines.append("")
+    for name, found in quality["held_out_kl"].items():
+        lines += [f"KL to the checkpoint on {found['items']} held-out answers of {name}: {found['mean']:.4f} nats.", ""]
     lines += [
         "Formats, statistics and every trial of the search are in `quality.json`, the layout in `moec.json`.",
         "",

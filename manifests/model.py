@@ -50,7 +50,8 @@ class RopeSpec:
 class AttentionSpec:
     """Causal attention with grouped key/value heads; sliding_window 0 means the whole context.
 
-    query_key_norm: `full` norms queries and keys over all their heads together, before the rotary embedding.
+    query_key_norm: `full` norms queries and keys over all their heads together, `head` each head by itself, both before
+    the rotary embedding.
     """
 
     num_heads: int
@@ -58,7 +59,7 @@ class AttentionSpec:
     head_size: int
     rope: RopeSpec
     sliding_window: int = 0
-    query_key_norm: Literal["none", "full"] = "none"
+    query_key_norm: Literal["none", "full", "head"] = "none"
 
     def __post_init__(self) -> None:
         _require(0 < self.num_heads <= 4096 and 0 < self.head_size <= 4096, "heads and head_size must be 1 to 4096")
@@ -164,9 +165,10 @@ class ModelSpec:
             shapes[prefix + "query"] = (query, hidden)
             shapes[prefix + "key"] = (key_value, hidden)
             shapes[prefix + "value"] = (key_value, hidden)
-            if attention.query_key_norm == "full":
-                shapes[prefix + "query_norm"] = (query,)
-                shapes[prefix + "key_norm"] = (key_value,)
+            if attention.query_key_norm != "none":
+                is_full = attention.query_key_norm == "full"
+                shapes[prefix + "query_norm"] = (query if is_full else attention.head_size,)
+                shapes[prefix + "key_norm"] = (key_value if is_full else attention.head_size,)
             shapes[prefix + "output"] = (hidden, query)
             shapes[prefix + "experts_norm"] = (hidden,)
             shapes[prefix + "router"] = (layer.experts.count, hidden)

@@ -47,15 +47,19 @@ class ElasticCache:
             self._resize(1)
 
     def _resize(self, tokens: int) -> None:
-        unused = self._most_scratch - pass_bytes(self._manifest, tokens) + self._plan.kv_bytes - self._kv_bytes()
-        self._cache.resize(min(self._plan.cache_bytes + max(unused, 0), self._experts_bytes))
+        self._cache.resize(self.capacity_bytes(tokens, self._longest))
 
-    def _kv_bytes(self) -> int:
+    def capacity_bytes(self, tokens: int, longest: Sequence[int]) -> int:
+        """The cache beside a pass of so many tokens. longest: positions written, per slot."""
+        unused = self._most_scratch - pass_bytes(self._manifest, tokens) + self._plan.kv_bytes - self._kv_bytes(longest)
+        return min(self._plan.cache_bytes + max(unused, 0), self._experts_bytes)
+
+    def _kv_bytes(self, longest: Sequence[int]) -> int:
         """Keys and values in memory: every head of every layer and slot has a run of its own, in whole pages."""
         total = 0
         for layer in self._manifest.model.layers:
             attention, page = layer.attention, mmap.PAGESIZE
-            for positions in self._longest:
+            for positions in longest:
                 run = min(positions, self._plan.context) * attention.head_size * _KV_ELEMENT_BYTES
                 total += 2 * attention.num_kv_heads * (-(-run // page) * page + page)  # runs need not begin with a page
         return total

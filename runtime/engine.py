@@ -128,6 +128,12 @@ class Engine:
         self.cache.close()
         self._storage.close()
 
+    def decoding_cache_bytes(self, positions: int) -> int:
+        """The experts' share while one sequence of so many positions is decoded."""
+        if self._elastic is None:
+            return self.memory.cache_bytes
+        return self._elastic.capacity_bytes(1, [positions] + [0] * (self.options.slots - 1))
+
     @property
     def mode(self) -> str:
         """One line that says what is on."""
@@ -136,7 +142,8 @@ class Engine:
         advice = "off (all fit)" if self._holds_all else self.options.prefetch
         return (
             f"mode: {'resident' if self._holds_all else 'streaming'}, lossless; expert cache "
-            f"{self.memory.cache_bytes / 2**20:.1f} MiB ({share:.0%} of experts), policy {self.options.policy}, "
+            f"{'' if self._elastic is None else 'from '}{self.memory.cache_bytes / 2**20:.1f} MiB "
+            f"({share:.0%} of experts), policy {self.options.policy}, "
             f"prefetch {advice}, io {self._storage.mode}, readers {self.options.readers}, "
             f"kernels {kernels.active()}, threads {kernels.threads()}"
         )

@@ -158,9 +158,9 @@ class Model:
         value = np.empty_like(key)
         matrices = [self._dense[prefix + name] for name in ("query", "key", "value")]
         kernels.linears(matrices, normed, [heads.reshape(count, -1) for heads in (query, key, value)])
-        if attention.query_key_norm == "full":
+        if attention.query_key_norm != "none":
             for name, heads in (("query", query), ("key", key)):
-                rows = heads.reshape(count, -1)
+                rows = heads.reshape(count, -1) if attention.query_key_norm == "full" else heads.reshape(-1, size)
                 kernels.rms_norm(rows, self._dense[f"{prefix}{name}_norm"], self.spec.norm_eps, rows)
         cos, sin = self._rope[index]
         kernels.rope(query, cos, sin, positions)

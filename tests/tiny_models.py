@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from moec.compiler.checkpoint import open_checkpoint
@@ -69,6 +77,17 @@ def save_tiny_olmoe(folder: Path, tiny: TinyMixtral | None = None, **config: Any
     tiny = tiny or TinyMixtral()
     settings = OlmoeConfig(**_common(tiny), num_experts=tiny.experts, **{"rope_theta": 10_000.0, **config})
     return _save(folder, OlmoeForCausalLM, settings, tiny.seed, tiny.dtype, tiny.shard_size)
+
+
+def save_tiny_qwen3_moe(folder: Path, tiny: TinyMixtral | None = None, **config: Any) -> Path:
+    """A Qwen3-MoE checkpoint of these sizes, every layer routed."""
+    tiny = tiny or TinyMixtral()
+    settings = Qwen3MoeConfig(
+        **_common(tiny), head_dim=tiny.head_size or 32, num_experts=tiny.experts, moe_intermediate_size=tiny.width,
+        sliding_window=tiny.sliding_window, use_sliding_window=tiny.sliding_window is not None,
+        **{"rope_theta": 10_000.0, **config},
+    )  # fmt: skip
+    return _save(folder, Qwen3MoeForCausalLM, settings, tiny.seed, tiny.dtype, tiny.shard_size)
 
 
 def _common(tiny: TinyMixtral) -> dict[str, Any]:

@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping
 from moec.manifests.errors import CheckpointError
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
-from . import mixtral, olmoe
+from . import mixtral, olmoe, qwen3_moe
 from .lowering import Lowering, TensorSource
 
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
 
-FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {"mixtral": mixtral.lower, "olmoe": olmoe.lower}
+FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
+    "mixtral": mixtral.lower,
+    "olmoe": olmoe.lower,
+    "qwen3_moe": qwen3_moe.lower,
+}
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
+
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.manifests.errors import ContextOverflow, OptionError
@@ -11,16 +14,19 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
 from ..calibration import chosen_texts
+from ..certify import BundleEngine, DivergenceCertificate, certify_divergence
 from ..families import Lowering
+from ..options import Talk
 from ..targets import Target
 from ..text_pairs import TokenPair, encode_pairs, forced_rows, load_tokenizer
 from .memory import streamed_bytes, whole_bytes
-from .sweep import SweepInputs
+from .slot import logits, output_matrix
+from .sweep import AnswerTexts, SweepInputs, SweepResult
 
 CALIBRATION_TOKENS = 65_536
 """Tokens that calibration runs at most: their residual streams are what a sweep holds beside one layer."""
-ANSWER_TOKENS = 32_768
-"""Tokens of validation texts whose answers are scored, prompts included."""
+ANSWER_TOKENS = 16_384
+"""Tokens of texts whose answers are scored, prompts included: of validation, and of held-out ones for each task."""
 
 
 def goes_layer_by_layer(model: ModelSpec, specs: Sequence[QuantSpec], limit_bytes: int) -> bool:
@@ -28,22 +34,22 @@ def goes_layer_by_layer(model: ModelSpec, specs: Sequence[QuantSpec], limit_byte
     return whole_bytes(model, specs) > limit_bytes
 
 
-def need_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> int:
+def need_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int, tasks: int = 1) -> int:
     """Peak memory of a compile layer by layer, for texts of any length."""
-    return streamed_bytes(model, CALIBRATION_TOKENS + ANSWER_TOKENS, specs, threads)
+    return streamed_bytes(model, CALIBRATION_TOKENS + (1 + tasks) * ANSWER_TOKENS, specs, threads)
 
 
 def check_layerwise(
-    model: ModelSpec, target: Target, specs: Sequence[QuantSpec], threads: int, limit_bytes: int, has_data: bool
+    model: ModelSpec, target: Target, specs: Sequence[QuantSpec], threads: int, limit_bytes: int, tasks: int
 ) -> None:
     """Refuse what cannot be compiled layer by layer. Raises OptionError with the memory that would do."""
-    whole, need = whole_bytes(model, specs), need_bytes(model, specs, threads)
+    whole, need = whole_bytes(model, specs), need_bytes(model, specs, threads, tasks)
     if target.kind == "loss":
         raise OptionError(
             f"a loss target needs generated answers of the whole model, {whole} bytes of memory, found {limit_bytes}",
             "take `--kl`, `--bits-per-weight` or `--size`, or raise `--memory`",
         )
-    if not has_data:
+    if not tasks:
         raise OptionError(
             f"a search without data holds the whole model, {whole} bytes of memory, found {limit_bytes}",
             "add `--data`, or take `--uniform`",
@@ -65,35 +71,60 @@ def sweep_inputs(
     seed: int,
     answer_items: int,
 ) -> SweepInputs:
-    """Train texts for calibration, and the first validation items of every task for KL. Raises ContextOverflow."""
+    """Train texts for calibration, and the first validation and test items of every task for KL.
+
+    Raises ContextOverflow.
+    """
     tokenizer = load_tokenizer(lowering.checkpoint.root)
     train: list[tuple[str, str]] = []
     validation: list[tuple[str, str]] = []
+    held_out: dict[str, AnswerTexts] = {}
     for split in splits:
         task, examples = split.task, shots[split.task.name]
         train += [(task.prompt(item, examples), task.answer(item)) for item in split.train.items]
         chosen = split.validation.items[: max(1, answer_items // len(splits))]
         validation += [(task.prompt(item, examples), task.answer(item)) for item in chosen]
+        test = [(task.prompt(item, examples), task.answer(item)) for item in split.test.items]
+        held_out[task.name] = _answers(encode_pairs(tokenizer, test), lowering)
     context = lowering.model.max_positions
     rows = chosen_texts(encode_pairs(tokenizer, train), context, seed, CALIBRATION_TOKENS)
-    answers, counts = _answers(encode_pairs(tokenizer, validation), lowering)
-    return SweepInputs(
-        rows, answers, counts, tuple(spec for spec in specs if spec.bitwidth < 16), dense_probe, quantizer, seed
-    )
+    answers = _answers(encode_pairs(tokenizer, validation), lowering)
+    formats = tuple(spec for spec in specs if spec.bitwidth < 16)
+    return SweepInputs(rows, answers, held_out, formats, dense_probe, quantizer, seed)
 
 
-def _answers(pairs: Sequence[TokenPair], lowering: Lowering) -> tuple[list[list[int]], list[int]]:
-    """As many texts as ANSWER_TOKENS hold, with how many tokens of each are scored."""
+def _answers(pairs: Sequence[TokenPair], lowering: Lowering) -> AnswerTexts:
+    """As many texts, in order, as ANSWER_TOKENS hold."""
     rows, _, counts = forced_rows(pairs, lowering.model.eos_token_ids[:1])
-    kept: list[list[int]] = []
-    scored: list[int] = []
-    for row, count in zip(rows, counts, strict=True):
+    kept, tokens = AnswerTexts([], [], []), 0
+    for row, count, pair in zip(rows, counts, pairs, strict=True):
         if len(row) > lowering.model.max_positions:
             raise ContextOverflow(
                 f"a text has {len(row)} tokens, the context of the model has {lowering.model.max_positions}",
                 "shorten the text",
             )
-        if count and sum(map(len, kept)) + len(row) <= ANSWER_TOKENS:
-            kept.append(row)
-            scored.append(count)
-    return kept, scored
+        if count and tokens + len(row) <= ANSWER_TOKENS:
+            tokens += len(row)
+            kept.rows.append(row)
+            kept.counts.append(count)
+            kept.pairs.append(pair)
+    return kept
+
+
+def certify_swept(
+    lowering: Lowering, inputs: SweepInputs, found: SweepResult, engine: BundleEngine, talk: Talk
+) -> dict[str, DivergenceCertificate]:
+    """KL of the bundle, run by the runtime that ships, on each task's held-out answers."""
+    head = output_matrix(lowering)
+
+    def of_task(task: str) -> DivergenceCertificate:
+        texts, states = inputs.held_out[task], found.held_out[task]
+        starts = [0, *np.cumsum(texts.counts).tolist()]
+
+        def reference(first: int, last: int) -> list[np.ndarray]:
+            log_p = logits(states[starts[first] : starts[last]], head).log_softmax(-1)
+            return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
+
+        return certify_divergence(task, texts.pairs, reference, engine, talk)
+
+    return {task: of_task(task) for task, texts in inputs.held_out.items() if texts.rows}

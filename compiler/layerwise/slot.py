@@ -134,7 +134,12 @@ class LayerSlot:
 
     def head(self) -> Tensor:
         """The checkpoint's output matrix, [V, D] in 16 bits."""
-        return self._lowering.dense_weight("embedding" if self.model.tie_embeddings else "lm_head")
+        return output_matrix(self._lowering)
+
+
+def output_matrix(lowering: Lowering) -> Tensor:
+    """What turns residual streams into logits, [V, D] in 16 bits."""
+    return lowering.dense_weight("embedding" if lowering.model.tie_embeddings else "lm_head")
 
 
 def logits(states: Tensor, head: Tensor) -> Tensor:

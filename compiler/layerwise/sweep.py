@@ -29,6 +29,7 @@ from ..parallel import Workers, workers
 from ..reference_network import TOKENS_PER_FORWARD, length_batches
 from ..second_moments import SecondMoments
 from ..sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
+from ..text_pairs import TokenPair
 from .slot import LayerSlot, TextStates, divergences
 from .store import StreamedStore, layer_units, packed_layer, stage_name
 from .units import ExpertInputs, LayerInputs, LayerQuantizer
@@ -38,16 +39,25 @@ PROBE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTexts:
+    """Texts whose answers are scored: token rows, how many of the last tokens of each count, the pairs behind them."""
+
+    rows: list[list[int]]
+    counts: list[int]
+    pairs: list[TokenPair]
+
+
+@dataclass(frozen=True, slots=True)
 class SweepInputs:
-    """Texts of one sweep. calibration, answers: token rows; answer_counts: tokens of each answer row that are scored.
+    """Texts of one sweep. calibration: token rows; answers: what trials measure; held_out: by task, for certificates.
 
     specs: formats below 16 bits offered to units. dense_probe: formats of dense weights that their gains are
     measured at.
     """
 
     calibration: list[list[int]]
-    answers: list[list[int]]
-    answer_counts: list[int]
+    answers: AnswerTexts
+    held_out: Mapping[str, AnswerTexts]
     specs: tuple[QuantSpec, ...]
     dense_probe: Mapping[str, QuantSpec]
     quantizer: str
@@ -62,12 +72,13 @@ class SweepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a sweep found. answers: normed residual stream at the scored tokens of the unchanged model, [A, D]."""
+    """What a sweep found. answers, held_out: normed residual stream of the unchanged model, scored tokens, [A, D]."""
 
     statistics: ActivationStatistics
     sensitivity: SensitivityTable
     store: StreamedStore
     answers: Tensor
+    held_out: Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -76,11 +87,16 @@ class _Travellers:
 
     calibration: TextStates
     answers: TextStates
+    held_out: dict[str, TextStates]
     probe: TextStates
     variants: dict[str, TextStates] = field(default_factory=dict)
 
     def all(self) -> list[TextStates]:
-        return [self.calibration, self.answers, self.probe, *self.variants.values()]
+        return [self.calibration, *self.unchanged(), *self.variants.values()]
+
+    def unchanged(self) -> list[TextStates]:
+        """Texts that pass the checkpoint's own weights and leave nothing behind."""
+        return [self.answers, *self.held_out.values(), self.probe]
 
 
 class _Capture:
@@ -126,8 +142,12 @@ class Sweep:
                 self._found.append(self._layer(layer, travellers, pool))
                 self._save(layer, travellers)
                 progress(layer + 1, total)
-        answers = self._slot.normed(travellers.answers.answers(self._inputs.answer_counts))
-        return SweepResult(self._statistics(), self._sensitivity(travellers), self._store, answers)
+        answers = self._slot.normed(travellers.answers.answers(self._inputs.answers.counts))
+        held_out = {
+            task: self._slot.normed(travellers.held_out[task].answers(texts.counts))
+            for task, texts in self._inputs.held_out.items()
+        }
+        return SweepResult(self._statistics(), self._sensitivity(travellers), self._store, answers, held_out)
 
     # -- what a killed run has left --------------------------------------------------------------------------------
 
@@ -149,7 +169,10 @@ class Sweep:
         inputs, slot = self._inputs, self._slot
         probe = TextStates.begin(inputs.probe, slot.embed)
         travellers = _Travellers(
-            TextStates.begin(inputs.calibration, slot.embed), TextStates.begin(inputs.answers, slot.embed), probe
+            TextStates.begin(inputs.calibration, slot.embed),
+            TextStates.begin(inputs.answers.rows, slot.embed),
+            {task: TextStates.begin(texts.rows, slot.embed) for task, texts in inputs.held_out.items()},
+            probe,
         )
         if self._is_probed("embedding"):
             weight = self._store.dense_weight("embedding", inputs.dense_probe["embedding"])
@@ -184,8 +207,7 @@ class Sweep:
         slot, before = self._slot, travellers.probe.copy()
         slot.load(layer)
         inputs, routes, largest = self._calibrate(layer, travellers.calibration, pool)
-        others = [travellers.answers, travellers.probe, *travellers.variants.values()]
-        slot.run(others, pool, lambda: None)
+        slot.run([*travellers.unchanged(), *travellers.variants.values()], pool, lambda: None)
         variants: dict[str, TextStates] = {}
         if self._is_probed(f"layers.{layer}.attention"):
             variants[f"layers.{layer}.attention"] = self._with_dense_probe(layer, before.copy(), pool)

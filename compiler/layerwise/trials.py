@@ -42,7 +42,7 @@ class StreamedTrials(Trials):
 
     @property
     def has_data(self) -> bool:
-        return bool(self._inputs.answers)
+        return bool(self._inputs.answers.rows)
 
     def require_baselines(self) -> None:
         raise OptionError(
@@ -53,13 +53,13 @@ class StreamedTrials(Trials):
     def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
         source, slot, layers = store or self.store, LayerSlot(self._lowering), plan.model.num_layers
         embedding = self._dense(plan, source, "embedding")
-        texts = TextStates.begin(self._inputs.answers, lambda ids: slot.embed(ids, embedding))
+        texts = TextStates.begin(self._inputs.answers.rows, lambda ids: slot.embed(ids, embedding))
         with workers(self._threads) as pool:
             for layer in range(layers):
                 slot.load(layer, self._replaced(plan, source, slot, layer))
                 slot.run([texts], pool, lambda: None)
                 self._progress(layer + 1, layers)
-        states = slot.normed(texts.answers(self._inputs.answer_counts))
+        states = slot.normed(texts.answers(self._inputs.answers.counts))
         own = slot.head()
         other = self._dense(plan, source, "embedding" if plan.model.tie_embeddings else "lm_head")
         return self._summary(states, own if other is None else other, own)
@@ -81,7 +81,7 @@ class StreamedTrials(Trials):
 
     def _summary(self, states: Tensor, head: Tensor, own: Tensor) -> DistributionSummary:
         parts = list(divergences(states, self._answers, head, own))
-        items = np.repeat(np.arange(len(self._inputs.answer_counts)), self._inputs.answer_counts)
+        items = np.repeat(np.arange(len(self._inputs.answers.counts)), self._inputs.answers.counts)
         kl = torch.cat([kl for kl, _ in parts]).double().numpy()
         agrees = torch.cat([same for _, same in parts]).numpy()
         return distribution_summary(kl, agrees, items)

@@ -27,7 +27,7 @@ from ..quantizers.gptq import prepare_inputs, quantize_gptq_batch
 from ..second_moments import SecondMoments
 
 SAMPLE_TOKENS = 128
-"""Tokens of an expert that its errors are measured on: the error of a mean over them is under a tenth of it."""
+"""Tokens of an expert that its errors are measured on, the first that it saw."""
 _ROUTER_SHARE_UNSEEN = 1.0
 Costs = dict[tuple[UnitKey, QuantSpec], float]
 Matrices = dict[tuple[UnitKey, QuantSpec], QuantizedMatrix]

@@ -12,13 +12,20 @@ import pytest
 import torch
 
 from moec.cli.report import verdict_line
-from moec.compiler.certify import KL_ITEMS, BundleEngine, TaskCertificate, certify_task
+from moec.compiler.certify import (
+    KL_ITEMS,
+    BundleEngine,
+    DivergenceCertificate,
+    TaskCertificate,
+    certify_task,
+    judge_divergence,
+)
 from moec.compiler.options import Talk
 from moec.compiler.quality import overall_verdict
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.targets import Target
 from moec.evaluation.data import ItemSet
-from moec.evaluation.statistics import LossEstimate, judge
+from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
@@ -157,8 +164,27 @@ def test_the_weakest_task_speaks_for_all(reference: ReferenceModel) -> None:
                 for name, which in (("a", stronger), ("b", weaker))
             }
             assert overall_verdict(LOSS, pair) == order[weaker]
-    assert overall_verdict(Target("kl", 0.05), {"toy": base}) == "measured"
+    assert overall_verdict(Target("size", 10**9), {"toy": base}) == "measured"
     assert overall_verdict(Target("uniform", 4), {}) == "not measured"
+
+
+def summary(mean: float, standard_error: float) -> DistributionSummary:
+    return DistributionSummary(mean, standard_error, 0.0, 1.0, 2.0, 0.9, 500)
+
+
+@pytest.mark.parametrize(
+    ("mean", "standard_error", "status"),
+    [(0.03, 0.01, "supported"), (0.045, 0.01, "met"), (0.055, 0.01, "missed"), (0.08, 0.01, "refuted")],
+)
+def test_a_kl_target_gets_a_verdict_of_its_own(mean: float, standard_error: float, status: str) -> None:
+    target, good = Target("kl", 0.05), DivergenceCertificate(summary(0.001, 0.0001), 100)
+    found = DivergenceCertificate(summary(mean, standard_error), 100)
+    assert judge_divergence(found.divergence, 0.05) == status
+    assert overall_verdict(target, {}, {"good": good, "found": found}) == status
+    assert overall_verdict(target, {}, {}) == "not measured"
+    told = {"items": 100, **found.divergence.to_json()}
+    quality = {"verdict": status, "target": {"kind": "kl", "value": 0.05}, "tasks": {}, "held_out_kl": {"a": told}}
+    assert verdict_line(quality).startswith(status) and "0.05" in verdict_line(quality)
 
 
 def test_the_reference_comes_out_of_it_unchanged(reference: ReferenceModel, tmp_path: Path) -> None:

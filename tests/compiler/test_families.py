@@ -16,7 +16,7 @@ from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
-from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
+from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 DISK_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -233,3 +233,58 @@ def test_olmoe_says_whether_weights_are_renormalised(olmoe: Path, renormalized: 
         is renormalized
     )
     assert not _lower(_configure(olmoe, norm_topk_prob=...)).model.layers[0].experts.router.renormalize
+
+
+# Qwen3-MoE
+
+
+@pytest.fixture
+def qwen3_moe(tmp_path: Path) -> Path:
+    return save_tiny_qwen3_moe(tmp_path / "qwen3", TinyMixtral(kv_heads=2, experts=5, head_size=32))
+
+
+def test_qwen3_moe_is_what_its_configuration_says(qwen3_moe: Path) -> None:
+    lowering, on_disk = _lower(qwen3_moe), load_file(qwen3_moe / WEIGHTS_NAME)
+    model, layer = lowering.model, lowering.model.layers[1]
+    assert (model.family, layer.attention.query_key_norm, layer.attention.head_size) == ("qwen3_moe", "head", 32)
+    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
+    assert not layer.experts.router.renormalize and layer.attention.sliding_window == 0
+    for key in lowering.units:
+        name = f"model.layers.{key.layer}.mlp.experts.{key.expert}.{key.projection}_proj.weight"
+        assert torch.equal(lowering.unit(key), on_disk[name])
+    assert model.dense_shapes()["layers.0.query_norm"] == model.dense_shapes()["layers.0.key_norm"] == (32,)
+    assert model.dense_shapes()["layers.0.query"] == (4 * 32, 64)
+    read = {source.name for source in (*lowering.dense.values(), *lowering.units.values())}
+    assert read == set(on_disk), "every tensor is read"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_only_layers": [0]}, "key `mlp_only_layers`: expected an empty list"),
+        ({"decoder_sparse_step": 2}, "key `decoder_sparse_step`: expected 1, found `2`"),
+        ({"attention_bias": True}, "key `attention_bias`"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type `default`"),
+        ({"num_experts_per_tok": 9}, "contradicts itself: top_k must be 1 to 5"),
+        ({"num_experts": 4}, "key `num_experts`: expected the 5 of `num_local_experts`, found `4`"),
+        ({"num_local_experts": ...}, "key `num_experts`: expected a whole number"),
+    ],
+)
+def test_qwen3_moe_settings_that_cannot_be_expressed_are_named(
+    qwen3_moe: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        _lower(_configure(qwen3_moe, **changes))
+
+
+def test_qwen3_moe_counts_its_experts_under_either_name(qwen3_moe: Path) -> None:
+    """The hub's configurations say `num_experts`, those that transformers 5 writes `num_local_experts`."""
+    changed = _configure(qwen3_moe, num_local_experts=..., num_experts=5)
+    assert _lower(changed).model.layers[0].experts.count == 5
+
+
+def test_qwen3_moe_slides_only_where_it_is_told_to(qwen3_moe: Path) -> None:
+    changed = _configure(qwen3_moe, sliding_window=7, use_sliding_window=False)
+    assert _lower(changed).model.layers[0].attention.sliding_window == 0
+    changed = _configure(qwen3_moe, sliding_window=7, use_sliding_window=True)
+    assert _lower(changed).model.layers[0].attention.sliding_window == 7

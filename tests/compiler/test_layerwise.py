@@ -18,7 +18,7 @@ from moec.compiler.journal import Journal
 from moec.compiler.layerwise.memory import streamed_bytes, whole_bytes
 from moec.compiler.layerwise.slot import LayerSlot, TextStates, divergences
 from moec.compiler.layerwise.store import layer_units
-from moec.compiler.layerwise.sweep import Sweep, SweepInputs, SweepResult
+from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
 from moec.compiler.layerwise.trials import StreamedTrials
 from moec.compiler.parallel import workers
 from moec.compiler.reference import ReferenceModel
@@ -32,7 +32,7 @@ from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec
 from tests.manifests.examples import layer_spec, model_spec
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
-from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 SPECS = (QuantSpec(3, 32), QuantSpec(4, 32))
 TEXTS = [[5, 6, 200, 7, 90, 33, 8], [1, 2, 3], [250, 9, 8, 7, 6, 5, 4, 3, 2, 1], [17, 17, 40]]
@@ -42,10 +42,10 @@ def nothing(done: int, total: int) -> None:
     """No progress."""
 
 
-@pytest.fixture(scope="module", params=["mixtral", "olmoe"])
+@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers of four experts, one of which few tokens reach."""
-    save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe}[request.param]
+    save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[request.param]
     return save(tmp_path_factory.mktemp(request.param) / "tiny", TinyMixtral(layers=3, width=64, seed=7))
 
 
@@ -57,7 +57,8 @@ def lowering(folder: Path) -> Lowering:
 def inputs_of(lowering: Lowering, quantizer: str = "gptq", dense_bits: int = 4) -> SweepInputs:
     shapes = lowering.model.dense_shapes()
     probe = {name: dense_spec(name, shape, dense_bits, 32, lowering.float_type) for name, shape in shapes.items()}
-    return SweepInputs(TEXTS, TEXTS[:2], [3, 2], SPECS, probe, quantizer, 0)
+    answers = AnswerTexts(TEXTS[:2], [3, 2], [])
+    return SweepInputs(TEXTS, answers, {"text": AnswerTexts(TEXTS[2:], [2, 1], [])}, SPECS, probe, quantizer, 0)
 
 
 def sweep(lowering: Lowering, work: Path, **options: object) -> SweepResult:
@@ -125,13 +126,12 @@ def test_a_plan_measures_as_the_whole_model_does(folder: Path, lowering: Lowerin
     plan = uniform_plan(lowering.model, 3, 32, 4, lowering.float_type, "gptq")
     measured = trials.kl(plan, "3 bits")
     reference = ReferenceModel(folder)
-    rows = [_scored(reference, text, count) for text, count in zip(inputs.answers, inputs.answer_counts, strict=True)]
+    texts = list(zip(inputs.answers.rows, inputs.answers.counts, strict=True))
+    rows = [_scored(reference, text, count) for text, count in texts]
     weights = {unit: found.store.weight(unit, spec) for unit, spec in plan.units.items()}
     weights |= {n: found.store.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}  # type: ignore[misc]
     with reference.weights(weights):  # type: ignore[arg-type]
-        others = [
-            _scored(reference, text, count) for text, count in zip(inputs.answers, inputs.answer_counts, strict=True)
-        ]
+        others = [_scored(reference, text, count) for text, count in texts]
     expected = np.concatenate([divergence(log_softmax(own), other)[0] for own, other in zip(rows, others, strict=True)])
     assert measured.mean == pytest.approx(float(expected.mean()), rel=1e-3)
     assert measured.mean > 0
@@ -225,6 +225,9 @@ def test_a_whole_compile_layer_by_layer(too_large: None, tmp_path: Path) -> None
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert result.plan.bits_per_weight <= 4.0 and len(set(result.plan.units.values())) > 1
     assert quality["trials"][-1]["kl"]["mean"] > 0
+    held_out = quality["held_out_kl"]["perplexity"]
+    assert quality["verdict"] == "measured" and held_out["items"] == 40
+    assert 0.2 < held_out["mean"] / quality["trials"][-1]["kl"]["mean"] < 5
     assert not (tmp_path / "one.work").exists()
 
 

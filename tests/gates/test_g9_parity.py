@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from moec.runtime import load
 from tests.gates.bundles import emit_bundle
-from tests.tiny_models import TINY_MODELS, VOCABULARY, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
+from tests.tiny_models import (
+    TINY_MODELS,
+    VOCABULARY,
+    TinyMixtral,
+    save_tiny_mixtral,
+    save_tiny_olmoe,
+    save_tiny_qwen3_moe,
+)
 
 PROMPT_TOKENS, DECODE_STEPS = 40, 32
 TOLERANCE = 1e-3  # of the largest logit
@@ -22,10 +29,22 @@ OLMOES = {
     "olmoe-grouped": (TinyMixtral(heads=4, kv_heads=1, experts=6, seed=6), {"norm_topk_prob": True}),
     "olmoe-tied-half": (TinyMixtral(kv_heads=4, layers=3, tied=True, dtype="float16", seed=7), {"rms_norm_eps": 1e-6}),
 }
+QWEN3S = {
+    "qwen3-moe": (TinyMixtral(experts=8, top_k=4, head_size=32), {"norm_topk_prob": True}),
+    "qwen3-moe-top1": (TinyMixtral(experts=6, top_k=1, kv_heads=1, head_size=48, seed=8), {}),
+    "qwen3-moe-top8-tied-half": (
+        TinyMixtral(experts=16, top_k=8, layers=3, tied=True, dtype="float16", shard_size="100KB", seed=9),
+        {"norm_topk_prob": True, "rms_norm_eps": 1e-6},
+    ),
+    "qwen3-moe-window": (TinyMixtral(sliding_window=5, heads=3, kv_heads=3, seed=10), {"norm_topk_prob": True}),
+}
 
 
 def save(name: str, folder: Path) -> Path:
     """The checkpoint of that name."""
+    if name in QWEN3S:
+        tiny, config = QWEN3S[name]
+        return save_tiny_qwen3_moe(folder, tiny, **config)
     if name in OLMOES:
         tiny, config = OLMOES[name]
         return save_tiny_olmoe(folder, tiny, **config)
@@ -33,7 +52,7 @@ def save(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.gate("G9")
-@pytest.mark.parametrize("name", [*sorted(TINY_MODELS), *OLMOES])
+@pytest.mark.parametrize("name", [*sorted(TINY_MODELS), *OLMOES, *QWEN3S])
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -37,6 +37,7 @@ def test_the_cache_is_large_beside_a_short_sequence_and_small_beside_a_long_pass
         engine.step(TOKENS[:1], [0], [0])
         short = engine.cache.capacity_bytes
         assert plan.cache_bytes < short <= total
+        assert engine.decoding_cache_bytes(1) == short and engine.decoding_cache_bytes(CONTEXT) >= plan.cache_bytes
         engine.step(TOKENS, [0] * CONTEXT, range(CONTEXT))
         after = engine.cache.capacity_bytes
         engine.cache.check_invariants()
