@@ -23,6 +23,8 @@ OPTION_NAMES = (
     "context",
     "policy",
     "prefetch",
+    "prefetch_layers",
+    "prefetch_experts",
     "io",
     "readers",
     "threads",
@@ -47,6 +49,16 @@ _OPTIONS = (
         default="lookahead",
         show_default=True,
         help="How the next experts are guessed; never changes a result.",
+    ),
+    click.option(
+        "--prefetch-layers", type=int, default=2, show_default=True, metavar="N", help="Layers guessed ahead, 1 to 4."
+    ),
+    click.option(
+        "--prefetch-experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Experts of the next layer read ahead for a token.  [default: 3/8 of top-k]",
     ),
     click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True, help="How experts are read."),
     click.option(
@@ -78,6 +90,8 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
         context=values["context"],
         policy=values["policy"],
         prefetch=values["prefetch"],
+        prefetch_layers=values["prefetch_layers"],
+        prefetch_experts=values["prefetch_experts"],
         io=values["io"],
         readers=values["readers"],
         threads=values["threads"],

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LEAST_GAIN = 0.03
 ROUNDS = 3
-TUNED = ("prefetch", "readers", "threads")
+TUNED = ("prefetch", "prefetch_layers", "prefetch_experts", "readers", "threads")
 
 
 @click.command("tune", short_help="Find the options that pay for a bundle on this machine.")
@@ -32,11 +32,12 @@ TUNED = ("prefetch", "readers", "threads")
 @click.option("--json", "as_json", is_flag=True, help="Print the file's content.")
 @runtime_options
 def tune_command(bundle: Path, tokens: int, text_path: Path | None, as_json: bool, **values: Any) -> None:
-    """Try prefetchers, readers and thread counts on the bundle in folder BUNDLE, inside the memory that is given.
+    """Try what can be tuned on the bundle in folder BUNDLE, inside the memory that is given.
 
-    Each is decoded in turn with what is best so far, three times; it is kept if it is at least 3 % faster in the
-    median. What is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find
-    it on this machine. None of these options changes a result. Close other programs first.
+    That is prefetchers, how far and how much they read ahead, readers, and thread counts. Each is decoded in turn with
+    what is best so far, three times; it is kept if it is at least 3 % faster in the median. What is kept goes to
+    `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find it on this machine. None of these options
+    changes a result. Close other programs first.
 
     \b
     moec tune mixtral-moec --memory 4GiB
@@ -58,7 +59,8 @@ def tune_command(bundle: Path, tokens: int, text_path: Path | None, as_json: boo
             engine.cache.finish_warming()
             return 1 / (measure_decode(engine, sequence, len(sequence) - tokens)[0].tokens_per_s or 1e-9)
 
-    best, trials = search(options, seconds)
+    top_k = max(layer.experts.top_k for layer in open_bundle(folder).manifest.model.layers)
+    best, trials = search(options, top_k, seconds)
     kept = {name: getattr(best, name) for name in TUNED if getattr(best, name) != getattr(options, name)}
     tuning = Tuning(machine_sha256(), bundle_sha256(folder), kept, trials)
     try:
@@ -73,21 +75,26 @@ def tune_command(bundle: Path, tokens: int, text_path: Path | None, as_json: boo
     output.say(f"wrote `{path}`")
 
 
-def alternatives(options: RuntimeOptions) -> Iterator[tuple[str, str | int]]:
+def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str | int]]:
     """What is tried, one option after the other."""
     yield from (("prefetch", name) for name in ("lookahead", "path", "off") if name != options.prefetch)
+    yield from (("prefetch_layers", count) for count in (1, 3) if count != options.prefetch_layers)
+    counts = sorted({max(1, top_k // 4), max(1, top_k // 2), top_k})
+    yield from (("prefetch_experts", count) for count in counts if count != options.prefetch_experts)
     yield from (("readers", count) for count in (1, 2, 4) if count != options.readers)
     threads = options.threads or available_threads()
     yield from (("threads", count) for count in sorted({max(1, threads // 2), max(1, threads - 1)}) if count != threads)
 
 
 def search(
-    options: RuntimeOptions, seconds: Callable[[RuntimeOptions], float]
+    options: RuntimeOptions, top_k: int, seconds: Callable[[RuntimeOptions], float]
 ) -> tuple[RuntimeOptions, list[dict[str, Any]]]:
     """Each alternative beside the best so far, in turns; seconds: per token. Returns the best and every trial."""
-    best, trials, listed = options, list[dict[str, Any]](), list(alternatives(options))
+    best, trials, listed = options, list[dict[str, Any]](), list(alternatives(options, top_k))
     with output.Progress("tuning") as progress:
         for done, (name, value) in enumerate(listed):
+            if best.prefetch == "off" and name.startswith("prefetch_"):
+                continue  # there is nothing left that it could change
             change: dict[str, Any] = {name: value}
             candidate = replace(best, **change)
             ratios = []

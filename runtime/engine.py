@@ -111,6 +111,7 @@ class Engine:
                 options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
             )
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
+        self.model.prefetch_layers, self.model.prefetch_experts = options.prefetch_layers, options.prefetch_experts
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         self.cache.warm(warm_order(records).tolist())
         self._sequence = 0

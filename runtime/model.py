@@ -104,6 +104,7 @@ class Model:
         self._rope = [tables[layer.attention.rope] for layer in self.spec.layers]
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         self.predictor: Predictor | None = None
+        self.prefetch_layers, self.prefetch_experts = 2, 0
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
@@ -228,15 +229,17 @@ class Model:
         kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
 
     def _advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
-        """The candidates predicted for the next layer, and experts to read ahead, those of the layer after it last.
+        """The candidates predicted for the next layer, and experts to read ahead, those of the furthest layer last.
 
-        Two layers ahead only for a single token: many tokens ask for most experts of the next layer already.
+        More than one layer only for a single token: many tokens ask for most experts of the next layer already.
         """
         following, advice = self._predict(state, 1), list[int]()
-        further = self._predict(state, 2) if len(state.hidden) == 1 and state.layer + 2 < self.spec.num_layers else None
-        for ahead, experts in ((1, following), (2, further)):
+        layers = self.spec.num_layers
+        depth = min(self.prefetch_layers, layers - 1 - state.layer) if len(state.hidden) == 1 else 1
+        for ahead in range(1, max(depth, 1) + 1):
+            experts = following if ahead == 1 else self._predict(state, ahead)
             if experts is not None:
-                advice += (experts + self._first_expert[(state.layer + ahead) % self.spec.num_layers]).tolist()
+                advice += (experts + self._first_expert[(state.layer + ahead) % layers]).tolist()
         return following, advice
 
     def _predict(self, state: PassState, ahead: int) -> np.ndarray | None:
@@ -247,7 +250,7 @@ class Model:
             return None
         following = self.spec.layers[(state.layer + ahead) % self.spec.num_layers].experts
         # Tables are as wide as the largest layer.
-        return candidates(scores[: following.count], len(state.hidden), following.top_k, ahead)
+        return candidates(scores[: following.count], len(state.hidden), following.top_k, ahead, self.prefetch_experts)
 
     def _record(self, index: int, groups: dict[int, np.ndarray]) -> None:
         if self.trace is not None:

@@ -14,6 +14,8 @@ PREFETCHERS = ("lookahead", "path", "popularity", "off")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
 MAX_READERS = 32
+MAX_PREFETCH_LAYERS = 4
+MAX_PREFETCH_EXPERTS = 1024
 _UNITS = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -49,7 +51,8 @@ class RuntimeOptions:
     """memory: whole-process budget (`2GiB`), expert_cache: `BYTES` or `PERCENT%`; neither: 7/8 of available memory.
 
     context 0: min(model, 4096). threads 0: all the process may use. slots: sequences decoded side by side.
-    readers: reads of experts under way at once, at most.
+    readers: reads of experts under way at once, at most. prefetch_layers: how far ahead experts are guessed.
+    prefetch_experts: of the next layer, for each token; 0: three eighths of the top-k.
     verify: compare every expert with its digest when it is first read.
     """
 
@@ -63,6 +66,8 @@ class RuntimeOptions:
     slots: int = 1
     verify: bool = True
     readers: int = 2
+    prefetch_layers: int = 2
+    prefetch_experts: int = 0
 
     def __post_init__(self) -> None:
         for text in (self.memory, self.expert_cache):
@@ -78,5 +83,15 @@ class RuntimeOptions:
             raise OptionError("context and threads must not be negative, slots must be at least 1")
         if not 1 <= self.readers <= MAX_READERS:
             raise OptionError(f"readers must be 1 to {MAX_READERS}, found {self.readers}", "leave it out for 2")
+        if not 1 <= self.prefetch_layers <= MAX_PREFETCH_LAYERS:
+            raise OptionError(
+                f"layers to prefetch must be 1 to {MAX_PREFETCH_LAYERS}, found {self.prefetch_layers}",
+                "leave it out for 2, or take `--prefetch off`",
+            )
+        if not 0 <= self.prefetch_experts <= MAX_PREFETCH_EXPERTS:
+            raise OptionError(
+                f"experts to prefetch must be 0 to {MAX_PREFETCH_EXPERTS}, found {self.prefetch_experts}",
+                "leave it out for three eighths of the top-k",
+            )
         if self.threads > MAX_THREADS:
             raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")

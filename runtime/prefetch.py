@@ -183,11 +183,12 @@ def make_predictor(
     return PopularityPredictor(tables) if kind == "popularity" else None
 
 
-def candidates(scores: np.ndarray, tokens: int, top_k: int, ahead: int = 1) -> np.ndarray:
-    """Likeliest first: of what each token will choose the likelier 3/8 one layer ahead, 1/4 two layers ahead.
+def candidates(scores: np.ndarray, tokens: int, top_k: int, ahead: int = 1, nearest: int = 0) -> np.ndarray:
+    """Likeliest first: of what each token will choose the likelier 3/8 one layer ahead, 1/4 two layers, 1/6 three.
 
-    At most all. Ties: lowest index. More is wrong too often to be worth its bytes (docs/experiments.md, Prefetching).
+    At most all. nearest: so many one layer ahead instead. Ties: lowest index. More is wrong too often to be worth its
+    bytes (docs/experiments.md, Prefetching).
     """
     order = np.argsort(-scores, kind="stable")
-    each = -(-3 * top_k // 8) if ahead == 1 else top_k // 4
+    each = (nearest or -(-3 * top_k // 8)) if ahead == 1 else top_k // (2 * ahead)
     return order[: min(len(order), tokens * each)]

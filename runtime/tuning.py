@@ -11,13 +11,18 @@ from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME
 
-from .options import MAX_READERS, MAX_THREADS, PREFETCHERS
+from .options import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, MAX_READERS, MAX_THREADS, PREFETCHERS
 
 SUFFIX = ".tune.json"
 FORMAT_VERSION = 1
 MAX_BYTES = 1 << 20
 # What may be tuned, and what each may be. All of it is lossless.
-_NUMBERS = {"readers": MAX_READERS, "threads": MAX_THREADS}
+_NUMBERS = {
+    "readers": MAX_READERS,
+    "threads": MAX_THREADS,
+    "prefetch_layers": MAX_PREFETCH_LAYERS,
+    "prefetch_experts": MAX_PREFETCH_EXPERTS,
+}
 
 
 @dataclass(frozen=True, slots=True)

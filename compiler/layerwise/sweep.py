@@ -220,7 +220,8 @@ class Sweep:
 
     def _calibrate(self, layer: int, texts: TextStates, pool: Workers) -> tuple[LayerInputs, np.ndarray, np.ndarray]:
         """Move the calibration texts through the layer. Returns what they left, routes [T, K], largest weights [T]."""
-        inputs = LayerInputs(self._model.layers[layer].experts, self._model.hidden_size)
+        has_moments = self._inputs.quantizer == "gptq"
+        inputs = LayerInputs(self._model.layers[layer].experts, self._model.hidden_size, has_moments)
         (module,) = self._slot.network.experts.values()
         capture = _Capture(self._slot)
         routes, largest = [], []

@@ -45,10 +45,12 @@ class ExpertInputs:
 class LayerInputs:
     """Second moments of every projection's inputs of one layer, and a sample of the tokens of each expert."""
 
-    def __init__(self, experts: ExpertsSpec, hidden_size: int) -> None:
-        count, width = experts.count, experts.width
+    def __init__(self, experts: ExpertsSpec, hidden_size: int, has_moments: bool = True) -> None:
+        """has_moments: false where the quantizer asks for none; tokens are counted all the same."""
+        count, self._has_moments = experts.count, has_moments
+        hidden, width = (hidden_size, experts.width) if has_moments else (0, 0)
         self.moments = SecondMoments(
-            [torch.zeros(count, hidden_size, hidden_size)],
+            [torch.zeros(count, hidden, hidden)],
             [torch.zeros(count, width, width)],
             [torch.zeros(count, dtype=torch.int64)],
         )
@@ -67,8 +69,11 @@ class LayerInputs:
                 return
             with torch.inference_mode():
                 rows, weight = batch.inputs[token], batch.weights[token, rank].unsqueeze(1)
-                gated = module._apply_gate(functional.linear(rows, module.gate_up_proj[expert]))
-                self.moments.add(0, expert, rows * weight, gated * weight)
+                if self._has_moments:
+                    gated = module._apply_gate(functional.linear(rows, module.gate_up_proj[expert]))
+                    self.moments.add(0, expert, rows * weight, gated * weight)
+                else:
+                    self.moments.tokens(0)[expert] += len(rows)
             room = SAMPLE_TOKENS - sum(map(len, self._samples[expert]))
             if room > 0:
                 self._samples[expert].append(rows[:room].clone())

@@ -29,7 +29,7 @@ def slower(**slow: float) -> Callable[[RuntimeOptions], float]:
     def seconds(options: RuntimeOptions) -> float:
         factor = 1.0
         for name, change in slow.items():
-            option, _, value = name.partition("_")
+            option, _, value = name.rpartition("_")
             factor *= change if str(getattr(options, option)) == value else 1.0
         return factor
 
@@ -38,10 +38,20 @@ def slower(**slow: float) -> Callable[[RuntimeOptions], float]:
 
 def test_what_pays_by_three_percent_is_kept() -> None:
     options = RuntimeOptions(threads=2)
-    best, trials = tune.search(options, slower(prefetch_off=0.96, readers_4=0.98, threads_1=1.5))
+    best, trials = tune.search(options, 8, slower(prefetch_off=0.96, readers_4=0.98, threads_1=1.5))
     assert best == replace(options, prefetch="off")
     assert {(t["option"], t["value"]) for t in trials if t["kept"]} == {("prefetch", "off")}
-    assert {t["option"] for t in trials} == {"prefetch", "readers", "threads"}
+    assert {t["option"] for t in trials} == {"prefetch", "readers", "threads"}, "what prefetching is off needs no depth"
+
+
+def test_depth_and_rank_of_the_lookahead_are_chosen_by_measurement() -> None:
+    options = RuntimeOptions(threads=1)
+    best, trials = tune.search(
+        options, 8, slower(prefetch_layers_3=0.9, prefetch_experts_4=0.95, prefetch_experts_8=2.0)
+    )
+    assert best == replace(options, prefetch_layers=3, prefetch_experts=4)
+    assert [t["value"] for t in trials if t["option"] == "prefetch_experts"] == [2, 4, 8]
+    assert [t["value"] for t in trials if t["option"] == "prefetch_layers"] == [1, 3]
 
 
 def test_one_lucky_turn_is_not_enough() -> None:
@@ -50,7 +60,7 @@ def test_one_lucky_turn_is_not_enough() -> None:
     def seconds(options: RuntimeOptions) -> float:
         return 0.5 if options.readers == 4 and next(turns) == 0 else 1.0
 
-    assert tune.search(RuntimeOptions(threads=1), seconds)[0] == RuntimeOptions(threads=1)
+    assert tune.search(RuntimeOptions(threads=1), 8, seconds)[0] == RuntimeOptions(threads=1)
 
 
 def test_the_file_lies_beside_the_bundle_and_is_used(bundle: Path, tmp_path: Path) -> None:

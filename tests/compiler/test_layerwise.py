@@ -195,6 +195,15 @@ def test_a_damaged_layer_is_done_again(lowering: Lowering, tmp_path: Path, monke
     assert np.array_equal(resumed.sensitivity.gains, whole.sensitivity.gains)
 
 
+def test_without_moments_tokens_are_counted_all_the_same(lowering: Lowering, tmp_path: Path) -> None:
+    nearest = sweep(lowering, tmp_path / "rtn.work", quantizer="rtn")
+    gptq = sweep(lowering, tmp_path / "gptq.work")
+    assert np.array_equal(nearest.statistics.popularity, gptq.statistics.popularity)
+    assert nearest.statistics.unseen_experts == gptq.statistics.unseen_experts
+    units = layer_units(lowering.model, 0)
+    assert sum(nearest.store.error(u, SPECS[0]) for u in units) > sum(gptq.store.error(u, SPECS[0]) for u in units)
+
+
 def test_threads_change_nothing(lowering: Lowering, tmp_path: Path) -> None:
     one = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "a.work", "x", Disk()), 1).run(nothing)
     three = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "b.work", "x", Disk()), 3).run(nothing)

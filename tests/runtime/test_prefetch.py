@@ -91,6 +91,12 @@ def test_candidates() -> None:
     assert candidates(ranked, 9, 2).tolist() == [3, 1, 0, 2, 4]
     assert candidates(ranked, 1, 8).tolist() == [3, 1, 0] and candidates(ranked, 1, 8, 2).tolist() == [3, 1]
     assert candidates(ranked, 1, 3, 2).tolist() == []
+    assert candidates(ranked, 1, 8, 3).tolist() == [3] and candidates(ranked, 1, 8, 1, nearest=4).tolist() == [
+        3,
+        1,
+        0,
+        2,
+    ]
 
 
 def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
@@ -141,7 +147,7 @@ def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     layers = tuple(SimpleNamespace(experts=SimpleNamespace(count=count, top_k=1)) for count in (4, 2))
     model = Model.__new__(Model)
     model.spec = SimpleNamespace(layers=layers, num_layers=2)  # type: ignore[assignment]
-    model.predictor = PopularityPredictor(replace(tables({}, {}), popularity=wide))
+    model.predictor, model.prefetch_experts = PopularityPredictor(replace(tables({}, {}), popularity=wide)), 0
     following = model._predict(PassState(0, np.zeros((8, 1), np.float32), []), 1)
     assert following is not None and following.tolist() == [0, 1]
 
@@ -155,12 +161,14 @@ def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> N
     layers = (SimpleNamespace(experts=SimpleNamespace(count=4, top_k=4)),) * 3
     model = Model.__new__(Model)
     model.spec, model._first_expert = SimpleNamespace(layers=layers, num_layers=3), [0, 4, 8, 12]  # type: ignore[assignment]
-    model.predictor = PopularityPredictor(known)
+    model.predictor, model.prefetch_layers, model.prefetch_experts = PopularityPredictor(known), 2, 0
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
     following, advice = model._advise(PassState(0, one, []))
     assert following is not None and following.tolist() == [1, 0] and advice == [5, 4, 11]
     assert model._advise(PassState(0, many, []))[1] == [5, 4, 6, 7]
     assert model._advise(PassState(1, one, []))[1] == [11, 10]
+    model.prefetch_layers, model.prefetch_experts = 1, 3
+    assert model._advise(PassState(0, one, []))[1] == [5, 4, 6]
 
 
 def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:
