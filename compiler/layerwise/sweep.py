@@ -226,10 +226,11 @@ class Sweep:
         capture = _Capture(self._slot)
         routes, largest = [], []
         try:
-            for at, state in enumerate(texts.states):
-                # One batch at a time: its moments are shared out over the experts.
-                texts.states[at], handed = pool.submit(capture.forward, state, texts.real(at)).result()
-                inputs.add(module, handed, pool)
+            jobs = [(state, texts.real(at)) for at, state in enumerate(texts.states)]
+            # Passes side by side; what they leave is added here, in order, while the next ones run.
+            for at, (state, handed) in enumerate(pool.in_order(lambda job: capture.forward(*job), jobs)):
+                texts.states[at] = state
+                inputs.add(module, handed)
                 routes.append(handed.chosen.numpy().astype(np.uint16))
                 largest.append(handed.weights.amax(1).numpy())
         finally:

@@ -58,29 +58,27 @@ class LayerInputs:
         self._weights: list[list[Tensor]] = [[] for _ in range(count)]
         self._fallback = torch.zeros(0, hidden_size)
 
-    def add(self, module: Any, batch: ExpertInputs, pool: Workers) -> None:
-        """Add a batch; module: the experts, whose gates the intermediates come from. One expert after the other."""
+    def add(self, module: Any, batch: ExpertInputs) -> None:
+        """Add a batch; module: the experts, whose gates the intermediates come from."""
         if len(self._fallback) < SAMPLE_TOKENS:
             self._fallback = torch.cat([self._fallback, batch.inputs[: SAMPLE_TOKENS - len(self._fallback)]])
 
-        def add_expert(expert: int) -> None:
+        for expert in range(len(self._samples)):
             token, rank = torch.where(batch.chosen == expert)
-            if not len(token):
-                return
-            with torch.inference_mode():
-                rows, weight = batch.inputs[token], batch.weights[token, rank].unsqueeze(1)
-                if self._has_moments:
-                    gated = module._apply_gate(functional.linear(rows, module.gate_up_proj[expert]))
-                    self.moments.add(0, expert, rows * weight, gated * weight)
-                else:
-                    self.moments.tokens(0)[expert] += len(rows)
-            room = SAMPLE_TOKENS - sum(map(len, self._samples[expert]))
-            if room > 0:
-                self._samples[expert].append(rows[:room].clone())
-                self._weights[expert].append(weight[:room].clone())
+            if len(token):
+                self._add_expert(module, expert, batch.inputs[token], batch.weights[token, rank].unsqueeze(1))
 
-        for _ in pool.in_order(add_expert, range(len(self._samples))):
-            pass
+    def _add_expert(self, module: Any, expert: int, rows: Tensor, weight: Tensor) -> None:
+        """Tokens of one expert. rows: [n, D], weight: [n, 1]."""
+        if self._has_moments:
+            gated = module._apply_gate(functional.linear(rows, module.gate_up_proj[expert]))
+            self.moments.add(0, expert, rows * weight, gated * weight)
+        else:
+            self.moments.tokens(0)[expert] += len(rows)
+        room = SAMPLE_TOKENS - sum(map(len, self._samples[expert]))
+        if room > 0:
+            self._samples[expert].append(rows[:room].clone())
+            self._weights[expert].append(weight[:room].clone())
 
     def sample(self, expert: int) -> tuple[Tensor, Tensor, float]:
         """Tokens of an expert [n, D], their router weights [n, 1], and how many tokens each stands for.

@@ -106,8 +106,8 @@ def test_a_certificate_of_another_form_is_refused(invoke: Invoke, mixed_bundle: 
 
 
 def test_the_verdict_stands_below_the_sizes(invoke: Invoke, mixed_bundle: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    quality = {"target": {"kind": "kl", "value": 0.1}, "verdict": "not measured", "tasks": {}, "trials": [1] * 1000}
+    quality = {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}, "trials": [1] * 1000}
     monkeypatch.setattr("moec.cli.inspect.read_quality", lambda folder: quality)
     assert "quality is not measured" in invoke("inspect", mixed_bundle).stdout.splitlines()[-1]
     told = json.loads(invoke("inspect", mixed_bundle, "--json").stdout)["quality"]
-    assert told == {"target": {"kind": "kl", "value": 0.1}, "verdict": "not measured", "tasks": {}}
+    assert told == {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}}

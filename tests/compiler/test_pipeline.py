@@ -48,7 +48,7 @@ def test_a_kl_target_is_kept_by_a_measured_plan(bundle: Path) -> None:
     measured = [t["kl"]["mean"] for t in quality["trials"] if t["purpose"] == "plan"]
     assert measured == [quality["comparison"]["plan_kl"]] and measured[0] <= KL
     assert size in [t["expert_packed_bytes"] for t in quality["trials"] if t["purpose"] == "search"]
-    assert (quality["target"], quality["verdict"]) == ({"kind": "kl", "value": KL}, "measured")
+    assert (quality["target"], quality["verdict"]) == ({"kind": "kl", "value": KL}, "supported")
     task = quality["tasks"]["perplexity"]
     assert task["n"] == 40 and task["verdict"] is None and 0 < task["kl"]["mean"] < 4 * KL
 

@@ -33,7 +33,8 @@ def test_each_weight_lies_within_half_a_scale(weights: np.ndarray, bitwidth: int
     minimum = -scale * 2 ** (bitwidth - 1) if symmetric else _scale_of_each_weight(matrix.minima, 64)
     error = (matrix.dequantize().double() - torch.from_numpy(weights).double()).abs()
     float32_rounding = 2**-22 * (2**bitwidth * scale + minimum.abs())
-    assert bool((error <= scale / 2 + float32_rounding).all())
+    smallest_half = 2**-24  # scales and minima below it are none
+    assert bool((error <= scale / 2 + float32_rounding + smallest_half).all())
     assert int(matrix.codes.max()) < 2**bitwidth
 
 
