@@ -42,7 +42,10 @@ def nothing(done: int, total: int) -> None:
     """No progress."""
 
 
-@pytest.fixture(scope="module", params=["mixtral", "olmoe", "qwen3"])
+EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["olmoe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers of four experts, one of which few tokens reach."""
     save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[request.param]
@@ -65,6 +68,7 @@ def sweep(lowering: Lowering, work: Path, **options: object) -> SweepResult:
     return Sweep(lowering, inputs_of(lowering, **options), Journal(work, "x", Disk()), 2).run(nothing)  # type: ignore[arg-type]
 
 
+@EVERY_FAMILY
 def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering: Lowering) -> None:
     slot, reference = LayerSlot(lowering), ReferenceModel(folder)
     texts = TextStates.begin(TEXTS, slot.embed)
@@ -80,6 +84,7 @@ def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering
             assert torch.allclose(found[at, : len(TEXTS[index])], expected[at, : len(TEXTS[index])], atol=1e-5)
 
 
+@EVERY_FAMILY
 def test_the_sweep_counts_what_calibration_counts(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
     found = sweep(lowering, tmp_path / "w.work").statistics
     expected = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0)
@@ -117,6 +122,7 @@ def test_more_bits_cost_less_and_every_layer_has_a_gain(lowering: Lowering, tmp_
     assert (found.sensitivity.gains > 0).all() and all(gain > 0 for gain in found.sensitivity.dense_gains.values())
 
 
+@EVERY_FAMILY
 def test_a_plan_measures_as_the_whole_model_does(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
     inputs, journal = inputs_of(lowering), Journal(tmp_path / "w.work", "x", Disk())
     found = Sweep(lowering, inputs, journal, 2).run(nothing)
