@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, TextEngine
+from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow, MemoryBudgetExceeded
 from moec.runtime.batch import forced_logits, generate_many
 from moec.runtime.options import RuntimeOptions
@@ -19,8 +20,6 @@ from .runtime_options import open_engine
 
 if TYPE_CHECKING:
     from moec.runtime.engine import Engine
-
-TokenPair = tuple[list[int], list[int]]
 
 
 class BundleEngine:
@@ -74,21 +73,8 @@ class BundleEngine:
         return [collected[index] for index in range(len(pairs))]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        """Tokens of prompts and answers: the answer's are those that the joint text adds to the prompt's.
-
-        Where the two texts share a token, the answer is encoded by itself.
-        """
-        tokenizer = self.engine.tokenizer
-        prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs])
-        joint = tokenizer.encode_batch([prompt + answer for prompt, answer in pairs])
-        encoded = []
-        for (_, answer), before, both in zip(pairs, prompts, joint, strict=True):
-            length = len(before.ids)
-            if both.ids[:length] == before.ids:
-                encoded.append((list(before.ids), list(both.ids[length:])))
-            else:
-                encoded.append((list(before.ids), list(tokenizer.encode(answer, add_special_tokens=False).ids)))
-        return encoded
+        """Tokens of prompts and answers, see evaluation/text_pairs.py."""
+        return encode_pairs(self.engine.tokenizer, pairs)
 
 
 def _nll(logits: np.ndarray, targets: Sequence[int]) -> float:

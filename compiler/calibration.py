@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moec.evaluation.engine import Progress, no_progress
+from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
 
@@ -29,7 +30,6 @@ from .statistics_paths import (
     count_transitions,
     report_paths,
 )
-from .text_pairs import TokenPair
 
 QUANTILES = 101
 HELD_OUT_SHARE = 0.2

@@ -50,7 +50,7 @@ from .families import Lowering
 from .packing import pack, pack_16bit
 from .plan import CompilePlan
 from .quantizers import Quantizer, quantizer
-from .quantizers.rtn import quantize_rtn
+from .quantizers.rtn import rounded_rows
 from .tables import Statistics, Tables, encode_tables
 
 SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
@@ -209,9 +209,10 @@ def producer() -> str:
 
 def packed_pieces(weight: torch.Tensor, spec: QuantSpec) -> Iterator[np.ndarray]:
     """A dense matrix in its format, a bounded number of rows at a time; the pieces in a row are the packed matrix."""
-    for start in range(0, len(weight), _DENSE_CHUNK_ROWS):
-        rows = weight[start : start + _DENSE_CHUNK_ROWS]
-        yield pack_16bit(rows, spec) if spec.bitwidth == 16 else pack(quantize_rtn(rows, spec, clip_search=True))
+    if spec.bitwidth == 16:
+        yield from (pack_16bit(rows, spec) for rows in torch.split(weight, _DENSE_CHUNK_ROWS))
+    else:
+        yield from (pack(part) for _, part in rounded_rows(weight, spec))
 
 
 class _Emitter:

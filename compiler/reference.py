@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
+from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
 from moec.manifests.errors import ContextOverflow
 from moec.manifests.model import ModelSpec, UnitKey
 
@@ -25,7 +26,7 @@ from .parallel import one_torch_thread, workers
 from .reference_decode import Continuation, GreedyDecoder
 from .reference_network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network
 from .reference_weights import WeightName, WeightStore
-from .text_pairs import TokenPair, encode_pairs, forced_rows, load_tokenizer
+from .tokenizer import load_tokenizer
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """Hidden states before answer tokens [A, D] and those tokens [A] -> a row for each."""
@@ -61,7 +62,7 @@ class ReferenceModel:
         return self.encode_pairs([(prompt, answer)])[0]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        """Tokens of prompts and answers, see text_pairs."""
+        """Tokens of prompts and answers, see evaluation/text_pairs.py."""
         return encode_pairs(self._tokenizer, pairs)
 
     def decode(self, tokens: Sequence[int]) -> str:

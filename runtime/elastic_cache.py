@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from moec.manifests.bundle import BundleManifest
@@ -27,9 +28,12 @@ class ElasticCache:
 
     def __init__(self, manifest: BundleManifest, plan: MemoryPlan, slots: int, cache: ExpertCache) -> None:
         """plan: with budget_bytes; its cache_bytes is the size beside a full context and the longest pass."""
-        self._manifest, self._plan, self._cache = manifest, plan, cache
+        self._plan, self._cache = plan, cache
+        attentions = [layer.attention for layer in manifest.model.layers]
+        self._heads = Counter((attention.num_kv_heads, attention.head_size) for attention in attentions)
         self._longest = [0] * slots  # positions ever written: their pages stay
-        self._most_scratch = pass_bytes(manifest, min(MAX_PASS_TOKENS, slots * plan.context))
+        self._token_bytes = pass_bytes(manifest, 1)
+        self._longest_pass = min(MAX_PASS_TOKENS, slots * plan.context)
         self._experts_bytes = manifest.cost.expert_padded_bytes
         self._trim_allocator = _allocator_trim()
 
@@ -47,21 +51,23 @@ class ElasticCache:
             self._resize(1)
 
     def _resize(self, tokens: int) -> None:
-        self._cache.resize(self.capacity_bytes(tokens, self._longest))
+        capacity_bytes = self.capacity_bytes(tokens, self._longest)
+        if capacity_bytes != self._cache.capacity_bytes:  # most tokens open no page: no lock for them
+            self._cache.resize(capacity_bytes)
 
     def capacity_bytes(self, tokens: int, longest: Sequence[int]) -> int:
         """The cache beside a pass of so many tokens. longest: positions written, per slot."""
-        unused = self._most_scratch - pass_bytes(self._manifest, tokens) + self._plan.kv_bytes - self._kv_bytes(longest)
-        return min(self._plan.cache_bytes + max(unused, 0), self._experts_bytes)
+        scratch = self._token_bytes * (self._longest_pass - tokens)
+        unused = max(scratch + self._plan.kv_bytes - self._kv_bytes(longest), 0)
+        return min(self._plan.cache_bytes + unused, self._experts_bytes)
 
     def _kv_bytes(self, longest: Sequence[int]) -> int:
         """Keys and values in memory: every head of every layer and slot has a run of its own, in whole pages."""
-        total = 0
-        for layer in self._manifest.model.layers:
-            attention, page = layer.attention, mmap.PAGESIZE
+        total, page = 0, mmap.PAGESIZE
+        for (heads, head_size), layers in self._heads.items():
             for positions in longest:
-                run = min(positions, self._plan.context) * attention.head_size * _KV_ELEMENT_BYTES
-                total += 2 * attention.num_kv_heads * (-(-run // page) * page + page)  # runs need not begin with a page
+                run = min(positions, self._plan.context) * head_size * _KV_ELEMENT_BYTES
+                total += 2 * layers * heads * (-(-run // page) + 1) * page  # runs need not begin with a page
         return total
 
 

@@ -18,7 +18,7 @@ from .address_space import map_anonymous
 from .bundle import Bundle
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
-from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, candidates
+from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, advised_experts, candidates
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
 
@@ -243,14 +243,11 @@ class Model:
         return following, advice
 
     def _predict(self, state: PassState, ahead: int) -> np.ndarray | None:
-        if self.predictor is None:
-            return None
-        scores = self.predictor.scores(state, ahead)
-        if scores is None:
-            return None
         following = self.spec.layers[(state.layer + ahead) % self.spec.num_layers].experts
+        each = advised_experts(following.top_k, ahead, self.prefetch_experts)
+        scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
         # Tables are as wide as the largest layer.
-        return candidates(scores[: following.count], len(state.hidden), following.top_k, ahead, self.prefetch_experts)
+        return None if scores is None else candidates(scores[: following.count], len(state.hidden) * each)
 
     def _record(self, index: int, groups: dict[int, np.ndarray]) -> None:
         if self.trace is not None:

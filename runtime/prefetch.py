@@ -183,12 +183,15 @@ def make_predictor(
     return PopularityPredictor(tables) if kind == "popularity" else None
 
 
-def candidates(scores: np.ndarray, tokens: int, top_k: int, ahead: int = 1, nearest: int = 0) -> np.ndarray:
-    """Likeliest first: of what each token will choose the likelier 3/8 one layer ahead, 1/4 two layers, 1/6 three.
+def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
+    """Experts worth reading ahead per token: 3/8 of what it will choose one layer ahead, 1/4 two layers, 1/6 three.
 
-    At most all. nearest: so many one layer ahead instead. Ties: lowest index. More is wrong too often to be worth its
-    bytes (docs/experiments.md, Prefetching).
+    nearest: so many one layer ahead instead. More is wrong too often to be worth its bytes (docs/experiments.md,
+    Prefetching).
     """
-    order = np.argsort(-scores, kind="stable")
-    each = (nearest or -(-3 * top_k // 8)) if ahead == 1 else top_k // (2 * ahead)
-    return order[: min(len(order), tokens * each)]
+    return (nearest or -(-3 * top_k // 8)) if ahead == 1 else top_k // (2 * ahead)
+
+
+def candidates(scores: np.ndarray, count: int) -> np.ndarray:
+    """The likeliest first, at most `count`. Ties: lowest index."""
+    return np.argsort(-scores, kind="stable")[:count]

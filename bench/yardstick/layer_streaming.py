@@ -8,46 +8,37 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Generator, Sequence
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
-
 from moec.cli.measurement import measure_decode, sequence_of
-from moec.runtime import kernels
 from moec.runtime.bundle import open_bundle
 from moec.runtime.engine import Engine
-from moec.runtime.model import Model
+from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.options import RuntimeOptions
 
 LAYERS_HELD = 2
 
 
-class LayerStreamingModel(Model):
-    """Asks for all experts of a layer, computes those that were chosen."""
+class WholeLayers:
+    """An expert cache seen by the model: every expert of a layer is read, and all of the next, whoever is asked for."""
 
-    def _compute(
-        self,
-        index: int,
-        groups: dict[int, np.ndarray],
-        normed: np.ndarray,
-        weights: np.ndarray,
-        hidden: np.ndarray,
-        advice: list[int],
-    ) -> None:
-        parts = np.empty((len(hidden), weights.shape[1], hidden.shape[1]), np.float32)
-        first, after = self._first_expert[index : index + 2]
-        next_layer = (index + 1) % self.spec.num_layers
-        ahead = range(self._first_expert[next_layer], self._first_expert[next_layer + 1])
-        with closing(self._cache.stream(index, range(first, after), list(ahead), together=True)) as ready:
+    def __init__(self, cache: ExpertCache, layers: list[range]) -> None:
+        """layers: the experts of each."""
+        self._cache, self._layers = cache, layers
+
+    def stream(
+        self, layer: int, wanted: Sequence[int], advice: Sequence[int], together: bool
+    ) -> Generator[list[int], None, None]:
+        """Experts that were asked for, as they arrive, among all those of the layer."""
+        asked, following = set(wanted), self._layers[(layer + 1) % len(self._layers)]
+        with closing(self._cache.stream(layer, self._layers[layer], list(following), together=together)) as ready:
             for experts in ready:
-                chosen = [expert for expert in experts if expert - first in groups]
+                chosen = [expert for expert in experts if expert in asked]
                 if chosen:
-                    ranks = np.concatenate([groups[expert - first] for expert in chosen])
-                    kernels.experts_of_token([self._experts[expert] for expert in chosen], normed, ranks, parts)
-        out = np.empty_like(hidden)
-        kernels.combine(parts, weights, out)
-        hidden += out
+                    yield chosen
 
 
 def main() -> None:
@@ -64,7 +55,9 @@ def main() -> None:
     sequence = sequence_of(bundle, options.text, 1, options.tokens)
     chosen = RuntimeOptions(expert_cache=str(held), context=64, threads=options.threads, prefetch="off")
     with Engine(bundle, chosen) as engine:
-        engine.model.__class__ = LayerStreamingModel
+        counts = [layer.experts.count for layer in bundle.manifest.model.layers]
+        layers = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+        engine.model._cache = WholeLayers(engine.cache, layers)  # type: ignore[assignment]
         statistics, _ = measure_decode(engine, sequence, 1)
     print(json.dumps({"measured": statistics.to_plain(), "mode": engine.mode}))
 

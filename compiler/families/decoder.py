@@ -7,7 +7,7 @@ Shapes: D hidden, F expert width, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..checkpoint import CONFIG_NAME, Checkpoint
 from .lowering import Lowering, TensorSource, common_float_type
 from .settings import Settings
 
+LayerParts = tuple[AttentionSpec, ExpertsSpec]
 MAX_EXPERTS_PER_LAYER = 4096  # bounds what a hostile config.json can make a family allocate
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -74,7 +75,23 @@ def _head_size(settings: Settings, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def model_spec(
+def lower_family(
+    checkpoint: Checkpoint, family: str, names: ExpertNames, parts: Callable[[Settings], LayerParts]
+) -> Lowering:
+    """Translate a checkpoint whose layers are all alike. parts: reads what is the family's own.
+
+    Raises CheckpointError naming the key of config.json that stands against it.
+    """
+    settings = Settings(checkpoint)
+    try:
+        model = _model_spec(checkpoint, settings, family, *parts(settings))
+    except ValueError as error:
+        raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
+    settings.finish()
+    return _lower_decoder(checkpoint, model, names)
+
+
+def _model_spec(
     checkpoint: Checkpoint, settings: Settings, family: str, attention: AttentionSpec, experts: ExpertsSpec
 ) -> ModelSpec:
     """A ModelSpec whose layers are all alike. Raises CheckpointError, ValueError on a contradiction."""
@@ -92,12 +109,7 @@ def model_spec(
     )
 
 
-def contradiction(checkpoint: Checkpoint, error: ValueError) -> CheckpointError:
-    """The error of a config.json whose keys do not fit together."""
-    return CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it")
-
-
-def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: ExpertNames) -> Lowering:
+def _lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: ExpertNames) -> Lowering:
     """Find every weight of the model. Raises CheckpointError where 16-bit types are mixed."""
     dense = _dense(checkpoint, model, names)
     units = {

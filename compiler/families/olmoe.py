@@ -5,10 +5,10 @@ Source: transformers, models/olmoe/modeling_olmoe.py; OLMoE: Open Mixture-of-Exp
 
 from __future__ import annotations
 
-from moec.manifests.model import ExpertsSpec, ModelSpec, RouterSpec
+from moec.manifests.model import ExpertsSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, attention_of, contradiction, lower_decoder, model_spec
+from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, LayerParts, attention_of, lower_family
 from .lowering import Lowering
 from .settings import Settings
 
@@ -17,28 +17,22 @@ _EXPERTS = ExpertNames("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "do
 
 def lower(checkpoint: Checkpoint) -> Lowering:
     """Translate an OLMoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
-    return lower_decoder(checkpoint, _model(checkpoint), _EXPERTS)
+    return lower_family(checkpoint, "olmoe", _EXPERTS, _parts)
 
 
-def _model(checkpoint: Checkpoint) -> ModelSpec:
-    """config.json as a ModelSpec."""
-    settings = Settings(checkpoint)
+def _parts(settings: Settings) -> LayerParts:
+    """What is the family's own in config.json."""
     if settings.raw("clip_qkv") is not None:
         settings.fail("clip_qkv", "null", "compile a checkpoint that does not clip queries, keys and values")
-    try:
-        attention = attention_of(settings, query_key_norm="full")
-        hidden, heads = settings.integer("hidden_size"), attention.num_heads
-        if attention.head_size * heads != hidden:
-            settings.fail("head_dim", f"hidden_size {hidden} divided by {heads} heads, the width that the norms have")
-        experts = ExpertsSpec(
-            count=settings.integer("num_experts", MAX_EXPERTS_PER_LAYER),
-            top_k=settings.integer("num_experts_per_tok"),
-            width=settings.integer("intermediate_size"),
-            activation="silu",
-            router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
-        )
-        model = model_spec(checkpoint, settings, "olmoe", attention, experts)
-    except ValueError as error:
-        raise contradiction(checkpoint, error) from error
-    settings.finish()
-    return model
+    attention = attention_of(settings, query_key_norm="full")
+    hidden, heads = settings.integer("hidden_size"), attention.num_heads
+    if attention.head_size * heads != hidden:
+        settings.fail("head_dim", f"hidden_size {hidden} divided by {heads} heads, the width that the norms have")
+    experts = ExpertsSpec(
+        count=settings.integer("num_experts", MAX_EXPERTS_PER_LAYER),
+        top_k=settings.integer("num_experts_per_tok"),
+        width=settings.integer("intermediate_size"),
+        activation="silu",
+        router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
+    )
+    return attention, experts

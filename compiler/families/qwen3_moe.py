@@ -5,10 +5,10 @@ Source: transformers, models/qwen3_moe/modeling_qwen3_moe.py and configuration_q
 
 from __future__ import annotations
 
-from moec.manifests.model import ExpertsSpec, ModelSpec, RouterSpec
+from moec.manifests.model import ExpertsSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, attention_of, contradiction, lower_decoder, model_spec
+from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, LayerParts, attention_of, lower_family
 from .lowering import Lowering
 from .settings import Settings
 
@@ -17,32 +17,26 @@ _EXPERTS = ExpertNames("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "do
 
 def lower(checkpoint: Checkpoint) -> Lowering:
     """Translate a Qwen3-MoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
-    return lower_decoder(checkpoint, _model(checkpoint), _EXPERTS)
+    return lower_family(checkpoint, "qwen3_moe", _EXPERTS, _parts)
 
 
-def _model(checkpoint: Checkpoint) -> ModelSpec:
-    """config.json as a ModelSpec."""
-    settings = Settings(checkpoint)
+def _parts(settings: Settings) -> LayerParts:
+    """What is the family's own in config.json."""
     _require_routed_layers(settings)
-    try:
-        window = settings.optional_integer("sliding_window") or 0
-        attention = attention_of(
-            settings,
-            sliding_window=window if settings.boolean("use_sliding_window", False) else 0,
-            query_key_norm="head",
-        )
-        experts = ExpertsSpec(
-            count=settings.either_integer("num_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER),
-            top_k=settings.integer("num_experts_per_tok"),
-            width=settings.integer("moe_intermediate_size"),
-            activation="silu",
-            router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
-        )
-        model = model_spec(checkpoint, settings, "qwen3_moe", attention, experts)
-    except ValueError as error:
-        raise contradiction(checkpoint, error) from error
-    settings.finish()
-    return model
+    window = settings.optional_integer("sliding_window") or 0
+    attention = attention_of(
+        settings,
+        sliding_window=window if settings.boolean("use_sliding_window", False) else 0,
+        query_key_norm="head",
+    )
+    experts = ExpertsSpec(
+        count=settings.either_integer("num_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER),
+        top_k=settings.integer("num_experts_per_tok"),
+        width=settings.integer("moe_intermediate_size"),
+        activation="silu",
+        router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
+    )
+    return attention, experts
 
 
 def _require_routed_layers(settings: Settings) -> None:

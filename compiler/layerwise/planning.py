@@ -9,6 +9,7 @@ import torch
 
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
+from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
 from moec.manifests.errors import ContextOverflow, OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
@@ -18,7 +19,7 @@ from ..certify import BundleEngine, DivergenceCertificate, certify_divergence
 from ..families import Lowering
 from ..options import Talk
 from ..targets import Target
-from ..text_pairs import TokenPair, encode_pairs, forced_rows, load_tokenizer
+from ..tokenizer import load_tokenizer
 from .memory import streamed_bytes, whole_bytes
 from .slot import logits, output_matrix
 from .sweep import AnswerTexts, SweepInputs, SweepResult

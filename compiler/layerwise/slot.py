@@ -152,9 +152,20 @@ def divergences(
     states: Tensor, reference: Tensor, head: Tensor, reference_head: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """KL(reference || other) in nats and top-1 agreement of tokens [A, D], normed, a bounded number at a time."""
+    for tokens, log_p in log_probs(reference, reference_head):
+        yield divergence(log_p, states[tokens], head)
+
+
+def log_probs(states: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Log-probabilities of tokens [A, D], normed, a bounded number at a time: which tokens, and [a, V] of them."""
     chunk = max(1, LOGITS_PER_CHUNK // len(head))
-    for other, own in zip(torch.split(states, chunk), torch.split(reference, chunk), strict=True):
-        log_p = logits(own, reference_head).log_softmax(-1)
-        log_q = logits(other, head).log_softmax(-1)
-        kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).clamp_min_(0)
-        yield kl, log_p.argmax(-1) == log_q.argmax(-1)
+    for start in range(0, len(states), chunk):
+        tokens = slice(start, start + chunk)
+        yield tokens, logits(states[tokens], head).log_softmax(-1)
+
+
+def divergence(log_p: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """KL in nats [a] and top-1 agreement [a] of tokens [a, D], normed, to log-probabilities [a, V]."""
+    log_q = logits(states, head).log_softmax(-1)
+    kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).clamp_min_(0)
+    return kl, log_p.argmax(-1) == log_q.argmax(-1)

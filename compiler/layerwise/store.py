@@ -14,10 +14,8 @@ from ..families import Lowering
 from ..journal import Journal, StoredBytes
 from ..packing import pack, unpack
 from ..quantized import QuantizedMatrix
-from ..quantizers.rtn import quantize_rtn
+from ..quantizers.rtn import rounded_rows
 from ..unit_store import UnitStore
-
-_DENSE_ROWS = 2048
 
 
 def layer_units(model: ModelSpec, layer: int) -> list[UnitKey]:
@@ -82,8 +80,7 @@ class StreamedStore(UnitStore):
 
     def dense_matrix(self, name: str, spec: QuantSpec) -> QuantizedMatrix:
         """Codes of one dense weight, made anew every time: rows are rounded apart, a bounded number at once."""
-        pieces = torch.split(self.lowering.dense_weight(name), _DENSE_ROWS)
-        parts = [quantize_rtn(piece.float(), spec, clip_search=True) for piece in pieces]
+        parts = [part for _, part in rounded_rows(self.lowering.dense_weight(name), spec)]
         minima = [part.minima for part in parts if part.minima is not None]
         codes, scales = (torch.cat([getattr(part, of) for part in parts]) for of in ("codes", "scales"))
         return QuantizedMatrix(spec, codes, scales, torch.cat(minima) if minima else None)
@@ -93,10 +90,8 @@ class StreamedStore(UnitStore):
             return 0.0
         if (name, spec) not in self._dense_costs:
             total = 0.0
-            for piece in torch.split(self.lowering.dense_weight(name), _DENSE_ROWS):
-                rows = piece.float()
-                rounded = quantize_rtn(rows, spec, clip_search=True).dequantize()
-                total += float((rows - rounded).square().sum(dtype=torch.float64))
+            for rows, part in rounded_rows(self.lowering.dense_weight(name), spec):
+                total += float((rows - part.dequantize()).square().sum(dtype=torch.float64))
             self._dense_costs[(name, spec)] = total
         return self._dense_costs[(name, spec)]
 

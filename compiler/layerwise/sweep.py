@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
@@ -29,8 +30,7 @@ from ..parallel import Workers, workers
 from ..reference_network import TOKENS_PER_FORWARD, length_batches
 from ..second_moments import SecondMoments
 from ..sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
-from ..text_pairs import TokenPair
-from .slot import LayerSlot, TextStates, divergences
+from .slot import LayerSlot, TextStates, divergence, log_probs
 from .store import StreamedStore, layer_units, packed_layer, stage_name
 from .units import ExpertInputs, LayerInputs, LayerQuantizer
 
@@ -305,12 +305,10 @@ class Sweep:
 
     def _sensitivity(self, travellers: _Travellers) -> SensitivityTable:
         """Gains from the KL of every variant on the probe texts."""
-        head, own = self._slot.head(), self._slot.normed(travellers.probe.tokens())
         gains = np.zeros((self._model.num_layers, len(PROJECTIONS)))
         dense_gains = {group.name: 0.0 for group in dense_groups(self._model)}
         groups = {group.name: group.tensors for group in dense_groups(self._model)}
-        for name, texts in travellers.variants.items():
-            kl = _mean_kl(self._slot.normed(texts.tokens()), own, head, head)
+        for name, kl in self._variant_divergences(travellers).items():
             if name.endswith(".experts"):
                 layer = int(name.split(".")[1])
                 cost = sum(
@@ -321,17 +319,22 @@ class Sweep:
                 gains[layer, :] = kl / cost if cost > 0 else 0.0
             else:
                 dense_gains[name] = self._dense_gain(groups[name], kl)
-        if "lm_head" in groups and self._is_probed("lm_head"):
-            other = self._store.dense_weight("lm_head", self._inputs.dense_probe["lm_head"])
-            dense_gains["lm_head"] = self._dense_gain(groups["lm_head"], _mean_kl(own, own, other, head))
         width = max(layer.experts.count for layer in self._model.layers)
         return SensitivityTable(gains, dense_gains, np.ones((self._model.num_layers, width)))
+
+    def _variant_divergences(self, travellers: _Travellers) -> dict[str, float]:
+        """Mean KL of every variant to the unchanged model, nats per token; the head's own variant among them."""
+        head, own = self._slot.head(), travellers.probe.tokens()
+        variants = {name: (texts.tokens(), head) for name, texts in travellers.variants.items()}
+        if "lm_head" in self._model.dense_shapes() and self._is_probed("lm_head"):
+            variants["lm_head"] = own, self._store.dense_weight("lm_head", self._inputs.dense_probe["lm_head"])
+        totals = dict.fromkeys(variants, 0.0)
+        for tokens, log_p in log_probs(self._slot.normed(own), head):
+            for name, (states, other) in variants.items():
+                kl, _ = divergence(log_p, self._slot.normed(states[tokens]), other)
+                totals[name] += float(kl.double().sum())
+        return {name: total / len(own) for name, total in totals.items()}
 
     def _dense_gain(self, names: Sequence[str], kl: float) -> float:
         cost = sum(self._store.dense_error(name, self._inputs.dense_probe[name]) for name in names)
         return kl / cost if cost > 0 else 0.0
-
-
-def _mean_kl(states: Tensor, reference: Tensor, head: Tensor, reference_head: Tensor) -> float:
-    total = sum(float(kl.double().sum()) for kl, _ in divergences(states, reference, head, reference_head))
-    return total / len(states)

@@ -38,7 +38,8 @@ class StreamedTrials(Trials):
         threads: int,
     ) -> None:
         super().__init__(None, found.store, (), 0, progress, journal)
-        self._lowering, self._inputs, self._answers, self._threads = lowering, inputs, found.answers, threads
+        self._inputs, self._answers, self._threads = inputs, found.answers, threads
+        self._slot = LayerSlot(lowering)
 
     @property
     def has_data(self) -> bool:
@@ -51,12 +52,12 @@ class StreamedTrials(Trials):
         )
 
     def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
-        source, slot, layers = store or self.store, LayerSlot(self._lowering), plan.model.num_layers
+        source, slot, layers = store or self.store, self._slot, plan.model.num_layers
         embedding = self._dense(plan, source, "embedding")
         texts = TextStates.begin(self._inputs.answers.rows, lambda ids: slot.embed(ids, embedding))
         with workers(self._threads) as pool:
             for layer in range(layers):
-                slot.load(layer, self._replaced(plan, source, slot, layer))
+                slot.load(layer, self._replaced(plan, source, layer))
                 slot.run([texts], pool, lambda: None)
                 self._progress(layer + 1, layers)
         states = slot.normed(texts.answers(self._inputs.answers.counts))
@@ -64,12 +65,10 @@ class StreamedTrials(Trials):
         other = self._dense(plan, source, "embedding" if plan.model.tie_embeddings else "lm_head")
         return self._summary(states, own if other is None else other, own)
 
-    def _replaced(
-        self, plan: CompilePlan, source: UnitStore, slot: LayerSlot, layer: int
-    ) -> Mapping[WeightName, Tensor]:
+    def _replaced(self, plan: CompilePlan, source: UnitStore, layer: int) -> Mapping[WeightName, Tensor]:
         """Dense weights of the layer below 16 bits; those of the experts are set one at a time."""
         weights: dict[WeightName, Tensor] = {}
-        for name in slot.dense_names(layer):
+        for name in self._slot.dense_names(layer):
             weight = self._dense(plan, source, name)
             if weight is not None:
                 weights[name] = weight

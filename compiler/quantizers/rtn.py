@@ -5,6 +5,8 @@ Shapes: N rows, K columns, G groups, g columns of a group.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from moec.manifests.quant import QuantSpec
@@ -14,6 +16,7 @@ from ..quantized import QuantizedMatrix
 # Shrink factors of the clip search. On Gaussian rows of 64 the best factor at 2 bits lies near 0.7, at 8 bits at 1.
 _SHRINK_FACTORS = tuple(1.0 - 0.05 * step for step in range(1, 13))
 _CHUNK_WEIGHTS = 1 << 17  # the search makes a dozen passes over a chunk, which should stay in the second-level cache
+_ROWS_AT_ONCE = 2048  # bounds the float32 copy of a large embedding
 _SMALLEST_NEGATIVE_HALF = -32767  # bit pattern 0x8001
 
 
@@ -62,6 +65,16 @@ def _quantize_rows(
             minima = torch.where(better, trial_minima, minima)
         codes = _codes(grouped, scales, minima, spec)
     return codes.to(torch.uint8).reshape(rows, columns), scales.half(), minima.half()
+
+
+def rounded_rows(weight: torch.Tensor, spec: QuantSpec) -> Iterator[tuple[torch.Tensor, QuantizedMatrix]]:
+    """A matrix rounded with clip search, a bounded number of rows at a time: the rows [n, K] float32 and their codes.
+
+    Rows are rounded apart, so that the pieces together are what `quantize_rtn` makes of the whole.
+    """
+    for piece in torch.split(weight, _ROWS_AT_ONCE):
+        rows = piece.float()
+        yield rows, quantize_rtn(rows, spec, clip_search=True)
 
 
 def _range(grouped: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from moec.runtime.prefetch import (
     PathPredictor,
     PopularityPredictor,
     PrefetchQuality,
+    advised_experts,
     candidates,
     make_predictor,
 )
@@ -85,18 +86,31 @@ def test_after_the_last_layer_comes_the_first() -> None:
 
 def test_candidates() -> None:
     ranked = np.array([0.5, 2.0, 0.5, 3.0, 0.0])
-    assert candidates(ranked, 1, 1).tolist() == candidates(ranked, 1, 2).tolist() == [3]
-    for tokens, top_k in ((1, 3), (1, 4), (2, 2)):
-        assert candidates(ranked, tokens, top_k).tolist() == [3, 1]
-    assert candidates(ranked, 9, 2).tolist() == [3, 1, 0, 2, 4]
-    assert candidates(ranked, 1, 8).tolist() == [3, 1, 0] and candidates(ranked, 1, 8, 2).tolist() == [3, 1]
-    assert candidates(ranked, 1, 3, 2).tolist() == []
-    assert candidates(ranked, 1, 8, 3).tolist() == [3] and candidates(ranked, 1, 8, 1, nearest=4).tolist() == [
-        3,
-        1,
-        0,
-        2,
-    ]
+    assert [candidates(ranked, count).tolist() for count in (0, 1, 3, 9)] == [[], [3], [3, 1, 0], [3, 1, 0, 2, 4]]
+
+
+def test_fewer_experts_are_advised_the_further_the_layer() -> None:
+    assert [advised_experts(top_k, 1) for top_k in (1, 2, 3, 4, 8)] == [1, 1, 2, 2, 3]
+    assert [advised_experts(8, ahead) for ahead in (1, 2, 3, 4)] == [3, 2, 1, 1]
+    assert [advised_experts(top_k, 2) for top_k in (1, 2, 3)] == [0, 0, 0]
+    assert advised_experts(8, 1, nearest=4) == 4
+
+
+class _Counting:
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray:
+        self.asked.append(ahead)
+        return np.ones(64)
+
+
+def test_no_router_is_asked_where_no_expert_would_be_advised(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, expert_cache="50%", context=8, prefetch_layers=4) as engine:
+        top_k = engine.model.spec.layers[0].experts.top_k
+        engine.model.predictor = counting = _Counting()
+        engine.step([5], [0], [0])
+        assert set(counting.asked) == {ahead for ahead in (1, 2, 3, 4) if advised_experts(top_k, ahead)}
 
 
 def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:

@@ -34,11 +34,7 @@ inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
-#include "generic_lanes.h"
-#include "generic_linear.h"
-#include "generic_quantized.h"
-#include "generic_product.h"
-#include "generic_rows.h"
+#include "generic_kernels.h"
 
 constexpr KernelTable kTable = make_table("avx2", has_avx2);
 

@@ -41,11 +41,7 @@ inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
     return dot_bytes(sum, _mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred));
 }
 
-#include "generic_lanes.h"
-#include "generic_linear.h"
-#include "generic_quantized.h"
-#include "generic_product.h"
-#include "generic_rows.h"
+#include "generic_kernels.h"
 
 #if defined(MOEC_EMULATE_VNNI)
 constexpr KernelTable kTable = make_table("avx512vnni", has_avx2);

@@ -46,11 +46,7 @@ inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
     return add_int(sum, {centred_products(codes.low, x.low), centred_products(codes.high, x.high)});
 }
 
-#include "generic_lanes.h"
-#include "generic_linear.h"
-#include "generic_quantized.h"
-#include "generic_product.h"
-#include "generic_rows.h"
+#include "generic_kernels.h"
 
 constexpr KernelTable kTable = make_table("neon", has_neon);
 

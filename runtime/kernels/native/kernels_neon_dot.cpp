@@ -38,11 +38,7 @@ inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
     return add_products(sum, {veorq_u32(codes.low, sign), veorq_u32(codes.high, sign)}, x);
 }
 
-#include "generic_lanes.h"
-#include "generic_linear.h"
-#include "generic_quantized.h"
-#include "generic_product.h"
-#include "generic_rows.h"
+#include "generic_kernels.h"
 
 constexpr KernelTable kTable = make_table("neon-dot", has_neon_dot);
 

@@ -159,11 +159,7 @@ template <int Count>
 inline Floats upper(const Floats& a) { return each<Floats>([&](int i) { return i < Count ? a.v[i + Count] : 0.0f; }); }
 inline float square_root(float x) { return std::sqrt(x); }
 
-#include "generic_lanes.h"
-#include "generic_linear.h"
-#include "generic_quantized.h"
-#include "generic_product.h"
-#include "generic_rows.h"
+#include "generic_kernels.h"
 
 bool is_supported() {
     return true;

@@ -1,35 +1,13 @@
-"""Prompts and answers as tokens, by the checkpoint's own tokenizer."""
+"""Prompts and answers as tokens: one way for every engine, so that all are asked the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from moec.manifests.errors import CheckpointError
-
-from .checkpoint import TOKENIZER_NAME
-
 TokenPair = tuple[list[int], list[int]]
 """Token ids of a prompt and of its answer."""
-
-
-def load_tokenizer(root: Path) -> Tokenizer:
-    """The fast tokenizer of a folder; padding and truncation that the file may ask for are off.
-
-    Raises CheckpointError.
-    """
-    path = root / TOKENIZER_NAME
-    if not path.is_file():
-        raise CheckpointError(f"no `{TOKENIZER_NAME}` in `{root}`", "save the fast tokenizer with transformers")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers package raises nothing more specific
-        raise CheckpointError(f"`{path}` is not a tokenizer: {error}", "copy the file again") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
