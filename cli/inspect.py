@@ -52,7 +52,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
     manifest = bundle.manifest
     model, cost = manifest.model, manifest.cost
-    layer = model.layers[0]
+    layer = model.layers[model.expert_layers[-1]]
     plan = plan_memory(manifest, RuntimeOptions(expert_cache="100%"))
     return {
         "name": manifest.name,

@@ -46,7 +46,7 @@ class ActivationStatistics:
     """What calibration counted.
 
     num_tokens: tokens run; texts_sha256: digest of their ids, text by text; seed: of the choice of texts.
-    popularity: uint32 [L, E], each row sums to num_tokens * K. transitions: uint32 [L-1, E, E].
+    popularity: uint32 [L, E], each row of a layer with experts sums to num_tokens * K. transitions: uint32 [L-1, E, E].
     path_*: see statistics_paths.PathDictionary. router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's
     largest router weight. second_moments: of every projection's inputs. path_report: what the paths predict.
     """
@@ -146,23 +146,38 @@ def count_statistics(
     digest: str,
     seed: int,
 ) -> ActivationStatistics:
-    """Count the routes of all tokens. held_out: [T], the tokens of texts that the report predicts."""
-    experts = max(layer.experts.count for layer in model.layers)
+    """Count the routes of all tokens. held_out: [T], the tokens of texts that the report predicts.
+
+    routes: [T, M, K] of the M layers that hold routed experts; largest: [T, M]. Other layers count nothing.
+    """
+    experts, layers = max(layer.experts.count for layer in model.layers), np.array(model.expert_layers)
     paths = count_paths(routes, experts)
+    keys = paths.keys.copy()
+    keys[:, 0] = layers[keys[:, 0]]
+    steps = np.flatnonzero(np.diff(layers) == 1)  # from a routed layer to the next one
+    transitions = count_transitions(routes, experts)[steps]
+    quantiles = np.quantile(largest, np.linspace(0, 1, QUANTILES), axis=0).T.astype(np.float32)
     return ActivationStatistics(
         num_tokens=len(routes),
         texts_sha256=digest,
         seed=seed,
-        popularity=count_popularity(routes, experts),
-        transitions=count_transitions(routes, experts),
-        path_keys=paths.keys,
+        popularity=_spread(count_popularity(routes, experts), layers, model.num_layers),
+        transitions=_spread(transitions, layers[steps], model.num_layers - 1),
+        path_keys=keys,
         path_offsets=paths.offsets,
         path_experts=paths.experts,
         path_counts=paths.counts,
-        router_quantiles=np.quantile(largest, np.linspace(0, 1, QUANTILES), axis=0).T.astype(np.float32),
+        router_quantiles=_spread(quantiles, layers, model.num_layers),
         second_moments=moments,
         path_report=report_paths(routes[~held_out], routes[held_out], experts),
     )
+
+
+def _spread(rows: NDArray[Any], layers: NDArray[np.int64], count: int) -> NDArray[Any]:
+    """Rows of some layers among zeros for all the others."""
+    spread = np.zeros((count, *rows.shape[1:]), rows.dtype)
+    spread[layers] = rows
+    return spread
 
 
 def unseen_notes(statistics: ActivationStatistics) -> list[str]:
@@ -182,7 +197,7 @@ class _Recorder:
 
     def __init__(self, model: ModelSpec) -> None:
         self.moments = SecondMoments.zeros(model)
-        self._layers = model.num_layers
+        self._layers = model.expert_layers
         self._real = torch.zeros(0, dtype=torch.bool)
         self._chosen: dict[int, Tensor] = {}
         self._largest: dict[int, Tensor] = {}
@@ -209,16 +224,16 @@ class _Recorder:
 
     def finish(self) -> None:
         """A pass is over."""
-        chosen = torch.stack([self._chosen[layer] for layer in range(self._layers)], dim=1)
-        largest = torch.stack([self._largest[layer] for layer in range(self._layers)], dim=1)
+        chosen = torch.stack([self._chosen[layer] for layer in self._layers], dim=1)
+        largest = torch.stack([self._largest[layer] for layer in self._layers], dim=1)
         self._batches.append((chosen.numpy().astype(np.uint16), largest.numpy().copy()))
 
     def routes(self) -> NDArray[np.uint16]:
-        """[T, L, K] experts of every token."""
+        """[T, M, K] experts of every token in the layers that route."""
         return np.concatenate([chosen for chosen, _ in self._batches])
 
     def largest_weights(self) -> NDArray[np.float32]:
-        """[T, L] the largest router weight of every token."""
+        """[T, M] the largest router weight of every token."""
         return np.concatenate([largest for _, largest in self._batches])
 
 

@@ -183,11 +183,12 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
     expected = Fraction(0)
     rows = Tables.empty(model).popularity if popularity is None else popularity
     for layer, padded, row in zip(model.layers, sizes, rows.tolist(), strict=True):
+        if not padded:
+            continue
         counts = row[: len(padded)] if any(row) else [1] * len(padded)
         read = sum(count * size for count, size in zip(counts, padded, strict=True))
         expected += Fraction(layer.experts.top_k * read, sum(counts))
     minimum = (sum(sorted(s)[-layer.experts.top_k :]) for layer, s in zip(model.layers, sizes, strict=True))
-    kv = sum(2 * layer.attention.num_kv_heads * layer.attention.head_size for layer in model.layers)
     return CostSummary(
         expert_packed_bytes=plan.expert_packed_bytes,
         expert_padded_bytes=sum(map(sum, sizes)),
@@ -195,7 +196,7 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
         expert_bits_per_weight=plan.bits_per_weight,
         expected_read_bytes_per_token=round(expected),
         minimum_expert_bytes=max(minimum),
-        kv_bytes_per_position=kv * KV_ELEMENT_BYTES,
+        kv_bytes_per_position=model.kv_bytes_per_position,
     )
 
 
@@ -279,7 +280,7 @@ class _Emitter:
             return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
 
         entries: list[ExpertEntry] = []
-        for layer in range(self._plan.model.num_layers):
+        for layer in self._plan.model.expert_layers:
             entries += self._write_layer(layer, unit_bytes)
         return tuple(entries)
 

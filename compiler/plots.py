@@ -40,10 +40,14 @@ def report_picture(name: str, quality: Mapping[str, Any]) -> bytes:
 
 
 def _bits_grid(quality: Mapping[str, Any]) -> np.ndarray:
-    """[L, 3 E]: the three projections of an expert side by side."""
-    parts = [np.array(quality["bits"]["units"][projection]) for projection in PROJECTIONS]
-    layers, experts = parts[0].shape
-    return np.stack(parts, axis=-1).reshape(layers, experts * len(PROJECTIONS))
+    """[L, 3 E]: the three projections of an expert side by side; blank where a layer has fewer experts."""
+    units = quality["bits"]["units"]
+    layers, experts = len(units[PROJECTIONS[0]]), max(map(len, units[PROJECTIONS[0]]))
+    grid = np.full((layers, experts, len(PROJECTIONS)), np.nan)
+    for column, projection in enumerate(PROJECTIONS):
+        for layer, bits in enumerate(units[projection]):
+            grid[layer, : len(bits), column] = bits
+    return grid.reshape(layers, experts * len(PROJECTIONS))
 
 
 def _heat_map(figure: Any, axis: Any, grid: np.ndarray, title: str, rows: str, columns: str, colours: str) -> None:

@@ -115,7 +115,7 @@ def _together(found: Sequence[tuple[str, str]]) -> list[str]:
 def _widths(model: ModelSpec) -> dict[int, list[str]]:
     """Columns of the routed projections -> which projections have them."""
     widths: dict[int, list[str]] = {}
-    for index in range(model.num_layers):
+    for index in model.expert_layers:
         for projection in PROJECTIONS:
             names = widths.setdefault(model.unit_shape(index, projection)[1], [])
             if projection not in names:

@@ -122,12 +122,12 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
 
 def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
     """README.md of the bundle: what it is, what it cost, how to run it."""
-    sizes = quality["sizes"]
+    sizes, routed = quality["sizes"], manifest.model.layers[manifest.model.expert_layers[-1]].experts
     lines = [
         f"# {manifest.name}, compiled by moec",
         "",
         f"{manifest.model.family}, {manifest.model.num_layers} layers, "
-        f"{manifest.model.layers[0].experts.count} experts, top-{manifest.model.layers[0].experts.top_k}; "
+        f"{routed.count} experts, top-{routed.top_k}; "
         f"target: {manifest.options.get('target', 'none')}; verdict: {quality['verdict']}.",
         "",
         "| | bytes |",

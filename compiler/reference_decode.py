@@ -137,7 +137,7 @@ class GreedyDecoder:
         positions = torch.tensor([item.cached for item in items])
         mask = (torch.arange(capacity) >= (width - positions).unsqueeze(1)).long()
         layers: list[Any] = [
-            _ReservedLayer([item.states[layer] for item in items], width) for layer in self._network.experts
+            _ReservedLayer([item.states[layer] for item in items], width) for layer in range(len(items[0].states))
         ]
         for item in items:
             item.states.clear()

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens of a row, D hidden, V vocabulary, E experts, K top-k, N
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from moec.manifests.errors import CheckpointError
 
 from .families import Lowering
+from .families.lowering import HeadPart
 
 TOKENS_PER_FORWARD = 2048
 """Tokens of one forward pass: more is slower on a CPU, where larger activations leave the cache."""
@@ -37,14 +38,17 @@ _FOREIGN_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, Att
 class Network:
     """A loaded model. `experts`: layer -> its module with the fused `gate_up_proj`, `down_proj`.
 
-    `backbone` maps tokens to hidden states, `head` those to logits.
+    `backbone` maps tokens to hidden states, `head` those to unscaled logits. parameters: canonical name of a dense
+    weight -> the model's parameter, and which part of it.
     """
 
     model: Any
     backbone: Any
     head: Any
     experts: dict[int, Any]
+    parameters: Mapping[str, tuple[str, HeadPart | None]]
     vocab_size: int
+    logits_scale: float = 1.0
 
     def hidden(self, rows: Sequence[Sequence[int]], cache: Any = None) -> Tensor:
         """Final hidden states of the rows, [B, T, D] with T the longest.
@@ -72,7 +76,7 @@ class Network:
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] float32."""
         logits: Tensor = self.head(hidden)
-        return logits
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
     def logit_chunks(self, hidden: Tensor) -> Iterator[Tensor]:
         """The rows of `logits(hidden)` in bounded pieces."""
@@ -128,14 +132,22 @@ def load_network(lowering: Lowering) -> Network:
             "copy the checkpoint again",
         )
     _round_to_16_bits(model, lowering)
-    return _network(model, lowering, lowering.model.num_layers)
+    return _network(model, lowering, list(lowering.model.expert_layers))
 
 
-def build_single_layer(lowering: Lowering) -> Network:
-    """One decoder layer of the model with weights yet to be set, in float32, and no vocabulary to speak of.
+# What transformers' configurations call the first and last routed layer, and what keeps layers plain.
+_ROUTED = {
+    "mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0, "moe_layer_interval": 1,
+    "moe_layer_start_index": 0, "moe_layer_end_index": 0,
+}  # fmt: skip
+_PLAIN = {**_ROUTED, "mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_start_index": 1}
 
-    Its backbone takes `inputs_embeds` and returns what the layer makes of them: the norm behind it is left out.
-    Raises CheckpointError if transformers cannot build the model.
+
+def build_single_layer(lowering: Lowering, layer: int = 0) -> Network:
+    """A decoder layer like this one with weights yet to be set, in float32, and no vocabulary to speak of.
+
+    Its backbone takes `inputs_embeds` and returns what the layer makes of them: the norm behind it is left out, and so
+    is a scale of the embeddings. Raises CheckpointError if transformers cannot build the model.
     """
     root = lowering.checkpoint.root
     loader: Any = AutoModelForCausalLM
@@ -143,6 +155,11 @@ def build_single_layer(lowering: Lowering) -> Network:
         with _quiet():
             config = AutoConfig.from_pretrained(root, local_files_only=True)
             config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
+            kind = _ROUTED if lowering.model.layers[layer].experts.count else _PLAIN
+            changes = {**kind, "layer_types": (getattr(config, "layer_types", None) or [None])[layer:][:1]}
+            for name, value in {**changes, "embedding_multiplier": 1.0}.items():
+                if getattr(config, name, None) is not None:
+                    setattr(config, name, value)
             model = loader.from_config(config, dtype=torch.float32)
     except _FOREIGN_ERRORS as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -150,23 +167,25 @@ def build_single_layer(lowering: Lowering) -> Network:
             f"`{root}`: transformers cannot build a layer of the model: {reason}", "check that the folder is complete"
         ) from error
     model.get_decoder().norm = torch.nn.Identity()
-    return _network(model, lowering, 1)
+    return _network(model, lowering, [0] if lowering.model.layers[layer].experts.count else [])
 
 
-def _network(model: Any, lowering: Lowering, layers: int) -> Network:
-    """The model with our experts forward, if all its layers hold routed experts. Raises CheckpointError."""
+def _network(model: Any, lowering: Lowering, expected: list[int]) -> Network:
+    """The model with our experts forward, if the right layers hold routed experts. Raises CheckpointError."""
     model.eval().requires_grad_(False)
     experts = _find_experts(model)
-    if sorted(experts) != list(range(layers)):
+    if sorted(experts) != expected:
         raise CheckpointError(
             f"`{lowering.checkpoint.root}`: {len(experts)} layers of `{type(model).__name__}` hold routed experts as "
-            f"expected, not all of {layers}",
+            f"expected, not {len(expected)}",
             "install a release of transformers that pyproject.toml allows",
         )
     if all(_is_plain(module) for module in experts.values()):
         ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_IMPLEMENTATION, sorted_experts)
         model.set_experts_implementation(_EXPERTS_IMPLEMENTATION)
-    return Network(model, model.get_decoder(), model.get_output_embeddings(), experts, lowering.model.vocab_size)
+    parameters = {name: (lowering.loaded[name], source.heads) for name, source in lowering.dense.items()}
+    head, spec = model.get_output_embeddings(), lowering.model
+    return Network(model, model.get_decoder(), head, experts, parameters, spec.vocab_size, spec.logits_scale)
 
 
 def sorted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -212,8 +231,10 @@ def _find_experts(model: Any) -> dict[int, Any]:
 def _round_to_16_bits(model: Any, lowering: Lowering) -> None:
     """Round what the checkpoint holds in float32 to the type that the bundle stores."""
     if any(ref.dtype == "F32" for ref in lowering.checkpoint.tensors.values()):
-        for parameter in model.parameters():
-            parameter.data.copy_(parameter.data.to(TORCH_TYPES[lowering.float_type]))
+        stored = set(lowering.loaded.values())
+        for name, parameter in model.named_parameters():
+            if name in stored or ".experts." in name:  # corrections of routers stay as they are
+                parameter.data.copy_(parameter.data.to(TORCH_TYPES[lowering.float_type]))
 
 
 @contextmanager

@@ -14,21 +14,10 @@ from .reference_network import Network
 
 WeightName = UnitKey | str
 """One projection of one expert, or the canonical name of a dense weight (manifests.model, dense_shapes)."""
-_LAYER_WEIGHTS = {
-    "attention_norm": "input_layernorm",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "query_norm": "self_attn.q_norm",
-    "key_norm": "self_attn.k_norm",
-    "output": "self_attn.o_proj",
-    "experts_norm": "post_attention_layernorm",
-    "router": "mlp.gate",
-}
 
 
 def weight_view(network: Network, name: WeightName) -> Tensor:
-    """The memory that a network computes with under this name. Raises KeyError."""
+    """The memory that a network computes with under this name; [H, r, C] for part of each head. Raises KeyError."""
     return _unit(network, name) if isinstance(name, UnitKey) else _dense(network, name)
 
 
@@ -45,14 +34,9 @@ def _unit(network: Network, key: UnitKey) -> Tensor:
 
 
 def _dense(network: Network, name: str) -> Tensor:
-    if name in ("embedding", "final_norm", "lm_head"):
-        module = {"embedding": network.backbone.embed_tokens, "final_norm": network.backbone.norm}.get(name)
-        module = network.head if module is None else module
-    else:
-        prefix, _, part = name.rpartition(".")
-        module = network.backbone.get_submodule(f"{prefix}.{_LAYER_WEIGHTS[part]}")
-    weight: Tensor = module.weight.data
-    return weight
+    parameter, heads = network.parameters[name]
+    weight: Tensor = network.model.get_parameter(parameter).data
+    return weight if heads is None else heads.view(weight)
 
 
 class WeightStore:
@@ -67,17 +51,20 @@ class WeightStore:
     def original(self, name: WeightName) -> Tensor:
         """The checkpoint's own weight, a float32 copy. Raises KeyError for a name the model does not have."""
         if name in self._changed:
-            return self._originals[name].float()
-        return self._view(name).clone()
+            own = self._originals[name].float()
+            return own.flatten(0, 1) if own.dim() == 3 else own
+        view = self._view(name)
+        return (view.flatten(0, 1) if view.dim() == 3 else view).clone()
 
     def set(self, name: WeightName, weight: Tensor) -> None:
         """Compute with `weight` from now on. Raises KeyError, or ValueError if the shape differs."""
         view = self._view(name)
-        if view.shape != weight.shape:
-            raise ValueError(f"weight {name} has shape {tuple(view.shape)}, found {tuple(weight.shape)}")
+        shape = view.shape if view.dim() < 3 else (view.shape[0] * view.shape[1], view.shape[2])
+        if weight.shape != shape:
+            raise ValueError(f"weight {name} has shape {tuple(shape)}, found {tuple(weight.shape)}")
         if name not in self._originals:
             self._originals[name] = view.to(self._dtype)
-        view.copy_(weight)
+        view.copy_(weight.view(view.shape))
         self._changed.add(name)
 
     def restore(self) -> None:

@@ -61,9 +61,13 @@ class SensitivityTable:
 def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
     """All dense weights that may go below 16 bits, grouped."""
     groups = [DenseGroup("embedding", ("embedding",))]
+    matrices = [name for name, shape in model.dense_shapes().items() if len(shape) == 2 and not name.endswith("router")]
     for layer in range(model.num_layers):
-        names = tuple(f"layers.{layer}.{name}" for name in ("query", "key", "value", "output"))
-        groups.append(DenseGroup(f"layers.{layer}.attention", names))
+        own = [name for name in matrices if name.startswith(f"layers.{layer}.")]
+        shared = tuple(name for name in own if ".shared_" in name)
+        groups.append(DenseGroup(f"layers.{layer}.attention", tuple(name for name in own if name not in shared)))
+        if shared:
+            groups.append(DenseGroup(f"layers.{layer}.shared", shared))
     if not model.tie_embeddings:
         groups.append(DenseGroup("lm_head", ("lm_head",)))
     return tuple(groups)
@@ -88,9 +92,9 @@ def measure_proxy(
     """
     model, store = plain.model, trials.store
     groups = [g for g in dense_groups(model) if any(dense_probe[name].bitwidth < 16 for name in g.tensors)]
-    total, done = model.num_layers * len(PROJECTIONS) + len(groups), 0
+    total, done = len(model.expert_layers) * len(PROJECTIONS) + len(groups), 0
     gains = np.zeros((model.num_layers, len(PROJECTIONS)))
-    for layer in range(model.num_layers):
+    for layer in model.expert_layers:
         for column, projection in enumerate(PROJECTIONS):
             done += 1
             columns = model.unit_shape(layer, projection)[1]

@@ -27,7 +27,7 @@ def uniform_plan(
     plain = QuantSpec(16, float_type=float_type)
     spec = plain if bitwidth == 16 else QuantSpec(bitwidth, group_size, symmetric)
     units = {UnitKey(*key, projection): spec for key in model.expert_keys() for projection in PROJECTIONS}
-    shapes = {model.unit_shape(layer, projection) for layer in range(model.num_layers) for projection in PROJECTIONS}
+    shapes = {model.unit_shape(layer, projection) for layer in model.expert_layers for projection in PROJECTIONS}
     wrong = sorted({columns for _, columns in shapes if not spec.fits(columns)})
     if wrong:
         raise PlanError(
@@ -50,7 +50,7 @@ def dense_spec(
     Where the group size does not divide the columns, one scale per row takes its place.
     """
     plain = QuantSpec(16, float_type=float_type)
-    if bits == 16 or len(shape) == 1 or name.endswith(".router"):
+    if bits == 16 or len(shape) == 1 or name.endswith("router"):
         return plain
     grouped, per_row = QuantSpec(bits, group_size, symmetric), QuantSpec(bits, 0, symmetric)
     return grouped if grouped.fits(shape[-1]) else per_row if per_row.fits(shape[-1]) else plain

@@ -42,7 +42,7 @@ class UnitStore:
         """Quantize all units in these formats. progress: (batches done, batches in all)."""
         jobs = [
             (layer, projection, spec)
-            for layer in range(self.model.num_layers)
+            for layer in self.model.expert_layers
             for projection in ("gate", "up", "down")
             for spec in specs
             if spec.bitwidth < 16 and spec.fits(self.model.unit_shape(layer, projection)[1])

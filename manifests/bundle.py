@@ -239,7 +239,7 @@ class BundleManifest:
         for entry in self.dense:
             if entry.shape != shapes[entry.name]:
                 raise ValueError(f"dense[{entry.name}]: expected shape {shapes[entry.name]}, found {entry.shape}")
-            keeps_16_bit = len(entry.shape) == 1 or entry.name.endswith(".router")
+            keeps_16_bit = len(entry.shape) == 1 or entry.name.endswith("router")
             if keeps_16_bit and entry.spec.bitwidth != 16:
                 raise ValueError(f"dense[{entry.name}]: norms and routers stay at 16 bits, found {entry.spec}")
             if not entry.spec.fits(entry.shape[-1]):
@@ -273,5 +273,6 @@ class BundleManifest:
                 raise ValueError(f"cost.{name}: the formats give {value}, found {getattr(cost, name)}")
         if not math.isclose(cost.expert_bits_per_weight, 8 * packed / weights, rel_tol=1e-9):
             raise ValueError(f"cost.expert_bits_per_weight: the formats give {8 * packed / weights}")
-        if not 0 <= cost.expected_read_bytes_per_token <= sum(k * max(s) for s, k in zip(padded, top_k, strict=True)):
+        most = sum(k * max(sizes, default=0) for sizes, k in zip(padded, top_k, strict=True))
+        if not 0 <= cost.expected_read_bytes_per_token <= most:
             raise ValueError("cost.expected_read_bytes_per_token: out of range")

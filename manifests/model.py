@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from .quant import ROWS_PER_BLOCK
+
 PROJECTIONS = ("gate", "up", "down")
 MAX_LAYERS = 1024
 MAX_EXPERTS = 65535
@@ -36,14 +38,51 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding over the first `rotary_size` of each head, halves rotated against each other."""
+    """Rotary position embedding over the first `rotary_size` of each head.
+
+    interleaved: neighbours are rotated against each other; otherwise the first half against the second.
+    frequencies: radians per position of each pair, of a scaled embedding; empty: theta ** (-2 i / rotary_size).
+    magnitude: what cosines and sines are multiplied with.
+    """
 
     theta: float
     rotary_size: int
+    interleaved: bool = False
+    frequencies: tuple[float, ...] = ()
+    magnitude: float = 1.0
 
     def __post_init__(self) -> None:
         _require(1 <= self.theta <= 1e15, f"rope theta must be 1 to 1e15, found {self.theta}")
         _require(0 < self.rotary_size <= 4096 and self.rotary_size % 2 == 0, "rotary_size must be even, 2 to 4096")
+        _require(
+            len(self.frequencies) in (0, self.rotary_size // 2) and all(0 <= f <= 1 for f in self.frequencies),
+            "frequencies: expected rotary_size / 2 numbers from 0 to 1, or none",
+        )
+        _require(0 < self.magnitude <= 100, f"rope magnitude out of range: {self.magnitude}")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Keys and values of all heads made from one small vector per position, which is what the cache holds.
+
+    query_rank: of the queries' own bottleneck, 0: none. rank: of the shared vector. plain_size: features of a key that
+    are not rotated. value_size: features of a value. norm_eps: of the norms behind both bottlenecks.
+    Source: DeepSeek-V2, section 2.1.
+    """
+
+    query_rank: int
+    rank: int
+    plain_size: int
+    value_size: int
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.query_rank <= 1 << 20, f"query_rank out of range: {self.query_rank}")
+        _require(0 <= self.norm_eps < 1, f"norm_eps out of range: {self.norm_eps}")
+        for name, size in (("rank", self.rank), ("plain_size", self.plain_size), ("value_size", self.value_size)):
+            # Heads are cut out of packed matrices, whose rows come in blocks.
+            whole = size % ROWS_PER_BLOCK == 0
+            _require(0 < size <= 4096 and whole, f"{name} must be a multiple of {ROWS_PER_BLOCK} up to 4096: {size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +90,9 @@ class AttentionSpec:
     """Causal attention with grouped key/value heads; sliding_window 0 means the whole context.
 
     query_key_norm: `full` norms queries and keys over all their heads together, `head` each head by itself, both before
-    the rotary embedding.
+    the rotary embedding. bias: of query, key and value (`inputs`), or of the output as well (`all`). scale: of scores,
+    0: head_size ** -0.5. latent: keys and values come from a shared vector; head_size is then that of a whole key, its
+    rotated features last.
     """
 
     num_heads: int
@@ -60,6 +101,9 @@ class AttentionSpec:
     rope: RopeSpec
     sliding_window: int = 0
     query_key_norm: Literal["none", "full", "head"] = "none"
+    bias: Literal["none", "inputs", "all"] = "none"
+    scale: float = 0.0
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         _require(0 < self.num_heads <= 4096 and 0 < self.head_size <= 4096, "heads and head_size must be 1 to 4096")
@@ -69,19 +113,66 @@ class AttentionSpec:
         )
         _require(0 <= self.sliding_window <= MAX_POSITIONS, f"sliding_window out of range: {self.sliding_window}")
         _require(self.rope.rotary_size <= self.head_size, "rotary_size must not exceed head_size")
+        _require(0 <= self.scale <= 1e3, f"attention scale out of range: {self.scale}")
+        if self.latent is not None:
+            fits = self.latent.plain_size + self.rope.rotary_size == self.head_size
+            _require(fits, f"head_size {self.head_size} must be the plain and the rotated features of a key")
+            plain = (self.num_kv_heads, self.query_key_norm, self.bias, self.sliding_window)
+            _require(
+                plain == (self.num_heads, "none", "none", 0), "latent attention has no groups, norms, biases, window"
+            )
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with."""
+        return self.scale or self.head_size**-0.5
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads that the cache of keys and values holds."""
+        return 1 if self.latent is not None else self.num_kv_heads
+
+    @property
+    def cache_size(self) -> int:
+        """Features of a head in the cache."""
+        return self.head_size if self.latent is None else self.latent.rank + self.rope.rotary_size
+
+    @property
+    def cache_arrays(self) -> int:
+        """2: keys and values; 1: one vector serves as both."""
+        return 2 if self.latent is None else 1
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How router logits become experts and weights: scoring over all experts, top-k, then renormalised or not."""
+    """How router logits become experts and weights: scores over all experts, top-k, renormalised or not, scaled.
 
-    scoring: Literal["softmax"]
+    correction: added to the scores of each expert when experts are chosen, not to their weights; empty: nothing.
+    groups: experts are in so many groups in a row, and the top-k come from the best kept_groups of them, judged by
+    their best expert (`max`) or their best two (`top2`).
+    """
+
+    scoring: Literal["softmax", "sigmoid"]
     renormalize: bool
+    scale: float = 1.0
+    correction: tuple[float, ...] = ()
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+
+    def __post_init__(self) -> None:
+        _require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
+        _require(0 < self.kept_groups <= self.groups <= MAX_EXPERTS, "kept_groups must be 1 to groups")
+
+    @property
+    def is_plain(self) -> bool:
+        """Softmax and nothing else: the scores are the logits' order."""
+        return self.scoring == "softmax" and not self.correction and self.groups == 1
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The routed experts of one layer: down(act(gate x) * (up x)) each."""
+    """The routed experts of one layer: down(act(gate x) * (up x)) each. A layer without any has count and top_k 0."""
 
     count: int
     top_k: int
@@ -90,17 +181,42 @@ class ExpertsSpec:
     router: RouterSpec
 
     def __post_init__(self) -> None:
-        _require(0 < self.count <= MAX_EXPERTS, f"expert count must be 1 to {MAX_EXPERTS}, found {self.count}")
-        _require(0 < self.top_k <= self.count, f"top_k must be 1 to {self.count}, found {self.top_k}")
+        _require(0 <= self.count <= MAX_EXPERTS, f"expert count must be 0 to {MAX_EXPERTS}, found {self.count}")
+        least = min(self.count, 1)
+        _require(least <= self.top_k <= self.count, f"top_k must be {least} to {self.count}, found {self.top_k}")
         _require(0 < self.width <= 1 << 20, f"expert width out of range: {self.width}")
+        groups, kept = self.router.groups, self.router.kept_groups
+        _require(self.count % groups == 0, f"{groups} groups must divide {self.count} experts")
+        if groups > 1 and self.count:
+            size = self.count // groups
+            _require(size >= (2 if self.router.group_score == "top2" else 1), "groups are too small for their score")
+            _require(self.top_k <= kept * size, f"{kept} groups of {size} experts cannot give {self.top_k}")
+        _require(len(self.router.correction) in (0, self.count), "correction: expected one number per expert, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpec:
+    """An expert that every token passes, resident with the dense weights; or the plain feed-forward of a layer without
+    routed experts. has_gate: its output is multiplied with the sigmoid of a product of its own.
+    """
+
+    width: int
+    has_gate: bool = False
+
+    def __post_init__(self) -> None:
+        _require(0 < self.width <= 1 << 20, f"shared expert width out of range: {self.width}")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: norm, attention, residual; norm, routed experts, residual."""
+    """One decoder layer: norm, attention, residual; norm, routed experts and the shared one, residual."""
 
     attention: AttentionSpec
     experts: ExpertsSpec
+    shared: SharedSpec | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.experts.count > 0 or self.shared is not None, "a layer must have routed experts or a shared one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +224,8 @@ class ModelSpec:
     """A decoder-only mixture of experts.
 
     norm_eps: of every RMS norm. max_positions: the longest context the checkpoint was made for.
-    eos_token_ids end a generation. Raises ValueError when fields contradict each other.
+    eos_token_ids end a generation. embedding_scale, residual_scale, logits_scale: what embeddings, the outputs of
+    attention and of experts, and logits are multiplied with. Raises ValueError when fields contradict each other.
     """
 
     family: str
@@ -119,6 +236,9 @@ class ModelSpec:
     tie_embeddings: bool
     layers: tuple[LayerSpec, ...]
     eos_token_ids: tuple[int, ...] = field(default=())
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _require(0 < self.hidden_size <= 1 << 20, f"hidden_size out of range: {self.hidden_size}")
@@ -126,18 +246,27 @@ class ModelSpec:
         _require(0 < self.max_positions <= MAX_POSITIONS, f"max_positions out of range: {self.max_positions}")
         _require(0 < len(self.layers) <= MAX_LAYERS, f"a model has 1 to {MAX_LAYERS} layers, found {len(self.layers)}")
         _require(0 <= self.norm_eps < 1, f"norm_eps out of range: {self.norm_eps}")
+        _require(any(layer.experts.count for layer in self.layers), "no layer has routed experts")
+        for scale in (self.embedding_scale, self.residual_scale, self.logits_scale):
+            _require(0 < scale <= 1e4, f"scale out of range: {scale}")
         for token in self.eos_token_ids:
             _require(0 <= token < self.vocab_size, f"eos token {token} outside the vocabulary")
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers; all of them hold routed experts in format version 1."""
+        """Decoder layers, with routed experts or without."""
         return len(self.layers)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers that hold routed experts."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.experts.count)
 
     @property
     def kv_bytes_per_position(self) -> int:
         """Bytes of the float32 keys and values of one position over all layers."""
-        return sum(8 * layer.attention.num_kv_heads * layer.attention.head_size for layer in self.layers)
+        attentions = [layer.attention for layer in self.layers]
+        return sum(4 * a.cache_arrays * a.cache_heads * a.cache_size for a in attentions)
 
     def unit_shape(self, layer: int, projection: str) -> tuple[int, int]:
         """(rows, columns) of one projection of an expert: gate and up [F, D], down [D, F]."""
@@ -158,21 +287,63 @@ class ModelSpec:
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
         for index, layer in enumerate(self.layers):
-            attention, prefix = layer.attention, f"layers.{index}."
-            query = attention.num_heads * attention.head_size
-            key_value = attention.num_kv_heads * attention.head_size
-            shapes[prefix + "attention_norm"] = (hidden,)
-            shapes[prefix + "query"] = (query, hidden)
-            shapes[prefix + "key"] = (key_value, hidden)
-            shapes[prefix + "value"] = (key_value, hidden)
-            if attention.query_key_norm != "none":
-                is_full = attention.query_key_norm == "full"
-                shapes[prefix + "query_norm"] = (query if is_full else attention.head_size,)
-                shapes[prefix + "key_norm"] = (key_value if is_full else attention.head_size,)
-            shapes[prefix + "output"] = (hidden, query)
-            shapes[prefix + "experts_norm"] = (hidden,)
-            shapes[prefix + "router"] = (layer.experts.count, hidden)
+            parts = {**_attention_shapes(layer.attention, hidden), **_feed_forward_shapes(layer, hidden)}
+            shapes.update({f"layers.{index}.{name}": shape for name, shape in parts.items()})
         shapes["final_norm"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head"] = (self.vocab_size, hidden)
         return shapes
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _attention_shapes(attention: AttentionSpec, hidden: int) -> Shapes:
+    """Weights of one layer's attention, its norm in front."""
+    query = attention.num_heads * attention.head_size
+    key_value = attention.num_kv_heads * attention.head_size
+    if attention.latent is not None:
+        return _latent_shapes(attention, attention.latent, hidden)
+    shapes: Shapes = {"attention_norm": (hidden,)}
+    for name, rows in (("query", query), ("key", key_value), ("value", key_value)):
+        shapes[name] = (rows, hidden)
+    if attention.bias != "none":
+        shapes.update({"query_bias": (query,), "key_bias": (key_value,), "value_bias": (key_value,)})
+    if attention.query_key_norm != "none":
+        is_full = attention.query_key_norm == "full"
+        shapes["query_norm"] = (query if is_full else attention.head_size,)
+        shapes["key_norm"] = (key_value if is_full else attention.head_size,)
+    shapes["output"] = (hidden, query)
+    if attention.bias == "all":
+        shapes["output_bias"] = (hidden,)
+    return shapes
+
+
+def _latent_shapes(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> Shapes:
+    """key_up: of each head what turns a query's plain features into those of the shared vector; value_up: back."""
+    heads, query = attention.num_heads, attention.num_heads * attention.head_size
+    shapes: Shapes = {"attention_norm": (hidden,)}
+    if latent.query_rank:
+        shapes["query_down"] = (latent.query_rank, hidden)
+        shapes["query_down_norm"] = (latent.query_rank,)
+    shapes["query"] = (query, latent.query_rank or hidden)
+    shapes["latent_down"] = (latent.rank + attention.rope.rotary_size, hidden)
+    shapes["latent_norm"] = (latent.rank,)
+    shapes["key_up"] = (heads * latent.rank, latent.plain_size)
+    shapes["value_up"] = (heads * latent.value_size, latent.rank)
+    shapes["output"] = (hidden, heads * latent.value_size)
+    return shapes
+
+
+def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
+    """The norm, the router, and the shared expert with its own gate."""
+    shapes: Shapes = {"experts_norm": (hidden,)}
+    if layer.experts.count:
+        shapes["router"] = (layer.experts.count, hidden)
+    if layer.shared is not None:
+        shapes["shared_gate"] = (layer.shared.width, hidden)
+        shapes["shared_up"] = (layer.shared.width, hidden)
+        shapes["shared_down"] = (hidden, layer.shared.width)
+        if layer.shared.has_gate:
+            shapes["shared_router"] = (1, hidden)
+    return shapes

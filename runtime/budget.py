@@ -82,8 +82,15 @@ def pass_bytes(manifest: BundleManifest, tokens: int) -> int:
     model, widest = manifest.model, 0
     for layer in model.layers:
         attention, experts = layer.attention, layer.experts
-        heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
-        widest = max(widest, heads, experts.top_k * model.hidden_size + 2 * experts.width)
+        if attention.latent is None:
+            heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
+        else:
+            heads = attention.num_heads * (2 * attention.cache_size + 2 * attention.head_size)
+        ranks, width = (
+            experts.top_k + (layer.shared is not None),
+            max(experts.width, layer.shared.width if layer.shared else 0),
+        )
+        widest = max(widest, heads, ranks * model.hidden_size + 2 * width)
     return 4 * tokens * (5 * model.hidden_size + widest)
 
 

@@ -30,7 +30,7 @@ class ElasticCache:
         """plan: with budget_bytes; its cache_bytes is the size beside a full context and the longest pass."""
         self._plan, self._cache = plan, cache
         attentions = [layer.attention for layer in manifest.model.layers]
-        self._heads = Counter((attention.num_kv_heads, attention.head_size) for attention in attentions)
+        self._heads = Counter((a.cache_arrays * a.cache_heads, a.cache_size) for a in attentions)
         self._longest = [0] * slots  # positions ever written: their pages stay
         self._token_bytes = pass_bytes(manifest, 1)
         self._longest_pass = min(MAX_PASS_TOKENS, slots * plan.context)
@@ -64,10 +64,10 @@ class ElasticCache:
     def _kv_bytes(self, longest: Sequence[int]) -> int:
         """Keys and values in memory: every head of every layer and slot has a run of its own, in whole pages."""
         total, page = 0, mmap.PAGESIZE
-        for (heads, head_size), layers in self._heads.items():
+        for (runs, head_size), layers in self._heads.items():
             for positions in longest:
                 run = min(positions, self._plan.context) * head_size * _KV_ELEMENT_BYTES
-                total += 2 * layers * heads * (-(-run // page) + 1) * page  # runs need not begin with a page
+                total += layers * runs * (-(-run // page) + 1) * page  # runs need not begin with a page
         return total
 
 

@@ -14,7 +14,8 @@ from .address_space import map_anonymous
 class KVCache:
     """float32 [S, Hkv, C, Dh] keys and values per layer; S slots (sequences), C context positions.
 
-    What one head reads is one run of memory. Positions become resident as they are written.
+    What one head reads is one run of memory. Positions become resident as they are written. Latent attention has one
+    array for both: its values are the first features of its keys.
     """
 
     def __init__(self, model: ModelSpec, slots: int, context: int) -> None:
@@ -22,9 +23,10 @@ class KVCache:
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
         for layer in model.layers:
-            shape = (slots, layer.attention.num_kv_heads, context, layer.attention.head_size)
+            attention = layer.attention
+            shape = (slots, attention.cache_heads, context, attention.cache_size)
             self.keys.append(_zeros(shape))
-            self.values.append(_zeros(shape))
+            self.values.append(_zeros(shape) if attention.cache_arrays == 2 else self.keys[-1])
 
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:

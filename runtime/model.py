@@ -11,14 +11,18 @@ import xxhash
 
 from moec.manifests.bundle import DENSE_NAME, unit_offsets
 from moec.manifests.errors import ChecksumMismatch
-from moec.manifests.model import PROJECTIONS, AttentionSpec
+from moec.manifests.model import PROJECTIONS
 
 from . import kernels
 from .address_space import map_anonymous
+from .attention import make_attention
 from .bundle import Bundle
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, advised_experts, candidates
+from .rotary import RotaryTables
+from .routing import route
+from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
 
@@ -72,23 +76,20 @@ def bind_experts(bundle: Bundle, storage: ExpertStorage) -> list[Any]:
     return bound
 
 
-def rope_tables(attention: AttentionSpec, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of every position, float32 [C, R/2]; angles in float32 as the reference model takes them."""
-    rotary = attention.rope.rotary_size
-    exponents = np.arange(0, rotary, 2, dtype=np.float32) / np.float32(rotary)
-    inverse = (1.0 / np.power(np.float32(attention.rope.theta), exponents)).astype(np.float32)
-    angles = np.arange(context, dtype=np.float32)[:, None] * inverse[None, :]
-    return np.cos(angles), np.sin(angles)
-
-
 def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
     """Per expert the places that chose it, token x top-k + rank, ascending. chosen: int32 [T, K]."""
     flat = chosen.reshape(-1)
-    if len(chosen) == 1:  # no expert twice: decoding need not sort
+    if len(chosen) == 1 or not len(flat):  # no expert twice: decoding need not sort
         return dict(zip(flat.tolist(), np.arange(len(flat), dtype=np.int32).reshape(-1, 1), strict=True))
     order = np.argsort(flat, kind="stable")
     unique, starts = np.unique(flat[order], return_index=True)
     return dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))
+
+
+def _layer_weights(dense: dict[str, Any], index: int) -> dict[str, Any]:
+    """The dense weights of one layer by the last part of their names."""
+    prefix = f"layers.{index}."
+    return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
 
 
 class Model:
@@ -100,8 +101,15 @@ class Model:
         self.spec = bundle.manifest.model
         self._dense, self._experts, self._cache = dense, experts, cache
         self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
-        tables = {layer.attention.rope: rope_tables(layer.attention, context) for layer in self.spec.layers}
-        self._rope = [tables[layer.attention.rope] for layer in self.spec.layers]
+        rotary = {layer.attention.rope: RotaryTables(layer.attention.rope, context) for layer in self.spec.layers}
+        self._attentions = [
+            make_attention(layer.attention, _layer_weights(dense, at), self.spec.norm_eps, rotary[layer.attention.rope])
+            for at, layer in enumerate(self.spec.layers)
+        ]
+        self._shared = [
+            SharedExpert(_layer_weights(dense, at), layer.experts.activation) if layer.shared else None
+            for at, layer in enumerate(self.spec.layers)
+        ]
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         self.predictor: Predictor | None = None
         self.prefetch_layers, self.prefetch_experts = 2, 0
@@ -118,8 +126,8 @@ class Model:
         return [self._dense[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
 
     def routers(self) -> list[Any]:
-        """The routers, kernels.PackedMatrix [E, D] each."""
-        return [self._dense[f"layers.{index}.router"] for index in range(self.spec.num_layers)]
+        """The routers, kernels.PackedMatrix [E, D] each; None where a layer routes nothing."""
+        return [self._dense.get(f"layers.{index}.router") for index in range(self.spec.num_layers)]
 
     def forward(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> np.ndarray:
         """Run T tokens of any sequences through all layers and store their keys and values.
@@ -129,11 +137,13 @@ class Model:
         """
         hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)
         kernels.dequantize_rows(self._dense["embedding"], tokens, hidden)
+        if self.spec.embedding_scale != 1.0:
+            hidden *= np.float32(self.spec.embedding_scale)
         state = PassState(0, hidden, [])
         predicted: np.ndarray | None = None
         for index in range(self.spec.num_layers):
             started_ns = time.perf_counter_ns()
-            self._attention(index, hidden, slots, positions, kv)
+            self._attend(index, hidden, slots, positions, kv)
             self.times.dense_ns += time.perf_counter_ns() - started_ns
             state.layer = index
             predicted = self._experts_layer(state, predicted)
@@ -146,33 +156,21 @@ class Model:
         kernels.rms_norm(hidden, self._dense["final_norm"], self.spec.norm_eps, normed)
         out = np.empty((len(hidden), self.spec.vocab_size), np.float32)
         kernels.linear(self._head, normed, out)
+        if self.spec.logits_scale != 1.0:
+            out *= np.float32(self.spec.logits_scale)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
 
-    def _attention(self, index: int, hidden: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
-        attention, prefix, count = self.spec.layers[index].attention, f"layers.{index}.", len(hidden)
-        size = attention.head_size
+    def _attend(self, index: int, hidden: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
         normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense[prefix + "attention_norm"], self.spec.norm_eps, normed)
-        query = np.empty((count, attention.num_heads, size), np.float32)
-        key = np.empty((count, attention.num_kv_heads, size), np.float32)
-        value = np.empty_like(key)
-        matrices = [self._dense[prefix + name] for name in ("query", "key", "value")]
-        kernels.linears(matrices, normed, [heads.reshape(count, -1) for heads in (query, key, value)])
-        if attention.query_key_norm != "none":
-            for name, heads in (("query", query), ("key", key)):
-                rows = heads.reshape(count, -1) if attention.query_key_norm == "full" else heads.reshape(-1, size)
-                kernels.rms_norm(rows, self._dense[f"{prefix}{name}_norm"], self.spec.norm_eps, rows)
-        cos, sin = self._rope[index]
-        kernels.rope(query, cos, sin, positions)
-        kernels.rope(key, cos, sin, positions)
-        kernels.store_kv(key, value, kv.keys[index], kv.values[index], slots, positions)
-        mixed = np.empty_like(query)
-        kernels.attention(
-            query, kv.keys[index], kv.values[index], slots, positions, size**-0.5, attention.sliding_window, mixed
-        )
-        out = np.empty_like(hidden)
-        kernels.linear(self._dense[prefix + "output"], mixed.reshape(count, -1), out)
+        kernels.rms_norm(hidden, self._dense[f"layers.{index}.attention_norm"], self.spec.norm_eps, normed)
+        out = self._attentions[index](normed, slots, positions, kv.keys[index], kv.values[index])
+        self._add(hidden, out)
+
+    def _add(self, hidden: np.ndarray, out: np.ndarray) -> None:
+        """Into the residual stream."""
+        if self.spec.residual_scale != 1.0:
+            out *= np.float32(self.spec.residual_scale)
         hidden += out
 
     def _experts_layer(self, state: PassState, predicted: np.ndarray | None) -> np.ndarray | None:
@@ -182,9 +180,12 @@ class Model:
         started_ns = time.perf_counter_ns()
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
-        logits = np.empty((count, spec.count), np.float32)
-        kernels.linear(self._dense[f"layers.{index}.router"], normed, logits)
-        chosen, weights = kernels.route(logits, spec.top_k, spec.router.renormalize)
+        if spec.count:
+            logits = np.empty((count, spec.count), np.float32)
+            kernels.linear(self._dense[f"layers.{index}.router"], normed, logits)
+            chosen, weights = route(logits, spec)
+        else:
+            chosen, weights = np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
         state.chosen.append(chosen)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
@@ -205,8 +206,10 @@ class Model:
         hidden: np.ndarray,
         advice: list[int],
     ) -> None:
-        top_k, first = weights.shape[1], self._first_expert[index]
-        parts = np.empty((len(hidden), top_k, hidden.shape[1]), np.float32)
+        first, shared, chosen_count = self._first_expert[index], self._shared[index], weights.shape[1]
+        if shared is not None:  # one more rank, behind the routed ones
+            weights = np.concatenate([weights, shared.weights(normed)], axis=1)
+        parts = np.empty((len(hidden), weights.shape[1], hidden.shape[1]), np.float32)
         is_one = len(hidden) == 1
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
         with closing(self._cache.stream(index, [first + e for e in groups], advice, together=is_one)) as ready:
@@ -216,15 +219,26 @@ class Model:
                     ranks = np.concatenate([groups[expert - first] for expert in experts])
                     kernels.experts_of_token([self._experts[expert] for expert in experts], normed, ranks, parts)
                 else:
-                    self._compute_expert(experts[0], groups[experts[0] - first], normed, parts)
+                    self._compute_expert(experts[0], groups[experts[0] - first], chosen_count, normed, parts)
                 self.times.experts_ns += time.perf_counter_ns() - started_ns
+                if shared is not None:  # while misses are read
+                    self._compute_shared(shared, normed, parts)
+                    shared = None
+        if shared is not None:
+            self._compute_shared(shared, normed, parts)
         out = np.empty_like(hidden)
         kernels.combine(parts, weights, out)
-        hidden += out
+        self._add(hidden, out)
 
-    def _compute_expert(self, expert: int, places: np.ndarray, normed: np.ndarray, parts: np.ndarray) -> None:
+    def _compute_shared(self, shared: SharedExpert, normed: np.ndarray, parts: np.ndarray) -> None:
+        started_ns = time.perf_counter_ns()
+        shared(normed, parts)
+        self.times.dense_ns += time.perf_counter_ns() - started_ns
+
+    def _compute_expert(
+        self, expert: int, places: np.ndarray, top_k: int, normed: np.ndarray, parts: np.ndarray
+    ) -> None:
         """One expert over its tokens. places: token x top-k + rank."""
-        top_k = parts.shape[1]
         tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
         kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
 

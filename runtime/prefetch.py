@@ -15,6 +15,7 @@ from moec.manifests.model import ModelSpec
 from . import kernels
 from .bundle import Tables
 from .options import Prefetch
+from .routing import expected_demand
 
 # Pairs seen less often than this say less than the expert before alone.
 # Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
@@ -153,27 +154,29 @@ class LookaheadPredictor:
     """
 
     def __init__(
-        self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[kernels.PackedMatrix]
+        self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[kernels.PackedMatrix | None]
     ) -> None:
         self._model, self._norms, self._routers = model, norms, routers
         self._fallback = PopularityPredictor(tables)
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
         following = state.layer + ahead
-        if following >= len(self._routers):
+        router = self._routers[following] if following < len(self._routers) else None
+        if router is None:
             return self._fallback.scores(state, ahead)
         normed = np.empty_like(state.hidden)
         kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
         logits = np.empty((len(normed), self._model.layers[following].experts.count), np.float32)
-        kernels.linear(self._routers[following], normed, logits)
-        logits -= logits.max(axis=1, keepdims=True)
-        probabilities = np.exp(logits)
-        total: np.ndarray = (probabilities / probabilities.sum(axis=1, keepdims=True)).sum(axis=0)
-        return total
+        kernels.linear(router, normed, logits)
+        return expected_demand(logits, self._model.layers[following].experts.router)
 
 
 def make_predictor(
-    kind: Prefetch, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[kernels.PackedMatrix]
+    kind: Prefetch,
+    tables: Tables,
+    model: ModelSpec,
+    norms: list[np.ndarray],
+    routers: list[kernels.PackedMatrix | None],
 ) -> Predictor | None:
     """The predictor of an option; None for `off`."""
     if kind == "lookahead":

@@ -10,15 +10,21 @@ from collections.abc import Callable, Mapping
 from moec.manifests.errors import CheckpointError
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
-from . import mixtral, olmoe, qwen3_moe
+from . import deepseek, ernie4_5_moe, glm4_moe, granite, mixtral, olmoe, qwen
 from .lowering import Lowering, TensorSource
 
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
+    "deepseek_v2": deepseek.lower_v2,
+    "deepseek_v3": deepseek.lower_v3,
+    "ernie4_5_moe": ernie4_5_moe.lower,
+    "glm4_moe": glm4_moe.lower,
+    "granitemoe": granite.lower,
     "mixtral": mixtral.lower,
     "olmoe": olmoe.lower,
-    "qwen3_moe": qwen3_moe.lower,
+    "qwen2_moe": qwen.lower_qwen2,
+    "qwen3_moe": qwen.lower_qwen3,
 }
 
 

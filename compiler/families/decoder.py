@@ -1,14 +1,16 @@
 """What decoders of the Llama shape share: rotary attention with grouped heads, RMS norms, routed SwiGLU experts.
 
-A family hands in its ModelSpec and its names; weights may lie one tensor per projection, as on the hub, or stacked, as
+A family hands in its layers and its names; weights may lie one tensor per projection, as on the hub, or stacked, as
 transformers 5 holds them in memory.
 Shapes: D hidden, F expert width, E experts.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,19 +23,20 @@ from moec.manifests.model import (
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
-    RopeSpec,
+    RouterSpec,
+    SharedSpec,
     UnitKey,
 )
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
-from .lowering import Lowering, TensorSource, common_float_type
+from .lowering import HeadPart, Lowering, TensorSource, common_float_type
+from .rope import read_rope
 from .settings import Settings
 
-LayerParts = tuple[AttentionSpec, ExpertsSpec]
 MAX_EXPERTS_PER_LAYER = 4096  # bounds what a hostile config.json can make a family allocate
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-_STACKED = "mlp"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
     "query": "self_attn.q_proj.weight",
@@ -42,27 +45,74 @@ _LAYER_NAMES = {
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
     "output": "self_attn.o_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "output_bias": "self_attn.o_proj.bias",
+    "query_down": "self_attn.q_a_proj.weight",
+    "query_down_norm": "self_attn.q_a_layernorm.weight",
+    "latent_down": "self_attn.kv_a_proj_with_mqa.weight",
+    "latent_norm": "self_attn.kv_a_layernorm.weight",
     "experts_norm": "post_attention_layernorm.weight",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Where a family keeps its experts on disk.
+class DecoderNames:
+    """What a family calls its own, relative to `model.layers.N.`; the rest is common to decoders of the Llama shape.
 
-    block: the module of a layer that holds `gate` (the router) and `experts`. projections: gate, up, down -> name.
+    routers: on disk, the first that is there. experts: one tensor per projection. stacked: gate and up in one stack,
+    down in another, the first pair that is there. loaded_router: in transformers' model. shared: the module of shared
+    experts. correction: what is added to scores when experts are chosen.
     """
 
-    block: str
-    projections: Mapping[str, str]
+    routers: tuple[str, ...] = ("mlp.gate.weight",)
+    loaded_router: str = "mlp.gate.weight"
+    experts: str = "mlp.experts.{expert}.{projection}.weight"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    shared: str = "mlp.shared_experts"
+    shared_router: str = "mlp.shared_expert_gate.weight"
+    correction: str = "mlp.gate.e_score_correction_bias"
 
 
-def attention_of(settings: Settings, **more: Any) -> AttentionSpec:
-    """Attention with the plain rotary embedding over whole heads. more: further fields. Raises CheckpointError."""
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """What a family reads of config.json itself. more: further fields of ModelSpec."""
+
+    layers: tuple[LayerSpec, ...]
+    more: Mapping[str, float] = field(default_factory=dict)
+
+
+def alike(
+    settings: Settings, attention: AttentionSpec, experts: ExpertsSpec, shared: SharedSpec | None = None
+) -> DecoderParts:
+    """Layers that are all the same."""
+    return DecoderParts((LayerSpec(attention, experts, shared),) * count_layers(settings))
+
+
+def count_layers(settings: Settings) -> int:
+    """Decoder layers."""
+    return settings.integer("num_hidden_layers", MAX_LAYERS)
+
+
+def plain_layer(attention: AttentionSpec, width: int) -> LayerSpec:
+    """A layer without routed experts, its feed-forward resident. Raises ValueError."""
+    return LayerSpec(attention, ExpertsSpec(0, 0, width, "silu", RouterSpec("softmax", False)), SharedSpec(width))
+
+
+def attention_of(
+    settings: Settings, *, rope_share: float = 1.0, interleaved: bool = False, **more: Any
+) -> AttentionSpec:
+    """Attention with grouped heads. rope_share, interleaved: see read_rope; more: further fields.
+
+    Raises CheckpointError, ValueError.
+    """
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_size = _head_size(settings, hidden, heads)
     kv_heads = settings.optional_integer("num_key_value_heads") or heads
-    return AttentionSpec(heads, kv_heads, head_size, RopeSpec(settings.rope_theta(), head_size), **more)
+    rope = read_rope(settings, head_size, share=rope_share, interleaved=interleaved)
+    return AttentionSpec(heads, kv_heads, head_size, rope, **more)
 
 
 def _head_size(settings: Settings, hidden: int, heads: int) -> int:
@@ -75,26 +125,37 @@ def _head_size(settings: Settings, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
+def read_corrections(settings: Settings, names: DecoderNames, layer: int, experts: int) -> tuple[float, ...]:
+    """The correction of a layer's scores, exactly as the checkpoint holds it. Raises CheckpointError."""
+    name, checkpoint = f"model.layers.{layer}.{names.correction}", settings.checkpoint
+    if name not in checkpoint.tensors:
+        raise CheckpointError(f"`{checkpoint.root}` has no tensor `{name}`", "copy the checkpoint again")
+    values = checkpoint.tensor(name).float().flatten().tolist()
+    if len(values) != experts or not all(map(math.isfinite, values)):
+        raise CheckpointError(
+            f"tensor `{name}` in `{checkpoint.root}`: expected {experts} finite numbers", "copy the checkpoint again"
+        )
+    return tuple(values)
+
+
 def lower_family(
-    checkpoint: Checkpoint, family: str, names: ExpertNames, parts: Callable[[Settings], LayerParts]
+    checkpoint: Checkpoint, family: str, names: DecoderNames, parts: Callable[[Settings], DecoderParts]
 ) -> Lowering:
-    """Translate a checkpoint whose layers are all alike. parts: reads what is the family's own.
+    """Translate a checkpoint. parts: reads what is the family's own.
 
     Raises CheckpointError naming the key of config.json that stands against it.
     """
     settings = Settings(checkpoint)
     try:
-        model = _model_spec(checkpoint, settings, family, *parts(settings))
+        model = _model_spec(checkpoint, settings, family, parts(settings))
     except ValueError as error:
         raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
     settings.finish()
     return _lower_decoder(checkpoint, model, names)
 
 
-def _model_spec(
-    checkpoint: Checkpoint, settings: Settings, family: str, attention: AttentionSpec, experts: ExpertsSpec
-) -> ModelSpec:
-    """A ModelSpec whose layers are all alike. Raises CheckpointError, ValueError on a contradiction."""
+def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: DecoderParts) -> ModelSpec:
+    """Raises CheckpointError, ValueError on a contradiction."""
     settings.one_of("hidden_act", ("silu",))
     tie = settings.boolean("tie_word_embeddings", False) and not _head_differs(checkpoint)
     return ModelSpec(
@@ -104,23 +165,36 @@ def _model_spec(
         max_positions=settings.integer("max_position_embeddings"),
         norm_eps=settings.number("rms_norm_eps"),
         tie_embeddings=tie,
-        layers=(LayerSpec(attention, experts),) * settings.integer("num_hidden_layers", MAX_LAYERS),
+        layers=parts.layers,
         eos_token_ids=settings.eos_token_ids(),
+        **parts.more,
     )
 
 
-def _lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: ExpertNames) -> Lowering:
+def _lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames) -> Lowering:
     """Find every weight of the model. Raises CheckpointError where 16-bit types are mixed."""
-    dense = _dense(checkpoint, model, names)
-    units = {
-        key: source for layer in range(model.num_layers) for key, source in _units(checkpoint, model, names, layer)
-    }
+    places = {
+        **{"embedding": _Place(_EMBEDDING), "final_norm": _Place("model.norm.weight"), "lm_head": _Place(_HEAD)},
+        **{f"layers.{at}.{name}": place for at in range(model.num_layers) for name, place in
+           _layer_places(checkpoint, model.layers[at], names, f"model.layers.{at}.").items()},
+    }  # fmt: skip
+    shapes = model.dense_shapes()
+    dense = {name: places[name].source(shape) for name, shape in shapes.items()}
+    loaded = {name: places[name].loaded or places[name].name for name in shapes}
+    units = {key: source for layer in model.expert_layers for key, source in _units(checkpoint, model, names, layer)}
     read = [source.name for source in (*dense.values(), *units.values())]
     float_type, notes = common_float_type(checkpoint, read)
-    ignored = {name for name in checkpoint.tensors if name.endswith(".rotary_emb.inv_freq")}
+    ignored = {name for name in checkpoint.tensors if _is_no_weight(name, model.num_layers, names)}
     if model.tie_embeddings:
         ignored.add(_HEAD)
-    return Lowering(checkpoint, model, dense, units, frozenset(ignored), float_type, notes)
+    return Lowering(checkpoint, model, dense, units, loaded, frozenset(ignored), float_type, notes)
+
+
+def _is_no_weight(name: str, layers: int, names: DecoderNames) -> bool:
+    """Tables of the rotary embedding, corrections (in the ModelSpec), and layers that guess tokens further ahead."""
+    match = _LAYER.match(name)
+    is_further = match is not None and int(match[1]) >= layers
+    return is_further or name.endswith((".rotary_emb.inv_freq", names.correction))
 
 
 def _head_differs(checkpoint: Checkpoint) -> bool:
@@ -130,36 +204,60 @@ def _head_differs(checkpoint: Checkpoint) -> bool:
     return not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING))
 
 
-def _dense(checkpoint: Checkpoint, model: ModelSpec, names: ExpertNames) -> dict[str, TensorSource]:
-    """Sources of everything that is not a routed expert, in the order of ModelSpec.dense_shapes."""
-    found = {"embedding": _EMBEDDING, "final_norm": "model.norm.weight", "lm_head": _HEAD}
-    for layer in range(model.num_layers):
-        for name, on_disk in _LAYER_NAMES.items():
-            found[f"layers.{layer}.{name}"] = f"model.layers.{layer}.{on_disk}"
-        stacked = f"model.layers.{layer}.{_STACKED}.gate.weight"
-        on_disk = stacked if stacked in checkpoint.tensors else f"model.layers.{layer}.{names.block}.gate.weight"
-        found[f"layers.{layer}.router"] = on_disk
-    return {name: TensorSource(found[name], shape) for name, shape in model.dense_shapes().items()}
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One dense weight: its tensor on disk, the parameter of transformers' model if that has another name, its part."""
+
+    name: str
+    loaded: str = ""
+    heads: HeadPart | None = None
+
+    def source(self, shape: tuple[int, ...]) -> TensorSource:
+        if self.heads is None:
+            return TensorSource(self.name, shape)
+        rows, columns = shape[0] // self.heads.heads, shape[1]
+        if self.heads.is_transposed:
+            rows, columns = columns, rows
+        return TensorSource(self.name, (self.heads.heads * self.heads.of_rows, columns), heads=self.heads)
+
+
+def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames, prefix: str) -> dict[str, _Place]:
+    """Where a layer's dense weights lie, of every kind of layer."""
+    found = {name: _Place(prefix + on_disk) for name, on_disk in _LAYER_NAMES.items()}
+    latent = layer.attention.latent
+    if latent is not None:
+        both, up = latent.plain_size + latent.value_size, prefix + "self_attn.kv_b_proj.weight"
+        heads = layer.attention.num_heads
+        found["query"] = _Place(prefix + f"self_attn.{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
+        found["key_up"] = _Place(up, heads=HeadPart(heads, both, 0, latent.plain_size, is_transposed=True))
+        found["value_up"] = _Place(up, heads=HeadPart(heads, both, latent.plain_size, both))
+    on_disk = next((name for name in names.routers if prefix + name in checkpoint.tensors), names.routers[0])
+    found["router"] = _Place(prefix + on_disk, prefix + names.loaded_router)
+    shared = names.shared if layer.experts.count else "mlp"
+    for name in ("gate", "up", "down"):
+        found[f"shared_{name}"] = _Place(f"{prefix}{shared}.{name}_proj.weight")
+    found["shared_router"] = _Place(prefix + names.shared_router)
+    return found
 
 
 def _units(
-    checkpoint: Checkpoint, model: ModelSpec, names: ExpertNames, layer: int
+    checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames, layer: int
 ) -> list[tuple[UnitKey, TensorSource]]:
     """Sources of the routed experts of one layer."""
-    count = model.layers[layer].experts.count
-    stacked = f"model.layers.{layer}.{_STACKED}.experts."
+    count, prefix = model.layers[layer].experts.count, f"model.layers.{layer}."
+    stacked = next((pair for pair in names.stacked if prefix + pair[0] in checkpoint.tensors), None)
     sources = []
     for expert in range(count):
-        for projection in PROJECTIONS:
+        for projection, own in zip(PROJECTIONS, names.projections, strict=True):
             rows, columns = model.unit_shape(layer, projection)
-            if stacked + "gate_up_proj" not in checkpoint.tensors:
-                own = f"model.layers.{layer}.{names.block}.experts.{expert}.{names.projections[projection]}.weight"
-                source = TensorSource(own, (rows, columns))
+            if stacked is None:
+                name = prefix + names.experts.format(expert=expert, projection=own)
+                source = TensorSource(name, (rows, columns))
             elif projection == "down":
-                source = TensorSource(stacked + "down_proj", (count, rows, columns), expert)
+                source = TensorSource(prefix + stacked[1], (count, rows, columns), expert)
             else:
                 start = 0 if projection == "gate" else rows
                 shape = (count, 2 * rows, columns)
-                source = TensorSource(stacked + "gate_up_proj", shape, expert, (start, start + rows))
+                source = TensorSource(prefix + stacked[0], shape, expert, (start, start + rows))
             sources.append((UnitKey(layer, expert, projection), source))
     return sources

@@ -17,17 +17,37 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
+class HeadPart:
+    """Of a matrix whose rows belong to heads [H R, C]: rows start to stop of each head, or these turned into columns.
+
+    of_rows: R.
+    """
+
+    heads: int
+    of_rows: int
+    start: int
+    stop: int
+    is_transposed: bool = False
+
+    def view(self, matrix: torch.Tensor) -> torch.Tensor:
+        """[H R, C] -> a view [H, r, C], or [H, C, r]."""
+        part = matrix.view(self.heads, self.of_rows, matrix.shape[1])[:, self.start : self.stop]
+        return part.transpose(1, 2) if self.is_transposed else part
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSource:
     """Where one weight lies.
 
     name: the tensor on disk. shape: what that tensor must have on disk. index: which matrix of a stack [E, ., .], or
-    None. rows: start and stop within that matrix, or None for all.
+    None. rows: start and stop within that matrix, or None for all. heads: of a whole matrix, a part of each head.
     """
 
     name: str
     shape: tuple[int, ...]
     index: int | None = None
     rows: tuple[int, int] | None = None
+    heads: HeadPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +55,8 @@ class Lowering:
     """One checkpoint, seen as a ModelSpec.
 
     dense: canonical name (ModelSpec.dense_shapes) -> source. units: every routed projection -> source.
-    ignored: tensors on disk that the computation does not read. float_type: what 16-bit weights are stored as;
+    loaded: canonical name of a dense weight -> the parameter of transformers' model that holds it.
+    ignored: tensors on disk that are no weights of the computation. float_type: what 16-bit weights are stored as;
     float32 tensors are rounded to it. notes: what the user should know.
     """
 
@@ -43,6 +64,7 @@ class Lowering:
     model: ModelSpec
     dense: Mapping[str, TensorSource]
     units: Mapping[UnitKey, TensorSource]
+    loaded: Mapping[str, str]
     ignored: frozenset[str]
     float_type: FloatType
     notes: tuple[str, ...] = ()
@@ -69,7 +91,7 @@ class Lowering:
                 f"{self.float_type}, expected finite weights",
                 "copy the checkpoint again, or train it without overflow",
             )
-        return weight
+        return weight if source.heads is None else source.heads.view(weight).flatten(0, 1).contiguous()
 
 
 def common_float_type(checkpoint: Checkpoint, names: list[str]) -> tuple[FloatType, tuple[str, ...]]:

@@ -8,19 +8,23 @@ from __future__ import annotations
 from moec.manifests.model import ExpertsSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, LayerParts, attention_of, lower_family
+from .decoder import MAX_EXPERTS_PER_LAYER, DecoderNames, DecoderParts, alike, attention_of, lower_family
 from .lowering import Lowering
 from .settings import Settings
 
-_EXPERTS = ExpertNames("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
+_NAMES = DecoderNames(
+    routers=("mlp.gate.weight", "block_sparse_moe.gate.weight"),
+    experts="block_sparse_moe.experts.{expert}.{projection}.weight",
+    projections=("w1", "w3", "w2"),
+)
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
     """Translate a Mixtral checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
-    return lower_family(checkpoint, "mixtral", _EXPERTS, _parts)
+    return lower_family(checkpoint, "mixtral", _NAMES, _parts)
 
 
-def _parts(settings: Settings) -> LayerParts:
+def _parts(settings: Settings) -> DecoderParts:
     """What is the family's own in config.json."""
     attention = attention_of(settings, sliding_window=settings.optional_integer("sliding_window") or 0)
     experts = ExpertsSpec(
@@ -30,4 +34,4 @@ def _parts(settings: Settings) -> LayerParts:
         activation="silu",
         router=RouterSpec("softmax", renormalize=True),
     )
-    return attention, experts
+    return alike(settings, attention, experts)

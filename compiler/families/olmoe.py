@@ -8,19 +8,19 @@ from __future__ import annotations
 from moec.manifests.model import ExpertsSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, ExpertNames, LayerParts, attention_of, lower_family
+from .decoder import MAX_EXPERTS_PER_LAYER, DecoderNames, DecoderParts, alike, attention_of, lower_family
 from .lowering import Lowering
 from .settings import Settings
 
-_EXPERTS = ExpertNames("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+_NAMES = DecoderNames()
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
     """Translate an OLMoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
-    return lower_family(checkpoint, "olmoe", _EXPERTS, _parts)
+    return lower_family(checkpoint, "olmoe", _NAMES, _parts)
 
 
-def _parts(settings: Settings) -> LayerParts:
+def _parts(settings: Settings) -> DecoderParts:
     """What is the family's own in config.json."""
     if settings.raw("clip_qkv") is not None:
         settings.fail("clip_qkv", "null", "compile a checkpoint that does not clip queries, keys and values")
@@ -35,4 +35,4 @@ def _parts(settings: Settings) -> LayerParts:
         activation="silu",
         router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
     )
-    return attention, experts
+    return alike(settings, attention, experts)

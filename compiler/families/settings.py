@@ -48,6 +48,15 @@ class Settings:
         self._config = checkpoint.config
         self._read: set[str] = set()
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The model folder."""
+        return self._checkpoint
+
+    def passed_over(self, *keys: str) -> None:
+        """Keys of this family that change nothing in a forward pass."""
+        self._read.update(keys)
+
     def fail(self, key: str, expected: str, remedy: str = "use the config.json that came with the weights") -> NoReturn:
         """Raise CheckpointError for one key."""
         value = self._config.get(key, _MISSING)
@@ -80,9 +89,11 @@ class Settings:
             self.fail(key, f"the {self.raw(other)} of `{other}`")
         return self.integer(other, most)
 
-    def number(self, key: str) -> float:
-        """A positive number."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number; `default`, if there is one, where the key is absent."""
         value = self.raw(key)
+        if value is None and default is not None:
+            return default
         if type(value) not in (int, float) or not value > 0:
             self.fail(key, "a positive number")
         return float(value)
@@ -104,9 +115,7 @@ class Settings:
         return str(value)
 
     def rope_theta(self) -> float:
-        """Base of the rotary embedding, from `rope_theta` or `rope_parameters`; scaled variants are refused."""
-        for key in ("rope_scaling", "rope_parameters"):
-            self._check_rope(key)
+        """Base of the rotary embedding, from `rope_theta` or `rope_parameters`."""
         parameters = self.raw("rope_parameters") or {}
         nested = parameters.get("rope_theta")
         if nested is None:
@@ -116,21 +125,6 @@ class Settings:
         if self.raw("rope_theta") not in (None, nested):
             self.fail("rope_theta", f"the {nested} of `rope_parameters`")
         return float(nested)
-
-    def _check_rope(self, key: str) -> None:
-        """Refuse everything but the plain rotary embedding."""
-        value = self.raw(key)
-        if value is None:
-            return
-        if not isinstance(value, dict):
-            self.fail(key, "an object or null")
-        remedy = "compile a checkpoint with plain rotary embeddings"
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default":
-            self.fail(key, "rope type `default`", remedy)
-        unknown = sorted(set(value) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-        if unknown or value.get("partial_rotary_factor") not in (None, 1):
-            self.fail(key, "a plain rotary embedding over the whole head", remedy)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation: those of generation_config.json, else those of config.json."""
@@ -150,7 +144,7 @@ class Settings:
     def finish(self) -> None:
         """Refuse keys that nobody has read and that are not known to be harmless. Call it last."""
         for key, values in FIXED_KEYS.items():
-            if key in self._config and self._config[key] not in values:
+            if key in self._config and key not in self._read and self._config[key] not in values:
                 self.fail(key, f"`{values[0]}`", "compile a checkpoint without it")
         known = HARMLESS_KEYS | FIXED_KEYS.keys() | self._read
         unknown = sorted(key for key in self._config if key not in known and not key.startswith("_"))

@@ -52,7 +52,8 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
     hidden, layers = model.hidden_size, model.num_layers
     slot = _FLOAT * max(layer_weights(model, layer) for layer in range(layers))
     moments = _FLOAT * max(_moments(model, layer) for layer in range(layers))
-    states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (2 * layers + 2))
+    variants = sum(3 if layer.shared is not None else 2 for layer in model.layers)
+    states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (variants + 2))
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
     # A batch: attention and experts of its tokens; an expert: float copies, codes of every format, factors.
     widest = max(model.layers[layer].experts.width * model.layers[layer].experts.top_k for layer in range(layers))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from ..parallel import Workers
 from ..reference_network import LOGITS_PER_CHUNK, TOKENS_PER_FORWARD, Network, build_single_layer, length_batches
 from ..reference_weights import WeightName, weight_view
 
+LayerKind = tuple[bool, int]
+"""Whether a layer routes, and its sliding window: layers of a kind differ in their weights alone."""
 _ROWS_PER_CHUNK = 4096  # of the vocabulary matrices, brought to float32 at a time
 
 
@@ -74,14 +77,33 @@ class LayerSlot:
     """One decoder layer in float32 whose weights are exchanged, with what stands in front of and behind the layers."""
 
     def __init__(self, lowering: Lowering) -> None:
-        """Raises CheckpointError if transformers cannot build the layer."""
+        """Raises CheckpointError if transformers cannot build the first layer."""
         self._lowering = lowering
-        self.network: Network = build_single_layer(lowering)
         self.model = lowering.model
+        self._networks: dict[LayerKind, Network] = {}
+        self._take(0)
+
+    def _take(self, layer: int) -> None:
+        """Continue with a network of this layer's kind. Raises CheckpointError if transformers cannot build it."""
+        spec = self.model.layers[layer]
+        kind = bool(spec.experts.count), spec.attention.sliding_window
+        if kind not in self._networks:
+            self._networks[kind] = build_single_layer(self._lowering, layer)
+        self.network = self._networks[kind]
+        if spec.experts.router.correction:
+            for name, values in (*self.network.model.named_buffers(), *self.network.model.named_parameters()):
+                if name.endswith("e_score_correction_bias"):
+                    values.data.copy_(torch.tensor(spec.experts.router.correction).view(values.shape))
+
+    @property
+    def experts(self) -> Any:
+        """The module of the routed experts of the layer that is loaded, None where it has none."""
+        return next(iter(self.network.experts.values()), None)
 
     def load(self, layer: int, replaced: Mapping[WeightName, Tensor] | None = None) -> None:
         """Take the weights of a layer; `replaced` come in the place of the checkpoint's own."""
         others = {} if replaced is None else replaced
+        self._take(layer)
         for name in self.dense_names(layer):
             self.set(layer, name, others[name] if name in others else self._lowering.dense_weight(name))
         for unit in self.units(layer):
@@ -89,13 +111,16 @@ class LayerSlot:
 
     def set(self, layer: int, name: WeightName, weight: Tensor) -> None:
         """Compute with this weight of the layer."""
-        self.view(layer, name).copy_(weight)
+        view = self.view(layer, name)
+        view.copy_(weight.view(view.shape))
 
     def view(self, layer: int, name: WeightName) -> Tensor:
-        """The memory of one weight of the layer that is loaded, float32."""
+        """The memory of one weight of the layer that is loaded, float32; [H, r, C] for a part of each head."""
         if isinstance(name, UnitKey):
             return weight_view(self.network, UnitKey(0, name.expert, name.projection))
-        return weight_view(self.network, name.replace(f"layers.{layer}.", "layers.0.", 1))
+        parameter, heads = self.network.parameters[name]
+        weight = self.network.model.get_parameter(parameter.replace(f".layers.{layer}.", ".layers.0.", 1)).data
+        return weight if heads is None else heads.view(weight)
 
     def dense_names(self, layer: int) -> list[str]:
         """Canonical names of the layer's weights outside the experts."""
@@ -125,11 +150,12 @@ class LayerSlot:
     def embed(self, ids: Tensor, weight: Tensor | None = None) -> Tensor:
         """Token ids [...] to [..., D]. weight: another embedding than the checkpoint's."""
         table = self._lowering.dense_weight("embedding") if weight is None else weight
-        return table[ids].float()
+        states = table[ids].float()
+        return states if self.model.embedding_scale == 1.0 else states * self.model.embedding_scale
 
     def normed(self, states: Tensor) -> Tensor:
-        """The norm behind the last layer. [A, D] -> [A, D]."""
-        weight = self._lowering.dense_weight("final_norm").float()
+        """The norm behind the last layer, times the scale of the logits. [A, D] -> [A, D]."""
+        weight = self._lowering.dense_weight("final_norm").float() * self.model.logits_scale
         return torch.nn.functional.rms_norm(states, (states.shape[-1],), weight, self.model.norm_eps)
 
     def head(self) -> Tensor:

@@ -35,7 +35,8 @@ from .store import StreamedStore, layer_units, packed_layer, stage_name
 from .units import ExpertInputs, LayerInputs, LayerQuantizer
 
 PROBE_TOKENS = 512
-"""Tokens of the texts that carry the variants; there are two variants per layer."""
+"""Tokens of the texts that carry the variants; there are two or three variants per layer."""
+_DENSE_PARTS = ("attention", "shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,7 @@ class _Capture:
 
     def __init__(self, slot: LayerSlot) -> None:
         self._slot, self._local = slot, threading.local()
-        (module,) = slot.network.experts.values()
-        self._handle = module.register_forward_pre_hook(self._keep)
+        self._handle = slot.experts.register_forward_pre_hook(self._keep)
 
     def _keep(self, module: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
         self._local.arguments = arguments[:3]
@@ -206,11 +206,16 @@ class Sweep:
     def _layer(self, layer: int, travellers: _Travellers, pool: Workers) -> dict[str, np.ndarray]:
         slot, before = self._slot, travellers.probe.copy()
         slot.load(layer)
+        variants: dict[str, TextStates] = {}
+        groups = [f"layers.{layer}.{part}" for part in _DENSE_PARTS if self._is_probed(f"layers.{layer}.{part}")]
+        if slot.experts is None:
+            slot.run(travellers.all(), pool, lambda: None)
+            variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
+            travellers.variants.update(variants)
+            return {"costs": np.zeros((0, len(self._store.specs)))}
         inputs, routes, largest = self._calibrate(layer, travellers.calibration, pool)
         slot.run([*travellers.unchanged(), *travellers.variants.values()], pool, lambda: None)
-        variants: dict[str, TextStates] = {}
-        if self._is_probed(f"layers.{layer}.attention"):
-            variants[f"layers.{layer}.attention"] = self._with_dense_probe(layer, before.copy(), pool)
+        variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
         costs, is_changed = self._quantize(layer, inputs, pool)
         if is_changed:
             variants[f"layers.{layer}.experts"] = before
@@ -222,7 +227,7 @@ class Sweep:
         """Move the calibration texts through the layer. Returns what they left, routes [T, K], largest weights [T]."""
         has_moments = self._inputs.quantizer == "gptq"
         inputs = LayerInputs(self._model.layers[layer].experts, self._model.hidden_size, has_moments)
-        (module,) = self._slot.network.experts.values()
+        module = self._slot.experts
         capture = _Capture(self._slot)
         routes, largest = [], []
         try:
@@ -237,9 +242,9 @@ class Sweep:
             capture.close()
         return inputs, np.concatenate(routes), np.concatenate(largest)
 
-    def _with_dense_probe(self, layer: int, texts: TextStates, pool: Workers) -> TextStates:
-        """Texts through the layer with its attention in the probe format."""
-        names = next(g.tensors for g in dense_groups(self._model) if g.name == f"layers.{layer}.attention")
+    def _with_dense_probe(self, layer: int, group: str, texts: TextStates, pool: Workers) -> TextStates:
+        """Texts through the layer with one group of its dense weights in the probe format."""
+        names = next(g.tensors for g in dense_groups(self._model) if g.name == group)
         for name in names:
             self._slot.set(layer, name, self._store.dense_weight(name, self._inputs.dense_probe[name]))
         self._slot.run([texts], pool, lambda: None)
@@ -252,7 +257,7 @@ class Sweep:
 
         Returns the costs, float64 [units, specs], and whether a probe format fits.
         """
-        (module,) = self._slot.network.experts.values()
+        module = self._slot.experts
         units, specs = layer_units(self._model, layer), self._store.specs
         costs, is_changed = np.full((len(units), len(specs)), np.inf), False
         row_of = {unit: row for row, unit in enumerate(units)}
@@ -282,12 +287,12 @@ class Sweep:
         return nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
 
     def _is_probed(self, group: str) -> bool:
-        names = next(g.tensors for g in dense_groups(self._model) if g.name == group)
+        names = next((g.tensors for g in dense_groups(self._model) if g.name == group), ())
         return any(self._inputs.dense_probe[name].bitwidth < 16 for name in names)
 
     def _variant_names(self, layer: int) -> list[str]:
         """Variants that a layer begins, in their order."""
-        names = [f"layers.{layer}.attention"] if self._is_probed(f"layers.{layer}.attention") else []
+        names = [f"layers.{layer}.{part}" for part in _DENSE_PARTS if self._is_probed(f"layers.{layer}.{part}")]
         has_probe = any(self._probe_spec(unit) is not None for unit in layer_units(self._model, layer))
         return [*names, *([f"layers.{layer}.experts"] if has_probe else [])]
 
@@ -295,9 +300,11 @@ class Sweep:
         rows = self._inputs.calibration
         batches = length_batches([len(row) for row in rows], TOKENS_PER_FORWARD)
         texts = np.array([index for batch in batches for index in batch for _ in rows[index]])
-        routes = np.stack([found["routes"] for found in self._found], axis=1)
-        largest = np.stack([found["largest"] for found in self._found], axis=1)
-        counts = [torch.from_numpy(np.array(found["tokens"])) for found in self._found]
+        routed = [self._found[layer] for layer in self._model.expert_layers]
+        routes = np.stack([found["routes"] for found in routed], axis=1)
+        largest = np.stack([found["largest"] for found in routed], axis=1)
+        none = np.zeros(0, np.int64)
+        counts = [torch.from_numpy(np.array(found.get("tokens", none))) for found in self._found]
         empty = [torch.empty(0)] * len(counts)
         held_out = texts < round(HELD_OUT_SHARE * len(rows))
         moments = SecondMoments(empty, empty, counts)

@@ -89,7 +89,7 @@ def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
 
 
 def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
-    with pytest.raises(CheckpointError, match="model family `dbrx` is unknown, expected one of `mixtral`"):
+    with pytest.raises(CheckpointError, match=r"model family `dbrx` is unknown, expected one of .*`mixtral`"):
         _lower(_configure(copy, model_type="dbrx"))
 
 
@@ -109,9 +109,9 @@ def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
         ({"eos_token_id": 999, "vocab_size": 288}, None),
         ({"rope_parameters": ...}, "key `rope_theta`: expected a positive number, found nothing"),
         ({"rope_theta": 5.0}, "key `rope_theta`: expected the 10000.0 of `rope_parameters`, found `5.0`"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "key `rope_parameters`: expected rope type"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "key `rope_scaling`: expected rope type `default`"),
-        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2}}, "key `rope_parameters`: expected a plain rotary"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "key `rope_parameters`: expected rope type"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "key `rope_scaling`: expected rope type `default`"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2}}, "embedding without `factor`"),
         ({"quantization_config": {"bits": 4}}, "key `quantization_config`: expected `None`"),
         ({"attention_bias": True}, "key `attention_bias`: expected `False`, found `True`"),
         ({"logit_cap": 30}, r"key `logit_cap`: expected only keys whose effect is known \(unknown: logit_cap\)"),
@@ -261,10 +261,12 @@ def test_qwen3_moe_is_what_its_configuration_says(qwen3_moe: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mlp_only_layers": [0]}, "key `mlp_only_layers`: expected an empty list"),
-        ({"decoder_sparse_step": 2}, "key `decoder_sparse_step`: expected 1, found `2`"),
+        ({"mlp_only_layers": [0.5]}, "key `mlp_only_layers`: expected a list of layers"),
+        ({"mlp_only_layers": [0, 1]}, "contradicts itself: no layer has routed experts"),
+        ({"decoder_sparse_step": -1}, "key `decoder_sparse_step`: expected a whole number"),
         ({"attention_bias": True}, "key `attention_bias`"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type `default`"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}}, "rope type `default`"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "parameters that transformers accepts"),
         ({"num_experts_per_tok": 9}, "contradicts itself: top_k must be 1 to 5"),
         ({"num_experts": 4}, "key `num_experts`: expected the 5 of `num_local_experts`, found `4`"),
         ({"num_local_experts": ...}, "key `num_experts`: expected a whole number"),

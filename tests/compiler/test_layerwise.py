@@ -32,6 +32,7 @@ from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec
 from tests.manifests.examples import layer_spec, model_spec
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 SPECS = (QuantSpec(3, 32), QuantSpec(4, 32))
@@ -42,12 +43,16 @@ def nothing(done: int, total: int) -> None:
     """No progress."""
 
 
-EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3"], indirect=True)
+# Those with plain layers, corrections, latent attention, windows and scales among them.
+OTHERS = ("qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled")
+EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3", *OTHERS], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["olmoe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of four experts, one of which few tokens reach."""
+    """Three layers of four experts, one of which few tokens reach; or another family."""
+    if request.param in OTHERS:
+        return save_tiny_family(tmp_path_factory.mktemp(request.param) / "tiny", TINY_FAMILIES[request.param])
     save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[request.param]
     return save(tmp_path_factory.mktemp(request.param) / "tiny", TinyMixtral(layers=3, width=64, seed=7))
 
@@ -78,7 +83,7 @@ def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering
             slot.run([texts], pool, lambda: None)
     for batch, states in zip(texts.batches, texts.states, strict=True):
         with torch.inference_mode():
-            expected = reference.network.hidden([TEXTS[index] for index in batch])
+            expected = reference.network.hidden([TEXTS[index] for index in batch]) * lowering.model.logits_scale
         found = slot.normed(states.reshape(-1, states.shape[-1])).view_as(states)
         for at, index in enumerate(batch):
             assert torch.allclose(found[at, : len(TEXTS[index])], expected[at, : len(TEXTS[index])], atol=1e-5)

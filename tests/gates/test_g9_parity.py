@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from moec.runtime import load
 from tests.gates.bundles import emit_bundle
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import (
     TINY_MODELS,
     VOCABULARY,
@@ -42,6 +43,8 @@ QWEN3S = {
 
 def save(name: str, folder: Path) -> Path:
     """The checkpoint of that name."""
+    if name in TINY_FAMILIES:
+        return save_tiny_family(folder, TINY_FAMILIES[name])
     if name in QWEN3S:
         tiny, config = QWEN3S[name]
         return save_tiny_qwen3_moe(folder, tiny, **config)
@@ -52,7 +55,7 @@ def save(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.gate("G9")
-@pytest.mark.parametrize("name", [*sorted(TINY_MODELS), *OLMOES, *QWEN3S])
+@pytest.mark.parametrize("name", [*sorted(TINY_MODELS), *OLMOES, *QWEN3S, *TINY_FAMILIES])
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

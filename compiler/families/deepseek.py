@@ -1,0 +1,139 @@
+"""DeepSeek-V2 and V3: latent attention, plain layers first, shared experts, experts chosen out of groups.
+
+V2 scores by softmax; V3 by sigmoid, with a correction that balances experts. Source: transformers, models/deepseek_v2
+and models/deepseek_v3; DeepSeek-V2, sections 2.1 and 2.2; DeepSeek-V3, section 2.1.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moec.manifests.model import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec, SharedSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import (
+    MAX_EXPERTS_PER_LAYER,
+    DecoderNames,
+    DecoderParts,
+    count_layers,
+    lower_family,
+    plain_layer,
+    read_corrections,
+)
+from .lowering import Lowering
+from .rope import read_rope, score_magnitude
+from .settings import Settings
+
+_NAMES = DecoderNames()
+_LATENT_NORM_EPS = 1e-6  # of both bottlenecks in the modeling code, whatever config.json says of the others
+_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "head_dim", "qk_head_dim")
+
+
+def lower_v2(checkpoint: Checkpoint) -> Lowering:
+    """Translate a DeepSeek-V2 checkpoint. Raises CheckpointError naming the key that stands against it."""
+    return lower_family(checkpoint, "deepseek_v2", _NAMES, _v2_parts)
+
+
+def lower_v3(checkpoint: Checkpoint) -> Lowering:
+    """Translate a DeepSeek-V3 checkpoint. Raises CheckpointError naming the key that stands against it."""
+    return lower_family(checkpoint, "deepseek_v3", _NAMES, _v3_parts)
+
+
+def _v2_parts(settings: Settings) -> DecoderParts:
+    _fixed(settings, "scoring_func", "softmax")
+    if settings.boolean("norm_topk_prob", False):
+        settings.fail("norm_topk_prob", "false, all that transformers computes", "compile another checkpoint")
+    is_grouped = settings.one_of("topk_method", ("greedy", "group_limited_greedy")) != "greedy"
+    groups, kept = (settings.optional_integer(key) or 1 for key in ("n_group", "topk_group"))
+    router = RouterSpec(
+        "softmax",
+        renormalize=False,
+        scale=settings.number("routed_scaling_factor", 1.0),
+        groups=groups if is_grouped else 1,
+        kept_groups=kept if is_grouped else 1,
+    )
+    return DecoderParts(_layers(settings, _attention(settings, interleaved=True), _experts(settings, router)))
+
+
+def _v3_parts(settings: Settings) -> DecoderParts:
+    _fixed(settings, "scoring_func", "sigmoid")
+    _fixed(settings, "topk_method", "noaux_tc")
+    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # guess tokens further ahead
+    attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
+    layers = _layers(settings, attention, _experts(settings, corrected_router(settings)))
+    return DecoderParts(with_corrections(settings, _NAMES, layers))
+
+
+def corrected_router(settings: Settings) -> RouterSpec:
+    """Sigmoid scores, groups judged by their best two, corrections yet to be read. Raises CheckpointError."""
+    return RouterSpec(
+        "sigmoid",
+        renormalize=settings.boolean("norm_topk_prob", True),
+        scale=settings.number("routed_scaling_factor", 1.0),
+        groups=settings.optional_integer("n_group") or 1,
+        kept_groups=settings.optional_integer("topk_group") or 1,
+        group_score="top2",
+    )
+
+
+def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers, each router with its own correction. Raises CheckpointError, ValueError."""
+    found = []
+    for at, layer in enumerate(layers):
+        experts = layer.experts
+        if experts.count:
+            correction = read_corrections(settings, names, at, experts.count)
+            experts = replace(experts, router=replace(experts.router, correction=correction))
+        found.append(replace(layer, experts=experts))
+    return tuple(found)
+
+
+def shared_width(settings: Settings, key: str, width: int) -> SharedSpec | None:
+    """So many shared experts side by side are one of their widths together. Raises CheckpointError."""
+    count = settings.raw(key)
+    if count in (None, 0):
+        return None
+    return SharedSpec(settings.integer(key) * width)
+
+
+def _experts(settings: Settings, router: RouterSpec) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=settings.either_integer("n_routed_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER),
+        top_k=settings.integer("num_experts_per_tok"),
+        width=settings.integer("moe_intermediate_size"),
+        activation="silu",
+        router=router,
+    )
+
+
+def _layers(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
+    """The first layers plain, then routed ones."""
+    settings.passed_over(*_TRAINING)
+    _fixed(settings, "moe_layer_freq", 1)
+    first, layers = settings.raw("first_k_dense_replace") or 0, count_layers(settings)
+    if type(first) is not int or not 0 <= first < layers:
+        settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
+    shared = shared_width(settings, "n_shared_experts", experts.width)
+    plain = plain_layer(attention, settings.integer("intermediate_size"))
+    return (plain,) * first + (LayerSpec(attention, experts, shared),) * (layers - first)
+
+
+def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:
+    heads, rotary = settings.integer("num_attention_heads"), settings.integer("qk_rope_head_dim")
+    settings.passed_over("num_key_value_heads")  # every head has keys of its own, made from the shared vector
+    latent = LatentSpec(
+        query_rank=settings.optional_integer("q_lora_rank") or 0,
+        rank=settings.integer("kv_lora_rank"),
+        plain_size=settings.integer("qk_nope_head_dim"),
+        value_size=settings.integer("v_head_dim"),
+        norm_eps=_LATENT_NORM_EPS,
+    )
+    head_size = latent.plain_size + rotary
+    scale = head_size**-0.5 * score_magnitude(settings)
+    rope = read_rope(settings, rotary, interleaved=interleaved)
+    return AttentionSpec(heads, heads, head_size, rope, scale=scale, latent=latent)
+
+
+def _fixed(settings: Settings, key: str, value: object) -> None:
+    if settings.raw(key) not in (None, value):
+        settings.fail(key, f"`{value}`", "compile another checkpoint")

@@ -1,0 +1,62 @@
+"""Ernie 4.5 MoE: neighbouring features rotate, plain layers around routed ones, shared experts, corrected softmax.
+
+Source: transformers, models/ernie4_5_moe/modeling_ernie4_5_moe.py and configuration_ernie4_5_moe.py.
+"""
+
+from __future__ import annotations
+
+from moec.manifests.model import ExpertsSpec, LayerSpec, RouterSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import (
+    MAX_EXPERTS_PER_LAYER,
+    DecoderNames,
+    DecoderParts,
+    attention_of,
+    count_layers,
+    lower_family,
+    plain_layer,
+)
+from .deepseek import shared_width, with_corrections
+from .lowering import Lowering
+from .settings import Settings
+
+_NAMES = DecoderNames(correction="mlp.moe_statics.e_score_correction_bias")
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate an Ernie 4.5 MoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    return lower_family(checkpoint, "ernie4_5_moe", _NAMES, _parts)
+
+
+def _parts(settings: Settings) -> DecoderParts:
+    """What is the family's own in config.json."""
+    # Weights are divided by their sum, or by moe_norm_min where that is more: shares of a softmax never come near it.
+    settings.passed_over("auto_map", "moe_norm_min", "moe_capacity", "moe_use_aux_free", "use_rmsnorm")
+    if settings.boolean("use_bias", False):
+        settings.fail("use_bias", "false", "compile a checkpoint without biases")
+    attention = attention_of(settings, interleaved=True)
+    experts = ExpertsSpec(
+        count=settings.integer("moe_num_experts", MAX_EXPERTS_PER_LAYER),
+        top_k=settings.integer("moe_k"),
+        width=settings.integer("moe_intermediate_size"),
+        activation="silu",
+        router=RouterSpec("softmax", renormalize=True),
+    )
+    routed = LayerSpec(attention, experts, shared_width(settings, "moe_num_shared_experts", experts.width))
+    plain = plain_layer(attention, settings.integer("intermediate_size"))
+    layers, step = count_layers(settings), settings.optional_integer("moe_layer_interval") or 1
+    first, last = (_bound(settings, key, default) for key, default in (("start", 1), ("end", -1)))
+    last = layers - 1 if last == -1 else last
+    found = (routed if (at + 1) % step == 0 and first <= at <= last else plain for at in range(layers))
+    return DecoderParts(with_corrections(settings, _NAMES, tuple(found)))
+
+
+def _bound(settings: Settings, end: str, default: int) -> int:
+    """First or last routed layer."""
+    key = f"moe_layer_{end}_index"
+    value = settings.raw(key)
+    value = default if value is None else value
+    if type(value) is not int or value < -1:
+        settings.fail(key, "a layer, or -1 for the last")
+    return int(value)

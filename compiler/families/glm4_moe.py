@@ -1,0 +1,55 @@
+"""GLM-4-MoE: half of each head rotates, plain layers first, a shared expert, routing as in DeepSeek-V3.
+
+Source: transformers, models/glm4_moe/modeling_glm4_moe.py and configuration_glm4_moe.py.
+"""
+
+from __future__ import annotations
+
+from moec.manifests.model import ExpertsSpec, LayerSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import (
+    MAX_EXPERTS_PER_LAYER,
+    DecoderNames,
+    DecoderParts,
+    attention_of,
+    count_layers,
+    lower_family,
+    plain_layer,
+)
+from .deepseek import corrected_router, shared_width, with_corrections
+from .lowering import Lowering
+from .settings import Settings
+
+_NAMES = DecoderNames()
+_ROTARY_SHARE = 0.5  # where config.json does not say
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a GLM-4-MoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    return lower_family(checkpoint, "glm4_moe", _NAMES, _parts)
+
+
+def _parts(settings: Settings) -> DecoderParts:
+    """What is the family's own in config.json."""
+    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # guess tokens further ahead
+    attention = attention_of(
+        settings,
+        rope_share=_ROTARY_SHARE,
+        bias="inputs" if settings.boolean("attention_bias", False) else "none",
+        query_key_norm="head" if settings.boolean("use_qk_norm", False) else "none",
+    )
+    experts = ExpertsSpec(
+        count=settings.either_integer("n_routed_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER),
+        top_k=settings.integer("num_experts_per_tok"),
+        width=settings.integer("moe_intermediate_size"),
+        activation="silu",
+        router=corrected_router(settings),
+    )
+    first, layers = settings.raw("first_k_dense_replace"), count_layers(settings)
+    first = 1 if first is None else first
+    if type(first) is not int or not 0 <= first < layers:
+        settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
+    routed = LayerSpec(attention, experts, shared_width(settings, "n_shared_experts", experts.width))
+    plain = plain_layer(attention, settings.integer("intermediate_size"))
+    return DecoderParts(with_corrections(settings, _NAMES, (plain,) * first + (routed,) * (layers - first)))

@@ -1,0 +1,49 @@
+"""GraniteMoE: softmax over the chosen experts, stacked experts on disk, multipliers of embeddings and residuals.
+
+Source: transformers, models/granitemoe/modeling_granitemoe.py and conversion_mapping.py.
+"""
+
+from __future__ import annotations
+
+from moec.manifests.model import ExpertsSpec, RouterSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import MAX_EXPERTS_PER_LAYER, DecoderNames, DecoderParts, alike, attention_of, lower_family
+from .lowering import Lowering
+from .settings import Settings
+
+_NAMES = DecoderNames(
+    routers=("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+    loaded_router="block_sparse_moe.router.weight",
+    stacked=(
+        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    ),
+)
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a GraniteMoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    return lower_family(checkpoint, "granitemoe", _NAMES, _parts)
+
+
+def _parts(settings: Settings) -> DecoderParts:
+    """What is the family's own in config.json."""
+    attention = attention_of(
+        settings,
+        bias="all" if settings.boolean("attention_bias", False) else "none",
+        scale=settings.number("attention_multiplier", 1.0),
+    )
+    experts = ExpertsSpec(
+        count=settings.integer("num_local_experts", MAX_EXPERTS_PER_LAYER),
+        top_k=settings.integer("num_experts_per_tok"),
+        width=settings.integer("intermediate_size"),
+        activation="silu",
+        router=RouterSpec("softmax", renormalize=True),  # softmax over the chosen ones is the same
+    )
+    scales = {
+        "embedding_scale": settings.number("embedding_multiplier", 1.0),
+        "residual_scale": settings.number("residual_multiplier", 1.0),
+        "logits_scale": 1.0 / settings.number("logits_scaling", 1.0),
+    }
+    return DecoderParts(alike(settings, attention, experts).layers, scales)

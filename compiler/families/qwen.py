@@ -1,0 +1,99 @@
+"""Qwen2-MoE (Qwen1.5-MoE) and Qwen3-MoE: softmax router over all experts, plain layers in between where asked for.
+
+Qwen2 adds biases of queries, keys and values, and a shared expert with a gate of its own; Qwen3 norms each head of
+queries and keys. Source: transformers, models/qwen2_moe and models/qwen3_moe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, RouterSpec, SharedSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import (
+    MAX_EXPERTS_PER_LAYER,
+    DecoderNames,
+    DecoderParts,
+    attention_of,
+    count_layers,
+    lower_family,
+    plain_layer,
+)
+from .lowering import Lowering
+from .settings import Settings
+
+_NAMES = DecoderNames(shared="mlp.shared_expert")
+
+
+def lower_qwen2(checkpoint: Checkpoint) -> Lowering:
+    """Translate a Qwen2-MoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    return lower_family(checkpoint, "qwen2_moe", _NAMES, _qwen2_parts)
+
+
+def lower_qwen3(checkpoint: Checkpoint) -> Lowering:
+    """Translate a Qwen3-MoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    return lower_family(checkpoint, "qwen3_moe", _NAMES, _qwen3_parts)
+
+
+def _qwen2_parts(settings: Settings) -> DecoderParts:
+    bias = "inputs" if settings.boolean("qkv_bias", True) else "none"
+    attention = attention_of(settings, bias=bias)
+    experts = _experts(settings, settings.integer("num_experts", MAX_EXPERTS_PER_LAYER))
+    shared = SharedSpec(settings.integer("shared_expert_intermediate_size"), has_gate=True)
+    window = settings.integer("sliding_window") if settings.raw("sliding_window") else 0
+    last = settings.optional_integer("max_window_layers") or 0
+    is_windowed = settings.boolean("use_sliding_window", False)
+    # Every other layer, as transformers takes it, unless `layer_types` names them.
+    windows = [window if is_windowed and at % 2 == 0 and at < last else 0 for at in range(count_layers(settings))]
+    return _layers(settings, _windowed(settings, attention, windows, window), experts, shared)
+
+
+def _qwen3_parts(settings: Settings) -> DecoderParts:
+    window = settings.optional_integer("sliding_window") or 0
+    settings.passed_over("max_window_layers")  # transformers' model does not read it
+    attention = attention_of(
+        settings,
+        sliding_window=window if settings.boolean("use_sliding_window", False) else 0,
+        query_key_norm="head",
+    )
+    experts = _experts(settings, settings.either_integer("num_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER))
+    return _layers(settings, [attention] * count_layers(settings), experts, None)
+
+
+def _experts(settings: Settings, count: int) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=count,
+        top_k=settings.integer("num_experts_per_tok"),
+        width=settings.integer("moe_intermediate_size"),
+        activation="silu",
+        router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
+    )
+
+
+def _windowed(settings: Settings, attention: AttentionSpec, windows: list[int], window: int) -> list[AttentionSpec]:
+    """The attention of each layer. windows: where `layer_types` is not given."""
+    kinds = settings.raw("layer_types")
+    if kinds is not None:
+        known = {"full_attention": 0, "sliding_attention": window}
+        if not isinstance(kinds, list) or len(kinds) != len(windows) or not all(kind in known for kind in kinds):
+            settings.fail("layer_types", f"{len(windows)} times `full_attention` or `sliding_attention`")
+        windows = [known[kind] for kind in kinds]
+    return [replace(attention, sliding_window=size) for size in windows]
+
+
+def _layers(
+    settings: Settings, attentions: list[AttentionSpec], experts: ExpertsSpec, shared: SharedSpec | None
+) -> DecoderParts:
+    """Routed layers, but for those that `mlp_only_layers` and `decoder_sparse_step` keep plain."""
+    plain, step = settings.raw("mlp_only_layers") or [], settings.optional_integer("decoder_sparse_step") or 1
+    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+        settings.fail("mlp_only_layers", "a list of layers")
+    width = settings.optional_integer("intermediate_size") or experts.width
+    layers = [
+        LayerSpec(attention, experts, shared)
+        if at not in plain and (at + 1) % step == 0
+        else plain_layer(attention, width)
+        for at, attention in enumerate(attentions)
+    ]
+    return DecoderParts(tuple(layers))

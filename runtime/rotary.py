@@ -1,0 +1,37 @@
+"""Rotary position embedding: tables of cosines and sines, and their application to heads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moec.manifests.model import RopeSpec
+
+from . import kernels
+
+
+class RotaryTables:
+    """cos and sin of every position, float32 [C, R/2]; angles in float32, as reference models take them."""
+
+    def __init__(self, rope: RopeSpec, context: int) -> None:
+        self._rope = rope
+        if rope.frequencies:
+            frequencies = np.array(rope.frequencies, np.float32)
+        else:
+            exponents = np.arange(0, rope.rotary_size, 2, dtype=np.float32) / np.float32(rope.rotary_size)
+            frequencies = (1.0 / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
+        angles = np.arange(context, dtype=np.float32)[:, None] * frequencies[None, :]
+        magnitude = np.float32(rope.magnitude)
+        self._cos, self._sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
+
+    def rotate(self, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The first R features of heads [T, H, Dh], rotated; in place where halves are rotated against each other.
+
+        Neighbours are put into halves for good: queries and keys alike, so that their products stay.
+        """
+        size = self._rope.rotary_size
+        if self._rope.interleaved:
+            pairs = heads[:, :, :size].reshape(*heads.shape[:2], size // 2, 2)
+            halves = pairs.transpose(0, 1, 3, 2).reshape(*heads.shape[:2], size)
+            heads = np.ascontiguousarray(np.concatenate([halves, heads[:, :, size:]], axis=2))
+        kernels.rope(heads, self._cos, self._sin, positions)
+        return heads

@@ -1,0 +1,64 @@
+"""From router logits to experts and their weights.
+
+Shapes: T tokens, E experts, K top-k, G groups.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moec.manifests.model import ExpertsSpec, RouterSpec
+
+from . import kernels
+
+
+def route(logits: np.ndarray, experts: ExpertsSpec) -> tuple[np.ndarray, np.ndarray]:
+    """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
+
+    Equal scores: the lowest expert wins.
+    """
+    router = experts.router
+    if router.is_plain:
+        chosen, weights = kernels.route(logits, experts.top_k, router.renormalize)
+    else:
+        scores = expert_scores(logits, router)
+        ranked = _without_other_groups(scores + _correction(router, logits.shape[1]), router)
+        chosen = np.argsort(-ranked, axis=1, kind="stable")[:, : experts.top_k].astype(np.int32)
+        weights = np.take_along_axis(scores, chosen, axis=1)
+        if router.renormalize:
+            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
+    if router.scale != 1.0:
+        weights *= np.float32(router.scale)
+    return chosen, weights
+
+
+def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
+    """The score of every expert, float32 [T, E], before any correction."""
+    if router.scoring == "sigmoid":
+        with np.errstate(over="ignore"):
+            return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True), np.float32)
+
+
+def expected_demand(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
+    """How much tokens ask for each expert, all together, float32 [E]; for predictions."""
+    scores = expert_scores(logits, router) + _correction(router, logits.shape[1])
+    return np.asarray(_without_other_groups(scores, router).clip(min=0).sum(axis=0), np.float32)
+
+
+def _correction(router: RouterSpec, count: int) -> np.ndarray:
+    return np.array(router.correction, np.float32) if router.correction else np.zeros(count, np.float32)
+
+
+def _without_other_groups(scores: np.ndarray, router: RouterSpec) -> np.ndarray:
+    """Scores with those of experts outside the best groups at -inf. [T, E] -> [T, E]."""
+    if router.groups == 1:
+        return scores
+    grouped = scores.reshape(len(scores), router.groups, -1)
+    best = 2 if router.group_score == "top2" else 1
+    value = np.sort(grouped, axis=2)[:, :, -best:].sum(axis=2)
+    kept = np.argsort(-value, axis=1, kind="stable")[:, : router.kept_groups]
+    mask = np.zeros(value.shape, bool)
+    np.put_along_axis(mask, kept, True, axis=1)
+    return np.where(mask[:, :, None], grouped, np.float32(-np.inf)).reshape(scores.shape)

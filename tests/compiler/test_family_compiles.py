@@ -1,0 +1,122 @@
+"""Every family through the whole compile: statistics that are the reference's, mixed formats, a fraction in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moec.compiler.calibration import calibrate
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.families import FAMILIES, lower
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.reference_weights import WeightStore
+from moec.runtime import load
+from moec.runtime.bundle import open_bundle
+from tests.gates.bundles import emit_bundle
+from tests.tiny_compile import compile_tiny, save_texts
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.tiny_models import VOCABULARY
+
+# One configuration of each family, the one with most of what is its own.
+CHOSEN = {
+    "qwen2_moe": "qwen2-plain-between", "qwen3_moe": "qwen3-plain-first", "deepseek_v2": "deepseek-v2-groups-yarn",
+    "deepseek_v3": "deepseek-v3", "glm4_moe": "glm4-bias", "ernie4_5_moe": "ernie", "granitemoe": "granite-scaled",
+}  # fmt: skip
+TEXTS = [("a lamp near a ", "box"), ("seven green pens and ", "two red ones"), ("tall", " of the box under")]
+TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
+
+
+def test_every_family_is_compiled() -> None:
+    assert {*CHOSEN, "mixtral", "olmoe"} == set(FAMILIES)
+
+
+@pytest.fixture(scope="module", params=sorted(CHOSEN))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp(request.param)
+    found = save_tiny_family(root / "model", TINY_FAMILIES[CHOSEN[request.param]])
+    assert json.loads((found / "config.json").read_text())["model_type"] == request.param
+    return found
+
+
+def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path) -> None:
+    """Counted anew, from what transformers' own router hands to its experts."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    seen: dict[int, list[np.ndarray]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            layer = int(name.split(".")[2])
+            module.register_forward_pre_hook(
+                lambda _, given, at=layer: seen.setdefault(at, []).append(given[1].sort(-1).values.numpy())
+            )
+    reference = ReferenceModel(folder)
+    pairs = reference.encode_pairs(TEXTS)
+    for prompt, answer in pairs:
+        with torch.no_grad():
+            model(torch.tensor([prompt + answer]))
+    found = calibrate(reference, pairs)
+    spec = reference.model
+    assert tuple(sorted(seen)) == spec.expert_layers
+    for layer in range(spec.num_layers):
+        chosen = np.concatenate(seen[layer]) if layer in seen else np.zeros((0, 1), np.int64)
+        assert np.array_equal(found.popularity[layer], np.bincount(chosen.ravel(), minlength=found.popularity.shape[1]))
+    for layer in range(spec.num_layers - 1):
+        expected = np.zeros(found.transitions.shape[1:], np.int64)
+        if layer in seen and layer + 1 in seen:
+            for before, after in zip(np.concatenate(seen[layer]), np.concatenate(seen[layer + 1]), strict=True):
+                np.add.at(expected, np.ix_(before, after), 1)
+        assert np.array_equal(found.transitions[layer], expected)
+
+
+def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
+    """A weight set to what another model holds changes the reference as it changes a bundle."""
+    reference, lowering = ReferenceModel(folder), lower(open_checkpoint(str(folder)))
+    weights = WeightStore(reference.network, torch.bfloat16 if lowering.float_type == "bfloat16" else torch.float16)
+    tokens = torch.tensor([TOKENS])
+    with torch.no_grad():
+        before = reference.network.model(tokens).logits
+        for name in lowering.model.dense_shapes():
+            own = lowering.dense_weight(name).float()
+            assert torch.equal(weights.original(name), own), name
+            weights.set(name, own * 1.5 + 0.01)
+            assert torch.equal(weights.original(name), own), name
+            changed = reference.network.model(tokens).logits
+            assert not torch.equal(changed, before), name
+            weights.restore()
+        assert torch.equal(reference.network.model(tokens).logits, before)
+
+
+@pytest.mark.gate("G9")
+def test_greedy_continuations_equal_transformers(folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = TOKENS[:7]
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32, pad_token_id=0)[0, 7:]
+    with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=128) as engine:
+        found = [step.token_id for step in engine.generate(prompt, max_new_tokens=32)]
+    assert found == expected.tolist()
+
+
+@pytest.mark.gate("G1")
+def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp_path: Path) -> None:
+    data = save_texts(tmp_path / "texts")
+    result = compile_tiny(folder, tmp_path / "out", "bits_per_weight", 4.5, data=data, tasks=("perplexity",))
+    assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
+    manifest = open_bundle(tmp_path / "out").manifest
+
+    def logits(cache: str, prefetch: str) -> tuple[np.ndarray, int]:
+        with load(tmp_path / "out", expert_cache=cache, prefetch=prefetch, context=64) as engine:
+            engine.cache.finish_warming()
+            steps = [engine.logits(TOKENS[:20])]
+            for position, token in enumerate(TOKENS[20:], 20):
+                steps.append(engine.model.logits(engine.step([token], [0], [position])))
+            return np.concatenate(steps), engine.cache.stats.evictions
+
+    whole, none = logits("100%", "off")
+    assert whole.shape == (len(TOKENS), VOCABULARY) and none == 0
+    for prefetch in ("off", "lookahead", "path", "popularity"):
+        part, evictions = logits(str(manifest.cost.minimum_expert_bytes), prefetch)
+        assert evictions > 0 and np.array_equal(part, whole)
