@@ -68,6 +68,17 @@ TINY_FAMILIES = {
         },
         seed=4,
     ),
+    "qwen3-llama3-rope": TinyFamily(
+        "Qwen3Moe",
+        {
+            "num_experts": 4, "head_dim": 32, "rope_theta": None,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            },
+        },
+        seed=20,
+    ),
     "deepseek-v2": TinyFamily("DeepseekV2", {**_LATENT, "routed_scaling_factor": 1.5}, seed=5),
     "deepseek-v2-groups-yarn": TinyFamily(
         "DeepseekV2",

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 DISK_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -86,6 +88,74 @@ def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
         assert torch.equal(one.unit(key), other.unit(key)), key
     for name in one.dense:
         assert torch.equal(one.dense_weight(name), other.dense_weight(name)), name
+
+
+# Of each family that holds them apart on disk: as transformers' own model holds them.
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3-plain-first", "deepseek-v2", "deepseek-v3", "glm4", "ernie", "granite"]
+)
+def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_path: Path) -> None:
+    path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
+    before = _lower(path)
+    own = {key: before.unit(key) for key in before.units}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    read = {source.name for source in before.dense.values()} | before.ignored
+    kept = {key: tensor for key, tensor in load_file(path / WEIGHTS_NAME).items() if key in read}
+    fused = {key: tensor.clone() for key, tensor in model.state_dict().items() if "_proj" in key and ".experts." in key}
+    assert fused
+    save_file(kept | fused, path / WEIGHTS_NAME)
+    after = _lower(path)
+    assert {source.name for source in after.units.values()} == set(fused)
+    assert after.model == before.model
+    assert all(torch.equal(after.unit(key), weight) for key, weight in own.items())
+
+
+def test_corrections_are_kept_exactly(tmp_path: Path) -> None:
+    path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES["deepseek-v3"])
+    on_disk = load_file(path / WEIGHTS_NAME)
+    model = _lower(path).model
+    for layer in model.expert_layers:
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        assert on_disk[name].dtype == torch.float32
+        assert list(model.layers[layer].experts.router.correction) == on_disk[name].tolist()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    save_file(on_disk | {name: on_disk[name][:-1].clone()}, path / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=f"tensor `{name}` .*: expected 8 finite numbers"):
+        _lower(path)
+    del on_disk[name]
+    save_file(on_disk, path / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=f"has no tensor `{name}`"):
+        _lower(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "key `topk_method`: expected one of `greedy`"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "key `norm_topk_prob`: expected false"),
+        ("deepseek-v2", {"first_k_dense_replace": 3}, "key `first_k_dense_replace`: expected fewer layers than the 3"),
+        ("deepseek-v2", {"kv_lora_rank": 40}, "contradicts itself: rank must be a multiple of 16"),
+        ("deepseek-v2", {"moe_layer_freq": 2}, "key `moe_layer_freq`: expected `1`"),
+        ("deepseek-v3", {"n_group": 3}, "contradicts itself: 3 groups must divide 8 experts"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "key `scoring_func`: expected `sigmoid`"),
+        (
+            "glm4",
+            {"partial_rotary_factor": 2, "rope_parameters": ..., "rope_theta": 1e4},
+            "key `partial_rotary_factor`",
+        ),
+        ("ernie", {"use_bias": True}, "key `use_bias`: expected false"),
+        ("ernie", {"moe_layer_start_index": -5}, "key `moe_layer_start_index`: expected a layer"),
+        ("granite", {"logits_scaling": 0}, "key `logits_scaling`: expected a positive number"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "key `layer_types`"),
+        ("qwen2", {"shared_expert_intermediate_size": 0}, "key `shared_expert_intermediate_size`: expected a whole"),
+    ],
+)
+def test_settings_of_further_families_are_named(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        _lower(_configure(path, **changes))
 
 
 def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:

@@ -1,0 +1,93 @@
+"""Routing against the plainest words of each rule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moec.manifests.model import ExpertsSpec, RouterSpec
+from moec.runtime.routing import expected_demand, route
+
+EXPERTS = 8
+
+
+def spec(top_k: int, **router: Any) -> ExpertsSpec:
+    return ExpertsSpec(EXPERTS, top_k, 32, "silu", RouterSpec(**{"scoring": "softmax", "renormalize": False, **router}))
+
+
+def plain_route(logits: list[float], experts: ExpertsSpec) -> tuple[list[int], list[float]]:
+    """One token, by hand."""
+    router = experts.router
+    if router.scoring == "sigmoid":
+        scores = [1 / (1 + math.exp(-x)) for x in logits]
+    else:
+        total = sum(math.exp(x - max(logits)) for x in logits)
+        scores = [math.exp(x - max(logits)) / total for x in logits]
+    ranked = [score + (router.correction[at] if router.correction else 0) for at, score in enumerate(scores)]
+    size = len(logits) // router.groups
+    best = 2 if router.group_score == "top2" else 1
+
+    def worth(group: int) -> float:
+        return sum(sorted(ranked[group * size : (group + 1) * size])[-best:])
+
+    kept = sorted(range(router.groups), key=lambda group: -worth(group))[: router.kept_groups]
+    allowed = [at for at in range(len(logits)) if at // size in kept]
+    chosen = sorted(allowed, key=lambda at: -ranked[at])[: experts.top_k]
+    weights = [scores[at] for at in chosen]
+    total = sum(weights) if router.renormalize else 1.0
+    return chosen, [router.scale * weight / total for weight in weights]
+
+
+# Far enough apart that no rounding decides.
+LOGITS = st.permutations(range(EXPERTS)).map(lambda order: [0.37 * at - 1.1 for at in order])
+CORRECTION = st.permutations(range(EXPERTS)).map(lambda order: tuple(0.041 * at - 0.1 for at in order))
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        {},
+        {"renormalize": True, "scale": 2.5},
+        {"scoring": "sigmoid"},
+        {"scoring": "sigmoid", "renormalize": True},
+        {"groups": 4, "kept_groups": 2},
+        {"scoring": "sigmoid", "groups": 2, "kept_groups": 1, "group_score": "top2", "renormalize": True, "scale": 0.5},
+    ],
+)
+@given(tokens=st.lists(LOGITS, min_size=1, max_size=3), correction=CORRECTION, corrects=st.booleans())
+def test_experts_and_weights(
+    router: dict[str, Any], tokens: list[list[float]], correction: tuple[float, ...], corrects: bool
+) -> None:
+    experts = spec(3, **router, correction=correction if corrects else ())
+    chosen, weights = route(np.array(tokens, np.float32), experts)
+    assert chosen.dtype == np.int32 and weights.dtype == np.float32
+    for row, logits in enumerate(tokens):
+        expected, shares = plain_route(logits, experts)
+        assert chosen[row].tolist() == expected
+        assert weights[row].tolist() == pytest.approx(shares, rel=1e-5)
+
+
+def test_of_equal_scores_the_lowest_expert_wins() -> None:
+    for router in ({}, {"scoring": "sigmoid"}, {"groups": 2, "kept_groups": 1}):
+        assert route(np.zeros((1, EXPERTS), np.float32), spec(3, **router))[0].tolist() == [[0, 1, 2]]
+
+
+def test_a_token_alone_is_routed_as_among_others() -> None:
+    logits = np.random.default_rng(1).normal(size=(50, EXPERTS)).astype(np.float32)
+    experts = spec(4, scoring="sigmoid", groups=2, kept_groups=2, group_score="top2", renormalize=True)
+    chosen, weights = route(logits, experts)
+    for row in range(len(logits)):
+        alone = route(logits[row : row + 1], experts)
+        assert np.array_equal(alone[0][0], chosen[row]) and np.array_equal(alone[1][0], weights[row])
+
+
+def test_demand_adds_up_over_tokens_and_leaves_other_groups_out() -> None:
+    logits = np.array([[5, 0, 0, 0, 0, 0, 0, 4], [5, 0, 0, 0, 0, 0, 0, 4]], np.float32)
+    demand = expected_demand(logits, spec(1, groups=2, kept_groups=1).router)
+    assert demand[0] > 1 and not demand[4:].any()
+    assert expected_demand(logits, spec(1).router).sum() == pytest.approx(2)
