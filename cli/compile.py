@@ -179,8 +179,8 @@ def _profile(name: str, destination: Path) -> Any:
 
 
 @contextmanager
-def open_partial(path: Path) -> Iterator[BundleEngine]:
-    """The runtime on a bundle that is not published yet: how a compile certifies itself."""
+def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
+    """The runtime on a bundle that is not published yet: how a compile certifies itself. memory_bytes 0: its own."""
     from moec.manifests.errors import MemoryBudgetExceeded
     from moec.runtime.bundle import open_bundle
     from moec.runtime.engine import Engine
@@ -188,10 +188,10 @@ def open_partial(path: Path) -> Iterator[BundleEngine]:
 
     from .engines import BundleEngine
 
-    slots = CERTIFY_SLOTS
+    slots, memory = CERTIFY_SLOTS, str(memory_bytes) if memory_bytes else None
     while True:
         try:
-            engine = Engine(open_bundle(path, allow_partial=True), RuntimeOptions(slots=slots))
+            engine = Engine(open_bundle(path, allow_partial=True), RuntimeOptions(slots=slots, memory=memory))
             break
         except MemoryBudgetExceeded:
             if slots == 1:

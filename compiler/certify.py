@@ -22,7 +22,8 @@ from .trials import ONE_SIDED_95, Reference, divergence, log_softmax, summarise_
 
 # KL and agreement are means over tokens and need fewer items than a task metric.
 KL_ITEMS = 500
-_PAIRS_AT_ONCE = 8  # their logits are held twice
+LOGITS_AT_ONCE = 1 << 25
+"""Logits of a certificate held at once, on both sides, beyond those of one answer."""
 
 
 class BundleEngine(TextEngine, Protocol):
@@ -33,7 +34,7 @@ class BundleEngine(TextEngine, Protocol):
         ...
 
 
-OpenRuntime = Callable[[Path], AbstractContextManager[BundleEngine]]
+OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +79,25 @@ def certify_divergence(
     task: str,
     pairs: Sequence[tuple[list[int], list[int]]],
     reference_log_probs: Callable[[int, int], list[np.ndarray]],
+    vocab_size: int,
     engine: BundleEngine,
     talk: Talk,
 ) -> DivergenceCertificate:
-    """Hold the bundle against the reference on answers, a few at a time.
+    """Hold the bundle against the reference on answers, as many at a time as LOGITS_AT_ONCE allow.
 
     reference_log_probs: log probabilities [A, V] of the pairs from one index to another.
     """
     progress, parts = talk.progress(f"KL on {task}"), list[tuple[np.ndarray, np.ndarray]]()
-    for start in range(0, len(pairs), _PAIRS_AT_ONCE):
-        end = min(start + _PAIRS_AT_ONCE, len(pairs))
-        logits = engine.forced_logits(pairs[start:end])
-        own = reference_log_probs(start, end)
-        parts += [divergence(log_p, rows) for log_p, rows in zip(own, logits, strict=True)]
+    end = 0
+    while end < len(pairs):
+        start, end = end, end + 1
+        rows = [(len(answer) + 1) * vocab_size for _, answer in pairs[start:]]  # the end token is scored as well
+        held = rows[0]
+        while end < len(pairs) and held + rows[end - start] <= LOGITS_AT_ONCE:
+            held += rows[end - start]
+            end += 1
+        logits, own = engine.forced_logits(pairs[start:end]), reference_log_probs(start, end)
+        parts += [divergence(log_p, found) for log_p, found in zip(own, logits, strict=True)]
         progress(end, len(pairs))
     items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
     kl, agrees = (np.concatenate([part[at] for part in parts]) for at in (0, 1))

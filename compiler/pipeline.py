@@ -29,7 +29,7 @@ from .durable import check_replaceable, disk_errors, publish_directory, recover_
 from .emit import cost_summary, emit, finish, producer
 from .families import Lowering, TensorSource, lower
 from .journal import Journal
-from .layerwise.planning import certify_swept, check_layerwise, goes_layer_by_layer, need_bytes, sweep_inputs
+from .layerwise import planning
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .objective import byte_weights
@@ -134,11 +134,11 @@ def _prepare(request: CompileRequest) -> _Stage:
 def _choose_way(stage: _Stage) -> None:
     """The whole model at once if it fits in memory, else one layer at a time. Raises OptionError."""
     request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
-    stage.is_layerwise = goes_layer_by_layer(model, stage.specs, limit)
+    stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, limit)
     if stage.is_layerwise:
         threads = torch.get_num_threads()
-        check_layerwise(model, request.options.target, stage.specs, threads, limit, len(stage.splits))
-        need = need_bytes(model, stage.specs, threads, len(stage.splits))
+        planning.check_layerwise(model, request.options.target, stage.specs, threads, limit, len(stage.splits))
+        need = planning.need_bytes(model, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
 
@@ -263,7 +263,7 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     plain = plain_plan(lowering.model, lowering.spec_16bit, options.quantizer)
     dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, lowering.float_type)
     probe = min(dense, key=lambda specs: min(spec.bitwidth for spec in specs.values()))
-    inputs = sweep_inputs(
+    inputs = planning.sweep_inputs(
         lowering, stage.splits, stage.shots, stage.specs, probe, options.quantizer, options.seed, KL_ITEMS
     )
     threads = torch.get_num_threads()
@@ -357,7 +357,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         progress=request.talk.progress("writing the bundle"),
     )
     if stage.splits and stage.reference is not None:
-        with request.open_runtime(partial) as engine:
+        with request.open_runtime(partial, 0) as engine:
             for split in stage.splits:
                 stage.certificates[split.task.name] = certify_task(
                     split.task,
@@ -369,8 +369,11 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
                     request.talk,
                 )
     if stage.swept is not None:
-        with request.open_runtime(partial) as engine:
-            stage.divergences = certify_swept(stage.lowering, *stage.swept, engine, request.talk)
+        if stage.trials is not None:
+            stage.trials.close()
+        room = planning.runtime_bytes(stage.lowering.model, request.memory_limit_bytes)
+        with request.open_runtime(partial, room) as engine:
+            stage.divergences = planning.certify_swept(stage.lowering, *stage.swept, engine, request.talk)
     quality = _quality(stage, plan, manifest)
     finish(partial, manifest, canonical_json(quality), model_card(manifest, quality).encode(), request.disk)
     return quality

@@ -18,6 +18,7 @@ PROCESS_BYTES = 700 << 20
 """Python with torch, transformers, datasets and matplotlib loaded: 0.45 GiB measured, and what allocators keep."""
 _FLOAT = 4
 _HALF = 2
+_RUNTIME_CONTEXT = 4096
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:
@@ -62,3 +63,14 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
     factors = 5 * _FLOAT * max(hidden, *(layer.experts.width for layer in model.layers)) ** 2
     at_work = moments + 2 * threads * max(batch, expert + factors)
     return PROCESS_BYTES + slot + states + max(vocabulary, at_work)
+
+
+def certifying_bytes(model: ModelSpec, tokens: int) -> int:
+    """The least that the runtime needs to certify, and the compile around it. tokens: of scored texts.
+
+    Dense weights and the experts of one token at 16 bits, keys and values of the runtime's default context.
+    """
+    dense = sum(prod(shape) for shape in model.dense_shapes().values())
+    experts = max(_expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
+    cache = model.kv_bytes_per_position * min(model.max_positions, _RUNTIME_CONTEXT)
+    return PROCESS_BYTES + _FLOAT * model.hidden_size * tokens + _HALF * (dense + experts) + cache

@@ -15,17 +15,19 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
 from ..calibration import chosen_texts
-from ..certify import BundleEngine, DivergenceCertificate, certify_divergence
+from ..certify import LOGITS_AT_ONCE, BundleEngine, DivergenceCertificate, certify_divergence
 from ..families import Lowering
 from ..options import Talk
 from ..targets import Target
 from ..tokenizer import load_tokenizer
-from .memory import streamed_bytes, whole_bytes
+from .memory import certifying_bytes, streamed_bytes, whole_bytes
 from .slot import logits, output_matrix
 from .sweep import AnswerTexts, SweepInputs, SweepResult
 
 CALIBRATION_TOKENS = 65_536
 """Tokens that calibration runs at most: their residual streams are what a sweep holds beside one layer."""
+SCORED_TOKENS = 512
+"""Tokens of one text that are scored at most, its last: what bounds the logits of a certificate."""
 ANSWER_TOKENS = 16_384
 """Tokens of texts whose answers are scored, prompts included: of validation, and of held-out ones for each task."""
 
@@ -36,8 +38,9 @@ def goes_layer_by_layer(model: ModelSpec, specs: Sequence[QuantSpec], limit_byte
 
 
 def need_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int, tasks: int = 1) -> int:
-    """Peak memory of a compile layer by layer, for texts of any length."""
-    return streamed_bytes(model, CALIBRATION_TOKENS + (1 + tasks) * ANSWER_TOKENS, specs, threads)
+    """Peak memory of a compile layer by layer, for texts of any length: of its passes, or of the certificate."""
+    passes = streamed_bytes(model, CALIBRATION_TOKENS + (1 + tasks) * ANSWER_TOKENS, specs, threads)
+    return max(passes, _certificate_bytes(model) + certifying_bytes(model, (1 + tasks) * ANSWER_TOKENS))
 
 
 def check_layerwise(
@@ -95,7 +98,8 @@ def sweep_inputs(
 
 
 def _answers(pairs: Sequence[TokenPair], lowering: Lowering) -> AnswerTexts:
-    """As many texts, in order, as ANSWER_TOKENS hold."""
+    """As many texts, in order, as ANSWER_TOKENS hold; what comes before the last SCORED_TOKENS counts as prompt."""
+    pairs = [_shortened(pair) for pair in pairs]
     rows, _, counts = forced_rows(pairs, lowering.model.eos_token_ids[:1])
     kept, tokens = AnswerTexts([], [], []), 0
     for row, count, pair in zip(rows, counts, pairs, strict=True):
@@ -112,6 +116,22 @@ def _answers(pairs: Sequence[TokenPair], lowering: Lowering) -> AnswerTexts:
     return kept
 
 
+def _shortened(pair: TokenPair) -> TokenPair:
+    prompt, answer = pair
+    kept = max(len(answer) - SCORED_TOKENS + 1, 0)  # the end token is scored as well
+    return prompt + answer[:kept], answer[kept:]
+
+
+def runtime_bytes(model: ModelSpec, limit_bytes: int) -> int:
+    """The budget of the runtime while it certifies; left to itself it would take most of the machine."""
+    return limit_bytes - _certificate_bytes(model)
+
+
+def _certificate_bytes(model: ModelSpec) -> int:
+    """What a certificate holds beside the runtime: logits of both sides and their probabilities."""
+    return 4 * 2 * (LOGITS_AT_ONCE + SCORED_TOKENS * model.vocab_size) + (64 << 20)
+
+
 def certify_swept(
     lowering: Lowering, inputs: SweepInputs, found: SweepResult, engine: BundleEngine, talk: Talk
 ) -> dict[str, DivergenceCertificate]:
@@ -126,6 +146,6 @@ def certify_swept(
             log_p = logits(states[starts[first] : starts[last]], head).log_softmax(-1)
             return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
 
-        return certify_divergence(task, texts.pairs, reference, engine, talk)
+        return certify_divergence(task, texts.pairs, reference, lowering.model.vocab_size, engine, talk)
 
     return {task: of_task(task) for task, texts in inputs.held_out.items() if texts.rows}

@@ -39,11 +39,16 @@ class StreamedTrials(Trials):
     ) -> None:
         super().__init__(None, found.store, (), 0, progress, journal)
         self._inputs, self._answers, self._threads = inputs, found.answers, threads
-        self._slot = LayerSlot(lowering)
+        self._lowering = lowering
+        self._slot: LayerSlot | None = None
 
     @property
     def has_data(self) -> bool:
         return bool(self._inputs.answers.rows)
+
+    def close(self) -> None:
+        """Give back the layer's memory; nothing is measured after it."""
+        self._slot = None
 
     def require_baselines(self) -> None:
         raise OptionError(
@@ -52,12 +57,13 @@ class StreamedTrials(Trials):
         )
 
     def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
-        source, slot, layers = store or self.store, self._slot, plan.model.num_layers
+        source, layers = store or self.store, plan.model.num_layers
+        slot = self._slot = self._slot or LayerSlot(self._lowering)
         embedding = self._dense(plan, source, "embedding")
         texts = TextStates.begin(self._inputs.answers.rows, lambda ids: slot.embed(ids, embedding))
         with workers(self._threads) as pool:
             for layer in range(layers):
-                slot.load(layer, self._replaced(plan, source, layer))
+                slot.load(layer, self._replaced(plan, source, slot, layer))
                 slot.run([texts], pool, lambda: None)
                 self._progress(layer + 1, layers)
         states = slot.normed(texts.answers(self._inputs.answers.counts))
@@ -65,10 +71,12 @@ class StreamedTrials(Trials):
         other = self._dense(plan, source, "embedding" if plan.model.tie_embeddings else "lm_head")
         return self._summary(states, own if other is None else other, own)
 
-    def _replaced(self, plan: CompilePlan, source: UnitStore, layer: int) -> Mapping[WeightName, Tensor]:
+    def _replaced(
+        self, plan: CompilePlan, source: UnitStore, slot: LayerSlot, layer: int
+    ) -> Mapping[WeightName, Tensor]:
         """Dense weights of the layer below 16 bits; those of the experts are set one at a time."""
         weights: dict[WeightName, Tensor] = {}
-        for name in self._slot.dense_names(layer):
+        for name in slot.dense_names(layer):
             weight = self._dense(plan, source, name)
             if weight is not None:
                 weights[name] = weight

@@ -233,7 +233,7 @@ def test_divergences_are_those_of_the_plain_formula() -> None:
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model fits in memory as a whole."""
-    monkeypatch.setattr("moec.compiler.pipeline.goes_layer_by_layer", lambda *_: True)
+    monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
 
 
 def test_a_whole_compile_layer_by_layer(too_large: None, tmp_path: Path) -> None:

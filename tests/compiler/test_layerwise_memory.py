@@ -26,8 +26,8 @@ import json, sys
 from pathlib import Path
 from moec.runtime.statistics import peak_memory_bytes
 from tests.tiny_compile import compile_tiny
-from moec.compiler import pipeline
-pipeline.goes_layer_by_layer = lambda *_: True
+from moec.compiler.layerwise import planning
+planning.goes_layer_by_layer = lambda *_: True
 model, texts, out = sys.argv[1:]
 compile_tiny(Path(model), Path(out), "bits_per_weight", 4.0, data=texts, tasks=("perplexity",), quantizer="rtn")
 print(json.dumps(peak_memory_bytes()))

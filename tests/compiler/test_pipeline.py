@@ -291,8 +291,8 @@ def test_overwrite_replaces_at_the_very_end(model: Path, texts: Path, tmp_path: 
     seen: list[bool] = []
 
     @contextmanager
-    def watching(path: Path) -> Iterator[Any]:
-        with open_partial(path) as engine:
+    def watching(path: Path, memory_bytes: int) -> Iterator[Any]:
+        with open_partial(path, memory_bytes) as engine:
             yield engine
             seen.append(contents(tmp_path / "out") == old)
 
@@ -336,7 +336,7 @@ def whole(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_resume_measures_nothing_twice(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
 ) -> None:
-    def fails(path: Path) -> Any:
+    def fails(*_: object) -> Any:
         raise Halt
 
     with pytest.raises(Halt):
@@ -348,7 +348,7 @@ def test_resume_measures_nothing_twice(
 
 
 def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path: Path) -> None:
-    def fails(path: Path) -> Any:
+    def fails(*_: object) -> Any:
         raise Halt
 
     with pytest.raises(Halt):

@@ -39,10 +39,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[
         return plain(self, pairs)
 
     @contextmanager
-    def opening(path: Path) -> Iterator[Any]:
+    def opening(path: Path, memory_bytes: int) -> Iterator[Any]:
         nonlocal is_certifying
         is_certifying = True
-        with open_partial(path) as engine:
+        with open_partial(path, memory_bytes) as engine:
             yield engine
 
     with pytest.MonkeyPatch.context() as patched:
