@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from moec.manifests.errors import OptionError
+
 from . import output
 from .runtime_options import build_options, mode_text, open_engine, runtime_options
 
 if TYPE_CHECKING:
+    from moec.runtime.beam import BeamOptions
     from moec.runtime.engine import Engine
     from moec.runtime.sampling import SamplingOptions
     from moec.runtime.statistics import RunStatistics
@@ -24,6 +28,17 @@ if TYPE_CHECKING:
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, metavar="N", help="Sample from the N likeliest tokens.  [default: all]")
 @click.option("--top-p", type=float, default=1.0, metavar="P", help="Sample from the likeliest tokens that hold P.")
+@click.option("--min-p", type=float, default=0.0, metavar="P", help="Leave out tokens under P of the likeliest.")
+@click.option(
+    "--repetition-penalty", type=float, default=1.0, metavar="X", help="Above 1: avoid what is there already."
+)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be given several times.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's message, put into the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With `--chat`: a system message in front.")
+@click.option("--beams", type=int, default=1, show_default=True, metavar="N", help="Beam search of this width.")
+@click.option(
+    "--length-penalty", type=float, default=1.0, show_default=True, help="With `--beams`: above 0 favours long."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
 @runtime_options
@@ -34,6 +49,13 @@ def run_command(
     temperature: float,
     top_k: int,
     top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    stop: tuple[str, ...],
+    chat: bool,
+    system: str | None,
+    beams: int,
+    length_penalty: float,
     seed: int,
     as_json: bool,
     **values: Any,
@@ -49,27 +71,82 @@ def run_command(
     """
     from moec.runtime.sampling import SamplingOptions
 
-    sampling = SamplingOptions(temperature, top_k, top_p, seed)
+    sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options = build_options(values, bundle=bundle)
+    search = _beam_options(beams, length_penalty, sampling, stop)
+    if system is not None and not chat:
+        raise OptionError("`--system` has no effect without `--chat`", "add `--chat`")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with open_engine(bundle, options, values["kernels"]) as engine:
+    with open_engine(bundle, replace(options, slots=beams), values["kernels"]) as engine:
         output.say(engine.mode)
-        result = _generate(engine, text, max_new_tokens, sampling, shows_text=not as_json)
+        tokens = _chat_tokens(engine, text, system) if chat else engine.encode(text)
+        if search is not None:
+            _print_beams(engine, tokens, max_new_tokens, search, as_json)
+            return
+        result = _generate(engine, tokens, max_new_tokens, sampling, stop, shows_text=not as_json)
         if as_json:
             output.data_json(result[0])
         else:
             output.say(statistics_block(result[1]))
 
 
+def _chat_tokens(engine: Engine, text: str, system: str | None) -> list[int]:
+    from moec.runtime.chat import render_chat
+
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    rendered = render_chat(engine.bundle.path, [*messages, {"role": "user", "content": text}])
+    return engine.encode(rendered, adds_special_tokens=False)
+
+
+def _beam_options(
+    beams: int, length_penalty: float, sampling: SamplingOptions, stop: tuple[str, ...]
+) -> BeamOptions | None:
+    """None for one beam. Raises OptionError for what does not go together."""
+    from moec.runtime.beam import BeamOptions
+
+    options = BeamOptions(beams, length_penalty)
+    if beams == 1:
+        if length_penalty != 1.0:
+            raise OptionError("`--length-penalty` has no effect with one beam", "set `--beams`")
+        return None
+    if sampling.temperature or sampling.repetition_penalty != 1.0 or stop:
+        raise OptionError(
+            "`--beams` looks for the likeliest answer and goes with no sampling, penalty or stop text",
+            "drop one of them",
+        )
+    return options
+
+
+def _print_beams(engine: Engine, tokens: list[int], max_new_tokens: int, options: BeamOptions, as_json: bool) -> None:
+    from moec.runtime.beam import beam_search
+
+    found = beam_search(engine, tokens, max_new_tokens, options)
+    ends = engine.bundle.manifest.model.eos_token_ids
+    texts = [engine.tokenizer.decode([token for token in beam.tokens if token not in ends]) for beam in found]
+    if not as_json:
+        output.data(texts[0])
+        output.say("\n".join(f"beam {at}: {beam.score:.4f}" for at, beam in enumerate(found, 1)))
+        return
+    beams = [
+        {"text": text, "token_ids": list(beam.tokens), "score": beam.score}
+        for text, beam in zip(texts, found, strict=True)
+    ]
+    output.data_json({"beams": beams, "mode": mode_text(engine), "memory": engine.memory.to_plain()})
+
+
 def _generate(
-    engine: Engine, prompt: str, max_new_tokens: int, sampling: SamplingOptions, shows_text: bool
+    engine: Engine,
+    tokens: list[int],
+    max_new_tokens: int,
+    sampling: SamplingOptions,
+    stop: tuple[str, ...],
+    shows_text: bool,
 ) -> tuple[dict[str, Any], RunStatistics]:
     """Decode, showing the text or not. Returns the values of `--json` and the statistics."""
     from moec.runtime.statistics import RunRecorder
 
-    tokens = engine.encode(prompt)
     recorder, pieces, ids, reason = RunRecorder(len(tokens)), list[str](), list[int](), None
-    for step in engine.generate(tokens, max_new_tokens, sampling):
+    for step in engine.generate(tokens, max_new_tokens, sampling, stop):
         recorder.add(step.elapsed_ns, step.cache)
         pieces.append(step.text)
         ids.append(step.token_id)

@@ -31,7 +31,7 @@ from .options import MAX_THREADS, RuntimeOptions
 from .prefetch import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage, page_bytes
-from .text import TOKENIZER_NAME, TextStream, load_tokenizer
+from .text import TOKENIZER_NAME, StopTexts, TextStream, load_tokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -151,21 +151,22 @@ class Engine:
 
     # -- generation --------------------------------------------------------------------------------------------
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens as the tokenizer adds them."""
+    def encode(self, text: str, adds_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, special tokens as the tokenizer adds them; a rendered chat has them already."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(f"the prompt is not UTF-8 at character {error.start}", "convert it to UTF-8") from error
-        return list(self.tokenizer.encode(text).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
 
     def generate(
         self,
         prompt: str | Sequence[int],
         max_new_tokens: int = 256,
         sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
     ) -> Iterator[GenerationStep]:
-        """Decode one sequence; yields one step per token, the eos token included.
+        """Decode one sequence; yields one step per token, the eos token included. stop: texts that end it, unshown.
 
         Raises ContextOverflow if the prompt leaves no room; the generation stops where the context ends.
         """
@@ -174,19 +175,23 @@ class Engine:
         if max_new_tokens < 1:
             raise OptionError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
         limit = min(max_new_tokens, self.memory.context - len(tokens) + 1)
-        return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()))
+        return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()), StopTexts(stop))
 
-    def _decode(self, tokens: list[int], limit: int, sampler: Sampler) -> Iterator[GenerationStep]:
+    def _decode(self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts) -> Iterator[GenerationStep]:
         stream, eos = TextStream(self.tokenizer, tokens), self.bundle.manifest.model.eos_token_ids
         mine = self.begin_sequence()
         before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
-        hidden, position = self._prefill(tokens), len(tokens)
+        hidden, position, known = self.prefill(tokens), len(tokens), list(tokens)
         for count in range(1, limit + 1):
-            token = sampler(self.model.logits(hidden[-1:])[0])
+            token = sampler(self.model.logits(hidden[-1:])[0], known)
+            known.append(token)
             reason: FinishReason | None = "stop" if token in eos else ("length" if count == limit else None)
             text = "" if token in eos else stream.push(token)
-            if reason is not None:
-                text += stream.flush()
+            text, is_ended = stop.push(text if reason is None else text + stream.flush())
+            if is_ended:
+                reason = "stop"
+            elif reason is not None:
+                text += stop.flush()
             now_ns, stats = time.perf_counter_ns(), self.cache.stats.copy()
             yield GenerationStep(token, text, position, now_ns - start_ns, stats.since(before), reason)
             if reason is not None:
@@ -205,7 +210,8 @@ class Engine:
         self._sequence += 1
         return self._sequence
 
-    def _prefill(self, tokens: Sequence[int]) -> np.ndarray:
+    def prefill(self, tokens: Sequence[int]) -> np.ndarray:
+        """Run a prompt in the first slot. Returns the residual stream of its last pass."""
         hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
         for start in range(0, len(tokens), MAX_PASS_TOKENS):
             part = tokens[start : start + MAX_PASS_TOKENS]
@@ -234,6 +240,12 @@ class Engine:
             hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
             out[start : start + len(part)] = self.model.logits(hidden)
         return out
+
+    def copy_slots(self, parents: Sequence[int], positions: int) -> None:
+        """Slot i goes on from the first positions of slot parents[i]; all at once."""
+        if self._elastic is not None:
+            self._elastic.before_pass(range(len(parents)), [positions - 1] * len(parents))
+        self.kv.copy_slots(parents, positions)
 
     def check_tokens(self, tokens: Sequence[int], room: int = 1) -> None:
         """Refuse an empty prompt, ids outside the vocabulary, and prompts that leave no room in the context."""

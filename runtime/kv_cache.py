@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,6 +28,16 @@ class KVCache:
             shape = (slots, attention.cache_heads, context, attention.cache_size)
             self.keys.append(_zeros(shape))
             self.values.append(_zeros(shape) if attention.cache_arrays == 2 else self.keys[-1])
+
+    def copy_slots(self, parents: Sequence[int], positions: int) -> None:
+        """Slot i takes the first positions of slot parents[i]; all at once."""
+        moved = [slot for slot, parent in enumerate(parents) if parent != slot]
+        if not moved:
+            return
+        sources = [parents[slot] for slot in moved]
+        for keys, values in zip(self.keys, self.values, strict=True):
+            for array in (keys,) if values is keys else (keys, values):
+                array[moved, :, :positions] = array[sources, :, :positions]
 
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:

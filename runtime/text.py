@@ -29,6 +29,35 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+class StopTexts:
+    """Ends a streamed text in front of the first of some texts; what may be the beginning of one waits."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """What can be shown now, and whether the text has ended."""
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], False
+
+    def flush(self) -> str:
+        """What was held back, once no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of the text that is the beginning of the stop text, in characters."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
 class TextStream:
     """Feeds tokens in, gives finished text out; bytes of an unfinished character wait for the rest."""
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moec.manifests.bundle import MANIFEST_NAME, FileEntry
+from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.runtime import load
 
 from .conftest import Invoke
@@ -23,6 +28,15 @@ def text_of(invoke: Invoke, bundle: Path, *options: object) -> str:
     values = json.loads(result.stdout)
     assert len(values["token_ids"]) <= 12
     return str(values["text"])
+
+
+def add_file(bundle: Path, name: str, data: bytes) -> None:
+    """One more file in a published bundle, listed."""
+    manifest = decode_manifest((bundle / MANIFEST_NAME).read_bytes(), "test")
+    entry = FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
+    files = tuple(sorted((*manifest.files, entry), key=lambda file: file.name))
+    (bundle / name).write_bytes(data)
+    (bundle / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
 
 
 def test_text_goes_to_stdout_and_talk_to_stderr(invoke: Invoke, bundle: Path) -> None:
@@ -66,6 +80,57 @@ def test_json_is_one_object_with_all_counts(invoke: Invoke, bundle: Path) -> Non
 )
 def test_no_option_changes_the_text(invoke: Invoke, bundle: Path, options: tuple[object, ...]) -> None:
     assert text_of(invoke, bundle, *options) == text_of(invoke, bundle, "--expert-cache", "100%")
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_shown(invoke: Invoke, bundle: Path) -> None:
+    whole = text_of(invoke, bundle)
+    stop = whole[4:6]
+    result = invoke(
+        "run", bundle, "--prompt", PROMPT, "--max-new-tokens", 12, "--json", "--stop", stop, "--stop", "#" * 9
+    )
+    values = json.loads(result.stdout)
+    assert values["text"] == whole[: whole.index(stop)] and values["finish_reason"] == "stop"
+
+
+def test_a_penalty_and_min_p_change_the_text(invoke: Invoke, bundle: Path) -> None:
+    assert text_of(invoke, bundle, "--repetition-penalty", 3) != text_of(invoke, bundle)
+    hot = ("--temperature", 1.5, "--seed", 1)
+    assert text_of(invoke, bundle, *hot, "--min-p", 1) == text_of(invoke, bundle)  # the likeliest alone is left
+    assert text_of(invoke, bundle, *hot) != text_of(invoke, bundle)
+
+
+def test_beams_come_best_first(invoke: Invoke, bundle: Path) -> None:
+    result = invoke("run", bundle, "--prompt", PROMPT, "--max-new-tokens", 6, "--beams", 3, "--json")
+    beams = json.loads(result.stdout)["beams"]
+    assert len(beams) == 3 and [b["score"] for b in beams] == sorted((b["score"] for b in beams), reverse=True)
+    shown = invoke("run", bundle, "--prompt", PROMPT, "--max-new-tokens", 6, "--beams", 3)
+    assert shown.stdout == beams[0]["text"] + "\n" and "beam 3:" in shown.stderr
+
+
+def test_a_chat_goes_through_the_template(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    add_file(copy, "chat_template.jinja", b"{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}!")
+    said = invoke("run", copy, "--prompt", "hi", "--chat", "--system", "be brief", "--max-new-tokens", 6, "--json")
+    plain = invoke("run", bundle, "--prompt", "[system] be brief[user] hi!", "--max-new-tokens", 6, "--json")
+    assert json.loads(said.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    refused = invoke("run", bundle, "--prompt", "hi", "--chat")
+    assert refused.exit_code == 1 and "has no chat template" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--system", "x"), "`--system` has no effect without `--chat`"),
+        (("--length-penalty", 2), "`--length-penalty` has no effect with one beam"),
+        (("--beams", 2, "--temperature", 1), "`--beams` looks for the likeliest answer"),
+        (("--beams", 2, "--stop", "x"), "`--beams` looks for the likeliest answer"),
+        (("--beams", 99), "beams must be 1 to 64"),
+        (("--min-p", 0.1), "no effect at temperature 0"),
+    ],
+)
+def test_what_does_not_go_together(invoke: Invoke, bundle: Path, options: tuple[object, ...], message: str) -> None:
+    result = invoke("run", bundle, "--prompt", PROMPT, *options)
+    assert result.exit_code == 1 and message in result.stderr and result.stdout == ""
 
 
 def test_a_seed_fixes_the_sample(invoke: Invoke, bundle: Path) -> None:

@@ -7,14 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from moec.manifests.errors import OptionError
 from moec.runtime import RuntimeOptions, load
 from moec.runtime.options import MAX_THREADS, parse_bytes, parse_cache
-from moec.runtime.sampling import Sampler, SamplingOptions
+from moec.runtime.sampling import Sampler, SamplingOptions, penalised
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_an_option_that_does_not_exist() -> None:
     [
         {"temperature": -0.1}, {"temperature": 101.0}, {"temperature": float("nan")}, {"temperature": 1.0, "top_k": -1},
         {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 1.1}, {"top_k": 3}, {"top_p": 0.5},
-        {"seed": -1},
+        {"seed": -1}, {"min_p": 0.1}, {"temperature": 1.0, "min_p": 1.5}, {"repetition_penalty": 0.0},
     ],
 )  # fmt: skip
 def test_sampling_options(options: dict[str, Any]) -> None:
@@ -116,3 +124,41 @@ def test_draws_follow_the_distribution_and_the_seed() -> None:
     assert runs[0] == runs[1] != runs[2]
     shares = [Counter(runs[0])[token] / 2000 for token in range(3)]
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.04)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    logits=arrays.arrays(np.float32, st.integers(2, 20), elements=st.floats(-8, 8, width=32), unique=True),
+    top_k=st.integers(0, 6), top_p=st.floats(0.05, 1), min_p=st.floats(0, 0.5), temperature=st.floats(0.2, 3),
+    penalty=st.floats(0.5, 2), data=st.data(),
+)  # fmt: skip
+def test_the_distribution_is_that_of_transformers(
+    logits: np.ndarray, top_k: int, top_p: float, min_p: float, temperature: float, penalty: float, data: st.DataObject
+) -> None:
+    tokens = data.draw(st.lists(st.integers(0, len(logits) - 1), min_size=1, max_size=5))
+    steps = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
+    steps += [TopKLogitsWarper(top_k)] if top_k else []
+    steps += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    steps += [MinPLogitsWarper(min_p)] if min_p else []
+    scores = torch.tensor(logits)[None]
+    for step in steps:
+        scores = step(torch.tensor([tokens]), scores)
+    expected = scores.double().softmax(-1)[0].numpy()
+    sampler = Sampler(SamplingOptions(temperature, top_k, top_p, min_p, penalty))
+    order, weights = sampler.distribution(penalised(logits, tokens, penalty))
+    found = np.zeros(len(logits))
+    found[order] = weights
+    # Where a sum or a share falls on the bound itself, rounding decides.
+    assume(abs(np.cumsum(np.sort(expected)[::-1]) - top_p).min() > 1e-5)
+    if set(np.flatnonzero(expected)) == set(np.flatnonzero(found)):
+        assert found == pytest.approx(expected, abs=1e-5)
+    else:
+        ratios = np.exp(np.log(np.maximum(expected, 1e-30)) - np.log(expected.max()))
+        boundary = np.abs(np.cumsum(np.sort(weights)[::-1]) - top_p).min() < 1e-4 or np.abs(ratios - min_p).min() < 1e-4
+        assert boundary
+
+
+def test_a_penalty_holds_for_greedy_tokens_too() -> None:
+    sampler = Sampler(SamplingOptions(repetition_penalty=2.0))
+    assert sampler(np.array([4, 3, -1], np.float32), [0]) == 1
+    assert sampler(np.array([4, 3, -1], np.float32), [2]) == 0

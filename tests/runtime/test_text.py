@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moec.manifests.errors import BundleIncomplete, ManifestInvalid
-from moec.runtime.text import TextStream, load_tokenizer
+from moec.runtime.text import StopTexts, TextStream, load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("\u0120", "a"), ("\u00f0", "\u0141"), ("a", "b")]  # the second: the first half of an emoji
@@ -127,3 +127,23 @@ def test_text_behind_a_prompt(prompt: str, text: str, tokenizer: Tokenizer) -> N
     running = TextStream(tokenizer, before)
     found = "".join([*(running.push(token) for token in tokens), running.flush()])
     assert found == tokenizer.decode([*before, *tokens])[len(tokenizer.decode(before)) :]
+
+
+@given(
+    pieces=st.lists(st.text("ab\n", max_size=4), max_size=12),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+)
+def test_a_text_ends_in_front_of_the_first_stop(pieces: list[str], stops: list[str]) -> None:
+    filtered, shown, ended = StopTexts(stops), "", False
+    for piece in pieces:
+        text, ended = filtered.push(piece)
+        shown += text
+        assert not any(stop in shown for stop in stops)
+        if ended:
+            break
+    if not ended:
+        shown += filtered.flush()
+    whole = "".join(pieces)
+    places = [at for at in (whole.find(stop) for stop in stops) if at >= 0]
+    assert ended == bool(places)
+    assert shown == (whole[: min(places)] if places else whole)
