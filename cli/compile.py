@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
-from .report import comparison_table, loss_table, plan_heat_map, verdict_line
+from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
+    from moec.compiler.loss_curve import LossCurve
     from moec.compiler.options import CompileOptions
     from moec.compiler.request import CompileResult
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LOG_SUFFIX = ".log.json"
 PICTURE_SUFFIX = ".report.png"
+CURVE_SUFFIX = ".curve.json"
 CERTIFY_SLOTS = 64
 
 
@@ -100,6 +102,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     help="What the compile may take; larger models go one layer at a time.  [default: 7/8 of the machine's]",
 )
 @click.option("--plan-only", is_flag=True, help="Print the plan, write no bundle.")
+@click.option("--sweep", metavar="RANGE", help="No bundle: bytes over losses, like `0.5%..20%` or `1%,2%`.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print quality.json's content.")
@@ -113,14 +116,20 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile mixtral --loss 2% --data gsm8k/        fewest bytes that lose at most 2 %
     moec compile mixtral --uniform 4                    4 bits everywhere, no data needed
     moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in that many bytes
+    moec compile mixtral --sweep 0.5%..20% --data d/    the fewest bytes at each loss, as a table, JSON and a plot
     """
     from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
     from moec.compiler.request import CompileRequest
-    from moec.compiler.targets import parse_size
+    from moec.compiler.targets import parse_size, parse_sweep
     from moec.manifests.errors import OptionError
 
     log = CompileLog()
+    sweep = () if values["sweep"] is None else parse_sweep(values["sweep"])
+    if sweep and values["loss"] is None:
+        values["loss"] = f"{100 * sweep[-1]:.6f}%"
+    elif sweep:
+        raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
     options = _options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
@@ -134,13 +143,17 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         talk=Talk(log.note, log.progress),
         resume=values["resume"],
         overwrite=values["overwrite"],
-        plan_only=values["plan_only"],
+        plan_only=values["plan_only"] or bool(sweep),
+        sweep=sweep,
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
     result = compile_checkpoint(request)
     log.close()
     if result.path is not None:
         write_beside(result, log)
+    if result.curve is not None:
+        print_curve(result.curve, destination, as_json)
+        return
     if as_json:
         output.data_json(result.quality)
         return
@@ -260,6 +273,25 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
     with disk_errors(base.parent):
         disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
         disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
+
+
+def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
+    """A sweep: the table, and beside where a bundle would lie, JSON and a plot."""
+    from moec.compiler.durable import Disk, disk_errors
+    from moec.compiler.plots import curve_picture
+
+    plain = {"curve": [point.to_json() for point in curve]}
+    data = destination.with_name(destination.name + CURVE_SUFFIX)
+    picture = data.with_suffix(".png")
+    with disk_errors(data.parent):
+        Disk().write_file(data, (json.dumps(plain, indent=1) + "\n").encode())
+        Disk().write_file(picture, curve_picture(destination.name, plain["curve"]))
+    if as_json:
+        output.data_json(plain)
+        return
+    output.data(curve_table(plain["curve"]))
+    output.data(f"curve    {data}, {picture.name}")
+    output.data("losses are those of validation items: only a compiled bundle is certified on held-out ones")
 
 
 def print_result(result: CompileResult) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import output
@@ -14,11 +14,10 @@ _PROJECTIONS = ("gate", "up", "down")
 def plan_heat_map(quality: Quality) -> str:
     """Bits of every unit: one line per layer, a group of three digits (gate, up, down) per expert."""
     units = quality["bits"]["units"]
-    layers, experts = len(units["gate"]), len(units["gate"][0])
     lines = ["bits per unit (whole bits of gate, up, down; one group per expert)"]
-    for layer in range(layers):
-        groups = ["".join(_digit(units[p][layer][expert]) for p in _PROJECTIONS) for expert in range(experts)]
-        lines.append(f"layer {layer:>3}  " + " ".join(groups))
+    for layer, gates in enumerate(units["gate"]):
+        groups = ["".join(_digit(units[p][layer][expert]) for p in _PROJECTIONS) for expert in range(len(gates))]
+        lines.append(f"layer {layer:>3}  " + (" ".join(groups) or "no routed experts"))
     formats = ", ".join(f"{name} x{count}" for name, count in quality["bits"]["formats"].items())
     lines.append(f"formats    {formats}")
     return "\n".join(lines)
@@ -84,6 +83,24 @@ def comparison_table(quality: Quality) -> str:
                 ]
             )
     return output.table(rows, ["routed experts", "bytes", "bits per weight", "saved at target", "saved at equal KL"])
+
+
+def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
+    """A line per loss: what it takes, what it measured, and what other plans take."""
+    names = next((list(point["baselines"]) for point in curve if point["baselines"]), [])
+    rows = []
+    for point in curve:
+        size = point["expert_packed_bytes"]
+        measured = "; ".join(_percent(estimate["loss"]) for estimate in point["losses"].values()) or "-"
+        row = [_percent(point["target"]), "none keeps it" if size is None else _bytes(size)]
+        row += ["-" if size is None else f"{point['bits_per_weight']:.3f}", measured]
+        for name in names:
+            other = point["baselines"].get(name)
+            gain = None if not other or size is None else 1 - size / other
+            row.append("-" if other is None else f"{_bytes(other)} ({_percent(gain)})")
+        rows.append(row)
+    header = ["loss", "expert bytes", "bits per weight", "measured", *(f"{name} (saved)" for name in names)]
+    return output.table(rows, header)
 
 
 def verdict_line(quality: Quality) -> str:

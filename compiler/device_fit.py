@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,11 @@ from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.predict import default_objective, expected_misses, recommended_cache_bytes
 
+from .families import Lowering
 from .objective import Objective, reads_decide
+from .options import UNIFORM_GROUP_SIZE, CompileOptions
 from .plan import CompilePlan
+from .sensitivity import dense_formats, plain_plan
 
 # The context that a recommendation leaves room for, as the runtime does by default.
 DEFAULT_CONTEXT = 4096
@@ -82,3 +86,16 @@ def summarise_device(profile: DeviceProfile, plan: CompilePlan) -> DeviceSummary
     if profile.is_probed:
         return DeviceSummary(profile.name, profile.sha256, 0, 0)
     return DeviceSummary(profile.name, profile.sha256, profile.memory_budget_bytes, cache)
+
+
+def smallest_plan(lowering: Lowering, options: CompileOptions, specs: Sequence[QuantSpec]) -> CompilePlan:
+    """Every weight in the smallest format on offer: a device that this does not fit takes no plan."""
+    plain = plain_plan(lowering.model, lowering.spec_16bit, options.quantizer)
+    width = min(options.dense_widths())
+    (dense,) = dense_formats(plain, (width,), UNIFORM_GROUP_SIZE, lowering.float_type)
+    units = {}
+    for unit in plain.units:
+        columns = lowering.model.unit_shape(unit.layer, unit.projection)[1]
+        fitting = [spec for spec in specs if spec.fits(columns)]
+        units[unit] = min(fitting, key=lambda spec: spec.row_bytes(columns))
+    return replace(plain, units=units, dense=dense)

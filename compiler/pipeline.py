@@ -24,7 +24,7 @@ from .calibration import ActivationStatistics, calibrate, unseen_notes
 from .certify import DivergenceCertificate, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
 from .comparison import Comparison, can_compare, compare_with_baselines
-from .device_fit import choose_objective, summarise_device
+from .device_fit import choose_objective, smallest_plan, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish, producer
 from .families import Lowering, TensorSource, lower
@@ -32,6 +32,7 @@ from .journal import Journal
 from .layerwise import planning
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
+from .loss_curve import LossCurve, measure_curve
 from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions
 from .plan import CompilePlan
@@ -90,7 +91,8 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
         stage = _prepare(request)
         with planning_journal(output, _identity(stage), request.resume) as stage.journal:
             plan = _make_plan(stage)
-        return CompileResult(None, plan, _quality(stage, plan, None))
+            curve = _curve(stage) if request.sweep else None
+        return CompileResult(None, plan, _quality(stage, plan, None), curve)
     recover_replaced(disk, output)
     check_replaceable(output, request.overwrite)
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
@@ -126,7 +128,7 @@ def _prepare(request: CompileRequest) -> _Stage:
     if options.data is not None:
         _load_data(stage, options.data)
     if kind != "uniform":
-        summarise_device(request.profile, _smallest_plan(stage))
+        summarise_device(request.profile, smallest_plan(stage.lowering, options, stage.specs))
         _choose_way(stage)
     return stage
 
@@ -155,20 +157,6 @@ def _load_data(stage: _Stage, data: str) -> None:
         stage.shots[split.task.name] = examples
         if split.repeated:
             note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
-
-
-def _smallest_plan(stage: _Stage) -> CompilePlan:
-    """Every weight in the smallest format on offer: a device that this does not fit takes no plan."""
-    options, lowering = stage.request.options, stage.lowering
-    plain = plain_plan(lowering.model, lowering.spec_16bit, options.quantizer)
-    width = min(options.dense_widths())
-    (dense,) = dense_formats(plain, (width,), UNIFORM_GROUP_SIZE, lowering.float_type)
-    units = {}
-    for unit in plain.units:
-        columns = lowering.model.unit_shape(unit.layer, unit.projection)[1]
-        fitting = [spec for spec in stage.specs if spec.fits(columns)]
-        units[unit] = min(fitting, key=lambda spec: spec.row_bytes(columns))
-    return replace(plain, units=units, dense=dense)
 
 
 def _check_weights(stage: _Stage) -> None:
@@ -277,6 +265,15 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     plan = _search(stage)
     summarise_device(stage.request.profile, plan)
     return plan
+
+
+def _curve(stage: _Stage) -> LossCurve:
+    """The fewest bytes at every loss of a sweep."""
+    if stage.space is None or stage.trials is None or stage.store is None:
+        raise RuntimeError("a sweep comes after a search")
+    request = stage.request
+    specs = stage.specs if request.options.comparisons else ()
+    return measure_curve(request.sweep, stage.space, stage.trials, stage.store, specs, request.talk)
 
 
 def _edgemoe_plan(stage: _Stage, trials: Trials) -> CompilePlan:

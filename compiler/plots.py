@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -78,6 +78,33 @@ def _frontier(axis: Any, quality: Mapping[str, Any]) -> None:
         )
     if search or comparison is not None:
         axis.legend()
+
+
+def curve_picture(name: str, curve: Sequence[Mapping[str, Any]]) -> bytes:
+    """A sweep as PNG: bytes of the routed experts over the loss allowed, ours and the baselines'."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    axis.set_title(f"{name}: routed experts at each loss")
+    axis.set_xlabel("relative loss allowed, %")
+    axis.set_ylabel("routed experts, MB (10^6 bytes)")
+    axis.set_xscale("log")
+    names = next((list(point["baselines"]) for point in curve if point["baselines"]), [])
+    for marker, other in zip(("s-", "^-", "v-", "d-"), names, strict=False):
+        _line(axis, [(point["target"], point["baselines"].get(other)) for point in curve], marker, other)
+    _line(axis, [(point["target"], point["expert_packed_bytes"]) for point in curve], "*-", "moec")
+    axis.legend()
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
+    return image.getvalue()
+
+
+def _line(axis: Any, points: Sequence[tuple[float, float | None]], marker: str, label: str) -> None:
+    known = [(100 * loss, size / 1e6) for loss, size in points if size is not None]
+    axis.plot([loss for loss, _ in known], [size for _, size in known], marker, label=label)
 
 
 def _gains(axis: Any, quality: Mapping[str, Any]) -> None:

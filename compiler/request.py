@@ -11,6 +11,7 @@ from moec.profiles.probe import memory_limit_bytes
 
 from .certify import OpenRuntime
 from .durable import Disk
+from .loss_curve import LossCurve
 from .options import CompileOptions, Talk
 from .plan import CompilePlan
 
@@ -29,6 +30,7 @@ class CompileRequest:
     resume: bool = False
     overwrite: bool = False
     plan_only: bool = False
+    sweep: tuple[float, ...] = ()  # relative losses to find the fewest bytes for, with plan_only
     memory_bytes: int = 0  # what the compile may take; 0: 7/8 of the machine's
 
     @property
@@ -38,8 +40,9 @@ class CompileRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """What came out. path is None after a plan-only run; quality is the content of quality.json."""
+    """What came out. path is None after a plan-only run; quality is the content of quality.json; curve: of a sweep."""
 
     path: Path | None
     plan: CompilePlan
     quality: dict[str, Any]
+    curve: LossCurve | None = None

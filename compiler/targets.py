@@ -44,6 +44,20 @@ def parse_loss(text: str) -> float:
     return value
 
 
+SWEEP_LOSSES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+def parse_sweep(text: str) -> tuple[float, ...]:
+    """`0.5%..20%` -> its ends and the round losses between; `1%,2%,5%` -> these. Ascending. Raises OptionError."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return tuple(sorted({parse_loss(part) for part in text.split(",")}))
+    low, high = parse_loss(first), parse_loss(last)
+    if low >= high:
+        raise OptionError(f"`--sweep {text}` does not go up", "write `--sweep 0.5%..20%`")
+    return (low, *(loss for loss in SWEEP_LOSSES if low < loss < high), high)
+
+
 def parse_size(text: str, option: str = "--size") -> int:
     """`2.1GiB`, `900MB` -> bytes; a bare G or a bare number is refused. Raises OptionError."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", text)

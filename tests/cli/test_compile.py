@@ -86,7 +86,7 @@ def test_help_teaches(invoke: Invoke) -> None:
     assert result.exit_code == 0 and result.stderr == ""
     for word in ("--loss", "--kl", "--bits-per-weight", "--size", "--uniform", "exactly one target", "2.1GiB"):
         assert word in result.stdout
-    assert result.stdout.count("moec compile mixtral") == 3, "examples say more than a list of options"
+    assert result.stdout.count("moec compile mixtral") == 4, "examples say more than a list of options"
     without = [p.opts for p in compile_command.params if isinstance(p, click.Option) and not p.help]
     assert without == []
 
@@ -346,3 +346,19 @@ def test_a_picture_that_cannot_be_written_is_no_fault(run: Compile, model: Path,
     result = run(model, "--uniform", "4", "-o", "out")
     assert result.exit_code == 1 and "error: cannot write" in result.stderr and "Traceback" not in result.stderr
     check_bundle(tmp_path / "out")
+
+
+def test_a_sweep_prints_a_table_and_leaves_a_curve_beside(
+    run: Compile, model: Path, data: Path, tmp_path: Path
+) -> None:
+    arguments = ("--data", data, "--task", "perplexity", "-o", "out", *SMALL)
+    result = run(model, "--sweep", "20%,80%", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "20.00 %" in result.stdout and "80.00 %" in result.stdout and "out.curve.json" in result.stdout
+    curve = json.loads((tmp_path / "out.curve.json").read_text())["curve"]
+    assert [point["target"] for point in curve] == [0.2, 0.8] and not (tmp_path / "out").exists()
+    assert (tmp_path / "out.curve.png").read_bytes().startswith(b"\x89PNG")
+    again = run(model, "--sweep", "20%,80%", *arguments, "--json")
+    assert json.loads(again.stdout)["curve"] == curve
+    refused = run(model, "--sweep", "20%", "--loss", "2%", *arguments)
+    assert refused.exit_code == 1 and "`--sweep` and `--loss` both name losses" in refused.stderr

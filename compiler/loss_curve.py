@@ -1,0 +1,121 @@
+"""The fewest bytes at each of several losses, beside what people would pick instead: the curve of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moec.evaluation.statistics import LossEstimate
+from moec.manifests.errors import TargetUnreachable
+from moec.manifests.quant import QuantSpec
+
+from .comparison import can_compare, compare_with_baselines
+from .options import Talk
+from .plan import CompilePlan
+from .search.frontier import ChoiceTable
+from .search.knapsack import search
+from .search.space import SearchSpace
+from .targets import Target
+from .trials import Trials
+from .unit_store import UnitStore
+
+PER_LAYER = "one format per layer"
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One loss: the plan that keeps it, None if none on offer does; what it measured on validation items.
+
+    baselines: expert bytes of the best plan of each kind at the same loss, None where none keeps it.
+    """
+
+    target: float
+    plan: CompilePlan | None
+    losses: Mapping[str, LossEstimate]
+    kl: float | None
+    baselines: Mapping[str, int | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        plan = self.plan
+        return {
+            "target": self.target,
+            "expert_packed_bytes": None if plan is None else plan.expert_packed_bytes,
+            "dense_packed_bytes": None if plan is None else plan.dense_packed_bytes,
+            "bits_per_weight": None if plan is None else plan.bits_per_weight,
+            "losses": {task: estimate.to_json() for task, estimate in self.losses.items()},
+            "kl": self.kl,
+            "baselines": dict(self.baselines),
+        }
+
+
+LossCurve = tuple[CurvePoint, ...]
+
+
+def measure_curve(
+    losses: Sequence[float],
+    space: SearchSpace,
+    trials: Trials,
+    store: UnitStore,
+    specs: Sequence[QuantSpec],
+    talk: Talk,
+) -> LossCurve:
+    """Search at every loss; specs: what baselines may choose from, none for no baselines.
+
+    Plans that several losses ask about are measured once.
+    """
+    return tuple(_point(loss, space, trials, store, specs, talk) for loss in losses)
+
+
+def _point(
+    loss: float, space: SearchSpace, trials: Trials, store: UnitStore, specs: Sequence[QuantSpec], talk: Talk
+) -> CurvePoint:
+    target = Target("loss", loss)
+    talk.note(f"searching at {target}")
+    plan = _search(space, trials, target, talk)
+    if plan is None:
+        return CurvePoint(loss, None, {}, None, {})
+    _, estimates = trials.accepts(plan, loss, "sweep")
+    baselines: dict[str, int | None] = {}
+    if specs and can_compare(plan, specs):
+        talk.note(f"baselines at {target}")
+        found = compare_with_baselines(plan, specs, trials, store, target, talk)
+        for result in (found.uniform, found.edgemoe, found.published):
+            baselines[result.name] = None if result.plan is None else result.plan.expert_packed_bytes
+        layered = _search(per_layer_space(space, plan), trials, target, talk)
+        baselines[PER_LAYER] = None if layered is None else layered.expert_packed_bytes
+    return CurvePoint(loss, plan, estimates, trials.kl(plan, "sweep").mean, baselines)
+
+
+def _search(space: SearchSpace, trials: Trials, target: Target, talk: Talk) -> CompilePlan | None:
+    try:
+        return search(space, trials, target, talk.note)
+    except TargetUnreachable as error:
+        talk.note(str(error))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerSpace(SearchSpace):
+    """Rows are layers, whose units take one format together; dense weights are those of a plan."""
+
+    def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
+        layers = dict(zip(self.plain.model.expert_layers, choice, strict=True))
+        units = {unit: self.unit_specs[int(layers[unit.layer])] for unit in self.units}
+        return replace(self.plain, units=units)
+
+
+def per_layer_space(space: SearchSpace, plan: CompilePlan) -> SearchSpace:
+    """The same knapsack with one choice per layer, and the dense formats of a plan."""
+    rows = space.plain.model.expert_layers
+    width = len(space.unit_specs)
+    costs, losses = np.zeros((len(rows), width)), np.zeros((len(rows), width))
+    row_of = {layer: row for row, layer in enumerate(rows)}
+    for at, unit in enumerate(space.units):
+        costs[row_of[unit.layer]] += space.table.costs[at, :width]
+        losses[row_of[unit.layer]] += space.table.losses[at, :width]
+    plain = replace(space.plain, dense=plan.dense)
+    return _LayerSpace(plain, space.units, space.unit_specs, (), (), ChoiceTable(costs, losses))
