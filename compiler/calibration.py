@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from moec.evaluation.engine import Progress, no_progress
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
 
+from .expert_module import intermediate
 from .reference import ReferenceModel
 from .second_moments import SecondMoments
 from .statistics_paths import (
@@ -217,8 +217,7 @@ class _Recorder:
                 token, rank = torch.where(chosen == expert)
                 if len(token):
                     rows, weight = inputs[token], weights[token, rank].unsqueeze(1)
-                    gated = module._apply_gate(functional.linear(rows, module.gate_up_proj[expert]))
-                    self.moments.add(layer, expert, rows * weight, gated * weight)
+                    self.moments.add(layer, expert, rows * weight, intermediate(module, expert, rows) * weight)
 
         return record
 

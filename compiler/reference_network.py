@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from moec.manifests.errors import CheckpointError
 
 from .families import Lowering
-from .families.lowering import HeadPart
+from .families.lowering import TensorSource
 
 TOKENS_PER_FORWARD = 2048
 """Tokens of one forward pass: more is slower on a CPU, where larger activations leave the cache."""
@@ -46,7 +46,7 @@ class Network:
     backbone: Any
     head: Any
     experts: dict[int, Any]
-    parameters: Mapping[str, tuple[str, HeadPart | None]]
+    parameters: Mapping[str, tuple[str, TensorSource]]
     vocab_size: int
     logits_scale: float = 1.0
 
@@ -183,7 +183,7 @@ def _network(model: Any, lowering: Lowering, expected: list[int]) -> Network:
     if all(_is_plain(module) for module in experts.values()):
         ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_IMPLEMENTATION, sorted_experts)
         model.set_experts_implementation(_EXPERTS_IMPLEMENTATION)
-    parameters = {name: (lowering.loaded[name], source.heads) for name, source in lowering.dense.items()}
+    parameters = {name: (lowering.loaded[name], source) for name, source in lowering.dense.items()}
     head, spec = model.get_output_embeddings(), lowering.model
     return Network(model, model.get_decoder(), head, experts, parameters, spec.vocab_size, spec.logits_scale)
 

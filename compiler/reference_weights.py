@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moec.manifests.model import PROJECTIONS, UnitKey
 
+from .expert_module import projection_of
 from .reference_network import Network
 
 WeightName = UnitKey | str
@@ -17,7 +18,7 @@ WeightName = UnitKey | str
 
 
 def weight_view(network: Network, name: WeightName) -> Tensor:
-    """The memory that a network computes with under this name; [H, r, C] for part of each head. Raises KeyError."""
+    """The memory that a network computes with under this name, as TensorSource.view has it. Raises KeyError."""
     return _unit(network, name) if isinstance(name, UnitKey) else _dense(network, name)
 
 
@@ -25,18 +26,12 @@ def _unit(network: Network, key: UnitKey) -> Tensor:
     module = network.experts[key.layer]
     if key.projection not in PROJECTIONS or not 0 <= key.expert < module.num_experts:
         raise KeyError(key)
-    if key.projection == "down":
-        down: Tensor = module.down_proj.data[key.expert]
-        return down
-    fused: Tensor = module.gate_up_proj.data[key.expert]
-    width = fused.shape[0] // 2
-    return fused[:width] if key.projection == "gate" else fused[width:]
+    return projection_of(module, key.expert, key.projection)
 
 
 def _dense(network: Network, name: str) -> Tensor:
-    parameter, heads = network.parameters[name]
-    weight: Tensor = network.model.get_parameter(parameter).data
-    return weight if heads is None else heads.view(weight)
+    parameter, source = network.parameters[name]
+    return source.view(network.model.get_parameter(parameter).data)
 
 
 class WeightStore:
@@ -51,20 +46,18 @@ class WeightStore:
     def original(self, name: WeightName) -> Tensor:
         """The checkpoint's own weight, a float32 copy. Raises KeyError for a name the model does not have."""
         if name in self._changed:
-            own = self._originals[name].float()
-            return own.flatten(0, 1) if own.dim() == 3 else own
-        view = self._view(name)
-        return (view.flatten(0, 1) if view.dim() == 3 else view).clone()
+            return self._matrix(name, self._originals[name].float())
+        return self._matrix(name, self._view(name)).clone()
 
     def set(self, name: WeightName, weight: Tensor) -> None:
         """Compute with `weight` from now on. Raises KeyError, or ValueError if the shape differs."""
         view = self._view(name)
-        shape = view.shape if view.dim() < 3 else (view.shape[0] * view.shape[1], view.shape[2])
+        shape = self._matrix(name, view).shape
         if weight.shape != shape:
             raise ValueError(f"weight {name} has shape {tuple(shape)}, found {tuple(weight.shape)}")
         if name not in self._originals:
             self._originals[name] = view.to(self._dtype)
-        view.copy_(weight.view(view.shape))
+        view.copy_(weight.reshape(view.shape))
         self._changed.add(name)
 
     def restore(self) -> None:
@@ -88,6 +81,9 @@ class WeightStore:
                 else:
                     self._view(name).copy_(self._originals[name])
                     self._changed.discard(name)
+
+    def _matrix(self, name: WeightName, view: Tensor) -> Tensor:
+        return view if isinstance(name, UnitKey) else self._network.parameters[name][1].matrix(view)
 
     def _view(self, name: WeightName) -> Tensor:
         return weight_view(self._network, name)

@@ -92,7 +92,7 @@ class AttentionSpec:
     query_key_norm: `full` norms queries and keys over all their heads together, `head` each head by itself, both before
     the rotary embedding. bias: of query, key and value (`inputs`), or of the output as well (`all`). scale: of scores,
     0: head_size ** -0.5. latent: keys and values come from a shared vector; head_size is then that of a whole key, its
-    rotated features last.
+    rotated features last. sinks: each head has one more score, of its own, that takes its share and adds nothing.
     """
 
     num_heads: int
@@ -104,6 +104,7 @@ class AttentionSpec:
     bias: Literal["none", "inputs", "all"] = "none"
     scale: float = 0.0
     latent: LatentSpec | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         _require(0 < self.num_heads <= 4096 and 0 < self.head_size <= 4096, "heads and head_size must be 1 to 4096")
@@ -117,7 +118,7 @@ class AttentionSpec:
         if self.latent is not None:
             fits = self.latent.plain_size + self.rope.rotary_size == self.head_size
             _require(fits, f"head_size {self.head_size} must be the plain and the rotated features of a key")
-            plain = (self.num_kv_heads, self.query_key_norm, self.bias, self.sliding_window)
+            plain = (self.num_kv_heads, self.query_key_norm, self.bias, self.sliding_window or self.sinks)
             _require(
                 plain == (self.num_heads, "none", "none", 0), "latent attention has no groups, norms, biases, window"
             )
@@ -149,7 +150,7 @@ class RouterSpec:
 
     correction: added to the scores of each expert when experts are chosen, not to their weights; empty: nothing.
     groups: experts are in so many groups in a row, and the top-k come from the best kept_groups of them, judged by
-    their best expert (`max`) or their best two (`top2`).
+    their best expert (`max`) or their best two (`top2`). has_bias: added to the logits.
     """
 
     scoring: Literal["softmax", "sigmoid"]
@@ -159,6 +160,7 @@ class RouterSpec:
     groups: int = 1
     kept_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         _require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
@@ -172,19 +174,27 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The routed experts of one layer: down(act(gate x) * (up x)) each. A layer without any has count and top_k 0."""
+    """The routed experts of one layer: down(act(gate x) * (up x)) each. A layer without any has count and top_k 0.
+
+    clamped_swiglu: with g = gate x at most `limit` and u = up x within +-limit, (u + 1) g / (1 + exp(-1.702 g)).
+    has_bias: every projection adds one.
+    """
 
     count: int
     top_k: int
     width: int
-    activation: Literal["silu"]
+    activation: Literal["silu", "clamped_swiglu"]
     router: RouterSpec
+    limit: float = 0.0
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         _require(0 <= self.count <= MAX_EXPERTS, f"expert count must be 0 to {MAX_EXPERTS}, found {self.count}")
         least = min(self.count, 1)
         _require(least <= self.top_k <= self.count, f"top_k must be {least} to {self.count}, found {self.top_k}")
         _require(0 < self.width <= 1 << 20, f"expert width out of range: {self.width}")
+        _require(0 <= self.limit <= 1e4, f"activation limit out of range: {self.limit}")
+        _require(self.activation == "silu" or self.limit > 0, "a clamped activation needs a limit")
         groups, kept = self.router.groups, self.router.kept_groups
         _require(self.count % groups == 0, f"{groups} groups must divide {self.count} experts")
         if groups > 1 and self.count:
@@ -313,6 +323,8 @@ def _attention_shapes(attention: AttentionSpec, hidden: int) -> Shapes:
         is_full = attention.query_key_norm == "full"
         shapes["query_norm"] = (query if is_full else attention.head_size,)
         shapes["key_norm"] = (key_value if is_full else attention.head_size,)
+    if attention.sinks:
+        shapes["sinks"] = (attention.num_heads,)
     shapes["output"] = (hidden, query)
     if attention.bias == "all":
         shapes["output_bias"] = (hidden,)
@@ -336,10 +348,16 @@ def _latent_shapes(attention: AttentionSpec, latent: LatentSpec, hidden: int) ->
 
 
 def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
-    """The norm, the router, and the shared expert with its own gate."""
+    """The norm, the router, biases of experts one after the other, and the shared expert with its own gate."""
     shapes: Shapes = {"experts_norm": (hidden,)}
-    if layer.experts.count:
-        shapes["router"] = (layer.experts.count, hidden)
+    experts = layer.experts
+    if experts.count:
+        shapes["router"] = (experts.count, hidden)
+    if experts.count and experts.router.has_bias:
+        shapes["router_bias"] = (experts.count,)
+    if experts.count and experts.has_bias:
+        shapes["experts_gate_bias"] = shapes["experts_up_bias"] = (experts.count * experts.width,)
+        shapes["experts_down_bias"] = (experts.count * hidden,)
     if layer.shared is not None:
         shapes["shared_gate"] = (layer.shared.width, hidden)
         shapes["shared_up"] = (layer.shared.width, hidden)

@@ -75,7 +75,17 @@ class HeadAttention:
         query, key = self._rotary.rotate(query, positions), self._rotary.rotate(key, positions)
         kernels.store_kv(key, value, keys, values, slots, positions)
         mixed = np.empty_like(query)
-        kernels.attention(query, keys, values, slots, positions, spec.score_scale, spec.sliding_window, mixed)
+        kernels.attention(
+            query,
+            keys,
+            values,
+            slots,
+            positions,
+            spec.score_scale,
+            spec.sliding_window,
+            mixed,
+            self._weights.get("sinks"),
+        )
         return _linear(self._weights["output"], mixed.reshape(count, -1), self._weights.get("output_bias"))
 
 

@@ -73,8 +73,10 @@ def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
     tokens, vocabulary = min(MAX_PASS_TOKENS, slots * context), manifest.model.vocab_size
     # Cosines and sines of every position, once per kind of rotary embedding.
     rope = sum(4 * context * spec.rotary_size for spec in {layer.attention.rope for layer in manifest.model.layers})
+    # Norms and biases are kept in float32, beside the 16 bits they came as.
+    vectors = sum(4 * entry.shape[0] for entry in manifest.dense if len(entry.shape) == 1)
     # Logits are there twice while a maximum or a softmax is taken.
-    return pass_bytes(manifest, tokens) + 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots + rope
+    return pass_bytes(manifest, tokens) + 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots + rope + vectors
 
 
 def pass_bytes(manifest: BundleManifest, tokens: int) -> int:

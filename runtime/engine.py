@@ -104,7 +104,7 @@ class Engine:
             self._storage, sizes, self.memory.cache_bytes, records, SCORES[options.policy], pin_limit, options.readers
         )
         self.kv = KVCache(manifest.model, options.slots, self.memory.context)
-        experts = bind_experts(bundle, self._storage)
+        experts = bind_experts(bundle, self._storage, dense)
         self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
         if not self._holds_all:
             self.model.predictor = make_predictor(

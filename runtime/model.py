@@ -21,7 +21,7 @@ from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, advised_experts, candidates
 from .rotary import RotaryTables
-from .routing import route
+from .routing import Router, route
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
@@ -60,7 +60,7 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
     return weights
 
 
-def bind_experts(bundle: Bundle, storage: ExpertStorage) -> list[Any]:
+def bind_experts(bundle: Bundle, storage: ExpertStorage, dense: dict[str, Any]) -> list[Any]:
     """One kernels.Expert per manifest entry, over its fixed place in storage. Touches no page."""
     model, bound = bundle.manifest.model, []
     for index, entry in enumerate(bundle.manifest.experts):
@@ -72,8 +72,17 @@ def bind_experts(bundle: Bundle, storage: ExpertStorage) -> list[Any]:
             end = offsets[projection] + specs[projection].packed_bytes(rows, columns)
             part = block[offsets[projection] : end]
             matrices[projection] = kernels.PackedMatrix(part, rows, columns, specs[projection])
-        bound.append(kernels.Expert(**matrices, activation=model.layers[entry.layer].experts.activation))
+        spec = model.layers[entry.layer].experts
+        biases = _expert_biases(dense, entry.layer, entry.expert, spec.count) if spec.has_bias else ()
+        gate, up, down = (matrices[projection] for projection in PROJECTIONS)
+        bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases))
     return bound
+
+
+def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -> list[np.ndarray]:
+    """Of gate, up and down: the expert's part of what the layer holds one after the other."""
+    whole = [dense[f"layers.{layer}.experts_{projection}_bias"] for projection in PROJECTIONS]
+    return [part.reshape(count, -1)[expert] for part in whole]
 
 
 def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
@@ -92,6 +101,10 @@ def _layer_weights(dense: dict[str, Any], index: int) -> dict[str, Any]:
     return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
 
 
+def _router(weights: dict[str, Any]) -> Router | None:
+    return Router(weights["router"], weights.get("router_bias")) if "router" in weights else None
+
+
 class Model:
     """Weights of one bundle, ready to run. Row t of every result depends on token t and its sequence alone."""
 
@@ -106,6 +119,7 @@ class Model:
             make_attention(layer.attention, _layer_weights(dense, at), self.spec.norm_eps, rotary[layer.attention.rope])
             for at, layer in enumerate(self.spec.layers)
         ]
+        self._routers = [_router(_layer_weights(dense, at)) for at in range(self.spec.num_layers)]
         self._shared = [
             SharedExpert(_layer_weights(dense, at), layer.experts.activation) if layer.shared else None
             for at, layer in enumerate(self.spec.layers)
@@ -125,9 +139,9 @@ class Model:
         """The norms in front of the routers, [D] each."""
         return [self._dense[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
 
-    def routers(self) -> list[Any]:
-        """The routers, kernels.PackedMatrix [E, D] each; None where a layer routes nothing."""
-        return [self._dense.get(f"layers.{index}.router") for index in range(self.spec.num_layers)]
+    def routers(self) -> list[Router | None]:
+        """The routers; None where a layer routes nothing."""
+        return self._routers
 
     def forward(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> np.ndarray:
         """Run T tokens of any sequences through all layers and store their keys and values.
@@ -180,10 +194,9 @@ class Model:
         started_ns = time.perf_counter_ns()
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
-        if spec.count:
-            logits = np.empty((count, spec.count), np.float32)
-            kernels.linear(self._dense[f"layers.{index}.router"], normed, logits)
-            chosen, weights = route(logits, spec)
+        router = self._routers[index]
+        if router is not None:
+            chosen, weights = route(router.logits(normed), spec)
         else:
             chosen, weights = np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
         state.chosen.append(chosen)

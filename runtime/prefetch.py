@@ -15,7 +15,7 @@ from moec.manifests.model import ModelSpec
 from . import kernels
 from .bundle import Tables
 from .options import Prefetch
-from .routing import expected_demand
+from .routing import Router, expected_demand
 
 # Pairs seen less often than this say less than the expert before alone.
 # Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
@@ -153,9 +153,7 @@ class LookaheadPredictor:
     The last layer has no next router to ask; there popularity speaks for the first layer of the next token.
     """
 
-    def __init__(
-        self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[kernels.PackedMatrix | None]
-    ) -> None:
+    def __init__(self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[Router | None]) -> None:
         self._model, self._norms, self._routers = model, norms, routers
         self._fallback = PopularityPredictor(tables)
 
@@ -166,9 +164,7 @@ class LookaheadPredictor:
             return self._fallback.scores(state, ahead)
         normed = np.empty_like(state.hidden)
         kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
-        logits = np.empty((len(normed), self._model.layers[following].experts.count), np.float32)
-        kernels.linear(router, normed, logits)
-        return expected_demand(logits, self._model.layers[following].experts.router)
+        return expected_demand(router.logits(normed), self._model.layers[following].experts.router)
 
 
 def make_predictor(
@@ -176,7 +172,7 @@ def make_predictor(
     tables: Tables,
     model: ModelSpec,
     norms: list[np.ndarray],
-    routers: list[kernels.PackedMatrix | None],
+    routers: list[Router | None],
 ) -> Predictor | None:
     """The predictor of an option; None for `off`."""
     if kind == "lookahead":

@@ -12,6 +12,22 @@ from moec.manifests.model import ExpertsSpec, RouterSpec
 from . import kernels
 
 
+class Router:
+    """From a layer's normed residual stream to the logits of its experts."""
+
+    def __init__(self, matrix: kernels.PackedMatrix, bias: np.ndarray | None) -> None:
+        """matrix: [E, D]; bias: float32 [E]."""
+        self._matrix, self._bias = matrix, bias
+
+    def logits(self, normed: np.ndarray) -> np.ndarray:
+        """float32 [T, D] -> [T, E]."""
+        logits = np.empty((len(normed), self._matrix.rows), np.float32)
+        kernels.linear(self._matrix, normed, logits)
+        if self._bias is not None:
+            logits += self._bias
+        return logits
+
+
 def route(logits: np.ndarray, experts: ExpertsSpec) -> tuple[np.ndarray, np.ndarray]:
     """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
 

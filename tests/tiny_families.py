@@ -148,13 +148,31 @@ TINY_FAMILIES = {
         "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 1, "attention_bias": True},
         dtype="float16", shard_size="100KB", seed=19,
     ),
+    "gpt-oss": TinyFamily(
+        "GptOss", {"num_local_experts": 6, "head_dim": 32, "sliding_window": 5, "swiglu_limit": 0.5}, seed=21
+    ),
+    "gpt-oss-yarn-shards": TinyFamily(
+        "GptOss",
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 16, "rope_theta": None,
+            "num_hidden_layers": 4,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+        shard_size="100KB", seed=22,
+    ),
+    "gpt-oss-top1-half": TinyFamily(
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "attention_bias": False, "sliding_window": 9,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "tie_word_embeddings": True},
+        dtype="float16", seed=23,
+    ),
 }  # fmt: skip
 
 
 def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
     """Write a checkpoint with tokenizer into `folder` and return it."""
     settings = {key: value for key, value in {**_COMMON, **tiny.config}.items() if key != "rope_theta" or value}
-    if tiny.name == "GraniteMoe":
+    if tiny.name in ("GraniteMoe", "GptOss"):
         del settings["moe_intermediate_size"]
     config = getattr(transformers, f"{tiny.name}Config")(**settings)
     with torch.random.fork_rng():
@@ -164,7 +182,7 @@ def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
                 parameter.data.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.data.normal_(std=0.3)
             if name.endswith("e_score_correction_bias"):
                 corrections[name] = parameter.data.clone()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from moec.manifests.errors import CheckpointError
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
-from . import deepseek, ernie4_5_moe, glm4_moe, granite, mixtral, olmoe, qwen
+from . import deepseek, ernie4_5_moe, glm4_moe, gpt_oss, granite, mixtral, olmoe, qwen
 from .lowering import Lowering, TensorSource
 
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
     "deepseek_v3": deepseek.lower_v3,
     "ernie4_5_moe": ernie4_5_moe.lower,
     "glm4_moe": glm4_moe.lower,
+    "gpt_oss": gpt_oss.lower,
     "granitemoe": granite.lower,
     "mixtral": mixtral.lower,
     "olmoe": olmoe.lower,

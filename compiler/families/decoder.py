@@ -49,6 +49,7 @@ _LAYER_NAMES = {
     "key_bias": "self_attn.k_proj.bias",
     "value_bias": "self_attn.v_proj.bias",
     "output_bias": "self_attn.o_proj.bias",
+    "sinks": "self_attn.sinks",
     "query_down": "self_attn.q_a_proj.weight",
     "query_down_norm": "self_attn.q_a_layernorm.weight",
     "latent_down": "self_attn.kv_a_proj_with_mqa.weight",
@@ -63,7 +64,8 @@ class DecoderNames:
 
     routers: on disk, the first that is there. experts: one tensor per projection. stacked: gate and up in one stack,
     down in another, the first pair that is there. loaded_router: in transformers' model. shared: the module of shared
-    experts. correction: what is added to scores when experts are chosen.
+    experts. correction: what is added to scores when experts are chosen. is_transposed: stacks are [inputs, outputs],
+    and gate and up take turns in theirs.
     """
 
     routers: tuple[str, ...] = ("mlp.gate.weight",)
@@ -74,6 +76,7 @@ class DecoderNames:
     shared: str = "mlp.shared_experts"
     shared_router: str = "mlp.shared_expert_gate.weight"
     correction: str = "mlp.gate.e_score_correction_bias"
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,19 @@ def _head_size(settings: Settings, hidden: int, heads: int) -> int:
     if hidden % heads:
         settings.fail("num_attention_heads", f"a divisor of hidden_size {hidden}, or a key `head_dim`")
     return hidden // heads
+
+
+def read_windows(settings: Settings, windows: list[int], window: int) -> list[int]:
+    """The sliding window of each layer, 0 for none, by `layer_types`. windows: where that is not given.
+
+    Raises CheckpointError.
+    """
+    kinds, known = settings.raw("layer_types"), {"full_attention": 0, "sliding_attention": window}
+    if kinds is None:
+        return windows
+    if not isinstance(kinds, list) or len(kinds) != len(windows) or not all(kind in known for kind in kinds):
+        settings.fail("layer_types", f"{len(windows)} times `full_attention` or `sliding_attention`")
+    return [known[kind] for kind in kinds]
 
 
 def read_corrections(settings: Settings, names: DecoderNames, layer: int, experts: int) -> tuple[float, ...]:
@@ -206,13 +222,21 @@ def _head_differs(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One dense weight: its tensor on disk, the parameter of transformers' model if that has another name, its part."""
+    """One dense weight: its tensor on disk, the parameter of transformers' model if that has another name, its part.
+
+    stack: experts, first and step of the columns that are the weight's, in a stack of vectors.
+    """
 
     name: str
     loaded: str = ""
     heads: HeadPart | None = None
+    stack: tuple[int, int, int] | None = None
 
     def source(self, shape: tuple[int, ...]) -> TensorSource:
+        if self.stack is not None:
+            count, first, step = self.stack
+            size = shape[0] // count * step
+            return TensorSource(self.name, (count, size), every=(first, step), is_flat=True)
         if self.heads is None:
             return TensorSource(self.name, shape)
         rows, columns = shape[0] // self.heads.heads, shape[1]
@@ -233,6 +257,10 @@ def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames,
         found["value_up"] = _Place(up, heads=HeadPart(heads, both, latent.plain_size, both))
     on_disk = next((name for name in names.routers if prefix + name in checkpoint.tensors), names.routers[0])
     found["router"] = _Place(prefix + on_disk, prefix + names.loaded_router)
+    found["router_bias"] = _Place(prefix + names.loaded_router.replace("weight", "bias"))
+    count = layer.experts.count
+    for name, bias, first, step in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
+        found[f"experts_{name}_bias"] = _Place(prefix + f"mlp.experts.{bias}_proj_bias", stack=(count, first, step))
     shared = names.shared if layer.experts.count else "mlp"
     for name in ("gate", "up", "down"):
         found[f"shared_{name}"] = _Place(f"{prefix}{shared}.{name}_proj.weight")
@@ -254,7 +282,12 @@ def _units(
                 name = prefix + names.experts.format(expert=expert, projection=own)
                 source = TensorSource(name, (rows, columns))
             elif projection == "down":
-                source = TensorSource(prefix + stacked[1], (count, rows, columns), expert)
+                shape = (count, columns, rows) if names.is_transposed else (count, rows, columns)
+                source = TensorSource(prefix + stacked[1], shape, expert, is_transposed=names.is_transposed)
+            elif names.is_transposed:
+                every = (0 if projection == "gate" else 1, 2)
+                shape = (count, columns, 2 * rows)
+                source = TensorSource(prefix + stacked[0], shape, expert, every=every, is_transposed=True)
             else:
                 start = 0 if projection == "gate" else rows
                 shape = (count, 2 * rows, columns)

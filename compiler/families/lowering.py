@@ -41,6 +41,8 @@ class TensorSource:
 
     name: the tensor on disk. shape: what that tensor must have on disk. index: which matrix of a stack [E, ., .], or
     None. rows: start and stop within that matrix, or None for all. heads: of a whole matrix, a part of each head.
+    every: first and step of the columns that belong to the weight. is_transposed: what is left is [columns, rows].
+    is_flat: the weight is a vector, matrices after one another.
     """
 
     name: str
@@ -48,6 +50,23 @@ class TensorSource:
     index: int | None = None
     rows: tuple[int, int] | None = None
     heads: HeadPart | None = None
+    every: tuple[int, int] | None = None
+    is_transposed: bool = False
+    is_flat: bool = False
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The weight in what has been read of its tensor, in its place: [N, K], [H, r, C] of heads, [.., K] if flat."""
+        if self.every is not None:
+            tensor = tensor[..., self.every[0] :: self.every[1]]
+        if self.is_transposed:
+            tensor = tensor.transpose(-1, -2)
+        return tensor if self.heads is None else self.heads.view(tensor)
+
+    def matrix(self, view: torch.Tensor) -> torch.Tensor:
+        """A view as the weight that it is, [N, K] or a vector."""
+        if self.is_flat:
+            return view.flatten()
+        return view if self.heads is None else view.flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +110,7 @@ class Lowering:
                 f"{self.float_type}, expected finite weights",
                 "copy the checkpoint again, or train it without overflow",
             )
-        return weight if source.heads is None else source.heads.view(weight).flatten(0, 1).contiguous()
+        return source.matrix(source.view(weight)).contiguous()
 
 
 def common_float_type(checkpoint: Checkpoint, names: list[str]) -> tuple[FloatType, tuple[str, ...]]:

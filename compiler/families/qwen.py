@@ -19,6 +19,7 @@ from .decoder import (
     count_layers,
     lower_family,
     plain_layer,
+    read_windows,
 )
 from .lowering import Lowering
 from .settings import Settings
@@ -46,7 +47,8 @@ def _qwen2_parts(settings: Settings) -> DecoderParts:
     is_windowed = settings.boolean("use_sliding_window", False)
     # Every other layer, as transformers takes it, unless `layer_types` names them.
     windows = [window if is_windowed and at % 2 == 0 and at < last else 0 for at in range(count_layers(settings))]
-    return _layers(settings, _windowed(settings, attention, windows, window), experts, shared)
+    attentions = [replace(attention, sliding_window=size) for size in read_windows(settings, windows, window)]
+    return _layers(settings, attentions, experts, shared)
 
 
 def _qwen3_parts(settings: Settings) -> DecoderParts:
@@ -69,17 +71,6 @@ def _experts(settings: Settings, count: int) -> ExpertsSpec:
         activation="silu",
         router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
     )
-
-
-def _windowed(settings: Settings, attention: AttentionSpec, windows: list[int], window: int) -> list[AttentionSpec]:
-    """The attention of each layer. windows: where `layer_types` is not given."""
-    kinds = settings.raw("layer_types")
-    if kinds is not None:
-        known = {"full_attention": 0, "sliding_attention": window}
-        if not isinstance(kinds, list) or len(kinds) != len(windows) or not all(kind in known for kind in kinds):
-            settings.fail("layer_types", f"{len(windows)} times `full_attention` or `sliding_attention`")
-        windows = [known[kind] for kind in kinds]
-    return [replace(attention, sliding_window=size) for size in windows]
 
 
 def _layers(

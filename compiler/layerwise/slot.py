@@ -112,15 +112,15 @@ class LayerSlot:
     def set(self, layer: int, name: WeightName, weight: Tensor) -> None:
         """Compute with this weight of the layer."""
         view = self.view(layer, name)
-        view.copy_(weight.view(view.shape))
+        view.copy_(weight.reshape(view.shape))
 
     def view(self, layer: int, name: WeightName) -> Tensor:
-        """The memory of one weight of the layer that is loaded, float32; [H, r, C] for a part of each head."""
+        """The memory of one weight of the layer that is loaded, float32, as TensorSource.view has it."""
         if isinstance(name, UnitKey):
             return weight_view(self.network, UnitKey(0, name.expert, name.projection))
-        parameter, heads = self.network.parameters[name]
-        weight = self.network.model.get_parameter(parameter.replace(f".layers.{layer}.", ".layers.0.", 1)).data
-        return weight if heads is None else heads.view(weight)
+        parameter, source = self.network.parameters[name]
+        own = parameter.replace(f".layers.{layer}.", ".layers.0.", 1)
+        return source.view(self.network.model.get_parameter(own).data)
 
     def dense_names(self, layer: int) -> list[str]:
         """Canonical names of the layer's weights outside the experts."""

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from moec.manifests.model import ExpertsSpec, UnitKey
+from moec.manifests.model import PROJECTIONS, ExpertsSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 
+from ..expert_module import gated, intermediate, projection_of
 from ..parallel import Workers
 from ..quantized import QuantizedMatrix
 from ..quantizers import quantizer as find_quantizer
@@ -71,8 +71,7 @@ class LayerInputs:
     def _add_expert(self, module: Any, expert: int, rows: Tensor, weight: Tensor) -> None:
         """Tokens of one expert. rows: [n, D], weight: [n, 1]."""
         if self._has_moments:
-            gated = module._apply_gate(functional.linear(rows, module.gate_up_proj[expert]))
-            self.moments.add(0, expert, rows * weight, gated * weight)
+            self.moments.add(0, expert, rows * weight, intermediate(module, expert, rows) * weight)
         else:
             self.moments.tokens(0)[expert] += len(rows)
         room = SAMPLE_TOKENS - sum(map(len, self._samples[expert]))
@@ -112,8 +111,7 @@ class LayerQuantizer:
 
     def _expert(self, expert: int, inputs: LayerInputs) -> tuple[Matrices, Costs]:
         with torch.inference_mode():
-            gate, up = self._module.gate_up_proj[expert].chunk(2)
-            weights = {"gate": gate, "up": up, "down": self._module.down_proj[expert]}
+            weights = {name: projection_of(self._module, expert, name) for name in PROJECTIONS}
             matrices = self._matrices(expert, weights, inputs)
             return matrices, self._costs(expert, weights, matrices, inputs)
 
@@ -138,7 +136,7 @@ class LayerQuantizer:
     def _costs(self, expert: int, weights: dict[str, Tensor], matrices: Matrices, inputs: LayerInputs) -> Costs:
         rows, share, scale = inputs.sample(expert)
         gate, up = rows @ weights["gate"].T, rows @ weights["up"].T
-        middle = self._gated(gate, up)
+        middle = gated(self._module, expert, gate, up)
         costs: Costs = {}
         for (unit, spec), matrix in matrices.items():
             other = matrix.dequantize()
@@ -146,10 +144,6 @@ class LayerQuantizer:
                 error = middle @ (other - weights["down"]).T
             else:
                 moved = (rows @ other.T, up) if unit.projection == "gate" else (gate, rows @ other.T)
-                error = (self._gated(*moved) - middle) @ weights["down"].T
+                error = (gated(self._module, expert, *moved) - middle) @ weights["down"].T
             costs[(unit, spec)] = float((error * share).square().sum(dtype=torch.float64)) * scale
         return costs
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        gated: Tensor = self._module._apply_gate(torch.cat([gate, up], dim=1))
-        return gated

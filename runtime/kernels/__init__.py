@@ -18,8 +18,8 @@ import numpy as np
 from moec.manifests.errors import KernelUnavailable
 from moec.manifests.quant import QuantSpec
 
-from . import reference
-from .reference import Bytes, Floats, Int32s, Int64s, check_array
+from . import packed_matrix, reference
+from .packed_matrix import Bytes, Floats, Int32s, Int64s, check_array
 
 __all__ = [
     "Expert",
@@ -132,7 +132,7 @@ def threads() -> int:
     return _state.thread_count
 
 
-class PackedMatrix(reference.PackedMatrix):
+class PackedMatrix(packed_matrix.PackedMatrix):
     """A weight matrix in layout `rows16`, over memory that somebody else owns.
 
     data: uint8[packed_bytes], kept by reference, never copied or written. Raises ValueError if the buffer does not
@@ -149,17 +149,27 @@ class PackedMatrix(reference.PackedMatrix):
 
 
 class Expert(reference.Expert):
-    """The three projections of one expert: down(activation(gate x) * (up x)).
+    """The three projections of one expert: down(activation(gate x) * (up x)), each product with its bias if it has one.
 
-    gate, up: F x D. down: D x F. Raises ValueError if the shapes do not fit or the activation is unknown.
+    gate, up: F x D. down: D x F. biases: none, or float32 [F], [F], [D]; limit: of clamped_swiglu.
+    Raises ValueError if the shapes do not fit or the activation is unknown.
     """
 
     __slots__ = ("native",)
 
-    def __init__(self, gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix, activation: str = "silu") -> None:
-        super().__init__(gate, up, down, activation)
-        extension = _extension()
-        self.native = extension.Expert(gate.native, up.native, down.native) if extension else None
+    def __init__(
+        self,
+        gate: PackedMatrix,
+        up: PackedMatrix,
+        down: PackedMatrix,
+        activation: str = "silu",
+        limit: float = 0.0,
+        biases: Sequence[Floats] = (),
+    ) -> None:
+        super().__init__(gate, up, down, activation, limit, biases)
+        extension, code = _extension(), reference.ACTIVATIONS.index(activation)
+        native = (gate.native, up.native, down.native, code, limit, list(biases))
+        self.native = extension.Expert(*native) if extension else None
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
@@ -254,13 +264,16 @@ def attention(
     scale: float,
     window: int,
     out: Floats,
+    sinks: Floats | None = None,
 ) -> None:
     """Causal attention of each token over the cache of its slot, with grouped heads.
+
+    sinks: [H], one more score per head that takes its share of the softmax and adds nothing.
 
     q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
     """
-    (_compiled() or reference).attention(q, k_cache, v_cache, slots, positions, scale, window, out)
+    (_compiled() or reference).attention(q, k_cache, v_cache, slots, positions, scale, window, out, sinks)
 
 
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:

@@ -1,6 +1,6 @@
 """The C++ extension. Meanings, shapes and errors: `reference`, function by function."""
 
-from .reference import Bytes, Floats, Int32s, Int64s
+from .packed_matrix import Bytes, Floats, Int32s, Int64s
 
 class PackedMatrix:
     """float_type: 0 none, 1 bfloat16, 2 float16. Holds a reference to `data`."""
@@ -14,9 +14,17 @@ class PackedMatrix:
     def columns(self) -> int: ...
 
 class Expert:
-    """Activation silu."""
+    """activation: 0 silu, 1 clamped SwiGLU with its limit. biases: none, or those of gate, up and down."""
 
-    def __init__(self, gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix) -> None: ...
+    def __init__(
+        self,
+        gate: PackedMatrix,
+        up: PackedMatrix,
+        down: PackedMatrix,
+        activation: int = 0,
+        limit: float = 0.0,
+        biases: list[Floats] = ...,
+    ) -> None: ...
 
 def available() -> tuple[str, ...]: ...
 def active() -> str: ...
@@ -39,6 +47,7 @@ def attention(
     scale: float,
     window: int,
     out: Floats,
+    sinks: Floats | None = None,
 ) -> None: ...
 def route(logits: Floats, renormalize: bool, experts: Int32s, weights: Floats) -> None: ...
 def exp(x: Floats, out: Floats) -> None:

@@ -11,168 +11,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
+from moec.manifests.quant import COLUMNS_PER_TILE
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
+from .packed_matrix import (
+    Floats,
+    Int32s,
+    Int64s,
+    PackedMatrix,
+    check_array,
+    check_indices,
+    check_shape,
+    require,
+    unpack,
+)
 
-ACTIVATIONS = ("silu",)
-_PLANE_BYTES = 4 * ROWS_PER_BLOCK
-_COLUMNS_PER_LANE = 4
+ACTIVATIONS = ("silu", "clamped_swiglu")
+SWIGLU_SLOPE = np.float32(1.702)
 _SMALLEST_ROUNDED = np.float32(2.0**-110)  # of a tile; 127 divided by less could overflow
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
-def check_array(array: np.ndarray, name: str, dtype: type, dimensions: int) -> None:
-    """Refuse an array of another dtype, rank or memory order. Raises ValueError."""
-    # Messages are made when they are needed: this runs at every layer of every token.
-    if array.dtype != dtype:
-        raise ValueError(f"{name}: expected {np.dtype(dtype).name}, found {array.dtype}")
-    if array.ndim != dimensions:
-        raise ValueError(f"{name}: expected {dimensions} dimensions, found {array.ndim}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{name}: expected C-contiguous memory")
-
-
-def check_shape(array: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
-    """Refuse an array of another shape. Raises ValueError."""
-    _require(array.shape == shape, f"{name}: expected shape {shape}, found {array.shape}")
-
-
-def check_indices(indices: NDArray[np.signedinteger], name: str, count: int) -> None:
-    """Refuse indices outside 0 .. count - 1. Raises ValueError."""
-    outside = indices.size > 0 and bool((indices < 0).any() or (indices >= count).any())
-    _require(
-        not outside,
-        f"{name}: expected indices below {count}, found {indices.min(initial=0)} to {indices.max(initial=0)}",
-    )
-
-
-class PackedMatrix:
-    """A weight matrix in layout `rows16`, over memory that somebody else owns.
-
-    data: uint8[packed_bytes], kept by reference and never written. rows, columns: the matrix without row padding.
-    Raises ValueError if the buffer does not have exactly the bytes of the format.
-    Source: docs/format.md, Packing.
-    """
-
-    __slots__ = ("columns", "data", "rows", "spec")
-
-    def __init__(self, data: Bytes, rows: int, columns: int, spec: QuantSpec) -> None:
-        check_array(data, "data", np.uint8, 1)
-        expected = spec.packed_bytes(rows, columns)
-        _require(data.size == expected, f"data: {rows} x {columns} in {spec} takes {expected} bytes, found {data.size}")
-        self.data = data
-        self.rows = rows
-        self.columns = columns
-        self.spec = spec
-
-
 class Expert:
-    """The three projections of one expert: down(activation(gate x) * (up x)).
+    """The three projections of one expert: down(activation(gate x) * (up x)), each product with its bias if it has one.
 
-    gate, up: F x D. down: D x F. Raises ValueError if the shapes do not fit or the activation is unknown.
+    gate, up: F x D. down: D x F. biases: none, or float32 [F], [F], [D]. clamped_swiglu: see `gated`, with its limit.
+    Raises ValueError if the shapes do not fit or the activation is unknown.
     """
 
-    __slots__ = ("activation", "down", "gate", "up")
+    __slots__ = ("activation", "biases", "down", "gate", "limit", "up")
 
-    def __init__(self, gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix, activation: str = "silu") -> None:
+    def __init__(
+        self,
+        gate: PackedMatrix,
+        up: PackedMatrix,
+        down: PackedMatrix,
+        activation: str = "silu",
+        limit: float = 0.0,
+        biases: Sequence[Floats] = (),
+    ) -> None:
         fits = (gate.rows, gate.columns) == (up.rows, up.columns) == (down.columns, down.rows)
         shapes = ", ".join(f"{matrix.rows} x {matrix.columns}" for matrix in (gate, up, down))
-        _require(fits, f"gate, up and down: expected F x D, F x D and D x F, found {shapes}")
-        _require(activation in ACTIVATIONS, f"activation: expected one of {ACTIVATIONS}, found `{activation}`")
+        require(fits, f"gate, up and down: expected F x D, F x D and D x F, found {shapes}")
+        require(activation in ACTIVATIONS, f"activation: expected one of {ACTIVATIONS}, found `{activation}`")
         self.gate = gate
         self.up = up
         self.down = down
+        require(len(biases) in (0, 3), f"biases: expected none or three, found {len(biases)}")
+        for bias, matrix in zip(biases, (gate, up, down), strict=False):
+            check_array(bias, "bias", np.float32, 1)
+            check_shape(bias, "bias", (matrix.rows,))
         self.activation = activation
-
-
-def _crumbs(planes: Bytes, bits: int) -> Bytes:
-    """Split bytes into fields of `bits` bits, lowest first, along a new third axis.
-
-    planes: uint8[tiles, planes, 64] -> uint8[tiles, planes, 8 / bits, 64].
-    """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return np.asarray((planes[:, :, None, :] >> shifts) & np.uint8(2**bits - 1))
-
-
-def _tile_codes(tiles: Bytes, bitwidth: int) -> Bytes:
-    """Codes of tiles. tiles: uint8[n, 64 * bitwidth] -> uint8[n, 16, 32]. Source: docs/format.md, Packing, table."""
-    planes = tiles.reshape(len(tiles), bitwidth, _PLANE_BYTES)
-    if bitwidth == 3:
-        lanes = _crumbs(planes[:, :2], 2).reshape(len(tiles), -1, _PLANE_BYTES)
-        lanes = lanes | _crumbs(planes[:, 2:], 1).reshape(lanes.shape) << np.uint8(2)
-    else:
-        lanes = _crumbs(planes, bitwidth)
-    # lanes: q, then byte 4 r + c; column k = 4 q + c
-    by_lane = lanes.reshape(len(tiles), -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
-    return np.asarray(by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, COLUMNS_PER_TILE))
-
-
-def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Bytes, Floats, Floats]:
-    """Tiles, scales and minima: uint8[blocks, G, tiles, bytes], float32[blocks, G, 16] twice."""
-    blocks, groups = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK, spec.groups(columns)
-    scale_bytes = 2 * ROWS_PER_BLOCK
-    records = data.reshape(blocks, groups, -1)
-    scales = records[:, :, :scale_bytes].copy().view("<f2").astype(np.float32)
-    if spec.symmetric:
-        minima, start = scales * np.float32(-(2 ** (spec.bitwidth - 1))), scale_bytes
-    else:
-        minima, start = (
-            records[:, :, scale_bytes : 2 * scale_bytes].copy().view("<f2").astype(np.float32),
-            2 * scale_bytes,
-        )
-    return records[:, :, start:].reshape(blocks, groups, -1, _PLANE_BYTES * spec.bitwidth), scales, minima
-
-
-def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes:
-    """The codes of a quantized matrix.
-
-    data: uint8[packed_bytes]. Returns uint8[rows, columns]. Raises ValueError for 16-bit formats and wrong sizes.
-    Source: docs/format.md, Packing.
-    """
-    _require(spec.bitwidth != 16, "a 16-bit matrix has no codes")
-    PackedMatrix(data, rows, columns, spec)
-    tiles, _, _ = _groups(data, rows, columns, spec)
-    blocks = tiles.shape[0]
-    codes = _tile_codes(tiles.reshape(-1, tiles.shape[-1]), spec.bitwidth)
-    by_block = codes.reshape(blocks, columns // COLUMNS_PER_TILE, ROWS_PER_BLOCK, COLUMNS_PER_TILE)
-    return np.asarray(by_block.transpose(0, 2, 1, 3).reshape(-1, columns)[:rows])
-
-
-def _unpack_16_bit(data: Bytes, columns: int, spec: QuantSpec) -> Floats:
-    if spec.float_type == "bfloat16":
-        values = (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        values = data.view("<f2").astype(np.float32)
-    return np.asarray(values.reshape(-1, columns, ROWS_PER_BLOCK).transpose(0, 2, 1).reshape(-1, columns))
-
-
-def unpack(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Floats:
-    """The weights of a packed matrix, each rounded once.
-
-    data: uint8[packed_bytes]. Returns float32[rows, columns]. Raises ValueError for wrong sizes.
-    scale * code + minimum is exact in float64 (at most 49 bits), so the one rounding is that of fmaf.
-    Source: docs/format.md, Packing.
-    """
-    PackedMatrix(data, rows, columns, spec)
-    if spec.bitwidth == 16:
-        return _unpack_16_bit(data, columns, spec)[:rows]
-    codes = unpack_codes(data, rows, columns, spec)
-    _, scales, minima = _groups(data, rows, columns, spec)
-    groups = scales.shape[1]
-    row_scales = scales.transpose(0, 2, 1).reshape(-1, groups, 1)[:rows].astype(np.float64)
-    row_minima = minima.transpose(0, 2, 1).reshape(-1, groups, 1)[:rows].astype(np.float64)
-    weights = row_scales * codes.reshape(rows, groups, -1) + row_minima
-    return np.asarray(weights.astype(np.float32).reshape(rows, columns))
+        self.limit = limit
+        self.biases = tuple(biases)
 
 
 def _weights(matrix: PackedMatrix) -> Floats:
@@ -217,7 +107,7 @@ def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
 
 def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
     """outs[i] = x W_i^T. matrices: 1 to 8 of K columns; x: [T, K]; outs[i]: [T, N_i], written. Raises ValueError."""
-    _require(0 < len(matrices) <= 8 and len(outs) == len(matrices), "matrices: expected 1 to 8 and as many outputs")
+    require(0 < len(matrices) <= 8 and len(outs) == len(matrices), "matrices: expected 1 to 8 and as many outputs")
     for matrix, out in zip(matrices, outs, strict=True):
         linear(matrix, x, out)
 
@@ -237,6 +127,19 @@ def silu(x: Floats) -> Floats:
         return np.asarray(np.divide(x, np.float32(1) + np.exp(-x), dtype=np.float32))
 
 
+def gated(gate: Floats, up: Floats, activation: str, limit: float) -> Floats:
+    """What down reads: silu(gate) * up; or (u + 1) g / (1 + exp(-1.702 g)), g = min(gate, limit), u = up in +-limit.
+
+    Source of the second: gpt-oss model card, section 2.
+    """
+    if activation == "silu":
+        return silu(gate) * up
+    bound = np.float32(limit)
+    g, u = np.minimum(gate, bound), np.clip(up, -bound, bound)
+    with np.errstate(over="ignore"):
+        return np.asarray((u + np.float32(1)) * (g / (np.float32(1) + np.exp(-SWIGLU_SLOPE * g))), np.float32)
+
+
 def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Floats) -> None:
     """out[tokens[i], ranks[i]] = down(silu(gate x[tokens[i]]) * (up x[tokens[i]])) for each i.
 
@@ -254,8 +157,13 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
     gate, up, down = _weights(expert.gate), _weights(expert.up), _weights(expert.down)
     gate_inputs, up_inputs = _inputs(expert.gate, x[tokens]), _inputs(expert.up, x[tokens])
     for at, (token, rank) in enumerate(zip(tokens, ranks, strict=True)):
-        hidden = silu(gate @ gate_inputs[at]) * (up @ up_inputs[at])
+        products = [gate @ gate_inputs[at], up @ up_inputs[at]]
+        if expert.biases:
+            products = [product + bias for product, bias in zip(products, expert.biases, strict=False)]
+        hidden = gated(products[0], products[1], expert.activation, expert.limit)
         out[token, rank] = down @ _inputs(expert.down, hidden)
+        if expert.biases:
+            out[token, rank] += expert.biases[2]
 
 
 def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: Floats) -> None:
@@ -267,7 +175,7 @@ def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: F
     check_array(ranks, "ranks", np.int32, 1)
     check_shape(ranks, "ranks", (len(experts),))
     sizes = {(expert.gate.rows, expert.gate.columns) for expert in experts}
-    _require(len(sizes) <= 1, "experts: expected one size for all")
+    require(len(sizes) <= 1, "experts: expected one size for all")
     if experts:
         check_array(x, "x", np.float32, 2)
         check_shape(x, "x", (1, experts[0].gate.columns))
@@ -315,7 +223,7 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
     check_shape(positions, "positions", x.shape[:1])
     check_indices(positions, "positions", cos.shape[0])
     half = cos.shape[1]
-    _require(2 * half <= x.shape[2], f"cos: expected at most {x.shape[2] // 2} columns, found {half}")
+    require(2 * half <= x.shape[2], f"cos: expected at most {x.shape[2] // 2} columns, found {half}")
     c, s = cos[positions][:, None, :], sin[positions][:, None, :]
     first, second = x[:, :, :half].copy(), x[:, :, half : 2 * half].copy()
     x[:, :, :half] = first * c - second * s
@@ -357,8 +265,11 @@ def attention(
     scale: float,
     window: int,
     out: Floats,
+    sinks: Floats | None = None,
 ) -> None:
     """Causal attention of each token over the cache of its slot, with grouped heads.
+
+    sinks: [H], one more score per head that takes its share of the softmax and adds nothing.
 
     q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
@@ -369,15 +280,22 @@ def attention(
     check_shape(out, "out", q.shape)
     kv_heads, head_size = k_cache.shape[1], k_cache.shape[3]
     fits = q.shape[2] == head_size and kv_heads > 0 and q.shape[1] % kv_heads == 0
-    _require(fits, f"q: expected heads a multiple of {kv_heads} and size {head_size}, found {q.shape[1:]}")
-    _require(window >= 0, f"window: expected 0 or more, found {window}")
+    require(fits, f"q: expected heads a multiple of {kv_heads} and size {head_size}, found {q.shape[1:]}")
+    require(window >= 0, f"window: expected 0 or more, found {window}")
+    if sinks is not None:
+        check_array(sinks, "sinks", np.float32, 1)
+        check_shape(sinks, "sinks", (q.shape[1],))
     for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         first = max(0, int(position) - window + 1) if window else 0
         keys = k_cache[slot, :, first : position + 1].transpose(0, 2, 1)  # [Hkv, Dh, positions]
         values = v_cache[slot, :, first : position + 1]  # [Hkv, positions, Dh]
         scores = q[token].reshape(kv_heads, -1, head_size) @ keys * np.float32(scale)
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        out[token] = ((shares @ values) / shares.sum(axis=-1, keepdims=True)).reshape(out.shape[1:])
+        peak = scores.max(axis=-1, keepdims=True)
+        own = None if sinks is None else sinks.reshape(kv_heads, -1, 1)
+        peak = peak if own is None else np.maximum(peak, own)
+        shares = np.exp(scores - peak)
+        total = shares.sum(axis=-1, keepdims=True) + (0 if own is None else np.exp(own - peak))
+        out[token] = ((shares @ values) / total).reshape(out.shape[1:])
 
 
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:
@@ -387,7 +305,7 @@ def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats
     Equal logits: the lowest expert wins, on every kernel. Raises ValueError.
     """
     check_array(logits, "logits", np.float32, 2)
-    _require(0 < top_k <= logits.shape[1], f"top_k: expected 1 to {logits.shape[1]}, found {top_k}")
+    require(0 < top_k <= logits.shape[1], f"top_k: expected 1 to {logits.shape[1]}, found {top_k}")
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
     experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]

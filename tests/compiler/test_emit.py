@@ -34,7 +34,7 @@ from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, Option
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import read_header
-from moec.runtime.kernels import reference
+from moec.runtime.kernels import packed_matrix
 from tests.tiny_models import NO_DEVICE, TINY_MODELS, TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,7 +90,7 @@ def test_every_unit_is_what_the_quantizer_gave(folder: Path, tmp_path: Path) -> 
             weight = lowering.unit(UnitKey(*entry.key, projection)).float()
             expected = weight if spec.bitwidth == 16 else quantize_rtn(weight, spec).dequantize()
             stored = np.frombuffer(raw, np.uint8)[place]
-            np.testing.assert_array_equal(reference.unpack(stored, *shape, spec)[: shape[0]], expected.numpy())
+            np.testing.assert_array_equal(packed_matrix.unpack(stored, *shape, spec)[: shape[0]], expected.numpy())
         assert not np.frombuffer(raw, np.uint8)[~covered].any(), "padding is zero"
 
 
@@ -108,7 +108,7 @@ def test_every_dense_weight_is_there(folder: Path, tmp_path: Path) -> None:
         expected = weight.float()
         if entry.spec.bitwidth != 16:
             expected = quantize_rtn(expected, entry.spec, clip_search=True).dequantize()
-        values = reference.unpack(stored.numpy(), *entry.shape, entry.spec)[: entry.shape[0]]
+        values = packed_matrix.unpack(stored.numpy(), *entry.shape, entry.spec)[: entry.shape[0]]
         np.testing.assert_array_equal(values, expected.numpy())
 
 
@@ -124,7 +124,7 @@ def test_sixteen_bits_are_the_checkpoints_own(name: str, tmp_path: Path) -> None
         for projection, start in unit_offsets(plan.model, entry.layer, specs)[0].items():
             rows, columns = plan.model.unit_shape(entry.layer, projection)
             stored = raw[start : start + specs[projection].packed_bytes(rows, columns)]
-            values = reference.unpack(stored, rows, columns, specs[projection])[:rows]
+            values = packed_matrix.unpack(stored, rows, columns, specs[projection])[:rows]
             weight = lowering.unit(UnitKey(*entry.key, projection))
             np.testing.assert_array_equal(values, weight.float().numpy())
 

@@ -44,7 +44,7 @@ def nothing(done: int, total: int) -> None:
 
 
 # Those with plain layers, corrections, latent attention, windows and scales among them.
-OTHERS = ("qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled")
+OTHERS = ("qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled", "gpt-oss")
 EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3", *OTHERS], indirect=True)
 
 

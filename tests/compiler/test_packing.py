@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moec.compiler.packing import pack, pack_16bit, unpack
 from moec.compiler.quantized import QuantizedMatrix
 from moec.manifests.quant import QuantSpec
-from moec.runtime.kernels import reference
+from moec.runtime.kernels import packed_matrix
 
 
 def _matrix(spec: QuantSpec, codes: torch.Tensor, seed: int = 0) -> QuantizedMatrix:
@@ -82,8 +82,8 @@ def test_the_runtime_reads_back_what_was_packed(
     matrix = _random(spec, rows, columns, seed)
     packed = pack(matrix)
     assert packed.dtype == np.uint8 and len(packed) == spec.packed_bytes(rows, columns)
-    np.testing.assert_array_equal(reference.unpack_codes(packed, rows, columns, spec)[:rows], matrix.codes.numpy())
-    np.testing.assert_array_equal(reference.unpack(packed, rows, columns, spec)[:rows], matrix.dequantize().numpy())
+    np.testing.assert_array_equal(packed_matrix.unpack_codes(packed, rows, columns, spec)[:rows], matrix.codes.numpy())
+    np.testing.assert_array_equal(packed_matrix.unpack(packed, rows, columns, spec)[:rows], matrix.dequantize().numpy())
     back = unpack(packed, rows, columns, spec)
     assert back.spec == spec and torch.equal(back.codes, matrix.codes) and torch.equal(back.scales, matrix.scales)
     assert (back.minima is None) == symmetric
@@ -102,13 +102,13 @@ def test_sixteen_bits_are_unchanged(dtype: torch.dtype, rows: int, columns: int,
     spec = QuantSpec(16, float_type="bfloat16" if dtype == torch.bfloat16 else "float16")
     packed = pack_16bit(weight, spec)
     assert len(packed) == spec.packed_bytes(rows, columns)
-    np.testing.assert_array_equal(reference.unpack(packed, rows, columns, spec)[:rows], weight.float().numpy())
+    np.testing.assert_array_equal(packed_matrix.unpack(packed, rows, columns, spec)[:rows], weight.float().numpy())
 
 
 def test_padding_rows_weigh_nothing() -> None:
     spec = QuantSpec(3, 32)
     packed = pack(_random(spec, 3, 64))
-    full = reference.unpack(packed, 16, 64, spec)
+    full = packed_matrix.unpack(packed, 16, 64, spec)
     assert not full[3:].any()
 
 

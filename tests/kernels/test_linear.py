@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -221,13 +223,20 @@ def test_memory_needs_no_alignment(every: str, spec: QuantSpec) -> None:
     assert np.array_equal(bits(out), bits(linear(packed, x)))
 
 
-def expert_of(width: int, hidden: int, texts: tuple[str, str, str]) -> tuple[kernels.Expert, list[Packed]]:
+def biases_of(width: int, hidden: int) -> list[np.ndarray]:
+    draw = np.random.default_rng(8)
+    return [draw.normal(0, 0.7, size).astype(np.float32) for size in (width, width, hidden)]
+
+
+def expert_of(
+    width: int, hidden: int, texts: tuple[str, str, str], **options: Any
+) -> tuple[kernels.Expert, list[Packed]]:
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     parts = [
         random_matrix(*shape, QuantSpec.parse(text), seed)
         for seed, (shape, text) in enumerate(zip(shapes, texts, strict=True))
     ]
-    return kernels.Expert(*(matrix_of(part) for part in parts)), parts
+    return kernels.Expert(*(matrix_of(part) for part in parts), **options), parts
 
 
 EXPERTS = [
@@ -272,8 +281,56 @@ def test_experts(every: str, width: int, hidden: int, texts: tuple[str, str, str
 
 @gate
 @pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
-def test_experts_agree_bit_for_bit(pair: tuple[str, str], width: int, hidden: int, texts: tuple[str, str, str]) -> None:
-    expert, _ = expert_of(width, hidden, texts)
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+def test_biases_and_the_clamped_activation(
+    every: str, activation: str, width: int, hidden: int, texts: tuple[str, str, str]
+) -> None:
+    """From the products of each matrix, which have tests of their own, by the definition in float64."""
+    biases, limit = biases_of(width, hidden), 1.5
+    expert, _ = expert_of(width, hidden, texts, activation=activation, limit=limit, biases=biases)
+    x, tokens = inputs(5, hidden), np.arange(5, dtype=np.int32)
+    products = []
+    for matrix in (expert.gate, expert.up):
+        product = np.empty((5, width), np.float32)
+        kernels.linear(matrix, x, product)
+        products.append(product.astype(np.float64))
+    gate, up = products[0] + biases[0], products[1] + biases[1]
+    if activation == "silu":
+        middle = gate / (1 + np.exp(-gate)) * up
+    else:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        assert (gate == limit).any() and (np.abs(up) == limit).any()
+        middle = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    expected = np.empty((5, hidden), np.float32)
+    kernels.linear(expert.down, middle.astype(np.float32), expected)
+    out, alone = np.full((5, 2, hidden), SENTINEL), np.full((1, 2, hidden), SENTINEL)
+    kernels.expert_ffn(expert, x, tokens, np.ones(5, np.int32), out)
+    # A rounding of the middle may fall the other way, by one of the 254 steps of its tile.
+    slack = 1e-4 if expert.down.spec.bitwidth == 16 else 2e-2
+    assert np.abs(out[:, 1] - (expected + biases[2])).max() <= slack * np.abs(expected).max()
+    assert (out[:, 0] == SENTINEL).all()
+    kernels.experts_of_token([expert], x[3:4], np.array([1], np.int32), alone)
+    assert np.array_equal(bits(alone[0, 1]), bits(out[3, 1]))
+
+
+def test_biases_are_checked(every: str) -> None:
+    right = biases_of(96, 64)
+    for options in (
+        {"biases": right[:2]}, {"biases": [right[0], right[1], right[1]]}, {"activation": "gelu"},
+        {"biases": [bias.astype(np.float64) for bias in right]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"bias|activation"):
+            expert_of(*EXPERTS[0], **options)
+
+
+@gate
+@pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
+@pytest.mark.parametrize("is_clamped", [False, True])
+def test_experts_agree_bit_for_bit(
+    pair: tuple[str, str], is_clamped: bool, width: int, hidden: int, texts: tuple[str, str, str]
+) -> None:
+    clamped = {"activation": "clamped_swiglu", "limit": 1.5, "biases": biases_of(width, hidden)}
+    expert, _ = expert_of(width, hidden, texts, **(clamped if is_clamped else {}))
     x = inputs(210, hidden)
     found = []
     for name in pair:

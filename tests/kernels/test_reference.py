@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.quant import QuantSpec
-from moec.runtime.kernels.reference import unpack, unpack_codes
+from moec.runtime.kernels.packed_matrix import unpack, unpack_codes
 from tests.kernels.packer import FORMATS, bits, pack, random_matrix
 
 

@@ -101,26 +101,30 @@ class Cache:
         self.slots = np.array([0, 2, 1, 1, 0], np.int32)
         self.positions = np.array([0, 39, 6, 7, 21], np.int32)
 
-    def attend(self, q: np.ndarray, window: int = 0) -> np.ndarray:
+    def attend(self, q: np.ndarray, window: int = 0, sinks: np.ndarray | None = None) -> np.ndarray:
         out = np.empty_like(q)
-        kernels.attention(q, self.keys, self.values, self.slots, self.positions, 0.3, window, out)
+        kernels.attention(q, self.keys, self.values, self.slots, self.positions, 0.3, window, out, sinks)
         return out
 
 
 @gate
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5), (8, 2, 128)])
-def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int) -> None:
+def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int, has_sinks: bool) -> None:
     cache, q = Cache(kv_heads, size), normal(5, heads, size)
-    out = cache.attend(q, window)
+    sinks = 3 * normal(heads, seed=4) if has_sinks else None
+    out = cache.attend(q, window, sinks)
     for t, (slot, position) in enumerate(zip(cache.slots, cache.positions, strict=True)):
         first = max(0, position - window + 1) if window else 0
         for head in range(heads):
             keys = cache.keys[slot, head * kv_heads // heads, first : position + 1].astype(np.float64)
             values = cache.values[slot, head * kv_heads // heads, first : position + 1].astype(np.float64)
             scores = keys @ q[t, head] * 0.3
-            shares = np.exp(scores - scores.max())
-            shares /= shares.sum()
+            sink = -np.inf if sinks is None else float(sinks[head])
+            peak = max(scores.max(), sink)
+            shares = np.exp(scores - peak)
+            shares /= shares.sum() + np.exp(sink - peak)
             # a score moves by `shift`, a share by that in sum and part, and by exp; sums by a rounding per position
             shift = (size + 3) * UNIT * (np.abs(keys) @ np.abs(q[t, head])).max() * 0.3
             relative = 4 * shift + 2 * EXP_ERROR + (2 * len(keys) + 4) * UNIT
@@ -133,6 +137,7 @@ def test_attention_agrees(pair: tuple[str, str], heads: int, kv_heads: int, size
     cache = Cache(kv_heads, size)
     for window in (0, 3):
         agree(pair, lambda window=window: cache.attend(normal(5, heads, size), window))
+    agree(pair, lambda: cache.attend(normal(5, heads, size), 0, normal(heads, seed=4)))
     cache.slots, cache.positions = np.arange(100, dtype=np.int32) % 3, np.arange(100, dtype=np.int32) % 40
     agree(pair, lambda: cache.attend(normal(100, heads, size)))
 

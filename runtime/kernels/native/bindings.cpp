@@ -35,15 +35,30 @@ struct PackedMatrix {
     }
 };
 
-// Three matrices, kept alive.
+// Three matrices and up to three biases, kept alive.
 struct Expert {
     nb::object gate, up, down;
+    std::unique_ptr<Array> biases[3];
     ExpertView view;
 
-    Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix)
+    Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix, int activation, float limit, nb::list bias_objects)
         : gate(gate_matrix), up(up_matrix), down(down_matrix) {
         view = {nb::cast<const PackedMatrix&>(gate).view, nb::cast<const PackedMatrix&>(up).view,
-                nb::cast<const PackedMatrix&>(down).view};
+                nb::cast<const PackedMatrix&>(down).view, {static_cast<Activation>(activation), limit, nullptr, nullptr}, nullptr};
+        const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kClampedSwiglu);
+        if (!is_known || (bias_objects.size() != 0 && bias_objects.size() != 3)) {
+            refuse("activation or biases: expected a known activation, and no biases or three");
+        }
+        for (size_t i = 0; i < bias_objects.size(); ++i) {
+            const MatrixView& matrix = i == 0 ? view.gate : i == 1 ? view.up : view.down;
+            biases[i] = std::make_unique<Array>(bias_objects[i], "bias", Kind::kFloat32, 1);
+            biases[i]->expect({matrix.rows});
+        }
+        if (bias_objects.size() != 0) {
+            view.gating.gate_bias = biases[0]->data<const float>();
+            view.gating.up_bias = biases[1]->data<const float>();
+            view.down_bias = biases[2]->data<const float>();
+        }
         const bool is_same = view.gate.rows == view.up.rows && view.gate.columns == view.up.columns;
         if (!is_same || view.down.rows != view.gate.columns || view.down.columns != view.gate.rows) {
             refuse("gate, up and down: expected F x D, F x D and D x F");
@@ -219,7 +234,7 @@ void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_
 }
 
 void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v_cache_object, nb::handle slots_object,
-                    nb::handle positions_object, float scale, int64_t window, nb::handle out_object) {
+                    nb::handle positions_object, float scale, int64_t window, nb::handle out_object, nb::handle sinks_object) {
     const Array q(q_object, "q", Kind::kFloat32, 3), out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
     const Array k_cache(k_cache_object, "k_cache", Kind::kFloat32, 4), v_cache(v_cache_object, "v_cache", Kind::kFloat32, 4);
     const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
@@ -245,6 +260,12 @@ void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v
     call.context = k_cache.size(2);
     call.window = window;
     call.scale = scale;
+    std::unique_ptr<Array> sinks;
+    if (!sinks_object.is_none()) {
+        sinks = std::make_unique<Array>(sinks_object, "sinks", Kind::kFloat32, 1);
+        sinks->expect({q.size(1)});
+        call.sinks = sinks->data<const float>();
+    }
     bool has_memory;
     {
         nb::gil_scoped_release unlocked;
@@ -316,7 +337,9 @@ NB_MODULE(_native, module) {
              "group_size"_a, "symmetric"_a, "float_type"_a)
         .def_prop_ro("rows", [](const PackedMatrix& matrix) { return matrix.view.rows; })
         .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; });
-    nb::class_<Expert>(module, "Expert").def(nb::init<nb::object, nb::object, nb::object>(), "gate"_a, "up"_a, "down"_a);
+    nb::class_<Expert>(module, "Expert")
+        .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list>(), "gate"_a, "up"_a, "down"_a, "activation"_a = 0,
+             "limit"_a = 0.0f, "biases"_a = nb::list());
     module.def("available", available_names);
     module.def("active", [] { return active_kernels().name; });
     module.def("select", bind_select, "name"_a);
@@ -329,7 +352,8 @@ NB_MODULE(_native, module) {
     module.def("rms_norm", bind_rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
     module.def("rope", bind_rope, "x"_a, "cos"_a, "sin"_a, "positions"_a);
     module.def("store_kv", bind_store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a);
-    module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a);
+    module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a,
+               "sinks"_a = nb::none());
     module.def("route", bind_route, "logits"_a, "renormalize"_a, "experts"_a, "weights"_a);
     module.def("exp", bind_exp, "x"_a, "out"_a);
 }

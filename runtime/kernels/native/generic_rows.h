@@ -40,15 +40,32 @@ inline void exp_row(const float* x, int64_t size, float* out) {
     }
 }
 
-// silu(gate) * up for the first `rows` <= 16 lanes. out may be gate.
-inline void store_hidden(float* out, const float* gate, const float* up, int64_t rows) {
+// Clamped: g = min(gate, limit), u = up within +-limit, (u + 1) g / (1 + exp(-1.702 g)).
+MOEC_INLINE Floats gated_lanes(Floats gate, Floats up, const Gating& gating) {
+    if (gating.activation == Activation::kSilu) {
+        return mul(silu_lanes(gate), up);
+    }
+    const Floats limit = broadcast(gating.limit), one = broadcast(1.0f);
+    const Floats g = smaller(limit, gate), u = smaller(limit, larger(sub(zero(), limit), up));
+    return mul(add(u, one), div(g, add(one, exp_lanes(mul(broadcast(-1.702f), g)))));
+}
+
+// The gated products of the first `rows` <= 16 lanes of a block whose first row is `first`. out may be gate.
+inline void store_hidden(float* out, const float* gate, const float* up, int64_t rows, const Gating& gating, int64_t first) {
     for (int64_t row = 0; row < rows; row += kLanes) {
         const int count = lanes_left(rows, row);
-        store_partial(out + row, mul(silu_lanes(load_partial(gate + row, count)), load(up + row)), count);
+        Floats g = load_partial(gate + row, count), u = load(up + row);
+        if (gating.gate_bias != nullptr) {
+            g = add(g, load_partial(gating.gate_bias + first + row, count));
+        }
+        if (gating.up_bias != nullptr) {
+            u = add(u, load_partial(gating.up_bias + first + row, count));
+        }
+        store_partial(out + row, gated_lanes(g, u, gating), count);
     }
 }
 
-inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Activations& x, int64_t tokens,
+inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x, int64_t tokens,
                           OutputRows out, int64_t begin, int64_t end) {
     const Product gate_product(gate, x), up_product(up, x);
     alignas(64) float gate_acc[kChunkTokens * kRowsPerBlock];
@@ -60,7 +77,7 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ac
         });
         multiply_one(up_product, begin, end, [&](int64_t block, const float* acc) {
             float* place = row + block * kRowsPerBlock;
-            store_hidden(place, place, acc, rows_in_block(gate, block));
+            store_hidden(place, place, acc, rows_in_block(gate, block), gating, block * kRowsPerBlock);
         });
         return;
     }
@@ -71,7 +88,7 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ac
             up_product.multiply_chunk(block, first, count, up_acc);
             for (int i = 0; i < count; ++i) {
                 store_hidden(row_of(out, first + i) + block * kRowsPerBlock, gate_acc + i * kRowsPerBlock,
-                             up_acc + i * kRowsPerBlock, rows_in_block(gate, block));
+                             up_acc + i * kRowsPerBlock, rows_in_block(gate, block), gating, block * kRowsPerBlock);
             }
         }
     }
@@ -158,9 +175,10 @@ inline float largest(const float* x, int64_t size) {
     return most;
 }
 
-// x becomes exp(x - max x). Returns the sum.
-inline float exponentiate(float* x, int64_t size) {
-    const Floats peak = broadcast(largest(x, size));
+// x becomes exp(x - peak), peak the largest of x and of `extra` where there is one. Returns the sum, with that of extra.
+inline float exponentiate(float* x, int64_t size, const float* extra = nullptr) {
+    const float most = largest(x, size);
+    const Floats peak = broadcast(extra != nullptr && *extra > most ? *extra : most);
     Floats sum = zero();
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
@@ -173,7 +191,8 @@ inline float exponentiate(float* x, int64_t size) {
         store_partial(x + i, exp_lanes(sub(load_partial(x + i, count), peak)), count);
         sum = add(sum, load_partial(x + i, count));
     }
-    return sum_lanes(sum);
+    const float total = sum_lanes(sum);
+    return extra == nullptr ? total : total + first_lane(exp_lanes(sub(broadcast(*extra), peak)));
 }
 
 // out = sum over positions, in order, of share * row, divided by `total`; Vectors x 8 features at once.
@@ -221,7 +240,7 @@ inline void attention(const AttentionCall& call, int64_t token, int64_t head, fl
     for (; p < count; ++p) {
         dot_rows<1>(q, keys + p * size, size, size, call.scale, scores + p);
     }
-    const float total = exponentiate(scores, count);
+    const float total = exponentiate(scores, count, call.sinks == nullptr ? nullptr : call.sinks + head);
     int64_t d = 0;
     for (; d + kVectorsAtOnce * kLanes <= size; d += kVectorsAtOnce * kLanes) {
         weigh_rows<kVectorsAtOnce>(scores, values + d, size, count, total, out + d);

@@ -175,6 +175,20 @@ void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t coun
     });
 }
 
+// The bias of the down projection on row blocks [begin, end) of its outputs.
+static void add_bias(const ExpertView& expert, int64_t tokens, const OutputRows& out, int64_t begin, int64_t end) {
+    if (expert.down_bias == nullptr) {
+        return;
+    }
+    const int64_t last = std::min(end * kRowsPerBlock, expert.down.rows);
+    for (int64_t t = 0; t < tokens; ++t) {
+        float* row = out.base + (out.index != nullptr ? out.index[t] : t) * out.stride;
+        for (int64_t d = begin * kRowsPerBlock; d < last; ++d) {
+            row[d] += expert.down_bias[d];
+        }
+    }
+}
+
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
     const KernelTable& kernels = active_kernels();
     const int64_t size = expert.gate.columns, width = expert.gate.rows;
@@ -196,7 +210,7 @@ bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
         }
         const OutputRows hidden_rows{hidden, width, nullptr};
         split_blocks(blocks_of(expert.gate), 2 * product_flops(expert.gate, tokens), [&](int64_t begin, int64_t end) {
-            kernels.expert_hidden(expert.gate, expert.up, inputs, tokens, hidden_rows, begin, end);
+            kernels.expert_hidden(expert.gate, expert.up, expert.gating, inputs, tokens, hidden_rows, begin, end);
         });
         Activations hidden_inputs{{hidden, width, nullptr}, {}};
         if (rounds_hidden) {
@@ -205,6 +219,7 @@ bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
         const OutputRows outputs{call.out, expert.down.rows, call.out_rows + first};
         split_blocks(blocks_of(expert.down), product_flops(expert.down, tokens), [&](int64_t begin, int64_t end) {
             kernels.linear(expert.down, hidden_inputs, tokens, outputs, begin, end);
+            add_bias(expert, tokens, outputs, begin, end);
         });
     }
     return true;
@@ -237,7 +252,8 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
         input.rounded = round_rows(input.floats, 1, size, rounded_input);
     }
     split_experts(count, blocks_of(first), 2 * flops, [&](int64_t i, int64_t begin, int64_t end) {
-        kernels.expert_hidden(experts[i]->gate, experts[i]->up, input, 1, {hidden + i * width, width, nullptr}, begin, end);
+        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1, {hidden + i * width, width, nullptr},
+                              begin, end);
     });
     RoundedRows rounded{};
     if (rounds_hidden) {
@@ -249,7 +265,9 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
         if (rounds_hidden) {
             own.rounded = {rounded.codes + i * width, rounded.steps + i * tiles, rounded.sums + i * tiles, width};
         }
-        kernels.linear(experts[i]->down, own, 1, {out + out_rows[i] * size, size, nullptr}, begin, end);
+        const OutputRows outputs{out + out_rows[i] * size, size, nullptr};
+        kernels.linear(experts[i]->down, own, 1, outputs, begin, end);
+        add_bias(*experts[i], 1, outputs, begin, end);
     });
     return true;
 }

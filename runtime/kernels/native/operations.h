@@ -11,6 +11,8 @@ namespace moec {
 
 struct ExpertView {
     MatrixView gate, up, down;
+    Gating gating;
+    const float* down_bias;  // [D], may be null
 };
 
 // Indices of an expert call: row i reads x row x_rows[i] and writes output row out_rows[i].

@@ -33,6 +33,16 @@ struct Activations {
     RoundedRows rounded;
 };
 
+enum class Activation { kSilu = 0, kClampedSwiglu = 1 };
+
+// What becomes of the products of gate and up, to which biases are added first where there are any.
+struct Gating {
+    Activation activation;
+    float limit;             // of a clamped activation
+    const float* gate_bias;  // [F], may be null
+    const float* up_bias;    // [F], may be null
+};
+
 struct AttentionCall {
     const float* q;        // [T, H, Dh]
     const float* k_cache;  // [S, Hkv, C, Dh]
@@ -43,6 +53,7 @@ struct AttentionCall {
     int64_t heads, kv_heads, head_size, context;
     int64_t window;  // 0: no window
     float scale;
+    const float* sinks;  // [H], scores without a value that every softmax counts; may be null
 };
 
 struct RopeCall {
@@ -67,9 +78,9 @@ struct KernelTable {
     bool (*is_supported)();
     // Row blocks [begin, end) of out = x W^T, for `tokens` rows.
     void (*linear)(const MatrixView&, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end);
-    // Row blocks [begin, end) of silu(gate x) * (up x).
-    void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, const Activations& x, int64_t tokens,
-                          OutputRows out, int64_t begin, int64_t end);
+    // Row blocks [begin, end) of the gated products, silu(gate x) * (up x) or another gating.
+    void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
+                          int64_t tokens, OutputRows out, int64_t begin, int64_t end);
     // One row rounded to 8 bits: [columns] codes, [columns / 32] steps and sums.
     void (*round_row)(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums);
     void (*dequantize_row)(const MatrixView&, int64_t row, float* out);

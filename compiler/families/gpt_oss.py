@@ -1,0 +1,52 @@
+"""gpt-oss: attention sinks, windows in every other layer, biases everywhere, clamped experts stored inputs first.
+
+Source: transformers, models/gpt_oss/modeling_gpt_oss.py and configuration_gpt_oss.py; gpt-oss model card, section 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moec.manifests.model import ExpertsSpec, LayerSpec, RouterSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import (
+    MAX_EXPERTS_PER_LAYER,
+    DecoderNames,
+    DecoderParts,
+    attention_of,
+    count_layers,
+    lower_family,
+    read_windows,
+)
+from .lowering import Lowering
+from .settings import Settings
+
+_NAMES = DecoderNames(routers=("mlp.router.weight",), loaded_router="mlp.router.weight", is_transposed=True)
+_SLOPE = 1.702  # of the sigmoid; the kernels know no other
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a gpt-oss checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    return lower_family(checkpoint, "gpt_oss", _NAMES, _parts)
+
+
+def _parts(settings: Settings) -> DecoderParts:
+    """What is the family's own in config.json."""
+    settings.passed_over("initial_context_length", "swiglu_alpha")
+    if settings.raw("swiglu_alpha") not in (None, _SLOPE):
+        settings.fail("swiglu_alpha", f"{_SLOPE}", "compile another checkpoint")
+    attention = attention_of(settings, bias="all" if settings.boolean("attention_bias", True) else "none", sinks=True)
+    experts = ExpertsSpec(
+        count=settings.integer("num_local_experts", MAX_EXPERTS_PER_LAYER),
+        top_k=settings.either_integer("num_experts_per_tok", "experts_per_token"),
+        width=settings.integer("intermediate_size"),
+        activation="clamped_swiglu",
+        limit=settings.number("swiglu_limit", 7.0),
+        router=RouterSpec("softmax", renormalize=True, has_bias=True),  # softmax over the chosen ones is the same
+        has_bias=True,
+    )
+    window = settings.optional_integer("sliding_window") or 0
+    layers = count_layers(settings)
+    windows = read_windows(settings, [window if at % 2 == 0 else 0 for at in range(layers)], window)
+    return DecoderParts(tuple(LayerSpec(replace(attention, sliding_window=size), experts) for size in windows))

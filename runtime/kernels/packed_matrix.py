@@ -1,0 +1,149 @@
+"""Weight matrices in the packed format, read by numpy, and the checks of arrays that every kernel makes.
+
+The bytes are those of docs/format.md, Packing. A matrix is unpacked on each call; nothing is kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+_PLANE_BYTES = 4 * ROWS_PER_BLOCK
+_COLUMNS_PER_LANE = 4
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def check_array(array: np.ndarray, name: str, dtype: type, dimensions: int) -> None:
+    """Refuse an array of another dtype, rank or memory order. Raises ValueError."""
+    # Messages are made when they are needed: this runs at every layer of every token.
+    if array.dtype != dtype:
+        raise ValueError(f"{name}: expected {np.dtype(dtype).name}, found {array.dtype}")
+    if array.ndim != dimensions:
+        raise ValueError(f"{name}: expected {dimensions} dimensions, found {array.ndim}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: expected C-contiguous memory")
+
+
+def check_shape(array: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse an array of another shape. Raises ValueError."""
+    require(array.shape == shape, f"{name}: expected shape {shape}, found {array.shape}")
+
+
+def check_indices(indices: NDArray[np.signedinteger], name: str, count: int) -> None:
+    """Refuse indices outside 0 .. count - 1. Raises ValueError."""
+    outside = indices.size > 0 and bool((indices < 0).any() or (indices >= count).any())
+    require(
+        not outside,
+        f"{name}: expected indices below {count}, found {indices.min(initial=0)} to {indices.max(initial=0)}",
+    )
+
+
+class PackedMatrix:
+    """A weight matrix in layout `rows16`, over memory that somebody else owns.
+
+    data: uint8[packed_bytes], kept by reference and never written. rows, columns: the matrix without row padding.
+    Raises ValueError if the buffer does not have exactly the bytes of the format.
+    Source: docs/format.md, Packing.
+    """
+
+    __slots__ = ("columns", "data", "rows", "spec")
+
+    def __init__(self, data: Bytes, rows: int, columns: int, spec: QuantSpec) -> None:
+        check_array(data, "data", np.uint8, 1)
+        expected = spec.packed_bytes(rows, columns)
+        require(data.size == expected, f"data: {rows} x {columns} in {spec} takes {expected} bytes, found {data.size}")
+        self.data = data
+        self.rows = rows
+        self.columns = columns
+        self.spec = spec
+
+
+def _crumbs(planes: Bytes, bits: int) -> Bytes:
+    """Split bytes into fields of `bits` bits, lowest first, along a new third axis.
+
+    planes: uint8[tiles, planes, 64] -> uint8[tiles, planes, 8 / bits, 64].
+    """
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return np.asarray((planes[:, :, None, :] >> shifts) & np.uint8(2**bits - 1))
+
+
+def _tile_codes(tiles: Bytes, bitwidth: int) -> Bytes:
+    """Codes of tiles. tiles: uint8[n, 64 * bitwidth] -> uint8[n, 16, 32]. Source: docs/format.md, Packing, table."""
+    planes = tiles.reshape(len(tiles), bitwidth, _PLANE_BYTES)
+    if bitwidth == 3:
+        lanes = _crumbs(planes[:, :2], 2).reshape(len(tiles), -1, _PLANE_BYTES)
+        lanes = lanes | _crumbs(planes[:, 2:], 1).reshape(lanes.shape) << np.uint8(2)
+    else:
+        lanes = _crumbs(planes, bitwidth)
+    # lanes: q, then byte 4 r + c; column k = 4 q + c
+    by_lane = lanes.reshape(len(tiles), -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
+    return np.asarray(by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, COLUMNS_PER_TILE))
+
+
+def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Bytes, Floats, Floats]:
+    """Tiles, scales and minima: uint8[blocks, G, tiles, bytes], float32[blocks, G, 16] twice."""
+    blocks, groups = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK, spec.groups(columns)
+    scale_bytes = 2 * ROWS_PER_BLOCK
+    records = data.reshape(blocks, groups, -1)
+    scales = records[:, :, :scale_bytes].copy().view("<f2").astype(np.float32)
+    if spec.symmetric:
+        minima, start = scales * np.float32(-(2 ** (spec.bitwidth - 1))), scale_bytes
+    else:
+        minima, start = (
+            records[:, :, scale_bytes : 2 * scale_bytes].copy().view("<f2").astype(np.float32),
+            2 * scale_bytes,
+        )
+    return records[:, :, start:].reshape(blocks, groups, -1, _PLANE_BYTES * spec.bitwidth), scales, minima
+
+
+def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes:
+    """The codes of a quantized matrix.
+
+    data: uint8[packed_bytes]. Returns uint8[rows, columns]. Raises ValueError for 16-bit formats and wrong sizes.
+    Source: docs/format.md, Packing.
+    """
+    require(spec.bitwidth != 16, "a 16-bit matrix has no codes")
+    PackedMatrix(data, rows, columns, spec)
+    tiles, _, _ = _groups(data, rows, columns, spec)
+    blocks = tiles.shape[0]
+    codes = _tile_codes(tiles.reshape(-1, tiles.shape[-1]), spec.bitwidth)
+    by_block = codes.reshape(blocks, columns // COLUMNS_PER_TILE, ROWS_PER_BLOCK, COLUMNS_PER_TILE)
+    return np.asarray(by_block.transpose(0, 2, 1, 3).reshape(-1, columns)[:rows])
+
+
+def _unpack_16_bit(data: Bytes, columns: int, spec: QuantSpec) -> Floats:
+    if spec.float_type == "bfloat16":
+        values = (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        values = data.view("<f2").astype(np.float32)
+    return np.asarray(values.reshape(-1, columns, ROWS_PER_BLOCK).transpose(0, 2, 1).reshape(-1, columns))
+
+
+def unpack(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Floats:
+    """The weights of a packed matrix, each rounded once.
+
+    data: uint8[packed_bytes]. Returns float32[rows, columns]. Raises ValueError for wrong sizes.
+    scale * code + minimum is exact in float64 (at most 49 bits), so the one rounding is that of fmaf.
+    Source: docs/format.md, Packing.
+    """
+    PackedMatrix(data, rows, columns, spec)
+    if spec.bitwidth == 16:
+        return _unpack_16_bit(data, columns, spec)[:rows]
+    codes = unpack_codes(data, rows, columns, spec)
+    _, scales, minima = _groups(data, rows, columns, spec)
+    groups = scales.shape[1]
+    row_scales = scales.transpose(0, 2, 1).reshape(-1, groups, 1)[:rows].astype(np.float64)
+    row_minima = minima.transpose(0, 2, 1).reshape(-1, groups, 1)[:rows].astype(np.float64)
+    weights = row_scales * codes.reshape(rows, groups, -1) + row_minima
+    return np.asarray(weights.astype(np.float32).reshape(rows, columns))
