@@ -20,6 +20,8 @@ from moec.manifests.codec import load_strict_json
 from moec.manifests.errors import CheckpointError
 from moec.manifests.safetensors_header import ITEM_BYTES, HeaderError, TensorEntry, read_header
 
+from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
+
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -38,6 +40,7 @@ COMPANION_PATTERNS = (
 _MAX_COMPANION_BYTES = 256 << 20
 _READ_BYTES = 8 << 20
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_PACKED_DTYPES = {"U8": torch.uint8}  # of MXFP4 blocks and scales, for the families that know them
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -79,7 +82,7 @@ class Checkpoint:
             shape = shape[1:] if stop is None else (stop - at, *shape[1:])
         raw = bytearray(_elements(shape) * item)
         if not raw:
-            return torch.empty(shape, dtype=_DTYPES[ref.dtype])
+            return torch.empty(shape, dtype=(_DTYPES | _PACKED_DTYPES)[ref.dtype])
         try:
             with (self.root / ref.file).open("rb", buffering=0) as file:
                 file.seek(start)
@@ -95,7 +98,7 @@ class Checkpoint:
                     done += count
         except OSError as error:
             raise CheckpointError(f"cannot read `{self.root / ref.file}`: {error.strerror or error}") from error
-        return torch.frombuffer(raw, dtype=_DTYPES[ref.dtype]).reshape(shape)
+        return torch.frombuffer(raw, dtype=(_DTYPES | _PACKED_DTYPES)[ref.dtype]).reshape(shape)
 
     def companion_files(self) -> tuple[str, ...]:
         """Names of config, tokenizer and template files: what a bundle copies, sorted."""
@@ -143,7 +146,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     generation = root / GENERATION_CONFIG_NAME
     generation_config = _read_json(generation, "remove or repair it") if generation.is_file() else {}
     tensors = _read_tensors(root)
-    wrong = sorted(name for name, ref in tensors.items() if ref.dtype not in _DTYPES)
+    wrong = sorted(n for n, ref in tensors.items() if ref.dtype not in _DTYPES and not _is_packed(n, ref))
     if wrong:
         raise CheckpointError(
             f"`{root}`: {len(wrong)} tensors are neither bfloat16, float16 nor float32, first `{wrong[0]}` with "
@@ -151,6 +154,10 @@ def open_checkpoint(path: str) -> Checkpoint:
             "start from the checkpoint before it was quantized",
         )
     return Checkpoint(root, name, config, generation_config, tensors)
+
+
+def _is_packed(name: str, ref: TensorRef) -> bool:
+    return ref.dtype in _PACKED_DTYPES and name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -92,7 +92,8 @@ def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
             missing.append((name, ""))
         elif ref.shape != source.shape:
             misshapen.append((name, f"expected shape {list(source.shape)}, found {list(ref.shape)}"))
-    unexpected = [(n, "") for n in checkpoint.tensors if n not in sources and n not in lowering.ignored]
+    known = {*sources, *lowering.ignored, *lowering.beside}
+    unexpected = [(name, "") for name in checkpoint.tensors if name not in known]
     return [
         *(f"missing tensor {text}" for text in _together(missing)),
         *(f"misshapen tensor {text}" for text in _together(misshapen)),

@@ -118,7 +118,7 @@ def load_network(lowering: Lowering) -> Network:
     try:
         with _quiet():
             model, report = loader.from_pretrained(
-                root, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                root, dtype=torch.float32, local_files_only=True, output_loading_info=True, **_unpacking(lowering)
             )
     except _FOREIGN_ERRORS as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -143,6 +143,15 @@ _ROUTED = {
 _PLAIN = {**_ROUTED, "mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_start_index": 1}
 
 
+def _unpacking(lowering: Lowering) -> dict[str, Any]:
+    """What transformers must be told of packed weights: to unpack them. Its arithmetic on packed ones is not ours."""
+    if lowering.checkpoint.config.get("quantization_config") is None:
+        return {}
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
 def build_single_layer(lowering: Lowering, layer: int = 0) -> Network:
     """A decoder layer like this one with weights yet to be set, in float32, and no vocabulary to speak of.
 
@@ -155,6 +164,8 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> Network:
         with _quiet():
             config = AutoConfig.from_pretrained(root, local_files_only=True)
             config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
             kind = _ROUTED if lowering.model.layers[layer].experts.count else _PLAIN
             changes = {**kind, "layer_types": (getattr(config, "layer_types", None) or [None])[layer:][:1]}
             for name, value in {**changes, "embedding_multiplier": 1.0}.items():

@@ -29,6 +29,7 @@ from moec.manifests.model import (
 )
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
+from ..mxfp4 import BLOCK_VALUES, BLOCKS_SUFFIX, SCALES_SUFFIX
 from .lowering import HeadPart, Lowering, TensorSource, common_float_type
 from .rope import read_rope
 from .settings import Settings
@@ -200,17 +201,17 @@ def _lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames
     units = {key: source for layer in model.expert_layers for key, source in _units(checkpoint, model, names, layer)}
     read = [source.name for source in (*dense.values(), *units.values())]
     float_type, notes = common_float_type(checkpoint, read)
-    ignored = {name for name in checkpoint.tensors if _is_no_weight(name, model.num_layers, names)}
+    ignored = {name for name in checkpoint.tensors if _plays_no_part(name, model.num_layers)}
+    beside = {name for name in checkpoint.tensors if name.endswith((names.correction, SCALES_SUFFIX))} - ignored
     if model.tie_embeddings:
         ignored.add(_HEAD)
-    return Lowering(checkpoint, model, dense, units, loaded, frozenset(ignored), float_type, notes)
+    return Lowering(checkpoint, model, dense, units, loaded, frozenset(ignored), frozenset(beside), float_type, notes)
 
 
-def _is_no_weight(name: str, layers: int, names: DecoderNames) -> bool:
-    """Tables of the rotary embedding, corrections (in the ModelSpec), and layers that guess tokens further ahead."""
+def _plays_no_part(name: str, layers: int) -> bool:
+    """Tables of the rotary embedding, and layers that guess tokens further ahead."""
     match = _LAYER.match(name)
-    is_further = match is not None and int(match[1]) >= layers
-    return is_further or name.endswith((".rotary_emb.inv_freq", names.correction))
+    return (match is not None and int(match[1]) >= layers) or name.endswith(".rotary_emb.inv_freq")
 
 
 def _head_differs(checkpoint: Checkpoint) -> bool:
@@ -268,12 +269,40 @@ def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames,
     return found
 
 
+def _mxfp4_units(
+    checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames, layer: int
+) -> list[tuple[UnitKey, TensorSource]]:
+    """Sources of experts whose stacks are packed, each as blocks and scales. Raises CheckpointError."""
+    count, sources = model.layers[layer].experts.count, []
+    for expert in range(count):
+        for projection in PROJECTIONS:
+            rows, columns = model.unit_shape(layer, projection)
+            is_down = projection == "down"
+            stem = f"model.layers.{layer}.{names.stacked[0][1 if is_down else 0]}"
+            whole = (count, rows if is_down else 2 * rows, columns // BLOCK_VALUES)
+            scales = checkpoint.tensors.get(stem + SCALES_SUFFIX)
+            if scales is None or scales.shape != whole:
+                raise CheckpointError(
+                    f"`{checkpoint.root}`: expected a tensor `{stem + SCALES_SUFFIX}` of shape {list(whole)}",
+                    "copy the checkpoint again",
+                )
+            every = None if is_down else (0 if projection == "gate" else 1, 2)
+            shape = (*whole, BLOCK_VALUES // 2)
+            packed = TensorSource(
+                stem + BLOCKS_SUFFIX, shape, expert, every=every, is_transposed=True, scales=stem + SCALES_SUFFIX
+            )
+            sources.append((UnitKey(layer, expert, projection), packed))
+    return sources
+
+
 def _units(
     checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames, layer: int
 ) -> list[tuple[UnitKey, TensorSource]]:
     """Sources of the routed experts of one layer."""
     count, prefix = model.layers[layer].experts.count, f"model.layers.{layer}."
     stacked = next((pair for pair in names.stacked if prefix + pair[0] in checkpoint.tensors), None)
+    if names.is_transposed and stacked is None:
+        return _mxfp4_units(checkpoint, model, names, layer)
     sources = []
     for expert in range(count):
         for projection, own in zip(PROJECTIONS, names.projections, strict=True):

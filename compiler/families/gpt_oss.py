@@ -34,6 +34,9 @@ def lower(checkpoint: Checkpoint) -> Lowering:
 def _parts(settings: Settings) -> DecoderParts:
     """What is the family's own in config.json."""
     settings.passed_over("initial_context_length", "swiglu_alpha")
+    packed = settings.raw("quantization_config")
+    if packed is not None and (not isinstance(packed, dict) or packed.get("quant_method") != "mxfp4"):
+        settings.fail("quantization_config", "null or `quant_method` mxfp4", "start from the checkpoint as published")
     if settings.raw("swiglu_alpha") not in (None, _SLOPE):
         settings.fail("swiglu_alpha", f"{_SLOPE}", "compile another checkpoint")
     attention = attention_of(settings, bias="all" if settings.boolean("attention_bias", True) else "none", sinks=True)

@@ -12,6 +12,7 @@ from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
 from ..checkpoint import Checkpoint
+from ..mxfp4 import decode
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,7 +43,8 @@ class TensorSource:
     name: the tensor on disk. shape: what that tensor must have on disk. index: which matrix of a stack [E, ., .], or
     None. rows: start and stop within that matrix, or None for all. heads: of a whole matrix, a part of each head.
     every: first and step of the columns that belong to the weight. is_transposed: what is left is [columns, rows].
-    is_flat: the weight is a vector, matrices after one another.
+    is_flat: the weight is a vector, matrices after one another. scales: of an MXFP4 tensor, the one with its scales;
+    what is decoded from both is turned round first, so that it lies as an unpacked tensor would.
     """
 
     name: str
@@ -53,6 +55,7 @@ class TensorSource:
     every: tuple[int, int] | None = None
     is_transposed: bool = False
     is_flat: bool = False
+    scales: str = ""
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The weight in what has been read of its tensor, in its place: [N, K], [H, r, C] of heads, [.., K] if flat."""
@@ -75,8 +78,8 @@ class Lowering:
 
     dense: canonical name (ModelSpec.dense_shapes) -> source. units: every routed projection -> source.
     loaded: canonical name of a dense weight -> the parameter of transformers' model that holds it.
-    ignored: tensors on disk that are no weights of the computation. float_type: what 16-bit weights are stored as;
-    float32 tensors are rounded to it. notes: what the user should know.
+    ignored: tensors on disk that play no part; beside: those that are no weights of their own but are read.
+    float_type: what 16-bit weights are stored as; float32 tensors are rounded to it. notes: what the user should know.
     """
 
     checkpoint: Checkpoint
@@ -85,6 +88,7 @@ class Lowering:
     units: Mapping[UnitKey, TensorSource]
     loaded: Mapping[str, str]
     ignored: frozenset[str]
+    beside: frozenset[str]
     float_type: FloatType
     notes: tuple[str, ...] = ()
 
@@ -103,7 +107,10 @@ class Lowering:
 
     def read(self, source: TensorSource) -> torch.Tensor:
         """Read exactly this weight in the 16-bit type. Raises CheckpointError where a value is not finite."""
-        weight = self.checkpoint.tensor(source.name, source.index, source.rows).to(_TORCH_DTYPES[self.float_type])
+        weight = self.checkpoint.tensor(source.name, source.index, source.rows)
+        if source.scales:
+            weight = decode(weight, self.checkpoint.tensor(source.scales, source.index)).T
+        weight = weight.to(_TORCH_DTYPES[self.float_type])
         if not torch.isfinite(weight).all():
             raise CheckpointError(
                 f"tensor `{source.name}` in `{self.checkpoint.root}` holds NaN or infinite values in "

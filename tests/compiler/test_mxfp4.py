@@ -1,0 +1,99 @@
+"""MXFP4 checkpoints: values by the table of the format, and whole models as transformers unpacks them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.families import lower
+from moec.compiler.mxfp4 import decode
+from moec.compiler.reference import ReferenceModel
+from moec.manifests.errors import CheckpointError
+from moec.runtime import load
+from tests.gates.bundles import emit_bundle
+from tests.tiny_compile import compile_tiny, save_texts
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+
+TOKENS = np.random.default_rng(5).integers(4, 260, 30).tolist()
+VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
+def pack_experts(folder: Path) -> Path:
+    """Random blocks and scales in the place of a gpt-oss checkpoint's experts."""
+    tensors, draw = load_file(folder / WEIGHTS_NAME), torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(121, 126, (experts, outputs, inputs // 32), generator=draw, dtype=torch.uint8)
+        tensors.update({f"{name}_blocks": blocks, f"{name}_scales": scales})
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_experts(save_tiny_family(tmp_path_factory.mktemp("mxfp4") / "model", TINY_FAMILIES["gpt-oss"]))
+
+
+def test_values_are_those_of_the_format() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    scales = torch.tensor([[127, 128, 120, 0, 254, 100, 1, 126, 127, 127, 127, 127, 127, 127, 127, 255]]).byte()
+    found = decode(blocks, scales)
+    assert found.shape == (1, 512) and found.dtype == torch.bfloat16
+    for byte in range(240):
+        power = 2.0 ** (int(scales[0, byte // 16]) - 127)
+        for half, code in enumerate((byte & 15, byte >> 4)):
+            expected = torch.tensor(VALUES[code] * power, dtype=torch.float64)
+            assert found[0, 2 * byte + half].double() == expected or power in (2.0**-127, 2.0**127)
+    assert found[0, -32:].isnan().all()
+
+
+@pytest.mark.gate("G9")
+def test_a_bundle_computes_what_transformers_unpacks(folder: Path, tmp_path: Path) -> None:
+    loader = AutoModelForCausalLM
+    model = loader.from_pretrained(folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0].float().numpy()
+    with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=64) as engine:
+        found = engine.logits(TOKENS)
+    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+def test_the_reference_is_unpacked_and_a_search_runs(folder: Path, tmp_path: Path) -> None:
+    reference, lowering = ReferenceModel(folder), lower(open_checkpoint(str(folder)))
+    for key in lowering.units:
+        assert torch.equal(reference.original_weight(key), lowering.unit(key).float()), key
+    data = save_texts(tmp_path / "texts")
+    result = compile_tiny(folder, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("perplexity",))
+    assert result.path is not None
+
+
+def test_what_is_packed_wrongly_is_named(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    tensors = load_file(folder / WEIGHTS_NAME)
+    (copy / "config.json").write_text((folder / "config.json").read_text())
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file(tensors | {name: tensors[name][:, :, :1].contiguous()}, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=f"expected a tensor `{name}` of shape"):
+        lower(open_checkpoint(str(copy)))
+    scales = tensors[name].clone()
+    scales[1, 2, 0] = 255
+    save_file(tensors | {name: scales}, copy / WEIGHTS_NAME)
+    lowering = lower(open_checkpoint(str(copy)))
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks` .*NaN or infinite"):
+        [lowering.unit(key) for key in lowering.units if key.layer == 1]
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match="key `quantization_config`: expected null or `quant_method` mxfp4"):
+        lower(open_checkpoint(str(copy)))
