@@ -52,7 +52,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 @click.option("--size", metavar="SIZE", help="Target: bytes of the routed experts, like `2.1GiB`.")
 @click.option("--uniform", type=int, metavar="BITS", help="One bitwidth for all experts: no search, no data.")
 @click.option("--data", metavar="DIR_OR_JSONL", help="Task items: train/validation/test files, or one JSONL to divide.")
-@click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, xsum, perplexity; repeatable.")
+@click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, mmlu, ...; repeatable.")
 @click.option(
     "--device", default="host", show_default=True, metavar="PROFILE", help="Device profile, a name or a TOML."
 )

@@ -19,7 +19,7 @@ from .runtime_options import OPTION_NAMES, build_options, is_bundle, mode_text, 
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import TextEngine
-    from moec.evaluation.run import EvaluationResult
+    from moec.evaluation.results import EvaluationResult
 
 DEFAULT_SLOTS = 32
 _FOR_CHECKPOINTS = ("threads",)
@@ -28,7 +28,9 @@ _FOR_CHECKPOINTS = ("threads",)
 @click.command("eval", short_help="Score a bundle or a checkpoint on a task.")
 @click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=click.Path(path_type=Path))
 @click.option("--data", "source", required=True, metavar="FILE_OR_DIR", help="JSONL items, or a folder of splits.")
-@click.option("--task", metavar="NAME", help="gsm8k, samsum, xsum or perplexity.  [default: told by the fields]")
+@click.option(
+    "--task", metavar="NAME", help="gsm8k, samsum, xsum, perplexity, hellaswag, piqa, ...  [default: by the fields]"
+)
 @click.option(
     "--split", metavar="NAME", help="train, validation or test.  [default: test; a single file is taken whole]"
 )

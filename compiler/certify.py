@@ -12,7 +12,8 @@ import numpy as np
 
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine
-from moec.evaluation.run import EvaluationResult, compare, evaluate
+from moec.evaluation.results import EvaluationResult
+from moec.evaluation.run import compare, evaluate
 from moec.evaluation.statistics import DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
 from moec.evaluation.tasks import Item, Task
 

@@ -17,7 +17,8 @@ import torch
 
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine
-from moec.evaluation.run import EvaluationResult, answer_scores, evaluate
+from moec.evaluation.results import EvaluationResult
+from moec.evaluation.run import answer_scores, evaluate
 from moec.evaluation.statistics import (
     DistributionSummary,
     LossEstimate,

@@ -191,7 +191,8 @@ def check_items(task: Task, rows: Rows) -> ItemSet:
     """
     kept: list[Item] = []
     for number, value in rows.numbered:
-        item = {name: _text(task, rows, number, value, name) for name in task.fields}
+        row = value if task.read is None else _read_row(task, rows, number, value)
+        item = {name: _text(task, rows, number, row, name) for name in task.fields}
         if not all(text.strip() for text in item.values()):
             continue
         fault = task.answer_fault(task.reference(item))
@@ -207,6 +208,20 @@ def check_items(task: Task, rows: Rows) -> ItemSet:
             f"fill in the fields {', '.join(task.fields)}",
         )
     return ItemSet(task, rows.source, tuple(kept), len(rows.numbered) - len(kept))
+
+
+def _read_row(task: Task, rows: Rows, number: int, value: dict[str, object]) -> dict[str, object]:
+    """A row in the form its data set has, as the task's own fields; such an item stays. Raises DataError."""
+    if isinstance(value.get("choices"), str):
+        return value
+    hint = f"task `{task.name}` needs rows of the fields {', '.join(task.row_fields)}, as on the hub"
+    missing = [name for name in task.row_fields if name not in value]
+    if missing or task.read is None:
+        raise DataError(f"{rows.place(number)}: the field `{missing[0]}` of task `{task.name}` is missing", hint)
+    try:
+        return dict(task.read(value))
+    except ValueError as error:
+        raise DataError(f"{rows.place(number)}: the row {error}", hint) from error
 
 
 def _text(task: Task, rows: Rows, number: int, value: dict[str, object], name: str) -> str:

@@ -7,17 +7,19 @@ from collections.abc import Iterable
 from moec.manifests.errors import DataError, OptionError
 
 from .base import Item, Task
+from .choices import HELLASWAG, MMLU, PIQA, TRUTHFULQA, WINOGRANDE
 from .gsm8k import GSM8K
 from .perplexity import PERPLEXITY
 from .summaries import SAMSUM, XSUM
 
 __all__ = ["TASKS", "Item", "Task", "find_task", "infer_task"]
 
-TASKS: dict[str, Task] = {task.name: task for task in (GSM8K, SAMSUM, XSUM, PERPLEXITY)}
+_ALL = (GSM8K, SAMSUM, XSUM, PERPLEXITY, HELLASWAG, PIQA, WINOGRANDE, MMLU, TRUTHFULQA)
+TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
 
 def _known() -> str:
-    return ", ".join(f"{task.name} ({', '.join(task.fields)})" for task in TASKS.values())
+    return ", ".join(f"{task.name} ({', '.join(task.row_fields)})" for task in TASKS.values())
 
 
 def find_task(name: str) -> Task:
@@ -33,9 +35,9 @@ def infer_task(fields: Iterable[str], place: str) -> Task:
     place: file and line the fields were read from, for the message. Raises DataError if none or several fit.
     """
     present = set(fields)
-    fits = [task for task in TASKS.values() if present.issuperset(task.fields)]
-    most = max((len(task.fields) for task in fits), default=0)
-    best = [task for task in fits if len(task.fields) == most]
+    fits = [task for task in TASKS.values() if present.issuperset(task.row_fields)]
+    most = max((len(task.row_fields) for task in fits), default=0)
+    best = [task for task in fits if len(task.row_fields) == most]
     if len(best) == 1:
         return best[0]
     found = ", ".join(f"`{name}`" for name in sorted(present)[:10]) or "none"

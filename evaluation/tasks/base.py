@@ -12,6 +12,8 @@ from moec.manifests.errors import OptionError
 
 Item = Mapping[str, str]
 """One example: the task's fields, nothing else."""
+Choices = tuple[list[tuple[str, str]], int]
+"""(prompt, continuation) of every answer, and which one is right."""
 Scorer = Callable[[Sequence[str], Sequence[str]], dict[str, NDArray[np.float64]]]
 """(predictions, references) -> per metric the score of each item [n]."""
 
@@ -29,6 +31,8 @@ class Task:
     input itself is scored by teacher forcing, and `score` is None.
     score_range: largest difference between two scores of one item, None where there is no bound.
     answer_fault: says what is wrong with a reference answer, or None.
+    choices: a task of several given answers, the likeliest of which is the prediction. read: turns a raw row into an
+    item, where data sets have a form of their own; raises ValueError saying what is wrong. raw_fields: of such a row.
     """
 
     name: str
@@ -43,6 +47,9 @@ class Task:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     answer_fault: Callable[[str], str | None] = no_fault
+    choices: Callable[[Item], Choices] | None = None
+    read: Callable[[Mapping[str, object]], Item] | None = None
+    raw_fields: tuple[str, ...] = ()
 
     @property
     def metric(self) -> str:
@@ -51,8 +58,15 @@ class Task:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields an item must have; each is text."""
-        return (self.input_field,) if self.answer_field is None else (self.input_field, self.answer_field)
+        """The fields of an item; each is text."""
+        if self.answer_field is None:
+            return (self.input_field,)
+        return (self.input_field, self.answer_field, *(("choices",) if self.choices is not None else ()))
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        """The fields that a row of a data set must have."""
+        return self.raw_fields or self.fields
 
     def prompt(self, item: Item, shots: Sequence[Item] = ()) -> str:
         """The text the model continues: solved `shots`, then the item, a blank line between them.

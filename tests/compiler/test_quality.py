@@ -19,7 +19,7 @@ from moec.compiler.search.baselines import BaselineResult, uniform_like
 from moec.compiler.sensitivity import SensitivityTable, dense_groups, plain_plan
 from moec.compiler.targets import Target
 from moec.compiler.trials import Trial
-from moec.evaluation.run import EvaluationResult
+from moec.evaluation.results import EvaluationResult
 from moec.evaluation.statistics import DistributionSummary, judge
 from moec.manifests.codec import canonical_json
 from moec.manifests.model import PROJECTIONS, UnitKey

@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from moec.evaluation.run import EvaluationResult, answer_scores, compare, evaluate
+from moec.evaluation.results import EvaluationResult
+from moec.evaluation.run import answer_scores, compare, evaluate
 from moec.evaluation.statistics import judge
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import ExecutionError, OptionError

@@ -1,0 +1,123 @@
+"""What an evaluation found, item by item, and its plain form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.errors import ExecutionError
+
+from .data import items_sha256
+from .statistics import Array
+from .tasks import Item, Task
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """One item: `tokens` new tokens of the prediction, or tokens scored; `nll` in nats where the task is scored so."""
+
+    prediction: str
+    reference: str
+    score: float
+    tokens: int
+    nll: float | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The primary metric of one engine on one set of items, with what a paired comparison needs.
+
+    seconds: time inside the engine; tokens_per_s: new (or scored) tokens per such second. data_sha256 names items,
+    shots and length limit: two results compare only if it is equal.
+    """
+
+    task: str
+    metric: str
+    value: float
+    n: int
+    interval95: tuple[float, float]
+    seconds: float
+    tokens_per_s: float
+    shots: int
+    data_sha256: str
+    other_metrics: dict[str, float] = field(default_factory=dict)
+    items: tuple[ItemResult, ...] = ()
+
+    @property
+    def scores(self) -> Array:
+        """Primary score of each item, [n]."""
+        return np.array([item.score for item in self.items], dtype=np.float64)
+
+    @property
+    def nll(self) -> Array:
+        """Summed NLL of each item in nats, [n]; nan where the task is not scored so."""
+        return np.array([math.nan if item.nll is None else item.nll for item in self.items], dtype=np.float64)
+
+    @property
+    def tokens(self) -> Array:
+        """Tokens of each item, [n]."""
+        return np.array([item.tokens for item in self.items], dtype=np.float64)
+
+    def to_json(self, per_item: bool = False, timing: bool = True) -> dict[str, object]:
+        """Plain values for JSON; what is not finite becomes None. Without `timing` equal runs give equal values."""
+        values: dict[str, object] = {
+            "task": self.task,
+            "metric": self.metric,
+            "value": _finite(self.value),
+            "n": self.n,
+            "interval95": [_finite(bound) for bound in self.interval95],
+        }
+        if timing:
+            values |= {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
+        values |= {"shots": self.shots, "data_sha256": self.data_sha256}
+        values["other_metrics"] = {name: _finite(value) for name, value in self.other_metrics.items()}
+        if per_item:
+            values["items"] = [_item_json(item) for item in self.items]
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> EvaluationResult:
+        """Rebuild what `to_json(per_item=True)` gave, for a journal. Raises KeyError or TypeError on anything else."""
+        low, high = values["interval95"]
+        items = (ItemResult(**{**item, "score": _number(item["score"])}) for item in values["items"])
+        others = {name: _number(value) for name, value in values["other_metrics"].items()}
+        rebuilt = {"value": _number(values["value"]), "interval95": (_number(low), _number(high))}
+        return cls(**{**values, **rebuilt, "other_metrics": others, "items": tuple(items)})
+
+
+def identity(task: Task, items: Sequence[Item], shots: Sequence[Item], length: int) -> str:
+    """Digest of what was evaluated: items, solved examples, most new tokens."""
+    return items_sha256(task, [*shots, {**dict.fromkeys(task.fields, f"shots before, {length} tokens")}, *items])
+
+
+def check_count(found: int, expected: int) -> None:
+    """Raises ExecutionError if an engine gave another number of results than it was asked for."""
+    if found != expected:
+        raise ExecutionError(f"the engine gave {found} results for {expected} items")
+
+
+def rate(tokens: int, seconds: float) -> float:
+    """Tokens per second; 0 for no time."""
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _item_json(item: ItemResult) -> dict[str, object]:
+    values: dict[str, object] = {
+        "prediction": item.prediction,
+        "reference": item.reference,
+        "score": _finite(item.score),
+        "tokens": item.tokens,
+    }
+    return values if item.nll is None else {**values, "nll": item.nll}

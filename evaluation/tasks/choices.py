@@ -1,0 +1,115 @@
+"""Tasks of several given answers, scored by log-likelihood: which continuation the model finds likeliest.
+
+An item holds the prompt and the continuation of the right answer, and under `choices` all of them as JSON: a list of
+[prompt, continuation] and the index of the right one. Prompts are those of EleutherAI's lm-evaluation-harness, so that
+figures can be compared. Rows are read in the forms that the sets have on the hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from .base import Choices, Item, Task
+
+Row = Mapping[str, object]
+_LETTERS = "ABCDEFGHIJ"
+
+
+def _item(pairs: Sequence[tuple[str, str]], right: int) -> Item:
+    """Raises ValueError."""
+    if not 0 <= right < len(pairs):
+        raise ValueError(f"names answer {right} of {len(pairs)}")
+    if len(pairs) < 2 or any(not answer.strip() for _, answer in pairs):
+        raise ValueError("needs two answers or more, none of them blank")
+    prompt, answer = pairs[right]
+    return {"question": prompt, "answer": answer.strip(), "choices": json.dumps([[list(p) for p in pairs], right])}
+
+
+def choices_of(item: Item) -> Choices:
+    """The answers of an item, as `_item` wrote them."""
+    pairs, right = json.loads(item["choices"])
+    return [(prompt, answer) for prompt, answer in pairs], int(right)
+
+
+def _text(row: Row, name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str):
+        raise ValueError(f"has no text in `{name}`")
+    return value
+
+
+def _texts(row: Row, name: str) -> list[str]:
+    value = row[name]
+    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"has no list of texts in `{name}`")
+    return list(value)
+
+
+def _number(value: object, name: str) -> int:
+    """A whole number, as such or as text."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or not re.fullmatch(r"\d{1,3}", str(value)):
+        raise ValueError(f"has no number of an answer in `{name}`")
+    return int(value)
+
+
+def _tidy(text: str) -> str:
+    """HellaSwag's texts without the marks of their source."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def _hellaswag(row: Row) -> Item:
+    context = f"{_text(row, 'activity_label')}: {_text(row, 'ctx_a')} {_text(row, 'ctx_b').capitalize()}"
+    pairs = [(_tidy(context), " " + _tidy(ending).strip()) for ending in _texts(row, "endings")]
+    return _item(pairs, _number(row["label"], "label"))
+
+
+def _piqa(row: Row) -> Item:
+    prompt = f"Question: {_text(row, 'goal')}\nAnswer:"
+    return _item(
+        [(prompt, " " + _text(row, name).strip()) for name in ("sol1", "sol2")], _number(row["label"], "label")
+    )
+
+
+def _winogrande(row: Row) -> Item:
+    before, gap, after = _text(row, "sentence").partition("_")
+    if not gap:
+        raise ValueError("has no `_` in `sentence`")
+    options = [_text(row, name) for name in ("option1", "option2")]
+    return _item([(before + option, " " + after.strip()) for option in options], _number(row["answer"], "answer") - 1)
+
+
+def _mmlu(row: Row) -> Item:
+    options, given = _texts(row, "choices"), row["answer"]
+    right = _LETTERS.index(given) if isinstance(given, str) and given in _LETTERS else _number(given, "answer")
+    listed = "".join(f"\n{letter}. {option}" for letter, option in zip(_LETTERS, options, strict=False))
+    prompt = f"{_text(row, 'question').strip()}{listed}\nAnswer:"
+    return _item([(prompt, f" {letter}") for letter in _LETTERS[: len(options)]], right)
+
+
+def _truthfulqa(row: Row) -> Item:
+    targets = row["mc1_targets"]
+    if not isinstance(targets, Mapping) or not {"choices", "labels"} <= set(targets):
+        raise ValueError("has no `choices` and `labels` in `mc1_targets`")
+    options, labels = _texts(targets, "choices"), list(targets["labels"])
+    if len(labels) != len(options) or sorted(labels)[-1:] != [1] or sum(labels) != 1:
+        raise ValueError("marks other than one right answer in `labels`")
+    prompt = f"Q: {_text(row, 'question')}\nA:"
+    return _item([(prompt, " " + option.strip()) for option in options], labels.index(1))
+
+
+def _task(name: str, fields: tuple[str, ...], read: Callable[[Row], Item], by_length: bool = False) -> Task:
+    metrics = ("accuracy_by_length", "accuracy") if by_length else ("accuracy", "accuracy_by_length")
+    return Task(
+        name=name, input_field="question", answer_field="answer", lead="", cue="", metrics=metrics, score=None,
+        higher_is_better=True, score_range=1.0, max_new_tokens=0, choices=choices_of, read=read, raw_fields=fields,
+    )  # fmt: skip
+
+
+HELLASWAG = _task("hellaswag", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag, by_length=True)
+PIQA = _task("piqa", ("goal", "sol1", "sol2", "label"), _piqa)
+WINOGRANDE = _task("winogrande", ("sentence", "option1", "option2", "answer"), _winogrande)
+MMLU = _task("mmlu", ("question", "choices", "answer"), _mmlu)
+TRUTHFULQA = _task("truthfulqa", ("question", "mc1_targets"), _truthfulqa)

@@ -1,0 +1,71 @@
+"""Multiple choice through a compile and in both engines: likelihoods that are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moec.cli.compile import open_partial
+from moec.compiler.reference import ReferenceModel
+from moec.evaluation.data import load_items
+from moec.evaluation.run import evaluate
+from moec.evaluation.tasks.choices import choices_of
+from tests.gates.bundles import emit_bundle
+from tests.tiny_compile import WORDS, compile_tiny, save_model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model`, and `piqa` with three splits."""
+    root, draw = tmp_path_factory.mktemp("choices"), random.Random(2)
+    save_model(root / "model")
+    (root / "piqa").mkdir()
+    for split, count in (("train", 6), ("validation", 8), ("test", 20)):
+        rows = [
+            {
+                "goal": f"{split} {at}: " + " ".join(draw.choices(WORDS, k=3)),
+                "sol1": " ".join(draw.choices(WORDS, k=2)), "sol2": " ".join(draw.choices(WORDS, k=3)),
+                "label": draw.randrange(2),
+            }
+            for at in range(count)
+        ]  # fmt: skip
+        (root / "piqa" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def test_predictions_are_those_of_transformers_in_both_engines(place: Path, tmp_path: Path) -> None:
+    items, _ = load_items(place / "piqa", "piqa")
+    reference = ReferenceModel(place / "model")
+    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32).eval()
+    expected = []
+    for item in items.items:
+        choices, _ = choices_of(item)
+        totals = []
+        for prompt, answer in choices:
+            (before, own) = reference.encode_pair(prompt, answer)
+            with torch.no_grad():
+                log_p = model(torch.tensor([before + own])).logits[0].log_softmax(-1)
+            totals.append(sum(float(log_p[len(before) - 1 + at, token]) for at, token in enumerate(own)))
+        expected.append(choices[int(np.argmax(totals))][1].strip())
+    found = evaluate(items.task, items.items, reference)
+    assert [item.prediction for item in found.items] == expected
+    bundle = emit_bundle(place / "model", tmp_path / "bundle")
+    with open_partial(bundle) as engine:
+        shipped = evaluate(items.task, items.items, engine)
+    assert [item.prediction for item in shipped.items] == expected and shipped.value == found.value
+    assert 0 < found.value < 1
+
+
+def test_a_compile_is_certified_by_accuracy(place: Path, tmp_path: Path) -> None:
+    result = compile_tiny(place / "model", tmp_path / "out", "kl", 0.5, data=str(place / "piqa"), tasks=("piqa",))
+    task = result.quality["tasks"]["piqa"]
+    assert task["metric"] == "accuracy" and task["n"] == 20 and 0 < task["baseline"] < 1
+    assert "accuracy_by_length" in json.dumps(task)
+    lossy = compile_tiny(place / "model", tmp_path / "loss", "loss", 0.9, data=str(place / "piqa"), tasks=("piqa",))
+    assert lossy.quality["tasks"]["piqa"]["verdict"] is not None
