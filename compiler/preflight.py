@@ -32,6 +32,7 @@ def preflight(
     *,
     required: Sequence[QuantSpec] = (),
     offered: Sequence[QuantSpec] = (),
+    group_sizes: Sequence[int] = (),
     bits_per_weight: float | None = None,
     size_bytes: int | None = None,
     needs_tokenizer: bool = True,
@@ -39,15 +40,16 @@ def preflight(
     """Check shapes, formats and target. Reads no weights.
 
     required: formats the user named for the routed experts; each must fit all of them. offered: formats the search may
-    choose from; those that do not fit a unit are left out for it. bits_per_weight, size_bytes: the target, scales
-    included. Returns the notes. Raises CheckpointError with every problem, or TargetUnreachable where only formats and
-    target stand against the compile.
+    choose from; those that do not fit a unit are left out for it. group_sizes: those that the user named.
+    bits_per_weight, size_bytes: the target, scales included. Returns the notes. Raises CheckpointError with every
+    problem, or TargetUnreachable where only formats and target stand against the compile.
     """
     model_problems = [*_tensor_problems(checkpoint, lowering)]
     if needs_tokenizer and not (checkpoint.root / TOKENIZER_NAME).is_file():
         model_problems.append(f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights")
     model = lowering.model
     plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
+    plan_problems += _group_problems(model, group_sizes)
     if not plan_problems:
         plan_problems += _target_problems(model, (*required, *offered), bits_per_weight, size_bytes)
     problems = (*model_problems, *plan_problems)
@@ -64,7 +66,9 @@ def preflight(
             (False, True): "choose another target, `--bits` or `--group-size`",
         }
         raise kind(where + text, remedies.get((bool(model_problems), bool(plan_problems))))
-    return PreflightReport((), (*lowering.notes, *_ignored_notes(checkpoint, lowering)))
+    return PreflightReport(
+        (), (*lowering.notes, *_ignored_notes(checkpoint, lowering), *_sixteen_bit_notes(model, offered))
+    )
 
 
 def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec]) -> tuple[int, int]:
@@ -146,6 +150,26 @@ def _unheld_problems(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str
         f"{', '.join(projections)}"
         for columns, projections in sorted(_widths(model).items())
         if offered and not any(spec.fits(columns) for spec in offered)
+    ]
+
+
+def _group_problems(model: ModelSpec, group_sizes: Sequence[int]) -> list[str]:
+    """Group sizes that no routed projection can take: to leave them out without a word would keep 16 bits."""
+    widths = sorted(_widths(model))
+    return [
+        f"group size {size} divides the columns of no routed projection ({', '.join(map(str, widths))})"
+        for size in group_sizes
+        if size and all(columns % size for columns in widths)
+    ]
+
+
+def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str]:
+    """Projections that no format below 16 bits on offer can hold."""
+    below = [spec for spec in offered if spec.bitwidth < 16]
+    return [
+        f"{', '.join(projections)} stay at 16 bits: no format below on offer holds their {columns} columns"
+        for columns, projections in sorted(_widths(model).items())
+        if below and not any(spec.fits(columns) for spec in below)
     ]
 
 

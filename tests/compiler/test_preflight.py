@@ -112,3 +112,13 @@ def test_unreachable_sizes_print_the_range(folder: Path, size: int) -> None:
         preflight(*_open(folder), offered=OFFERED, size_bytes=size)
     for reachable in (least, greatest):
         preflight(*_open(folder), offered=OFFERED, size_bytes=reachable)
+
+
+def test_group_sizes_that_fit_nothing_are_refused_and_widths_that_stay_at_16_bits_are_named(tmp_path: Path) -> None:
+    plain = QuantSpec(16, float_type="bfloat16")
+    opened = _open(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(hidden_size=64, width=96)))
+    with pytest.raises(TargetUnreachable, match="group size 128 divides the columns of no routed projection"):
+        preflight(*opened, offered=[QuantSpec(4, 128), plain], group_sizes=[128])
+    assert preflight(*opened, offered=[QuantSpec(4, 32), plain], group_sizes=[32, 64, 0]).notes == ()
+    notes = preflight(*opened, offered=[QuantSpec(4, 64), plain], group_sizes=[64]).notes
+    assert notes == ("down stay at 16 bits: no format below on offer holds their 96 columns",)
