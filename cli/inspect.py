@@ -253,7 +253,8 @@ def heat_map(manifest: BundleManifest, bits: list[list[float]]) -> str:
     for layer, row in enumerate(bits):
         cells = [row[at : at + per_cell] for at in range(0, len(row), per_cell)]
         blocks = "".join(output.block(_height(sum(cell) / len(cell))) for cell in cells)
-        lines.append(f"layer {layer:>{len(str(len(bits) - 1))}}  {blocks}  {sum(row) / len(row):.2f}")
+        average = f"{blocks}  {sum(row) / len(row):.2f}" if row else "no routed experts"
+        lines.append(f"layer {layer:>{len(str(len(bits) - 1))}}  {average}")
     return "\n".join(lines)
 
 

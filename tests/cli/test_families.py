@@ -1,0 +1,45 @@
+"""Every command on bundles whose layers differ: plain ones first, in between, and with shared experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_compile import compile_tiny, save_texts
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+
+from .conftest import Invoke
+
+
+@pytest.fixture(scope="module", params=["deepseek-v3", "qwen2-plain-between", "gpt-oss"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp(request.param)
+    folder = save_tiny_family(root / "model", TINY_FAMILIES[request.param])
+    texts = save_texts(root / "texts")
+    compile_tiny(folder, root / "bundle", "bits_per_weight", 4.5, data=str(texts), tasks=("perplexity",))
+    return root
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "--prompt", "a lamp", "--max-new-tokens", 4, "--expert-cache", "50%"),
+        ("inspect",), ("inspect", "--json"), ("verify",),
+        ("bench", "--expert-cache", "50%", "--tokens", 4), ("bench", "--expert-cache", "50%", "--tokens", 4, "--json"),
+        ("eval", "--task", "perplexity", "--data", "texts"),
+        ("compile", "--data", "texts", "--bits-per-weight", 4.5, "--bits", "2,4,16", "--group-size", "32",
+         "--dense-bits", 8, "--no-comparisons", "--plan-only"),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[:2])),
+)  # fmt: skip
+def test_commands(invoke: Invoke, made: Path, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    command, *options = arguments
+    result = invoke(command, "model" if command == "compile" else "bundle", *options)
+    assert result.exit_code == 0, result.stderr
+    if "--json" in options:
+        json.loads(result.stdout)
+    elif command in ("inspect", "compile") and "gpt-oss" not in made.name:
+        assert "layer 0  no routed experts" in result.stdout.replace("layer   0", "layer 0")
