@@ -91,8 +91,12 @@ def run_command(
 
 
 def _chat_tokens(engine: Engine, text: str, system: str | None) -> list[int]:
-    from moec.runtime.chat import render_chat
+    from moec.runtime.bundle import verify_files
+    from moec.runtime.chat import CONFIG_NAME, TEMPLATE_NAME, render_chat
 
+    if engine.options.verify:
+        listed = {entry.name for entry in engine.bundle.manifest.files}
+        verify_files(engine.bundle, [name for name in (TEMPLATE_NAME, CONFIG_NAME) if name in listed])
     messages = [] if system is None else [{"role": "system", "content": system}]
     rendered = render_chat(engine.bundle.path, [*messages, {"role": "user", "content": text}])
     return engine.encode(rendered, adds_special_tokens=False)

@@ -99,6 +99,7 @@ def certify_divergence(
             end += 1
         logits, own = engine.forced_logits(pairs[start:end]), reference_log_probs(start, end)
         parts += [divergence(log_p, found) for log_p, found in zip(own, logits, strict=True)]
+        del logits, own  # before the next ones are made
         progress(end, len(pairs))
     items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
     kl, agrees = (np.concatenate([part[at] for part in parts]) for at in (0, 1))

@@ -165,6 +165,7 @@ class RouterSpec:
     def __post_init__(self) -> None:
         _require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
         _require(0 < self.kept_groups <= self.groups <= MAX_EXPERTS, "kept_groups must be 1 to groups")
+        _require(all(abs(c) <= 1e4 for c in self.correction), "correction: expected numbers of at most 10,000")
 
     @property
     def is_plain(self) -> bool:
@@ -227,6 +228,7 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         _require(self.experts.count > 0 or self.shared is not None, "a layer must have routed experts or a shared one")
+        _require(self.shared is None or self.experts.activation == "silu", "a shared expert has the activation silu")
 
 
 @dataclass(frozen=True, slots=True)

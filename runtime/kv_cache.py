@@ -31,13 +31,39 @@ class KVCache:
 
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
         """Slot i takes the first positions of slot parents[i]; all at once."""
-        moved = [slot for slot, parent in enumerate(parents) if parent != slot]
-        if not moved:
-            return
-        sources = [parents[slot] for slot in moved]
-        for keys, values in zip(self.keys, self.values, strict=True):
+        steps = _copies(parents)
+        for keys, values in zip(self.keys, self.values, strict=True) if steps else ():
             for array in (keys,) if values is keys else (keys, values):
-                array[moved, :, :positions] = array[sources, :, :positions]
+                kept = array[0, :, :0]
+                for source, target in steps:
+                    if target is None:
+                        kept = array[source, :, :positions].copy()
+                    else:
+                        array[target, :, :positions] = kept if source is None else array[source, :, :positions]
+
+
+def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:
+    """Copies from slot to slot, one after the other, that together are the one of all at once; None: a slot put aside.
+
+    At most one slot is put aside at a time.
+    """
+    waiting = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
+    steps: list[tuple[int | None, int | None]] = []
+    while waiting:
+        free = next((slot for slot in waiting if slot not in waiting.values()), None)
+        if free is not None:
+            steps.append((waiting.pop(free), free))
+            continue
+        first, source = next(iter(waiting.items()))  # only rings are left, where each waits for the next
+        steps.append((first, None))
+        target = first
+        while source != first:
+            steps.append((source, target))
+            del waiting[target]
+            target, source = source, waiting[source]
+        steps.append((None, target))
+        del waiting[target]
+    return steps
 
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:

@@ -18,7 +18,9 @@ PROCESS_BYTES = 700 << 20
 """Python with torch, transformers, datasets and matplotlib loaded: 0.45 GiB measured, and what allocators keep."""
 _FLOAT = 4
 _HALF = 2
-_RUNTIME_CONTEXT = 4096
+RUNTIME_CONTEXT = 4096
+"""Positions that the runtime holds unless it is told otherwise, also while it certifies."""
+_RUNTIME_PASS_TOKENS = 1024
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:
@@ -51,7 +53,11 @@ def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
 def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
     """Peak of a compile that holds one layer. tokens: of calibration and of scored texts."""
     hidden, layers = model.hidden_size, model.num_layers
-    slot = _FLOAT * max(layer_weights(model, layer) for layer in range(layers))
+    kinds: dict[tuple[bool, int], int] = {}  # a layer of each stays loaded, see slot.py
+    for at, layer in enumerate(model.layers):
+        kind = bool(layer.experts.count), layer.attention.sliding_window
+        kinds[kind] = max(kinds.get(kind, 0), layer_weights(model, at))
+    slot = _FLOAT * sum(kinds.values())
     moments = _FLOAT * max(_moments(model, layer) for layer in range(layers))
     variants = sum(3 if layer.shared is not None else 2 for layer in model.layers)
     states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (variants + 2))
@@ -68,9 +74,11 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
 def certifying_bytes(model: ModelSpec, tokens: int) -> int:
     """The least that the runtime needs to certify, and the compile around it. tokens: of scored texts.
 
-    Dense weights and the experts of one token at 16 bits, keys and values of the runtime's default context.
+    Dense weights and the experts of one token at 16 bits, keys and values of the runtime's default context, its passes.
     """
     dense = sum(prod(shape) for shape in model.dense_shapes().values())
     experts = max(_expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
-    cache = model.kv_bytes_per_position * min(model.max_positions, _RUNTIME_CONTEXT)
-    return PROCESS_BYTES + _FLOAT * model.hidden_size * tokens + _HALF * (dense + experts) + cache
+    cache = model.kv_bytes_per_position * min(model.max_positions, RUNTIME_CONTEXT)
+    widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
+    scratch = _FLOAT * (_RUNTIME_PASS_TOKENS * (9 * model.hidden_size + widest) + 64 * model.vocab_size)
+    return PROCESS_BYTES + _FLOAT * model.hidden_size * tokens + _HALF * (dense + experts) + cache + scratch

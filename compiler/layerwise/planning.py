@@ -10,7 +10,7 @@ import torch
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
-from moec.manifests.errors import ContextOverflow, OptionError
+from moec.manifests.errors import ContextOverflow, DataError, OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
@@ -20,7 +20,7 @@ from ..families import Lowering
 from ..options import Talk
 from ..targets import Target
 from ..tokenizer import load_tokenizer
-from .memory import certifying_bytes, streamed_bytes, whole_bytes
+from .memory import RUNTIME_CONTEXT, certifying_bytes, streamed_bytes, whole_bytes
 from .slot import logits, output_matrix
 from .sweep import AnswerTexts, SweepInputs, SweepResult
 
@@ -81,38 +81,44 @@ def sweep_inputs(
     """
     tokenizer = load_tokenizer(lowering.checkpoint.root)
     train: list[tuple[str, str]] = []
-    validation: list[tuple[str, str]] = []
+    validation, room = AnswerTexts([], [], []), ANSWER_TOKENS // max(len(splits), 1)
     held_out: dict[str, AnswerTexts] = {}
     for split in splits:
         task, examples = split.task, shots[split.task.name]
         train += [(task.prompt(item, examples), task.answer(item)) for item in split.train.items]
         chosen = split.validation.items[: max(1, answer_items // len(splits))]
-        validation += [(task.prompt(item, examples), task.answer(item)) for item in chosen]
+        own = [(task.prompt(item, examples), task.answer(item)) for item in chosen]
+        validation.add(_answers(encode_pairs(tokenizer, own), lowering, task.name, room))
         test = [(task.prompt(item, examples), task.answer(item)) for item in split.test.items]
-        held_out[task.name] = _answers(encode_pairs(tokenizer, test), lowering)
+        held_out[task.name] = _answers(encode_pairs(tokenizer, test), lowering, task.name, ANSWER_TOKENS)
     context = lowering.model.max_positions
     rows = chosen_texts(encode_pairs(tokenizer, train), context, seed, CALIBRATION_TOKENS)
-    answers = _answers(encode_pairs(tokenizer, validation), lowering)
     formats = tuple(spec for spec in specs if spec.bitwidth < 16)
-    return SweepInputs(rows, answers, held_out, formats, dense_probe, quantizer, seed)
+    return SweepInputs(rows, validation, held_out, formats, dense_probe, quantizer, seed)
 
 
-def _answers(pairs: Sequence[TokenPair], lowering: Lowering) -> AnswerTexts:
-    """As many texts, in order, as ANSWER_TOKENS hold; what comes before the last SCORED_TOKENS counts as prompt."""
+def _answers(pairs: Sequence[TokenPair], lowering: Lowering, task: str, room: int) -> AnswerTexts:
+    """As many texts, in order, as `room` tokens hold; what comes before the last SCORED_TOKENS counts as prompt.
+
+    Raises ContextOverflow for a text that no context holds, DataError where none is left.
+    """
+    context = min(lowering.model.max_positions, RUNTIME_CONTEXT)
     pairs = [_shortened(pair) for pair in pairs]
     rows, _, counts = forced_rows(pairs, lowering.model.eos_token_ids[:1])
     kept, tokens = AnswerTexts([], [], []), 0
     for row, count, pair in zip(rows, counts, pairs, strict=True):
-        if len(row) > lowering.model.max_positions:
+        if len(row) > context:
             raise ContextOverflow(
-                f"a text has {len(row)} tokens, the context of the model has {lowering.model.max_positions}",
+                f"a text of {task} has {len(row)} tokens, a certificate layer by layer holds {context}",
                 "shorten the text",
             )
-        if count and tokens + len(row) <= ANSWER_TOKENS:
+        if count and tokens + len(row) <= room:
             tokens += len(row)
             kept.rows.append(row)
             kept.counts.append(count)
             kept.pairs.append(pair)
+    if not kept.rows:
+        raise DataError(f"no text of {task} has an answer within {room} tokens", "hand in shorter texts")
     return kept
 
 
@@ -128,8 +134,9 @@ def runtime_bytes(model: ModelSpec, limit_bytes: int) -> int:
 
 
 def _certificate_bytes(model: ModelSpec) -> int:
-    """What a certificate holds beside the runtime: logits of both sides and their probabilities."""
-    return 4 * 2 * (LOGITS_AT_ONCE + SCORED_TOKENS * model.vocab_size) + (64 << 20)
+    """What a certificate holds beside the runtime: the output matrix, logits of both sides and the making of them."""
+    held = max(LOGITS_AT_ONCE, SCORED_TOKENS * model.vocab_size)
+    return 4 * 4 * held + 2 * model.vocab_size * model.hidden_size + (64 << 20)
 
 
 def certify_swept(
@@ -143,9 +150,10 @@ def certify_swept(
         starts = [0, *np.cumsum(texts.counts).tolist()]
 
         def reference(first: int, last: int) -> list[np.ndarray]:
-            log_p = logits(states[starts[first] : starts[last]], head).log_softmax(-1)
+            log_p = logits(states[starts[first] : starts[last]], head)
+            log_p -= log_p.logsumexp(-1, keepdim=True)
             return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
 
         return certify_divergence(task, texts.pairs, reference, lowering.model.vocab_size, engine, talk)
 
-    return {task: of_task(task) for task, texts in inputs.held_out.items() if texts.rows}
+    return {task: of_task(task) for task in inputs.held_out}

@@ -170,8 +170,11 @@ def output_matrix(lowering: Lowering) -> Tensor:
 
 def logits(states: Tensor, head: Tensor) -> Tensor:
     """[A, D] x [V, D] -> [A, V] float32; the head may have 16 bits."""
-    parts = [states @ piece.float().T for piece in torch.split(head, _ROWS_PER_CHUNK)]
-    return torch.cat(parts, dim=1)
+    out = torch.empty(len(states), len(head))
+    for start in range(0, len(head), _ROWS_PER_CHUNK):
+        piece = head[start : start + _ROWS_PER_CHUNK]
+        out[:, start : start + len(piece)] = states @ piece.float().T
+    return out
 
 
 def divergences(

@@ -47,6 +47,12 @@ class AnswerTexts:
     counts: list[int]
     pairs: list[TokenPair]
 
+    def add(self, other: AnswerTexts) -> None:
+        """Put the texts of another task behind these."""
+        self.rows.extend(other.rows)
+        self.counts.extend(other.counts)
+        self.pairs.extend(other.pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class SweepInputs:

@@ -1,8 +1,9 @@
 """Tasks of several given answers, scored by log-likelihood: which continuation the model finds likeliest.
 
 An item holds the prompt and the continuation of the right answer, and under `choices` all of them as JSON: a list of
-[prompt, continuation] and the index of the right one. Prompts are those of EleutherAI's lm-evaluation-harness, so that
-figures can be compared. Rows are read in the forms that the sets have on the hub.
+[prompt, continuation] and the index of the right one. Prompts of HellaSwag, PIQA and WinoGrande follow EleutherAI's
+lm-evaluation-harness; MMLU's lack its line with the subject, TruthfulQA's the six solved questions in front.
+Rows are read in the forms that the sets have on the hub.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ def _winogrande(row: Row) -> Item:
 
 def _mmlu(row: Row) -> Item:
     options, given = _texts(row, "choices"), row["answer"]
-    right = _LETTERS.index(given) if isinstance(given, str) and given in _LETTERS else _number(given, "answer")
+    right = (
+        _LETTERS.index(given)
+        if isinstance(given, str) and len(given) == 1 and given in _LETTERS
+        else _number(given, "answer")
+    )
     listed = "".join(f"\n{letter}. {option}" for letter, option in zip(_LETTERS, options, strict=False))
     prompt = f"{_text(row, 'question').strip()}{listed}\nAnswer:"
     return _item([(prompt, f" {letter}") for letter in _LETTERS[: len(options)]], right)
@@ -93,8 +98,9 @@ def _truthfulqa(row: Row) -> Item:
     targets = row["mc1_targets"]
     if not isinstance(targets, Mapping) or not {"choices", "labels"} <= set(targets):
         raise ValueError("has no `choices` and `labels` in `mc1_targets`")
-    options, labels = _texts(targets, "choices"), list(targets["labels"])
-    if len(labels) != len(options) or sorted(labels)[-1:] != [1] or sum(labels) != 1:
+    options, labels = _texts(targets, "choices"), targets["labels"]
+    labels = list(labels) if isinstance(labels, (list, tuple)) else []
+    if len(labels) != len(options) or any(label not in (0, 1) for label in labels) or labels.count(1) != 1:
         raise ValueError("marks other than one right answer in `labels`")
     prompt = f"Q: {_text(row, 'question')}\nA:"
     return _item([(prompt, " " + option.strip()) for option in options], labels.index(1))

@@ -37,7 +37,11 @@ def save(folder: Path, template: Any, in_config: bool = False) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA])
+TOOLS = """{% if tools is not none %}tools{% endif %}{{ messages[1] | tojson(ensure_ascii=False, sort_keys=True) }}
+{%- generation %}{{ 'ab' * 3 }}{% endgeneration %}{{ 2 ** 5 }}"""
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, TOOLS])
 @pytest.mark.parametrize("in_config", [False, True])
 def test_the_text_is_what_transformers_makes(template: str, in_config: bool, tmp_path: Path) -> None:
     folder, tokenizer = save(tmp_path, template, in_config), tiny_tokenizer()
@@ -64,6 +68,10 @@ def test_of_several_templates_the_default_one(tmp_path: Path) -> None:
         ("{% if %}", ManifestInvalid, "damaged"),
         ("{{ nothing.at.all }}", InputError, "undefined"),
         ("{{ 1 / 0 }}", InputError, "zero"),
+        ("{{ '{5}'.format('a') }}", InputError, "range"),
+        ("{{ 'a' * 10**18 }}", InputError, "too large"),
+        ("{{ 10 ** 10**7 }}", InputError, "too large"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", ManifestInvalid, "has no end"),
     ],
 )
 def test_templates_that_misbehave(template: str, error: type[Exception], message: str, tmp_path: Path) -> None:
