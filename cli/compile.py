@@ -194,23 +194,15 @@ def _profile(name: str, destination: Path) -> Any:
 @contextmanager
 def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
     """The runtime on a bundle that is not published yet: how a compile certifies itself. memory_bytes 0: its own."""
-    from moec.manifests.errors import MemoryBudgetExceeded
     from moec.runtime.bundle import open_bundle
     from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
 
-    from .engines import BundleEngine
+    from .engines import BundleEngine, fitting_engine
 
-    slots, memory = CERTIFY_SLOTS, str(memory_bytes) if memory_bytes else None
-    while True:
-        try:
-            engine = Engine(open_bundle(path, allow_partial=True), RuntimeOptions(slots=slots, memory=memory))
-            break
-        except MemoryBudgetExceeded:
-            if slots == 1:
-                raise
-            slots //= 2
-    with engine:
+    bundle = open_bundle(path, allow_partial=True)
+    options = RuntimeOptions(slots=CERTIFY_SLOTS, memory=str(memory_bytes) if memory_bytes else None)
+    with fitting_engine(lambda fitting: Engine(bundle, fitting), options) as engine:
         yield BundleEngine(engine)
 
 

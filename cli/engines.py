@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,16 +93,23 @@ def bundle_engine(
 
     Raises as open_engine.
     """
+    opened = fitting_engine(lambda fitting: open_engine(path, fitting, kernels), options, shrinks)
+    with opened as engine:
+        yield BundleEngine(engine)
+
+
+def fitting_engine(load: Callable[[RuntimeOptions], Engine], options: RuntimeOptions, shrinks: bool = True) -> Engine:
+    """Load an engine; shrinks: with half the slots, and half again, where they do not fit into the budget.
+
+    Raises as `load`.
+    """
     while True:
         try:
-            engine = open_engine(path, options, kernels)
-            break
+            return load(options)
         except MemoryBudgetExceeded:
             if not shrinks or options.slots == 1:
                 raise
             options = dataclasses.replace(options, slots=options.slots // 2)
-    with engine:
-        yield BundleEngine(engine)
 
 
 def checkpoint_engine(path: Path, threads: int) -> TextEngine:

@@ -120,7 +120,7 @@ def _prepare(request: CompileRequest) -> _Stage:
         lowering,
         required=(_uniform_spec(stage),) if kind == "uniform" else (),
         offered=() if kind == "uniform" else stage.specs,
-        group_sizes=options.group_sizes,
+        group_sizes=() if kind == "uniform" else options.group_sizes,
         bits_per_weight=value if kind == "bits_per_weight" else None,
         size_bytes=round(value) if kind == "size" else None,
     )

@@ -76,17 +76,11 @@ def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
     # Norms and biases are kept in float32, beside the 16 bits they came as.
     vectors = sum(4 * entry.shape[0] for entry in manifest.dense if len(entry.shape) == 1)
     # A slot's keys that a beam puts aside.
-    aside = max(
-        4 * a.cache_heads * a.cache_size * context for a in (layer.attention for layer in manifest.model.layers)
-    )
-    # Logits are there twice while a maximum or a softmax is taken.
-    return (
-        pass_bytes(manifest, tokens)
-        + 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots
-        + rope
-        + vectors
-        + (aside if slots > 1 else 0)
-    )
+    attentions = [layer.attention for layer in manifest.model.layers]
+    aside = max(4 * a.cache_heads * a.cache_size * context for a in attentions) if slots > 1 else 0
+    # They are there twice while a maximum or a softmax is taken.
+    logits = 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots
+    return pass_bytes(manifest, tokens) + logits + rope + vectors + aside
 
 
 def pass_bytes(manifest: BundleManifest, tokens: int) -> int:

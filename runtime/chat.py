@@ -1,8 +1,8 @@
 """Chat templates: messages to the text that a model was trained on, in a sandbox.
 
 The template is the checkpoint's own, carried in the bundle and as little trusted as the rest of it: it sees nothing but
-the messages and the names of the special tokens, repeats nothing without bound, and raises to no high power. Its time is
-not bounded: loops inside loops can run for long. Source: transformers, utils/chat_template_utils.py.
+the messages and the names of the special tokens, repeats nothing without bound, and raises to no high power. Its time
+is not bounded: loops inside loops can run for long. Source: transformers, utils/chat_template_utils.py.
 """
 
 from __future__ import annotations
