@@ -141,8 +141,8 @@ def _headroom(losses: dict[str, LossEstimate], target: float) -> float:
 
 
 def _largest_budget(space: SearchSpace) -> float:
-    """The predicted loss of the cheapest plan: a larger budget changes nothing."""
-    return space.table.totals(least_cost(space.table, math.inf))[1]
+    """The predicted loss of the cheapest plan, past which nothing changes; a little more, since sums are rounded."""
+    return space.table.totals(least_cost(space.table, math.inf))[1] * (1 + 1e-9)
 
 
 def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:

@@ -9,7 +9,7 @@ from moec.compiler.plan import CompilePlan
 from moec.compiler.search.frontier import least_cost
 from moec.compiler.search.knapsack import MAX_GENERATED, MAX_KL, search
 from moec.compiler.search.space import SearchSpace
-from moec.compiler.targets import Target
+from moec.compiler.targets import Target, TargetKind
 from moec.compiler.trials import keeps
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
@@ -60,6 +60,16 @@ def test_a_loss_target_is_kept_within_the_stated_measurements(value: float, slop
     assert plan in trials.generated
     assert trials.accepts(plan, value, "again")[0]
     assert cost(SPACE, plan) <= 1.08 * best_cost(SPACE, ToyTrials(noisy_kl(SPACE), slope), target)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", ["loss", "kl"])
+def test_a_target_that_everything_keeps_takes_the_smallest_plan_to_the_last_unit(kind: TargetKind, seed: int) -> None:
+    """The sum of predicted losses and the budget that is this sum may differ in the last bit."""
+    space = toy_space(seed=seed)
+    smallest = space.plan(least_cost(space.table, np.inf))
+    plan = search(space, ToyTrials(lambda _: 1e-6).as_trials(), Target(kind, 0.5), silent)
+    assert cost(space, plan) == cost(space, smallest)
 
 
 def test_every_measurement_is_told() -> None:
