@@ -1,4 +1,4 @@
-"""How well each proxy ranks units: ``python bench/sensitivity.py``, about ten minutes on two cores.
+"""How well each proxy ranks units: ``python bench/sensitivity.py``, two or three minutes on two cores.
 
 Every projection of every expert of the shipped example is put into one format by itself, and the KL on validation
 answers is measured: the exact sensitivity. Beside it what the two proxies predict: the one that measures a gain per
