@@ -11,7 +11,7 @@ import xxhash
 
 from moec.manifests.bundle import DENSE_NAME, unit_offsets
 from moec.manifests.errors import ChecksumMismatch
-from moec.manifests.model import PROJECTIONS
+from moec.manifests.model import PROJECTIONS, ExpertsSpec
 
 from . import kernels
 from .address_space import map_anonymous
@@ -21,7 +21,7 @@ from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, advised_experts, candidates
 from .rotary import RotaryTables
-from .routing import Router, route
+from .routing import Router
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
@@ -101,8 +101,8 @@ def _layer_weights(dense: dict[str, Any], index: int) -> dict[str, Any]:
     return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
 
 
-def _router(weights: dict[str, Any]) -> Router | None:
-    return Router(weights["router"], weights.get("router_bias")) if "router" in weights else None
+def _router(experts: ExpertsSpec, weights: dict[str, Any]) -> Router | None:
+    return Router(experts, weights["router"], weights.get("router_bias")) if experts.count else None
 
 
 class Model:
@@ -119,7 +119,7 @@ class Model:
             make_attention(layer.attention, _layer_weights(dense, at), self.spec.norm_eps, rotary[layer.attention.rope])
             for at, layer in enumerate(self.spec.layers)
         ]
-        self._routers = [_router(_layer_weights(dense, at)) for at in range(self.spec.num_layers)]
+        self._routers = [_router(layer.experts, _layer_weights(dense, at)) for at, layer in enumerate(self.spec.layers)]
         self._shared = [
             SharedExpert(_layer_weights(dense, at), layer.experts.activation) if layer.shared else None
             for at, layer in enumerate(self.spec.layers)
@@ -190,13 +190,13 @@ class Model:
     def _experts_layer(self, state: PassState, predicted: np.ndarray | None) -> np.ndarray | None:
         """Route, advise, compute, add in router-rank order. Returns the candidates predicted for the next layer."""
         index, hidden = state.layer, state.hidden
-        spec, count = self.spec.layers[index].experts, len(state.hidden)
+        count = len(state.hidden)
         started_ns = time.perf_counter_ns()
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
         router = self._routers[index]
         if router is not None:
-            chosen, weights = route(router.logits(normed), spec)
+            chosen, weights = router.rule.route(router.logits(normed))
         else:
             chosen, weights = np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
         state.chosen.append(chosen)

@@ -15,7 +15,7 @@ from moec.manifests.model import ModelSpec
 from . import kernels
 from .bundle import Tables
 from .options import Prefetch
-from .routing import Router, expected_demand
+from .routing import Router
 
 # Pairs seen less often than this say less than the expert before alone.
 # Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
@@ -164,7 +164,7 @@ class LookaheadPredictor:
             return self._fallback.scores(state, ahead)
         normed = np.empty_like(state.hidden)
         kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
-        return expected_demand(router.logits(normed), self._model.layers[following].experts.router)
+        return router.rule.demand(router.logits(normed))
 
 
 def make_predictor(

@@ -12,11 +12,49 @@ from moec.manifests.model import ExpertsSpec, RouterSpec
 from . import kernels
 
 
-class Router:
-    """From a layer's normed residual stream to the logits of its experts."""
+class RoutingRule:
+    """How a layer's logits become experts: what its ExpertsSpec asks for, made ready once."""
 
-    def __init__(self, matrix: kernels.PackedMatrix, bias: np.ndarray | None) -> None:
+    def __init__(self, experts: ExpertsSpec) -> None:
+        self._experts = experts
+        router = experts.router
+        self._is_plain = router.is_plain
+        self._correction = np.array(router.correction, np.float32) if router.correction else None
+
+    def route(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
+
+        Equal scores: the lowest expert wins.
+        """
+        router, top_k = self._experts.router, self._experts.top_k
+        if self._is_plain:
+            chosen, weights = kernels.route(logits, top_k, router.renormalize)
+        else:
+            scores = expert_scores(logits, router)
+            chosen = np.argsort(-self._ranked(scores), axis=1, kind="stable")[:, :top_k].astype(np.int32)
+            weights = np.take_along_axis(scores, chosen, axis=1)
+            if router.renormalize:
+                weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
+        if router.scale != 1.0:
+            weights *= np.float32(router.scale)
+        return chosen, weights
+
+    def demand(self, logits: np.ndarray) -> np.ndarray:
+        """How much tokens ask for each expert, all together, float32 [E]; for predictions."""
+        ranked = self._ranked(expert_scores(logits, self._experts.router))
+        return np.asarray(ranked.clip(min=0).sum(axis=0), np.float32)
+
+    def _ranked(self, scores: np.ndarray) -> np.ndarray:
+        corrected = scores if self._correction is None else scores + self._correction
+        return _without_other_groups(corrected, self._experts.router)
+
+
+class Router:
+    """From a layer's normed residual stream to the logits of its experts, and the rule that these go by."""
+
+    def __init__(self, experts: ExpertsSpec, matrix: kernels.PackedMatrix, bias: np.ndarray | None) -> None:
         """matrix: [E, D]; bias: float32 [E]."""
+        self.rule = RoutingRule(experts)
         self._matrix, self._bias = matrix, bias
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
@@ -28,26 +66,6 @@ class Router:
         return logits
 
 
-def route(logits: np.ndarray, experts: ExpertsSpec) -> tuple[np.ndarray, np.ndarray]:
-    """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
-
-    Equal scores: the lowest expert wins.
-    """
-    router = experts.router
-    if router.is_plain:
-        chosen, weights = kernels.route(logits, experts.top_k, router.renormalize)
-    else:
-        scores = expert_scores(logits, router)
-        ranked = _without_other_groups(scores + _correction(router, logits.shape[1]), router)
-        chosen = np.argsort(-ranked, axis=1, kind="stable")[:, : experts.top_k].astype(np.int32)
-        weights = np.take_along_axis(scores, chosen, axis=1)
-        if router.renormalize:
-            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
-    if router.scale != 1.0:
-        weights *= np.float32(router.scale)
-    return chosen, weights
-
-
 def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
     """The score of every expert, float32 [T, E], before any correction."""
     if router.scoring == "sigmoid":
@@ -55,16 +73,6 @@ def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
             return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True), np.float32)
-
-
-def expected_demand(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
-    """How much tokens ask for each expert, all together, float32 [E]; for predictions."""
-    scores = expert_scores(logits, router) + _correction(router, logits.shape[1])
-    return np.asarray(_without_other_groups(scores, router).clip(min=0).sum(axis=0), np.float32)
-
-
-def _correction(router: RouterSpec, count: int) -> np.ndarray:
-    return np.array(router.correction, np.float32) if router.correction else np.zeros(count, np.float32)
 
 
 def _without_other_groups(scores: np.ndarray, router: RouterSpec) -> np.ndarray:

@@ -95,6 +95,43 @@ def alike(
     return DecoderParts((LayerSpec(attention, experts, shared),) * count_layers(settings))
 
 
+def experts_of(
+    settings: Settings,
+    router: RouterSpec,
+    *,
+    count: tuple[str, ...],
+    width: str = "moe_intermediate_size",
+    top_k: tuple[str, ...] = ("num_experts_per_tok",),
+    **more: Any,
+) -> ExpertsSpec:
+    """Routed experts. count, top_k: the key, and an older name if there is one; more: further fields.
+
+    Raises CheckpointError, ValueError.
+    """
+    fields = {"activation": "silu", **more}
+    return ExpertsSpec(
+        count=settings.either_integer(*_two(count), MAX_EXPERTS_PER_LAYER),
+        top_k=settings.either_integer(*_two(top_k)),
+        width=settings.integer(width),
+        router=router,
+        **fields,
+    )
+
+
+def _two(keys: tuple[str, ...]) -> tuple[str, str]:
+    return keys[0], keys[1] if len(keys) > 1 else ""
+
+
+def plain_first(settings: Settings, routed: LayerSpec, default: int) -> tuple[LayerSpec, ...]:
+    """`first_k_dense_replace` layers plain, then routed ones. Raises CheckpointError."""
+    first, layers = settings.raw("first_k_dense_replace"), count_layers(settings)
+    first = default if first is None else first
+    if type(first) is not int or not 0 <= first < layers:
+        settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
+    plain = plain_layer(routed.attention, settings.integer("intermediate_size"))
+    return (plain,) * first + (routed,) * (layers - first)
+
+
 def count_layers(settings: Settings) -> int:
     """Decoder layers."""
     return settings.integer("num_hidden_layers", MAX_LAYERS)

@@ -11,20 +11,13 @@ from dataclasses import replace
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec, SharedSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import (
-    MAX_EXPERTS_PER_LAYER,
-    DecoderNames,
-    DecoderParts,
-    count_layers,
-    lower_family,
-    plain_layer,
-    read_corrections,
-)
+from .decoder import DecoderNames, DecoderParts, experts_of, lower_family, plain_first, read_corrections
 from .lowering import Lowering
 from .rope import read_rope, score_magnitude
 from .settings import Settings
 
 _NAMES = DecoderNames()
+ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts")
 _LATENT_NORM_EPS = 1e-6  # of both bottlenecks in the modeling code, whatever config.json says of the others
 _TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "head_dim", "qk_head_dim")
 
@@ -52,7 +45,9 @@ def _v2_parts(settings: Settings) -> DecoderParts:
         groups=groups if is_grouped else 1,
         kept_groups=kept if is_grouped else 1,
     )
-    return DecoderParts(_layers(settings, _attention(settings, interleaved=True), _experts(settings, router)))
+    return DecoderParts(
+        _layers(settings, _attention(settings, interleaved=True), experts_of(settings, router, count=ROUTED_EXPERTS))
+    )
 
 
 def _v3_parts(settings: Settings) -> DecoderParts:
@@ -60,7 +55,7 @@ def _v3_parts(settings: Settings) -> DecoderParts:
     _fixed(settings, "topk_method", "noaux_tc")
     settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # guess tokens further ahead
     attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
-    layers = _layers(settings, attention, _experts(settings, corrected_router(settings)))
+    layers = _layers(settings, attention, experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS))
     return DecoderParts(with_corrections(settings, _NAMES, layers))
 
 
@@ -96,26 +91,12 @@ def shared_width(settings: Settings, key: str, width: int) -> SharedSpec | None:
     return SharedSpec(settings.integer(key) * width)
 
 
-def _experts(settings: Settings, router: RouterSpec) -> ExpertsSpec:
-    return ExpertsSpec(
-        count=settings.either_integer("n_routed_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER),
-        top_k=settings.integer("num_experts_per_tok"),
-        width=settings.integer("moe_intermediate_size"),
-        activation="silu",
-        router=router,
-    )
-
-
 def _layers(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
     """The first layers plain, then routed ones."""
     settings.passed_over(*_TRAINING)
     _fixed(settings, "moe_layer_freq", 1)
-    first, layers = settings.raw("first_k_dense_replace") or 0, count_layers(settings)
-    if type(first) is not int or not 0 <= first < layers:
-        settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
     shared = shared_width(settings, "n_shared_experts", experts.width)
-    plain = plain_layer(attention, settings.integer("intermediate_size"))
-    return (plain,) * first + (LayerSpec(attention, experts, shared),) * (layers - first)
+    return plain_first(settings, LayerSpec(attention, experts, shared), default=0)
 
 
 def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:

@@ -5,18 +5,10 @@ Source: transformers, models/ernie4_5_moe/modeling_ernie4_5_moe.py and configura
 
 from __future__ import annotations
 
-from moec.manifests.model import ExpertsSpec, LayerSpec, RouterSpec
+from moec.manifests.model import LayerSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import (
-    MAX_EXPERTS_PER_LAYER,
-    DecoderNames,
-    DecoderParts,
-    attention_of,
-    count_layers,
-    lower_family,
-    plain_layer,
-)
+from .decoder import DecoderNames, DecoderParts, attention_of, count_layers, experts_of, lower_family, plain_layer
 from .deepseek import shared_width, with_corrections
 from .lowering import Lowering
 from .settings import Settings
@@ -36,13 +28,8 @@ def _parts(settings: Settings) -> DecoderParts:
     if settings.boolean("use_bias", False):
         settings.fail("use_bias", "false", "compile a checkpoint without biases")
     attention = attention_of(settings, interleaved=True)
-    experts = ExpertsSpec(
-        count=settings.integer("moe_num_experts", MAX_EXPERTS_PER_LAYER),
-        top_k=settings.integer("moe_k"),
-        width=settings.integer("moe_intermediate_size"),
-        activation="silu",
-        router=RouterSpec("softmax", renormalize=True),
-    )
+    router = RouterSpec("softmax", renormalize=True)
+    experts = experts_of(settings, router, count=("moe_num_experts",), top_k=("moe_k",))
     routed = LayerSpec(attention, experts, shared_width(settings, "moe_num_shared_experts", experts.width))
     plain = plain_layer(attention, settings.integer("intermediate_size"))
     layers, step = count_layers(settings), settings.optional_integer("moe_layer_interval") or 1

@@ -5,19 +5,11 @@ Source: transformers, models/glm4_moe/modeling_glm4_moe.py and configuration_glm
 
 from __future__ import annotations
 
-from moec.manifests.model import ExpertsSpec, LayerSpec
+from moec.manifests.model import LayerSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import (
-    MAX_EXPERTS_PER_LAYER,
-    DecoderNames,
-    DecoderParts,
-    attention_of,
-    count_layers,
-    lower_family,
-    plain_layer,
-)
-from .deepseek import corrected_router, shared_width, with_corrections
+from .decoder import DecoderNames, DecoderParts, attention_of, experts_of, lower_family, plain_first
+from .deepseek import ROUTED_EXPERTS, corrected_router, shared_width, with_corrections
 from .lowering import Lowering
 from .settings import Settings
 
@@ -39,17 +31,6 @@ def _parts(settings: Settings) -> DecoderParts:
         bias="inputs" if settings.boolean("attention_bias", False) else "none",
         query_key_norm="head" if settings.boolean("use_qk_norm", False) else "none",
     )
-    experts = ExpertsSpec(
-        count=settings.either_integer("n_routed_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER),
-        top_k=settings.integer("num_experts_per_tok"),
-        width=settings.integer("moe_intermediate_size"),
-        activation="silu",
-        router=corrected_router(settings),
-    )
-    first, layers = settings.raw("first_k_dense_replace"), count_layers(settings)
-    first = 1 if first is None else first
-    if type(first) is not int or not 0 <= first < layers:
-        settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
+    experts = experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS)
     routed = LayerSpec(attention, experts, shared_width(settings, "n_shared_experts", experts.width))
-    plain = plain_layer(attention, settings.integer("intermediate_size"))
-    return DecoderParts(with_corrections(settings, _NAMES, (plain,) * first + (routed,) * (layers - first)))
+    return DecoderParts(with_corrections(settings, _NAMES, plain_first(settings, routed, default=1)))

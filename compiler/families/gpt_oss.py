@@ -7,18 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moec.manifests.model import ExpertsSpec, LayerSpec, RouterSpec
+from moec.manifests.model import LayerSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import (
-    MAX_EXPERTS_PER_LAYER,
-    DecoderNames,
-    DecoderParts,
-    attention_of,
-    count_layers,
-    lower_family,
-    read_windows,
-)
+from .decoder import DecoderNames, DecoderParts, attention_of, count_layers, experts_of, lower_family, read_windows
 from .lowering import Lowering
 from .settings import Settings
 
@@ -40,13 +32,14 @@ def _parts(settings: Settings) -> DecoderParts:
     if settings.raw("swiglu_alpha") not in (None, _SLOPE):
         settings.fail("swiglu_alpha", f"{_SLOPE}", "compile another checkpoint")
     attention = attention_of(settings, bias="all" if settings.boolean("attention_bias", True) else "none", sinks=True)
-    experts = ExpertsSpec(
-        count=settings.integer("num_local_experts", MAX_EXPERTS_PER_LAYER),
-        top_k=settings.either_integer("num_experts_per_tok", "experts_per_token"),
-        width=settings.integer("intermediate_size"),
+    experts = experts_of(
+        settings,
+        RouterSpec("softmax", renormalize=True, has_bias=True),  # softmax over the chosen ones is the same
+        count=("num_local_experts",),
+        top_k=("num_experts_per_tok", "experts_per_token"),
+        width="intermediate_size",
         activation="clamped_swiglu",
         limit=settings.number("swiglu_limit", 7.0),
-        router=RouterSpec("softmax", renormalize=True, has_bias=True),  # softmax over the chosen ones is the same
         has_bias=True,
     )
     window = settings.optional_integer("sliding_window") or 0

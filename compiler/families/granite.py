@@ -5,10 +5,10 @@ Source: transformers, models/granitemoe/modeling_granitemoe.py and conversion_ma
 
 from __future__ import annotations
 
-from moec.manifests.model import ExpertsSpec, RouterSpec
+from moec.manifests.model import RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, DecoderNames, DecoderParts, alike, attention_of, lower_family
+from .decoder import DecoderNames, DecoderParts, alike, attention_of, experts_of, lower_family
 from .lowering import Lowering
 from .settings import Settings
 
@@ -34,13 +34,8 @@ def _parts(settings: Settings) -> DecoderParts:
         bias="all" if settings.boolean("attention_bias", False) else "none",
         scale=settings.number("attention_multiplier", 1.0),
     )
-    experts = ExpertsSpec(
-        count=settings.integer("num_local_experts", MAX_EXPERTS_PER_LAYER),
-        top_k=settings.integer("num_experts_per_tok"),
-        width=settings.integer("intermediate_size"),
-        activation="silu",
-        router=RouterSpec("softmax", renormalize=True),  # softmax over the chosen ones is the same
-    )
+    router = RouterSpec("softmax", renormalize=True)  # softmax over the chosen ones is the same
+    experts = experts_of(settings, router, count=("num_local_experts",), width="intermediate_size")
     scales = {
         "embedding_scale": settings.number("embedding_multiplier", 1.0),
         "residual_scale": settings.number("residual_multiplier", 1.0),

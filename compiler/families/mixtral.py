@@ -5,10 +5,10 @@ Source: transformers, models/mixtral/modeling_mixtral.py and conversion_mapping.
 
 from __future__ import annotations
 
-from moec.manifests.model import ExpertsSpec, RouterSpec
+from moec.manifests.model import RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, DecoderNames, DecoderParts, alike, attention_of, lower_family
+from .decoder import DecoderNames, DecoderParts, alike, attention_of, experts_of, lower_family
 from .lowering import Lowering
 from .settings import Settings
 
@@ -27,11 +27,6 @@ def lower(checkpoint: Checkpoint) -> Lowering:
 def _parts(settings: Settings) -> DecoderParts:
     """What is the family's own in config.json."""
     attention = attention_of(settings, sliding_window=settings.optional_integer("sliding_window") or 0)
-    experts = ExpertsSpec(
-        count=settings.integer("num_local_experts", MAX_EXPERTS_PER_LAYER),
-        top_k=settings.integer("num_experts_per_tok"),
-        width=settings.integer("intermediate_size"),
-        activation="silu",
-        router=RouterSpec("softmax", renormalize=True),
-    )
+    router = RouterSpec("softmax", renormalize=True)
+    experts = experts_of(settings, router, count=("num_local_experts",), width="intermediate_size")
     return alike(settings, attention, experts)

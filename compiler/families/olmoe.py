@@ -5,10 +5,10 @@ Source: transformers, models/olmoe/modeling_olmoe.py; OLMoE: Open Mixture-of-Exp
 
 from __future__ import annotations
 
-from moec.manifests.model import ExpertsSpec, RouterSpec
+from moec.manifests.model import RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import MAX_EXPERTS_PER_LAYER, DecoderNames, DecoderParts, alike, attention_of, lower_family
+from .decoder import DecoderNames, DecoderParts, alike, attention_of, experts_of, lower_family
 from .lowering import Lowering
 from .settings import Settings
 
@@ -28,11 +28,6 @@ def _parts(settings: Settings) -> DecoderParts:
     hidden, heads = settings.integer("hidden_size"), attention.num_heads
     if attention.head_size * heads != hidden:
         settings.fail("head_dim", f"hidden_size {hidden} divided by {heads} heads, the width that the norms have")
-    experts = ExpertsSpec(
-        count=settings.integer("num_experts", MAX_EXPERTS_PER_LAYER),
-        top_k=settings.integer("num_experts_per_tok"),
-        width=settings.integer("intermediate_size"),
-        activation="silu",
-        router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
-    )
+    router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False))
+    experts = experts_of(settings, router, count=("num_experts",), width="intermediate_size")
     return alike(settings, attention, experts)

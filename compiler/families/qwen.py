@@ -12,11 +12,11 @@ from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, RouterSp
 
 from ..checkpoint import Checkpoint
 from .decoder import (
-    MAX_EXPERTS_PER_LAYER,
     DecoderNames,
     DecoderParts,
     attention_of,
     count_layers,
+    experts_of,
     lower_family,
     plain_layer,
     read_windows,
@@ -40,7 +40,7 @@ def lower_qwen3(checkpoint: Checkpoint) -> Lowering:
 def _qwen2_parts(settings: Settings) -> DecoderParts:
     bias = "inputs" if settings.boolean("qkv_bias", True) else "none"
     attention = attention_of(settings, bias=bias)
-    experts = _experts(settings, settings.integer("num_experts", MAX_EXPERTS_PER_LAYER))
+    experts = _experts(settings, "num_experts")
     shared = SharedSpec(settings.integer("shared_expert_intermediate_size"), has_gate=True)
     window = settings.integer("sliding_window") if settings.raw("sliding_window") else 0
     last = settings.optional_integer("max_window_layers") or 0
@@ -59,18 +59,13 @@ def _qwen3_parts(settings: Settings) -> DecoderParts:
         sliding_window=window if settings.boolean("use_sliding_window", False) else 0,
         query_key_norm="head",
     )
-    experts = _experts(settings, settings.either_integer("num_experts", "num_local_experts", MAX_EXPERTS_PER_LAYER))
+    experts = _experts(settings, "num_experts", "num_local_experts")
     return _layers(settings, [attention] * count_layers(settings), experts, None)
 
 
-def _experts(settings: Settings, count: int) -> ExpertsSpec:
-    return ExpertsSpec(
-        count=count,
-        top_k=settings.integer("num_experts_per_tok"),
-        width=settings.integer("moe_intermediate_size"),
-        activation="silu",
-        router=RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False)),
-    )
+def _experts(settings: Settings, *count: str) -> ExpertsSpec:
+    router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False))
+    return experts_of(settings, router, count=count)
 
 
 def _layers(

@@ -81,9 +81,9 @@ class Settings:
         """A positive whole number, or None where the key is absent or null."""
         return None if self.raw(key) is None else self.integer(key)
 
-    def either_integer(self, key: str, other: str, most: int = 1 << 28) -> int:
+    def either_integer(self, key: str, other: str = "", most: int = 1 << 28) -> int:
         """A whole number that goes by two names in configurations of different age; both must agree."""
-        if self.raw(other) is None:
+        if not other or self.raw(other) is None:
             return self.integer(key, most)
         if self.raw(key) not in (None, self.raw(other)):
             self.fail(key, f"the {self.raw(other)} of `{other}`")

@@ -149,27 +149,14 @@ class PackedMatrix(packed_matrix.PackedMatrix):
 
 
 class Expert(reference.Expert):
-    """The three projections of one expert: down(activation(gate x) * (up x)), each product with its bias if it has one.
-
-    gate, up: F x D. down: D x F. biases: none, or float32 [F], [F], [D]; limit: of clamped_swiglu.
-    Raises ValueError if the shapes do not fit or the activation is unknown.
-    """
+    """The three projections of one expert, as `reference.Expert` takes and checks them, bound to the extension."""
 
     __slots__ = ("native",)
 
-    def __init__(
-        self,
-        gate: PackedMatrix,
-        up: PackedMatrix,
-        down: PackedMatrix,
-        activation: str = "silu",
-        limit: float = 0.0,
-        biases: Sequence[Floats] = (),
-    ) -> None:
-        super().__init__(gate, up, down, activation, limit, biases)
-        extension, code = _extension(), reference.ACTIVATIONS.index(activation)
-        native = (gate.native, up.native, down.native, code, limit, list(biases))
-        self.native = extension.Expert(*native) if extension else None
+    def _bind(self) -> None:
+        extension, code = _extension(), reference.ACTIVATIONS.index(self.activation)
+        parts = [getattr(matrix, "native", None) for matrix in (self.gate, self.up, self.down)]
+        self.native = extension.Expert(*parts, code, self.limit, list(self.biases)) if extension else None
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:

@@ -63,6 +63,10 @@ class Expert:
         self.activation = activation
         self.limit = limit
         self.biases = tuple(biases)
+        self._bind()
+
+    def _bind(self) -> None:
+        """For kernels that keep a form of their own."""
 
 
 def _weights(matrix: PackedMatrix) -> Floats:

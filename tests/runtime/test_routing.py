@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.model import ExpertsSpec, RouterSpec
-from moec.runtime.routing import expected_demand, route
+from moec.runtime.routing import RoutingRule
 
 EXPERTS = 8
 
@@ -64,7 +64,7 @@ def test_experts_and_weights(
     router: dict[str, Any], tokens: list[list[float]], correction: tuple[float, ...], corrects: bool
 ) -> None:
     experts = spec(3, **router, correction=correction if corrects else ())
-    chosen, weights = route(np.array(tokens, np.float32), experts)
+    chosen, weights = RoutingRule(experts).route(np.array(tokens, np.float32))
     assert chosen.dtype == np.int32 and weights.dtype == np.float32
     for row, logits in enumerate(tokens):
         expected, shares = plain_route(logits, experts)
@@ -74,20 +74,20 @@ def test_experts_and_weights(
 
 def test_of_equal_scores_the_lowest_expert_wins() -> None:
     for router in ({}, {"scoring": "sigmoid"}, {"groups": 2, "kept_groups": 1}):
-        assert route(np.zeros((1, EXPERTS), np.float32), spec(3, **router))[0].tolist() == [[0, 1, 2]]
+        assert RoutingRule(spec(3, **router)).route(np.zeros((1, EXPERTS), np.float32))[0].tolist() == [[0, 1, 2]]
 
 
 def test_a_token_alone_is_routed_as_among_others() -> None:
     logits = np.random.default_rng(1).normal(size=(50, EXPERTS)).astype(np.float32)
     experts = spec(4, scoring="sigmoid", groups=2, kept_groups=2, group_score="top2", renormalize=True)
-    chosen, weights = route(logits, experts)
+    chosen, weights = RoutingRule(experts).route(logits)
     for row in range(len(logits)):
-        alone = route(logits[row : row + 1], experts)
+        alone = RoutingRule(experts).route(logits[row : row + 1])
         assert np.array_equal(alone[0][0], chosen[row]) and np.array_equal(alone[1][0], weights[row])
 
 
 def test_demand_adds_up_over_tokens_and_leaves_other_groups_out() -> None:
     logits = np.array([[5, 0, 0, 0, 0, 0, 0, 4], [5, 0, 0, 0, 0, 0, 0, 4]], np.float32)
-    demand = expected_demand(logits, spec(1, groups=2, kept_groups=1).router)
+    demand = RoutingRule(spec(1, groups=2, kept_groups=1)).demand(logits)
     assert demand[0] > 1 and not demand[4:].any()
-    assert expected_demand(logits, spec(1).router).sum() == pytest.approx(2)
+    assert RoutingRule(spec(1)).demand(logits).sum() == pytest.approx(2)
