@@ -115,13 +115,14 @@ class Model:
         self._dense, self._experts, self._cache = dense, experts, cache
         self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
         rotary = {layer.attention.rope: RotaryTables(layer.attention.rope, context) for layer in self.spec.layers}
+        weights = [_layer_weights(dense, at) for at in range(self.spec.num_layers)]
         self._attentions = [
-            make_attention(layer.attention, _layer_weights(dense, at), self.spec.norm_eps, rotary[layer.attention.rope])
+            make_attention(layer.attention, weights[at], self.spec.norm_eps, rotary[layer.attention.rope])
             for at, layer in enumerate(self.spec.layers)
         ]
-        self._routers = [_router(layer.experts, _layer_weights(dense, at)) for at, layer in enumerate(self.spec.layers)]
+        self._routers = [_router(layer.experts, weights[at]) for at, layer in enumerate(self.spec.layers)]
         self._shared = [
-            SharedExpert(_layer_weights(dense, at), layer.experts.activation) if layer.shared else None
+            SharedExpert(weights[at], layer.experts.activation) if layer.shared else None
             for at, layer in enumerate(self.spec.layers)
         ]
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()

@@ -85,8 +85,7 @@ def test_one_beam_is_greedy(bundle: Path) -> None:
         assert beam_search(engine, PROMPT, NEW_TOKENS, BeamOptions(1))[0].tokens == greedy
 
 
-def test_more_beams_find_an_answer_at_least_as_likely_without_ends(folder: Path, tmp_path: Path) -> None:
-    """Scores are those of the model: the sum of what it gives each token."""
+def test_a_score_is_the_sum_of_what_the_model_gives_each_token(folder: Path, tmp_path: Path) -> None:
     with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=64, slots=6) as engine:
         best = beam_search(engine, PROMPT, 5, BeamOptions(6, length_penalty=0.0))[0]
         logits = engine.logits([*PROMPT, *best.tokens])[len(PROMPT) - 1 : -1].astype(np.float64)
