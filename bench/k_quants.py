@@ -27,6 +27,7 @@ from moec.cli.compile import open_partial
 from moec.compiler.calibration import calibrate
 from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk
+from moec.compiler.expert_module import intermediate
 from moec.compiler.families import Lowering, lower
 from moec.compiler.options import CompileOptions
 from moec.compiler.pipeline import compile_checkpoint
@@ -66,7 +67,7 @@ class Importance:
     def _add(self, layer: int, module: torch.nn.Module, inputs: Tensor, chosen: Tensor) -> None:
         for expert in range(module.num_experts):
             rows = inputs[torch.where(chosen == expert)[0]]
-            gated = module._apply_gate(rows @ module.gate_up_proj[expert].T)
+            gated = intermediate(module, expert, rows)
             for projection, values in (("gate", rows), ("up", rows), ("down", gated)):
                 shape = (module.num_experts, values.shape[1])
                 sums = self._sums.setdefault((layer, projection), torch.zeros(shape))
