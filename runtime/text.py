@@ -30,7 +30,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class StopTexts:
-    """Ends a streamed text in front of the first of some texts; what may be the beginning of one waits."""
+    """Ends a streamed text in front of whichever of some texts is complete first; what may be the beginning of one waits.
+
+    Where two are complete with the same character the longer one counts, so that how the text was cut into pieces
+    never shows.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -39,10 +43,10 @@ class StopTexts:
     def push(self, piece: str) -> tuple[str, bool]:
         """What can be shown now, and whether the text has ended."""
         text = self._held + piece
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept], False
