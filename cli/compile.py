@@ -57,7 +57,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     "--device", default="host", show_default=True, metavar="PROFILE", help="Device profile, a name or a TOML."
 )
 @click.option("--dense-bits", type=int, metavar="16|8|4", help="Of attention, embedding, lm_head.  [default: searched]")
-@click.option("--bits", metavar="LIST", default="2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
+@click.option("--bits", metavar="LIST", default="1,2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
 @click.option("--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128]")
 @click.option(
     "--symmetric/--asymmetric",

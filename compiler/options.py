@@ -137,11 +137,13 @@ class CompileOptions:
     def unit_specs(self, bitwidths: tuple[int, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
         """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
 
-        8 bits come with the widest group alone: narrower ones add bytes and no measurable quality.
+        8 bits come with the widest group alone: narrower ones add bytes and no measurable quality. 1 bit in groups of
+        32 takes nearly the bytes of 2 bits. optimum-quanto has no 1 bit.
         """
         groups = self.group_sizes or DEFAULT_GROUP_SIZES
         specs = []
-        for bits in sorted(set(self.bits) & set(bitwidths)):
+        excluded = {1} if self.quantizer == "quanto" else set()
+        for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
                 continue
@@ -149,6 +151,8 @@ class CompileOptions:
             if bits == 8 and self.quantizer == "quanto":
                 widest = 0  # all that the package has
             chosen = (widest,) if bits == 8 else sorted(groups, key=lambda size: (size != 0, -size))
+            if bits == 1:
+                chosen = [size for size in chosen if size != 32] or [widest]
             specs += [QuantSpec(bits, size) for size in chosen]
         if not specs:
             raise OptionError(f"no bitwidth of {self.bits} has a kernel on this device", "offer others with `--bits`")

@@ -15,7 +15,7 @@ from .quantized import QuantizedMatrix
 _LANE_BYTES = 4
 _LANES_PER_TILE = COLUMNS_PER_TILE // _LANE_BYTES
 _LOW_TWO_BITS = np.uint32(0x03030303)
-_HIGH_BIT = np.uint32(0x01010101)
+_LOWEST_BIT = np.uint32(0x01010101)
 _FLOAT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -83,14 +83,14 @@ def _lanes(planes: np.ndarray, bitwidth: int) -> np.ndarray:
     """The inverse of `_planes`: [16 B, tiles, planes] -> the eight lanes of each tile row, [16 B, tiles, 8] uint32."""
     if bitwidth == 8:
         return np.ascontiguousarray(planes)
-    mask = np.uint32({2: 0x03030303, 3: 0x03030303, 4: 0x0F0F0F0F}[bitwidth])
+    mask = np.uint32({1: 0x01010101, 2: 0x03030303, 3: 0x03030303, 4: 0x0F0F0F0F}[bitwidth])
     low_bits = min(bitwidth, 4) if bitwidth != 3 else 2
     per_plane = 8 // low_bits
     lanes = np.empty((*planes.shape[:2], _LANES_PER_TILE), np.uint32)
     for lane in range(_LANES_PER_TILE):
         lanes[..., lane] = planes[..., lane // per_plane] >> np.uint32(low_bits * (lane % per_plane)) & mask
         if bitwidth == 3:
-            lanes[..., lane] |= (planes[..., 2] >> np.uint32(lane) & _HIGH_BIT) << np.uint32(2)
+            lanes[..., lane] |= (planes[..., 2] >> np.uint32(lane) & _LOWEST_BIT) << np.uint32(2)
     return lanes
 
 
@@ -151,13 +151,20 @@ def _planes(lanes: np.ndarray, bitwidth: int) -> np.ndarray:
     if bitwidth == 4:
         pairs: np.ndarray = lanes[..., 0::2] | lanes[..., 1::2] << np.uint32(4)
         return pairs
+    if bitwidth == 1:
+        return _bit_plane(lanes, 0)
     low = lanes & _LOW_TWO_BITS if bitwidth == 3 else lanes
     two: np.ndarray = low[..., 0::4] | low[..., 1::4] << np.uint32(2)
     two |= low[..., 2::4] << np.uint32(4)
     two |= low[..., 3::4] << np.uint32(6)
     if bitwidth == 2:
         return two
-    high = (lanes[..., 0] >> np.uint32(2)) & _HIGH_BIT
+    return np.concatenate((two, _bit_plane(lanes, 2)), axis=-1)
+
+
+def _bit_plane(lanes: np.ndarray, bit: int) -> np.ndarray:
+    """One bit of all codes of a tile row in one lane. [16 B, tiles, 8] -> [16 B, tiles, 1] uint32."""
+    plane = (lanes[..., 0] >> np.uint32(bit)) & _LOWEST_BIT
     for q in range(1, _LANES_PER_TILE):
-        high |= ((lanes[..., q] >> np.uint32(2)) & _HIGH_BIT) << np.uint32(q)
-    return np.concatenate((two, high[..., np.newaxis]), axis=-1)
+        plane |= ((lanes[..., q] >> np.uint32(bit)) & _LOWEST_BIT) << np.uint32(q)
+    return plane[..., np.newaxis]

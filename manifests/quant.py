@@ -13,13 +13,13 @@ from typing import Literal
 LAYOUT = "rows16"
 ROWS_PER_BLOCK = 16
 COLUMNS_PER_TILE = 32
-BITWIDTHS = (2, 3, 4, 8, 16)
+BITWIDTHS = (1, 2, 3, 4, 8, 16)
 UNIT_ALIGNMENT_BYTES = 64
 EXPERT_ALIGNMENT_BYTES = 4096
 MAX_DIMENSION = 1 << 24
 
 FloatType = Literal["none", "bfloat16", "float16"]
-_SHORT = re.compile(r"q([2348])(?:g([0-9]{1,8}))?(s?)")
+_SHORT = re.compile(r"q([12348])(?:g([0-9]{1,8}))?(s?)")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -31,9 +31,9 @@ def round_up(value: int, multiple: int) -> int:
 class QuantSpec:
     """How one matrix is stored.
 
-    bitwidth: 2, 3, 4, 8 (codes with scales) or 16 (the checkpoint's own floats, unchanged).
+    bitwidth: 1, 2, 3, 4, 8 (codes with scales) or 16 (the checkpoint's own floats, unchanged).
     group_size: columns that share one scale, a multiple of 32; 0: one scale per row.
-    symmetric: w = scale * (code - 2**(bitwidth - 1)); otherwise w = scale * code + minimum.
+    symmetric: w = scale * (code - 2**(bitwidth - 1)), not with 1 bit; otherwise w = scale * code + minimum.
     float_type: the 16-bit type, `none` for quantized formats.
     Raises ValueError when a field is out of range.
     """
@@ -50,6 +50,8 @@ class QuantSpec:
             raise ValueError("float_type belongs to bitwidth 16 and to no other")
         if self.bitwidth == 16 and (self.group_size or self.symmetric):
             raise ValueError("a 16-bit matrix has no groups")
+        if self.bitwidth == 1 and self.symmetric:
+            raise ValueError("a symmetric matrix of 1 bit has no weight above 0")
         if self.group_size < 0 or self.group_size > MAX_DIMENSION or self.group_size % COLUMNS_PER_TILE:
             raise ValueError(f"group_size must be 0 or a multiple of {COLUMNS_PER_TILE}, found {self.group_size}")
 

@@ -12,9 +12,10 @@ from moec.manifests.quant import QuantSpec
 LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 511, 513, 1023)
 QUANTIZED = tuple(
     QuantSpec(bitwidth, group_size, symmetric)
-    for bitwidth in (2, 3, 4, 8)
+    for bitwidth in (1, 2, 3, 4, 8)
     for symmetric in (False, True)
     for group_size in (0, 32, 64, 128)
+    if bitwidth > 1 or not symmetric
 )
 SIXTEEN_BIT = (QuantSpec.parse("bf16"), QuantSpec.parse("fp16"))
 FORMATS = QUANTIZED + SIXTEEN_BIT
@@ -63,6 +64,8 @@ def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
                 tiles[:, 64 * q + 4 * r + c] |= code
             elif bitwidth == 4:
                 tiles[:, 64 * (q // 2) + 4 * r + c] |= code << (4 * (q % 2))
+            elif bitwidth == 1:
+                tiles[:, 4 * r + c] |= code << q
             else:
                 tiles[:, 64 * (q // 4) + 4 * r + c] |= (code & 3) << (2 * (q % 4))
             if bitwidth == 3:

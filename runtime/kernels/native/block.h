@@ -78,7 +78,7 @@ static inline bool is_valid(const MatrixView& matrix) {
     if (is_16_bit) {
         return matrix.group_size == 0 && !matrix.is_symmetric && matrix.float_type != FloatType::kNone;
     }
-    const bool is_known = matrix.bitwidth == 2 || matrix.bitwidth == 3 || matrix.bitwidth == 4 || matrix.bitwidth == 8;
+    const bool is_known = (matrix.bitwidth == 1 && !matrix.is_symmetric) || matrix.bitwidth == 2 || matrix.bitwidth == 3 || matrix.bitwidth == 4 || matrix.bitwidth == 8;
     const bool is_group = matrix.group_size >= 0 && matrix.group_size % kColumnsPerTile == 0 &&
                           matrix.columns % group_columns(matrix) == 0;
     return is_known && is_group && matrix.columns % kColumnsPerTile == 0 && matrix.float_type == FloatType::kNone;

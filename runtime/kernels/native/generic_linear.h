@@ -157,6 +157,8 @@ DequantizePanel quantized_panel(bool is_symmetric) {
 
 inline DequantizePanel panel_of(const MatrixView& matrix) {
     switch (matrix.bitwidth) {
+        case 1:
+            return dequantize_panel_quantized<1, false>;
         case 2:
             return quantized_panel<2>(matrix.is_symmetric);
         case 3:

@@ -219,6 +219,8 @@ RoundedFormat make_rounded_format() {
 
 inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
     switch (matrix.bitwidth) {
+        case 1:
+            return make_rounded_format<1, false>();
         case 2:
             return matrix.is_symmetric ? make_rounded_format<2, true>() : make_rounded_format<2, false>();
         case 3:
