@@ -66,10 +66,10 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 )
 @click.option(
     "--sensitivity",
-    type=click.Choice(["auto", "proxy", "exact"]),
+    type=click.Choice(["auto", "fisher", "proxy", "exact"]),
     default="auto",
     show_default=True,
-    help="exact: each expert measured alone, as EdgeMoE does.",
+    help="fisher (auto): from gradients; proxy: from output errors; exact: each expert alone, as EdgeMoE does.",
 )
 @click.option(
     "--search",

@@ -13,7 +13,7 @@ from .objective import OBJECTIVES, Objective
 from .quantizers import QUANTIZERS
 from .targets import Target
 
-Sensitivity = Literal["exact", "proxy", "auto"]
+Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
 Search = Literal["knapsack", "edgemoe"]
 Progress = Callable[[int, int], None]
 DEFAULT_GROUP_SIZES = (32, 64, 128)

@@ -167,4 +167,4 @@ def _bit_plane(lanes: np.ndarray, bit: int) -> np.ndarray:
     plane = (lanes[..., 0] >> np.uint32(bit)) & _LOWEST_BIT
     for q in range(1, _LANES_PER_TILE):
         plane |= ((lanes[..., q] >> np.uint32(bit)) & _LOWEST_BIT) << np.uint32(q)
-    return plane[..., np.newaxis]
+    return np.expand_dims(plane, -1)

@@ -6,18 +6,19 @@ preflight -> calibrate -> sensitivity -> search -> compare -> emit -> certify ->
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moec.evaluation.data import SplitData, load_splits
-from moec.evaluation.tasks import Item
+from moec.evaluation.data import SplitData
 from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary, DeviceSummary
 from moec.manifests.codec import canonical_json
-from moec.manifests.errors import OptionError, TargetUnreachable
+from moec.manifests.errors import TargetUnreachable
+from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, unseen_notes
@@ -28,13 +29,14 @@ from .device_fit import choose_objective, smallest_plan, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish, producer
 from .families import Lowering, TensorSource, lower
+from .fisher import TEXTS, predict_units
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
 from .objective import byte_weights
-from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions
+from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE
 from .plan import CompilePlan
 from .preflight import preflight
 from .quality import model_card, quality_report
@@ -42,8 +44,9 @@ from .reference import ReferenceModel
 from .request import CompileRequest, CompileResult
 from .search.knapsack import search
 from .search.space import SearchSpace, build_space
-from .sensitivity import SensitivityTable, dense_formats, measure_sensitivity, plain_plan
+from .sensitivity import Progress, SensitivityTable, dense_formats, measure_sensitivity, plain_plan
 from .tables import Tables
+from .task_data import Shots, load_task_data, train_texts
 from .trials import TaskData, Trials
 from .uniform import uniform_plan
 from .unit_store import UnitStore
@@ -61,7 +64,7 @@ class _Stage:
     checkpoint: Checkpoint
     lowering: Lowering
     splits: tuple[SplitData, ...]
-    shots: dict[str, tuple[Item, ...]]
+    shots: Shots
     is_layerwise: bool = False
     journal: Journal | None = None
     reference: ReferenceModel | None = None
@@ -126,8 +129,7 @@ def _prepare(request: CompileRequest) -> _Stage:
     )
     for note in report.notes:
         request.talk.note(note)
-    if options.data is not None:
-        _load_data(stage, options.data)
+    stage.splits, stage.shots = load_task_data(options, request.talk.note)
     if kind != "uniform":
         summarise_device(request.profile, smallest_plan(stage.lowering, options, stage.specs))
         _choose_way(stage)
@@ -137,27 +139,12 @@ def _prepare(request: CompileRequest) -> _Stage:
 def _choose_way(stage: _Stage) -> None:
     """The whole model at once if it fits in memory, else one layer at a time. Raises OptionError."""
     request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
-    stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, limit)
+    threads = torch.get_num_threads()
+    stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, threads, limit)
     if stage.is_layerwise:
-        threads = torch.get_num_threads()
         planning.check_layerwise(model, request.options.target, stage.specs, threads, limit, len(stage.splits))
         need = planning.need_bytes(model, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
-
-
-def _load_data(stage: _Stage, data: str) -> None:
-    """Splits and solved examples of every task."""
-    options, note = stage.request.options, stage.request.talk.note
-    names: Sequence[str | None] = options.tasks or (None,)
-    stage.splits = tuple(_limited(load_splits(data, name), options) for name in names)
-    for split in stage.splits:
-        examples = split.train.limit(options.shots, options.seed).items if options.shots else ()
-        if len(examples) < options.shots:
-            raise OptionError(f"`{data}` has {len(examples)} train items for {options.shots} shots", "lower `--shots`")
-        split.task.prompt(split.test.items[0], examples)  # refuses shots where the task has no prompt
-        stage.shots[split.task.name] = examples
-        if split.repeated:
-            note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
 
 
 def _check_weights(stage: _Stage) -> None:
@@ -167,13 +154,6 @@ def _check_weights(stage: _Stage) -> None:
     for done, source in enumerate(sources, 1):
         stage.lowering.read(source)
         progress(done, len(sources))
-
-
-def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
-    if options.limit is None:
-        return splits
-    cut = {name: getattr(splits, name).limit(options.limit, options.seed) for name in ("train", "validation", "test")}
-    return replace(splits, **cut)
 
 
 def _uniform_spec(stage: _Stage) -> QuantSpec:
@@ -294,13 +274,8 @@ def _calibrate(stage: _Stage) -> ActivationStatistics:
     reference, talk = stage.reference, stage.request.talk
     if reference is None or stage.journal is None:
         raise RuntimeError("calibration needs the reference model and the journal")
-    pairs = reference.encode_pairs(
-        [
-            (split.task.prompt(item, stage.shots[split.task.name]), split.task.answer(item))
-            for split in stage.splits
-            for item in split.train.items
-        ]
-    )
+    texts = [text for split in stage.splits for text in train_texts(split, stage.shots)]
+    pairs = reference.encode_pairs(texts)
     seed, progress = stage.request.options.seed, talk.progress("calibrating")
     arrays = stage.journal.arrays("calibration", lambda: calibrate(reference, pairs, seed, None, progress).to_arrays())
     statistics = ActivationStatistics.from_arrays(arrays)
@@ -314,12 +289,22 @@ def _search(stage: _Stage) -> CompilePlan:
     plain = plain_plan(stage.lowering.model, stage.lowering.spec_16bit, options.quantizer)
     dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, stage.lowering.float_type)
     if stage.sensitivity is None:
-        stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, talk)
+        predict = partial(_predict_units, stage)
+        stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, predict, talk)
     popularity = None if stage.statistics is None else stage.statistics.popularity
     reads = choose_objective(stage.request.profile, options.objective, plain, popularity)
     weights = byte_weights(stage.lowering.model, popularity, reads)
     stage.space = build_space(plain, store, stage.sensitivity, weights, stage.specs, dense)
     return search(stage.space, trials, options.target, talk.note)
+
+
+def _predict_units(stage: _Stage, progress: Progress) -> Mapping[tuple[UnitKey, QuantSpec], float]:
+    """The Fisher proxy on train texts."""
+    reference, store = stage.reference, stage.store
+    if reference is None or store is None or stage.journal is None:
+        raise RuntimeError("predictions need the reference model and the unit store")
+    texts = [reference.encode_pairs(train_texts(split, stage.shots)[:TEXTS]) for split in stage.splits]
+    return predict_units(reference, store, stage.specs, texts, stage.request.options.seed, stage.journal, progress)
 
 
 # -- bundle ----------------------------------------------------------------------------------------------------------

@@ -56,11 +56,12 @@ class Network:
         Shorter rows are padded on the right, where the causal mask hides the padding from every real token; what
         stands at padded places is meaningless. cache: a transformers cache to fill.
         """
-        width = max(len(row) for row in rows)
-        ids = torch.zeros((len(rows), width), dtype=torch.long)
-        for at, row in enumerate(rows):
-            ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
-        return self._states(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+        return self._states(input_ids=_padded(rows), past_key_values=cache, use_cache=cache is not None)
+
+    def hidden_with_graph(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """`hidden` with the graph that gradients of anything behind the embeddings go back through."""
+        embedded = self.model.get_input_embeddings()(_padded(rows)).detach().requires_grad_()
+        return self._states(inputs_embeds=embedded, use_cache=False)
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Hidden states [B, D] of one more token per row; tokens and positions [B], mask [B, cached + 1] of 0 and 1."""
@@ -90,6 +91,14 @@ class Network:
     def _states(self, **inputs: Any) -> Tensor:
         states: Tensor = self.backbone(**inputs).last_hidden_state
         return states
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Token rows with zeros on the right, [B, T] int64."""
+    ids = torch.zeros((len(rows), max(len(row) for row in rows)), dtype=torch.long)
+    for at, row in enumerate(rows):
+        ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return ids
 
 
 def length_batches(lengths: Sequence[int], tokens: int, max_rows: int | None = None) -> list[list[int]]:

@@ -144,6 +144,11 @@ class Trials:
         self._baselines: dict[str, EvaluationResult] = {}
 
     @property
+    def certification_items(self) -> dict[str, int]:
+        """How many items will certify each task."""
+        return {data.task.name: data.certification_items for data in self.tasks}
+
+    @property
     def has_data(self) -> bool:
         """Whether anything can be measured."""
         return bool(self._pairs)

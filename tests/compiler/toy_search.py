@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -92,6 +92,7 @@ class ToyTrials:
     """
 
     has_data = True
+    certification_items: ClassVar[dict[str, int]] = {"toy": ITEMS}
 
     def __init__(
         self, kl_of: Callable[[CompilePlan], float], slope: float = 1.0, standard_error: float = 0.001
