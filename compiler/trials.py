@@ -307,6 +307,15 @@ def keeps(estimate: LossEstimate, target: float, certification_items: int) -> bo
     return estimate.loss + margin(estimate, certification_items) <= target
 
 
+def kl_bound(summary: DistributionSummary) -> float:
+    """The upper one-sided 95 % bound of the mean, so that an accepted plan is likely to be supported.
+
+    The mean itself where a single text gives no spread.
+    """
+    width = ONE_SIDED_95 * summary.standard_error
+    return summary.mean + (width if math.isfinite(width) else 0.0)
+
+
 def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:
     """Relative loss on the items measured so far, paired with the first ones of the baseline."""
     scores = np.concatenate([part.scores for part in parts])

@@ -17,7 +17,7 @@ from moec.manifests.errors import TargetUnreachable
 
 from ..plan import CompilePlan
 from ..targets import Target
-from ..trials import Trials, margin
+from ..trials import Trials, kl_bound, margin
 from .frontier import least_cost, least_loss
 from .space import SearchSpace, size_table
 
@@ -66,7 +66,7 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> Co
 
 
 def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
-    """Largest predicted budget whose plan measures a mean KL of at most the target."""
+    """Largest predicted budget whose plan measures a KL of at most the target, as `kl_bound` tells it."""
     low: Found | None = None
     high = math.inf
     most = _largest_budget(space)
@@ -74,8 +74,8 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) ->
     for _ in range(MAX_KL):
         budget = min(budget, most)
         plan = space.plan(least_cost(space.table, budget))
-        measured = trials.kl(plan, "search").mean
-        note(f"KL {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
+        measured = kl_bound(trials.kl(plan, "search"))
+        note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
         if measured <= target:
             low = Found(plan, budget)
             if measured >= target / CLOSE_ENOUGH or budget >= most:
@@ -91,8 +91,8 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) ->
 
 
 def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
-    measured = trials.kl(plan, "most precise").mean
-    return measured <= target, f"has KL {measured:.4g}"
+    summary = trials.kl(plan, "most precise")
+    return kl_bound(summary) <= target, f"has KL {summary.mean:.4g}"
 
 
 def _next_budget(budget: float, low: Found | None, high: float, ratio: float) -> float:
