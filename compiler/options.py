@@ -137,6 +137,8 @@ class CompileOptions:
     def unit_specs(self, bitwidths: tuple[int, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
         """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
 
+        plain: what stands for 16 bits, the format that keeps the checkpoint's own numbers.
+
         8 bits come with the widest group alone: narrower ones add bytes and no measurable quality. 1 bit in groups of
         32 takes nearly the bytes of 2 bits. optimum-quanto has no 1 bit.
         """

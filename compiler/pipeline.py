@@ -81,7 +81,7 @@ class _Stage:
     @property
     def specs(self) -> tuple[QuantSpec, ...]:
         bitwidths = self.request.profile.bitwidths
-        return self.request.options.unit_specs(bitwidths, self.lowering.spec_16bit)
+        return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec)
 
 
 def compile_checkpoint(request: CompileRequest) -> CompileResult:
@@ -157,10 +157,13 @@ def _check_weights(stage: _Stage) -> None:
 
 
 def _uniform_spec(stage: _Stage) -> QuantSpec:
-    options = stage.request.options
-    if options.target.value == 16:
+    """The format of all experts; 4 bits of a checkpoint of 4-bit floats are those, unless groups are asked for."""
+    options, bits = stage.request.options, int(stage.request.options.target.value)
+    if bits == 16:
         return stage.lowering.spec_16bit
-    return QuantSpec(int(options.target.value), options.uniform_group, options.is_uniform_symmetric)
+    if bits == 4 and stage.lowering.own_unit_spec.is_mxfp4 and not options.group_sizes and options.symmetric is None:
+        return stage.lowering.own_unit_spec
+    return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
 
 
 def _identity(stage: _Stage) -> str:
@@ -178,18 +181,13 @@ def _identity(stage: _Stage) -> str:
 def _make_plan(stage: _Stage) -> CompilePlan:
     options, model = stage.request.options, stage.lowering.model
     if options.target.kind == "uniform":
-        bits, dense = int(options.target.value), options.dense_bits or UNIFORM_DENSE_BITS
         # There is no data that GPTQ could work from.
         quantizer = "rtn" if options.quantizer == "gptq" else options.quantizer
+        spec, dense = _uniform_spec(stage), options.dense_bits or UNIFORM_DENSE_BITS
         plan = uniform_plan(
-            model,
-            bits,
-            options.uniform_group,
-            dense,
-            stage.lowering.float_type,
-            quantizer,
-            options.is_uniform_symmetric and bits < 16,
-        )
+            model, spec.bitwidth, options.uniform_group, dense, stage.lowering.float_type, quantizer,
+            options.is_uniform_symmetric and spec.bitwidth < 16, spec,
+        )  # fmt: skip
         summarise_device(stage.request.profile, plan)
         return plan
     if stage.journal is None:

@@ -15,8 +15,7 @@ from .output_error import output_error
 from .packing import pack
 from .parallel import workers
 from .quantized import QuantizedMatrix
-from .quantizers import quantizer as find_quantizer
-from .quantizers.gptq import quantize_gptq_batch
+from .quantizers import quantize_batch
 from .quantizers.rtn import quantize_rtn
 from .second_moments import SecondMoments
 
@@ -94,10 +93,7 @@ class UnitStore:
     def _quantize_batch(
         self, weights: torch.Tensor, spec: QuantSpec, moments: torch.Tensor | None, tokens: torch.Tensor | None
     ) -> list[QuantizedMatrix]:
-        if self.quantizer == "gptq":
-            return quantize_gptq_batch(weights, spec, moments, tokens)
-        quantize = find_quantizer(self.quantizer)
-        return [quantize(weight, spec, None, 0) for weight in weights]
+        return quantize_batch(self.quantizer, weights, spec, moments, tokens)
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         """Codes of one unit in a format below 16 bits."""
