@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
     from moec.runtime.prefetch import LayerAdvice
+    from moec.runtime.statistics import RunStatistics
     from moec.runtime.trace import Trace
 
 SHARES = (0.25, 0.5, 0.75)
@@ -112,6 +113,12 @@ def bench_command(
         told["prefetch_by_layer"] = [each.to_plain() for each in advice]
         output.data_json({**told, "tokens": tokens, "host": host.to_plain()})
         return
+    _print_measurement(statistics, ratio, advice, simulated)
+
+
+def _print_measurement(
+    statistics: RunStatistics, ratio: float | None, advice: list[LayerAdvice], simulated: list[dict[str, Any]]
+) -> None:
     output.data(f"\n{statistics_block(statistics)}\n\nratio  {output.human_share(ratio)} of the ceiling")
     if any(each.read for each in advice):
         output.data(f"\n{_advice_table(advice)}")
