@@ -1,7 +1,7 @@
 """Eviction policies on held-out texts: ``python bench/eviction.py BUNDLE DATA --work FOLDER [--results FOLDER]``.
 
-DATA holds TASK/train.jsonl and TASK/test.jsonl of the example. Each text is items of one split and task, one after the
-other; its routing trace is recorded by `moec bench --trace-out`. `moec tune` fits HOBBIT's weights to the traces of
+DATA holds train.jsonl and test.jsonl, or folders of tasks that do. Each text is items of one split and task, one after
+the other; its routing trace is recorded by `moec bench --trace-out`. `moec tune` fits HOBBIT's weights to the traces of
 the train split, which calibration saw, and compares policies on those of the test split. Prints a Markdown table.
 """
 
@@ -14,24 +14,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TASKS = ("gsm8k", "samsum")
-ITEMS_PER_TEXT = 12
 PROMPT_TOKENS, TOKENS = 16, 200
 
 
-def texts(data: Path, split: str, count: int) -> list[str]:
-    """So many texts of a split, tasks in turn."""
+def texts(data: Path, split: str, count: int, items: int) -> list[str]:
+    """So many texts of a split, of so many items each, tasks in turn."""
+    sources = sorted(data.glob(f"*/{split}.jsonl")) or [data / f"{split}.jsonl"]
+    rows = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in sources]
     found = []
     for number in range(count):
-        task = TASKS[number % len(TASKS)]
-        lines = (data / task / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        start = number // len(TASKS) * ITEMS_PER_TEXT
-        found.append("\n".join(item_text(json.loads(line)) for line in lines[start : start + ITEMS_PER_TEXT]))
+        start = number // len(rows) * items
+        found.append("\n".join(map(item_text, rows[number % len(rows)][start : start + items])))
     return found
 
 
 def item_text(item: dict[str, Any]) -> str:
-    """As the example model was trained on it."""
+    """A text, or an item of the example as its model was trained on it."""
+    if "text" in item:
+        return str(item["text"])
     if "question" in item:
         return f"Question: {item['question']}\nAnswer: {item['answer']}"
     return f"Dialogue:\n{item['dialogue']}\nSummary: {item['summary']}"
@@ -83,11 +83,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="where `eviction.json` goes")
     parser.add_argument("--training", type=int, default=8, help="texts that weights are fitted to")
     parser.add_argument("--held-out", type=int, default=24, help="texts that policies are compared on")
+    parser.add_argument("--items", type=int, default=12, help="items of a text")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     arguments: list[object] = []
     for flag, split, count in (("--trace", "train", options.training), ("--held-out", "test", options.held_out)):
-        for number, text in enumerate(texts(options.data, split, count)):
+        for number, text in enumerate(texts(options.data, split, count, options.items)):
             arguments += [flag, record(options.bundle, text, f"{split}-{number}", options.work)]
             print(split, number, file=sys.stderr, flush=True)
     told = moec("tune", options.bundle, "--expert-cache", "50%", *arguments)

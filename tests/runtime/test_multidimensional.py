@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
+from moec.runtime import load
 from moec.runtime.eviction import (
     MultidimensionalScore,
     eviction_order,
@@ -128,3 +131,17 @@ def test_the_search_finds_the_least_of_a_convex_penalty(best: tuple[int, int]) -
 
 def test_a_flat_penalty_keeps_the_first_point() -> None:
     assert fit_weights(lambda weights: 1.0) == (EvictionWeights(0, 0, 0, 1), 1.0)
+
+
+def test_every_generation_is_a_sequence_of_its_own(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, expert_cache="60%", context=32, policy="hobbit", policy_weights="0.5,0.5,0,0") as engine:
+        for _ in range(2):
+            list(engine.generate([5, 6, 7], max_new_tokens=4))
+            records = engine._records
+            assert records.sequence_passes == 4, "the prompt and three tokens behind it"
+            assert records.last_passes().max() == 4
+            layers = engine.model.spec.num_layers
+            top_k = engine.model.spec.layers[0].experts.top_k
+            least = layers * top_k * 4
+            assert least <= records.sequence_uses().sum() <= least + layers * top_k * 2
+        assert records.uses.sum() > records.sequence_uses().sum()
