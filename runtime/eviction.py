@@ -16,8 +16,9 @@ from .options import EvictionWeights, Policy, parse_weights
 # After so many tokens a use counts half. Misses on 600 tokens of the yardstick, 50 % of the experts: 8 tokens 22,905,
 # 32 20,920, 64 20,700, 128 20,739; LRU 26,132, LFU 20,842 (docs/experiments.md, Eviction).
 HALF_LIFE_TOKENS = 64
-# Of `hobbit` where nothing was fitted: those of the example at 75 % of its experts, which on held-out texts read .997, .983,
-# .967 and .939 of the best of LRU, LFU and EdgeMoE at 10, 25, 50 and 75 % (docs/experiments.md, Multidimensional eviction).
+# Of `hobbit` where nothing was fitted: those of the example at 75 % of its experts. On held-out texts they read .997,
+# .983, .967 and .939 of the best of LRU, LFU and EdgeMoE at 10, 25, 50 and 75 % (docs/experiments.md, Multidimensional
+# eviction).
 DEFAULT_WEIGHTS = EvictionWeights(lru=0.0625, lfu=0.75, lhu=0.0, fld=0.1875)
 
 
