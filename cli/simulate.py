@@ -110,7 +110,11 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
         device = {"name": name, **plain, "cache_bytes": room}
         output.data_json({"device": device, "prefetch": prefetch, "recorded": _recorded(trace), "rows": rows})
         return
-    output.data(f"{_heading(trace, name, rates, prefetch, room)}\n\n{_table(found, replayed.total_bytes)}")
+    heading = _heading(trace, name, rates, prefetch)
+    if profile is not None:
+        left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
+        heading.append(("memory", left))
+    output.data(f"{output.facts(heading)}\n\n{_table(found, replayed.total_bytes)}")
 
 
 def device_rates(
@@ -233,8 +237,8 @@ def _recorded(trace: Trace) -> dict[str, Any]:
     return {"tokens": len(steps) + 1, "tpot_mean_ns": round(sum(steps) / len(steps)) if steps else None}
 
 
-def _heading(trace: Trace, name: str, rates: DeviceRates, prefetch: str, room: int | None) -> str:
-    pairs = [
+def _heading(trace: Trace, name: str, rates: DeviceRates, prefetch: str) -> list[tuple[str, object]]:
+    return [
         ("trace", f"{trace.header.prompt_tokens} tokens of prompt, {_recorded(trace)['tokens']} decoded"),
         (
             "device",
@@ -243,9 +247,6 @@ def _heading(trace: Trace, name: str, rates: DeviceRates, prefetch: str, room: i
         ),
         ("prefetch", f"{prefetch}, {rates.readers} readers"),
     ]
-    if room is not None:
-        pairs.append(("memory", f"leaves {output.human_bytes(room)} for experts"))
-    return output.facts(pairs)
 
 
 def _table(rows: Sequence[Timeline], total_bytes: int) -> str:

@@ -1,8 +1,8 @@
 """What `moec simulate` predicts beside what `moec bench` measures, storage throttled.
 
-``python -m yardstick.simulation BUNDLE TEXT --work FOLDER``, in `bench`, Linux, root, about ten minutes. One trace is
-recorded with storage as it is; every prediction comes from it, with the bandwidth of the throttle in place of the
-measured one. Then the same tokens are decoded under each throttle, cold. Prints a Markdown table.
+``python -m yardstick.simulation BUNDLE TEXT --work FOLDER``, in `bench`, Linux, root, twenty minutes. One trace is
+recorded with storage as it is; every prediction comes from it, with the bandwidth of the throttle, if there is one, in
+place of the measured one. Then the same tokens are decoded under each throttle, cold. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from yardstick.limits import drop_caches, run_limited
 
-RATES = (90_000_000, 500_000_000)
+RATES = (90_000_000, 500_000_000, None)  # None: storage as it is
 SHARES = ("25%", "50%")
 
 
@@ -48,7 +48,7 @@ class Comparison:
             self._moec("bench", self._bundle, *self._common, "--expert-cache", "50%", "--trace-out", trace)
         return trace
 
-    def measure(self, rate: int, share: str, setting: Setting) -> dict[str, Any]:
+    def measure(self, rate: int | None, share: str, setting: Setting) -> dict[str, Any]:
         """Decode under a throttle, cold."""
         chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
         command = [sys.executable, "-m", "moec.cli.main", "bench", self._bundle, *self._common, *chosen, "--json"]
@@ -63,10 +63,11 @@ class Comparison:
             "misses": told["misses"],
         }
 
-    def predict(self, trace: Path, rate: int, share: str, setting: Setting) -> dict[str, Any]:
+    def predict(self, trace: Path, rate: int | None, share: str, setting: Setting) -> dict[str, Any]:
         """The same by replaying the trace."""
         chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
-        told = self._moec("simulate", self._bundle, "--trace", trace, "--read-rate", f"{rate}B", *chosen)
+        chosen += [] if rate is None else ["--read-rate", f"{rate}B"]
+        told = self._moec("simulate", self._bundle, "--trace", trace, *chosen)
         row = told["rows"][0]
         return {
             "tpot_ms": row["tpot_mean_ns"] / 1e6,
@@ -87,7 +88,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
         measured, predicted = row["measured"], row["predicted"]
-        cells = (f"{row['rate'] / 1e6:.0f} MB/s", row["share"], f"{row['policy']}, {row['prefetch']}")
+        cells = (
+            "as it is" if row["rate"] is None else f"{row['rate'] / 1e6:.0f} MB/s",
+            row["share"],
+            f"{row['policy']}, {row['prefetch']}",
+        )
         cells += (f"{measured['tpot_ms']:.0f}", f"{predicted['tpot_ms']:.0f}", f"{row['error']:+.1%}")
         cells += (f"{measured['read_mib']:.1f}", f"{predicted['read_mib']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
