@@ -100,9 +100,9 @@ def bench_command(
         ceiling = predict(opened, host, engine.decoding_cache_bytes(len(sequence)))
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
-        statistics, passes = measure_decode(engine, sequence, prompt_length)
+        statistics, tracer = measure_decode(engine, sequence, prompt_length)
         advice = engine.model.advice_by_layer()
-        trace = recorded_trace(engine, passes, prompt_length, host)
+        trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
         write_trace(trace_out, trace)
     ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns

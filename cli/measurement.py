@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
     from moec.runtime.statistics import RunStatistics
-    from moec.runtime.trace import TracedPass
+    from moec.runtime.trace import TraceRecorder
 
 DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\nAnswer:"
 
@@ -79,10 +79,8 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
     return hidden
 
 
-def measure_decode(
-    engine: Engine, sequence: list[int], prompt_tokens: int
-) -> tuple[RunStatistics, tuple[TracedPass, ...]]:
-    """Time a prefill and the forced decode of the rest. Returns the statistics and the passes of its trace."""
+def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, TraceRecorder]:
+    """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of."""
     from moec.runtime.statistics import RunRecorder
     from moec.runtime.trace import TraceRecorder
 
@@ -101,4 +99,4 @@ def measure_decode(
             recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)
     engine.model.trace = None
-    return recorder.finish(engine.model.prefetch_quality.recall), tuple(tracer.passes)
+    return recorder.finish(engine.model.prefetch_quality.recall), tracer

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
     from moec.runtime.eviction import ExpertRecords
-    from moec.runtime.trace import Trace, TracedPass
+    from moec.runtime.trace import Trace, TraceRecorder
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,12 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     return ReplayedBundle(sizes, records, warm_order(records).tolist(), bundle.manifest.cost.minimum_expert_bytes)
 
 
-def recorded_trace(engine: Engine, passes: tuple[TracedPass, ...], prompt_tokens: int, host: DeviceProfile) -> Trace:
-    """What an engine has done, as a trace. host: the rates measured just before."""
+def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, host: DeviceProfile) -> Trace:
+    """What an engine has done, as a trace. host: the rates measured just before.
+
+    Where the run read enough, its own rate of storage counts instead: a probe of smaller reads, one at a time, told 20
+    to 30 % less than two readers of 3.4 MiB each then got.
+    """
     from moec.runtime import kernels
     from moec.runtime.trace import Trace, TraceHeader
     from moec.runtime.tuning import bundle_sha256
@@ -72,10 +76,10 @@ def recorded_trace(engine: Engine, passes: tuple[TracedPass, ...], prompt_tokens
         prefetch=engine.options.prefetch if engine.model.advisor.predictor is not None else "off",
         threads=kernels.threads(),
         memory_bytes_per_s=host.memory_bytes_per_s,
-        storage_bytes_per_s=host.storage_bytes_per_s,
+        storage_bytes_per_s=tracer.read_bytes_per_s or host.storage_bytes_per_s,
         storage_latency_ns=host.storage_latency_ns,
     )
-    return Trace(header, passes)
+    return Trace(header, tuple(tracer.passes))
 
 
 def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:

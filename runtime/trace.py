@@ -16,6 +16,8 @@ from .cache_statistics import CacheStats
 from .options import Prefetch
 from .statistics import PhaseTimes
 
+# Less than this says little of a storage's rate.
+LEAST_READ_BYTES = 64 << 20
 Access = tuple[int, tuple[int, ...]]
 """One layer of one pass: the layer, and the experts it asked for, counted over all layers."""
 
@@ -26,7 +28,8 @@ class TraceHeader:
 
     bundle: SHA-256 of the bundle's manifest file. experts, top_k: per layer. prompt_tokens: of the first passes, after
     which every pass is one token. prefetch: whose advice was recorded.
-    memory_bytes_per_s, storage_bytes_per_s, storage_latency_ns: of the recording machine, as a device profile has them.
+    memory_bytes_per_s, storage_bytes_per_s, storage_latency_ns: of the recording machine, as a device profile has them;
+    the second is what the reads of the run reached, where they were many.
     """
 
     bundle: str
@@ -107,10 +110,18 @@ class TraceRecorder:
     """Notes passes while they run. times, cache: the counters of the running model, which go on counting."""
 
     def __init__(self, times: PhaseTimes, cache: CacheStats) -> None:
-        self._times, self._cache = times, cache
+        self._times, self._cache, self._before = times, cache, cache.copy()
         self._layers: list[tuple[int, np.ndarray, tuple[int, ...], PhaseTimes]] = []
         self.passes: list[TracedPass] = []
         self.begin()
+
+    @property
+    def read_bytes_per_s(self) -> int | None:
+        """What storage gave while it was reading, latency included; None where too little was read to tell."""
+        since = self._cache.since(self._before)
+        if since.bytes_read < LEAST_READ_BYTES or not since.busy_ns:
+            return None
+        return since.bytes_read * 10**9 // since.busy_ns
 
     def begin(self) -> None:
         """A pass begins; what was recorded of one that did not end is dropped."""

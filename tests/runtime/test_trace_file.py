@@ -16,7 +16,7 @@ from moec.manifests.errors import InputError
 from moec.runtime.cache_statistics import CacheStats
 from moec.runtime.options import PREFETCHERS
 from moec.runtime.statistics import PhaseTimes
-from moec.runtime.trace import Trace, TracedPass, TraceHeader, TraceRecorder
+from moec.runtime.trace import LEAST_READ_BYTES, Trace, TracedPass, TraceHeader, TraceRecorder
 from moec.runtime.trace_file import read_trace, write_trace
 
 NS = st.integers(0, 1 << 60)
@@ -195,3 +195,15 @@ def test_times_go_to_the_layer_that_took_them() -> None:
     recorder.add_layer(0, np.array([[2, 1]], np.int32), [])  # a long prompt: the next pass begins
     recorder.begin()
     assert [each.chosen for each in recorder.passes[1:]] == [((0, 1),)], "what was begun anew is dropped"
+
+
+def test_the_rate_of_storage_is_that_of_the_run_where_it_read_enough() -> None:
+    cache = CacheStats(bytes_read=1 << 40, busy_ns=1)
+    recorder = TraceRecorder(PhaseTimes(), cache)
+    assert recorder.read_bytes_per_s is None
+    cache.bytes_read += LEAST_READ_BYTES
+    assert recorder.read_bytes_per_s is None, "no time has passed"
+    cache.busy_ns += 10**9 // 2
+    assert recorder.read_bytes_per_s == 2 * LEAST_READ_BYTES
+    cache.bytes_read -= 1
+    assert recorder.read_bytes_per_s is None
