@@ -141,11 +141,12 @@ class Engine:
         """One line that says what is on."""
         manifest = self.bundle.manifest
         share = min(self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
+        weights = f" {self.options.policy_weights}" if self.options.policy_weights else ""
         advice = "off (all fit)" if self._holds_all else self.options.prefetch
         return (
             f"mode: {'resident' if self._holds_all else 'streaming'}, lossless; expert cache "
             f"{'' if self._elastic is None else 'from '}{self.memory.cache_bytes / 2**20:.1f} MiB "
-            f"({share:.0%} of experts), policy {self.options.policy}, "
+            f"({share:.0%} of experts), policy {self.options.policy}{weights}, "
             f"prefetch {advice}, io {self._storage.mode}, readers {self.options.readers}, "
             f"kernels {kernels.active()}, threads {kernels.threads()}"
         )

@@ -133,4 +133,6 @@ class RuntimeOptions:
             return
         if self.policy not in WEIGHTED_POLICIES:
             raise OptionError(f"weights have no effect on the policy `{self.policy}`", "add `--policy hobbit`")
+        if not isinstance(self.policy_weights, str):
+            raise OptionError(f"`{self.policy_weights}` is not four weights", "write them as text, `0.1,0.5,0,0.4`")
         parse_weights(self.policy_weights)

@@ -181,5 +181,5 @@ def test_a_fit_without_what_it_needs_is_refused(bundle: Path, more: list[str], m
 def test_a_fitted_policy_is_used_unless_the_command_line_names_one(bundle: Path) -> None:
     options: dict[str, str | int] = {"policy": "hobbit", "policy_weights": "0.25,0.5,0,0.25"}
     write_tuning(bundle, Tuning(machine_sha256(), bundle_sha256(bundle), options))
-    assert "policy hobbit" in mode(bundle)
+    assert "policy hobbit 0.25,0.5,0,0.25," in mode(bundle)
     assert "policy lru," in mode(bundle, "--policy", "lru"), "a policy and its weights are one choice"
