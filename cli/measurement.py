@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
-    from moec.runtime.simulate import Access
     from moec.runtime.statistics import RunStatistics
+    from moec.runtime.trace import TraceRecorder
 
 DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\nAnswer:"
 
@@ -79,22 +79,24 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
     return hidden
 
 
-def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, list[Access]]:
-    """Time a prefill and the forced decode of the rest. Returns the statistics and the trace of experts."""
+def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, TraceRecorder]:
+    """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of."""
     from moec.runtime.statistics import RunRecorder
+    from moec.runtime.trace import TraceRecorder
 
-    trace: list[Access] = []
-    engine.model.trace = trace
+    tracer = engine.model.trace = TraceRecorder(engine.model.times, engine.cache.stats)
     recorder = RunRecorder(prompt_tokens)
     with output.Progress("measuring") as progress:
         for end in range(prompt_tokens, len(sequence)):
             start = 0 if end == prompt_tokens else end - 1
             before, times = engine.cache.stats.copy(), engine.model.times.copy()
+            tracer.begin()
             started_ns = time.perf_counter_ns()
             hidden = _forward(engine, sequence, start, end)
             engine.model.logits(hidden[-1:])
             elapsed_ns = time.perf_counter_ns() - started_ns
+            tracer.end()
             recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)
     engine.model.trace = None
-    return recorder.finish(engine.model.prefetch_quality.recall), trace
+    return recorder.finish(engine.model.prefetch_quality.recall), tracer

@@ -19,12 +19,13 @@ from .attention import make_attention
 from .bundle import Bundle
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
-from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, advised_experts, candidates
+from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
 from .rotary import RotaryTables
 from .routing import Router
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
+from .trace import TraceRecorder
 
 
 def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
@@ -126,11 +127,10 @@ class Model:
             for at, layer in enumerate(self.spec.layers)
         ]
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
-        self.predictor: Predictor | None = None
-        self.prefetch_layers, self.prefetch_experts = 2, 0
+        self.advisor = Advisor(self.spec, self._first_expert)
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
-        self.trace: list[tuple[int, tuple[int, ...]]] | None = None
+        self.trace: TraceRecorder | None = None
 
     def advice_by_layer(self) -> list[LayerAdvice]:
         """What prefetching was worth so far."""
@@ -206,8 +206,9 @@ class Model:
         groups = _places_by_expert(chosen)
         if predicted is not None:
             self.prefetch_quality.observe(index, set(predicted.tolist()), groups)
-        following, advice = self._advise(state)
-        self._record(index, groups)
+        following, advice = self.advisor.advise(state)
+        if self.trace is not None:
+            self.trace.add_layer(index, chosen, advice)
         self._compute(index, groups, normed, weights, hidden, advice)
         return following
 
@@ -247,7 +248,9 @@ class Model:
     def _compute_shared(self, shared: SharedExpert, normed: np.ndarray, parts: np.ndarray) -> None:
         started_ns = time.perf_counter_ns()
         shared(normed, parts)
-        self.times.dense_ns += time.perf_counter_ns() - started_ns
+        elapsed_ns = time.perf_counter_ns() - started_ns
+        self.times.dense_ns += elapsed_ns
+        self.times.shared_ns += elapsed_ns
 
     def _compute_expert(
         self, expert: int, places: np.ndarray, top_k: int, normed: np.ndarray, parts: np.ndarray
@@ -255,28 +258,3 @@ class Model:
         """One expert over its tokens. places: token x top-k + rank."""
         tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
         kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
-
-    def _advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
-        """The candidates predicted for the next layer, and experts to read ahead, those of the furthest layer last.
-
-        More than one layer only for a single token: many tokens ask for most experts of the next layer already.
-        """
-        following, advice = self._predict(state, 1), list[int]()
-        layers = self.spec.num_layers
-        depth = min(self.prefetch_layers, layers - 1 - state.layer) if len(state.hidden) == 1 else 1
-        for ahead in range(1, max(depth, 1) + 1):
-            experts = following if ahead == 1 else self._predict(state, ahead)
-            if experts is not None:
-                advice += (experts + self._first_expert[(state.layer + ahead) % layers]).tolist()
-        return following, advice
-
-    def _predict(self, state: PassState, ahead: int) -> np.ndarray | None:
-        following = self.spec.layers[(state.layer + ahead) % self.spec.num_layers].experts
-        each = advised_experts(following.top_k, ahead, self.prefetch_experts)
-        scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
-        # Tables are as wide as the largest layer.
-        return None if scores is None else candidates(scores[: following.count], len(state.hidden) * each)
-
-    def _record(self, index: int, groups: dict[int, np.ndarray]) -> None:
-        if self.trace is not None:
-            self.trace.append((index, tuple(groups)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -177,9 +177,7 @@ def make_predictor(
     """The predictor of an option; None for `off`."""
     if kind == "lookahead":
         return LookaheadPredictor(tables, model, norms, routers)
-    if kind == "path":
-        return PathPredictor(tables)
-    return PopularityPredictor(tables) if kind == "popularity" else None
+    return table_predictor(kind, tables)
 
 
 def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
@@ -194,3 +192,48 @@ def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
 def candidates(scores: np.ndarray, count: int) -> np.ndarray:
     """The likeliest first, at most `count`. Ties: lowest index."""
     return np.argsort(-scores, kind="stable")[:count]
+
+
+@dataclass(slots=True)
+class Advisor:
+    """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
+
+    layers: how far ahead it looks. experts: of the next layer, per token; 0: three eighths of the top-k.
+    """
+
+    spec: ModelSpec
+    first_expert: Sequence[int]
+    predictor: Predictor | None = None
+    layers: int = 2
+    experts: int = 0
+
+    def advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
+        """The candidates predicted for the next layer, and experts to read ahead, those of the furthest layer last.
+
+        More than one layer only for a single token: many tokens ask for most experts of the next layer already.
+        """
+        following, advice = self._predict(state, 1), list[int]()
+        layers = self.spec.num_layers
+        depth = min(self.layers, layers - 1 - state.layer) if len(state.hidden) == 1 else 1
+        for ahead in range(1, max(depth, 1) + 1):
+            experts = following if ahead == 1 else self._predict(state, ahead)
+            if experts is not None:
+                advice += (experts + self.first_expert[(state.layer + ahead) % layers]).tolist()
+        return following, advice
+
+    def _predict(self, state: PassState, ahead: int) -> np.ndarray | None:
+        following = self.spec.layers[(state.layer + ahead) % self.spec.num_layers].experts
+        each = advised_experts(following.top_k, ahead, self.experts)
+        scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
+        # Tables are as wide as the largest layer.
+        return None if scores is None else candidates(scores[: following.count], len(state.hidden) * each)
+
+
+def table_predictor(kind: Prefetch, tables: Tables) -> Predictor | None:
+    """The predictors that a trace alone can feed; None for `off`. Raises KeyError for `lookahead`."""
+    makers: dict[str, Callable[[Tables], Predictor | None]] = {
+        "path": PathPredictor,
+        "popularity": PopularityPredictor,
+        "off": lambda tables: None,
+    }
+    return makers[kind](tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from moec.runtime import load
 from moec.runtime.bundle import Tables
 from moec.runtime.prefetch import (
     MINIMUM_PAIR_COUNT,
+    Advisor,
     LookaheadPredictor,
     PassState,
     PathPredictor,
@@ -108,14 +110,14 @@ class _Counting:
 def test_no_router_is_asked_where_no_expert_would_be_advised(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="50%", context=8, prefetch_layers=4) as engine:
         top_k = engine.model.spec.layers[0].experts.top_k
-        engine.model.predictor = counting = _Counting()
+        engine.model.advisor.predictor = counting = _Counting()
         engine.step([5], [0], [0])
         assert set(counting.asked) == {ahead for ahead in (1, 2, 3, 4) if advised_experts(top_k, ahead)}
 
 
 def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="50%", context=16, prefetch="lookahead") as engine:
-        model, predictor = engine.model, engine.model.predictor
+        model, predictor = engine.model, engine.model.advisor.predictor
         assert isinstance(predictor, LookaheadPredictor)
         hidden = np.random.default_rng(1).standard_normal((3, model.spec.hidden_size)).astype(np.float32)
         found = predictor.scores(PassState(0, hidden, []))
@@ -138,7 +140,7 @@ def test_make_predictor(tiny_bundle: Path) -> None:
     known = tables({}, {})
     with load(tiny_bundle, expert_cache="100%", context=16, prefetch="off") as engine:
         spec = engine.model.spec
-        assert engine.model.predictor is None and make_predictor("off", known, spec, [], []) is None
+        assert engine.model.advisor.predictor is None and make_predictor("off", known, spec, [], []) is None
         assert isinstance(make_predictor("path", known, spec, [], []), PathPredictor)
         assert isinstance(make_predictor("popularity", known, spec, [], []), PopularityPredictor)
 
@@ -155,36 +157,30 @@ def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     """Tables are as wide as the largest layer; what they say of experts that a smaller one lacks is not asked for."""
     from types import SimpleNamespace
 
-    from moec.runtime.model import Model
-
     wide = np.array([[1, 2, 3, 4], [9, 8, 7, 6]], np.uint32)
     layers = tuple(SimpleNamespace(experts=SimpleNamespace(count=count, top_k=1)) for count in (4, 2))
-    model = Model.__new__(Model)
-    model.spec = SimpleNamespace(layers=layers, num_layers=2)  # type: ignore[assignment]
-    model.predictor, model.prefetch_experts = PopularityPredictor(replace(tables({}, {}), popularity=wide)), 0
-    following = model._predict(PassState(0, np.zeros((8, 1), np.float32), []), 1)
+    spec: Any = SimpleNamespace(layers=layers, num_layers=2)
+    advisor = Advisor(spec, [0, 4, 6], PopularityPredictor(replace(tables({}, {}), popularity=wide)))
+    following, _ = advisor.advise(PassState(0, np.zeros((8, 1), np.float32), []))
     assert following is not None and following.tolist() == [0, 1]
 
 
 def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> None:
     from types import SimpleNamespace
 
-    from moec.runtime.model import Model
-
     known = tables({}, {})
     layers = (SimpleNamespace(experts=SimpleNamespace(count=4, top_k=4)),) * 3
-    model = Model.__new__(Model)
-    model.spec, model._first_expert = SimpleNamespace(layers=layers, num_layers=3), [0, 4, 8, 12]  # type: ignore[assignment]
-    model.predictor, model.prefetch_layers, model.prefetch_experts = PopularityPredictor(known), 2, 0
+    spec: Any = SimpleNamespace(layers=layers, num_layers=3)
+    advisor = Advisor(spec, [0, 4, 8, 12], PopularityPredictor(known), layers=2)
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
-    following, advice = model._advise(PassState(0, one, []))
+    following, advice = advisor.advise(PassState(0, one, []))
     assert following is not None and following.tolist() == [1, 0] and advice == [5, 4, 11]
-    assert model._advise(PassState(0, many, []))[1] == [5, 4, 6, 7]
-    assert model._advise(PassState(1, one, []))[1] == [11, 10]
-    model.prefetch_layers, model.prefetch_experts = 1, 3
-    assert model._advise(PassState(0, one, []))[1] == [5, 4, 6]
+    assert advisor.advise(PassState(0, many, []))[1] == [5, 4, 6, 7]
+    assert advisor.advise(PassState(1, one, []))[1] == [11, 10]
+    advisor.layers, advisor.experts = 1, 3
+    assert advisor.advise(PassState(0, one, []))[1] == [5, 4, 6]
 
 
 def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="100%", context=16) as engine:
-        assert engine.model.predictor is None and "prefetch off (all fit)" in engine.mode
+        assert engine.model.advisor.predictor is None and "prefetch off (all fit)" in engine.mode
