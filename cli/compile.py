@@ -101,13 +101,17 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     metavar="SIZE",
     help="What the compile may take; larger models go one layer at a time.  [default: 7/8 of the machine's]",
 )
+@click.option(
+    "--cluster", metavar="ADDRESS", help="Hand work to a Ray cluster: `auto`, or its address like `10.0.0.1:6379`."
+)
 @click.option("--plan-only", is_flag=True, help="Print the plan, write no bundle.")
 @click.option("--sweep", metavar="RANGE", help="No bundle: bytes over losses, like `0.5%..20%` or `1%,2%`.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print quality.json's content.")
 def compile_command(model: str, target_path: Path | None, as_json: bool, **values: Any) -> None:
-    """Compile the checkpoint in folder MODEL (or a hub id) for a device. Give exactly one target.
+    """Compile the checkpoint in folder MODEL (or a hub id, or a URL that fsspec knows) for a device. Give exactly one
+    target.
 
     Every promise is measured: the search looks at the validation items, the certificate at the test items, with the
     runtime that ships.
@@ -117,6 +121,14 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile mixtral --uniform 4                    4 bits everywhere, no data needed
     moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in that many bytes
     moec compile mixtral --sweep 0.5%..20% --data d/    the fewest bytes at each loss, as a table, JSON and a plot
+
+    On many machines, plan and bytes are the same and come sooner. All of them have the same moec[cluster], and MODEL is
+    a path that they share or a URL.
+
+    \b
+    ray start --head                                    on this machine, and on each of the others:
+    ray start --address=10.0.0.1:6379                   with the address that this one printed; then, here:
+    moec compile s3://models/mixtral --loss 2% --data d/ --cluster auto
     """
     from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
@@ -145,6 +157,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         overwrite=values["overwrite"],
         plan_only=values["plan_only"] or bool(sweep),
         sweep=sweep,
+        cluster=values["cluster"],
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
     result = compile_checkpoint(request)

@@ -6,23 +6,24 @@ preflight -> calibrate -> sensitivity -> search -> compare -> emit -> certify ->
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moec.evaluation.data import SplitData, load_splits
+from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary, DeviceSummary
 from moec.manifests.codec import canonical_json
-from moec.manifests.errors import OptionError, TargetUnreachable
+from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, unseen_notes
 from .certify import DivergenceCertificate, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
+from .cluster.session import ClusterSession, check_cluster, cluster_session
 from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, smallest_plan, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
@@ -34,7 +35,7 @@ from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
 from .objective import byte_weights
-from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions
+from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE
 from .plan import CompilePlan
 from .preflight import preflight
 from .quality import model_card, quality_report
@@ -44,6 +45,7 @@ from .search.knapsack import search
 from .search.space import SearchSpace, build_space
 from .sensitivity import SensitivityTable, dense_formats, measure_sensitivity, plain_plan
 from .tables import Tables
+from .task_data import load_tasks
 from .trials import TaskData, Trials
 from .uniform import uniform_plan
 from .unit_store import UnitStore
@@ -64,6 +66,7 @@ class _Stage:
     shots: dict[str, tuple[Item, ...]]
     is_layerwise: bool = False
     journal: Journal | None = None
+    cluster: ClusterSession | None = None
     reference: ReferenceModel | None = None
     statistics: ActivationStatistics | None = None
     store: UnitStore | None = None
@@ -89,7 +92,8 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     output, disk = request.output, request.disk
     if request.plan_only:
         stage = _prepare(request)
-        with planning_journal(output, _identity(stage), request.resume) as stage.journal:
+        journal = planning_journal(output, _identity(stage), request.resume)
+        with _workers(stage) as stage.cluster, journal as stage.journal:
             plan = _make_plan(stage)
             curve = _curve(stage) if request.sweep else None
         return CompileResult(None, plan, _quality(stage, plan, None), curve)
@@ -99,7 +103,7 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     check_partial(partial)
     stage = _prepare(request)
     journal = work_journal(output, _identity(stage), disk, request.resume)
-    with disk_errors(output.parent), journal as stage.journal:
+    with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
         disk.remove_tree(partial)
         plan = _make_plan(stage)
         with removed_on_failure(disk, partial):
@@ -127,7 +131,9 @@ def _prepare(request: CompileRequest) -> _Stage:
     for note in report.notes:
         request.talk.note(note)
     if options.data is not None:
-        _load_data(stage, options.data)
+        stage.splits, stage.shots = load_tasks(options.data, options, request.talk.note)
+    if request.cluster is not None:
+        check_cluster(kind, stage.lowering.model, stage.specs, request.memory_limit_bytes)
     if kind != "uniform":
         summarise_device(request.profile, smallest_plan(stage.lowering, options, stage.specs))
         _choose_way(stage)
@@ -145,19 +151,8 @@ def _choose_way(stage: _Stage) -> None:
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
 
-def _load_data(stage: _Stage, data: str) -> None:
-    """Splits and solved examples of every task."""
-    options, note = stage.request.options, stage.request.talk.note
-    names: Sequence[str | None] = options.tasks or (None,)
-    stage.splits = tuple(_limited(load_splits(data, name), options) for name in names)
-    for split in stage.splits:
-        examples = split.train.limit(options.shots, options.seed).items if options.shots else ()
-        if len(examples) < options.shots:
-            raise OptionError(f"`{data}` has {len(examples)} train items for {options.shots} shots", "lower `--shots`")
-        split.task.prompt(split.test.items[0], examples)  # refuses shots where the task has no prompt
-        stage.shots[split.task.name] = examples
-        if split.repeated:
-            note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
+def _workers(stage: _Stage) -> AbstractContextManager[ClusterSession | None]:
+    return nullcontext() if stage.request.cluster is None else cluster_session(stage.request, stage.lowering)
 
 
 def _check_weights(stage: _Stage) -> None:
@@ -167,13 +162,6 @@ def _check_weights(stage: _Stage) -> None:
     for done, source in enumerate(sources, 1):
         stage.lowering.read(source)
         progress(done, len(sources))
-
-
-def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
-    if options.limit is None:
-        return splits
-    cut = {name: getattr(splits, name).limit(options.limit, options.seed) for name in ("train", "validation", "test")}
-    return replace(splits, **cut)
 
 
 def _uniform_spec(stage: _Stage) -> QuantSpec:
@@ -231,10 +219,14 @@ def _make_plan(stage: _Stage) -> CompilePlan:
         for split in stage.splits
     )
     progress = stage.request.talk.progress("measuring on validation items")
-    stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    if stage.cluster is None or stage.reference is None:
+        stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    else:
+        stage.trials = stage.cluster.trials(stage.reference, stage.store, data, KL_ITEMS, progress, stage.journal)
     if options.target.kind == "loss":
         stage.trials.require_baselines()
-    stage.store.prepare(stage.specs, stage.request.talk.progress(f"quantizing with {options.quantizer}"))
+    progress = stage.request.talk.progress(f"quantizing with {options.quantizer}")
+    stage.store.prepare(stage.specs, progress, None if stage.cluster is None else stage.cluster.quantize)
     plan = _search(stage)
     summarise_device(stage.request.profile, plan)
     if options.comparisons and data and can_compare(plan, stage.specs):
@@ -355,13 +347,14 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         progress=request.talk.progress("writing the bundle"),
     )
     if stage.splits and stage.reference is not None:
-        with request.open_runtime(partial, 0) as engine:
+        opened = request.open_runtime(partial, 0) if stage.cluster is None else stage.cluster.bundle(partial)
+        with opened as engine:
             for split in stage.splits:
                 stage.certificates[split.task.name] = certify_task(
                     split.task,
                     split.test,
                     stage.shots[split.task.name],
-                    stage.reference,
+                    stage.reference if stage.trials is None else stage.trials.reference,
                     engine,
                     request.options.target,
                     request.talk,

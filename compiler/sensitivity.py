@@ -7,7 +7,7 @@ time, used to correct the proxy of each expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -92,30 +92,37 @@ def measure_proxy(
     """
     model, store = plain.model, trials.store
     groups = [g for g in dense_groups(model) if any(dense_probe[name].bitwidth < 16 for name in g.tensors)]
-    total, done = len(model.expert_layers) * len(PROJECTIONS) + len(groups), 0
-    gains = np.zeros((model.num_layers, len(PROJECTIONS)))
+    formats: dict[tuple[int, int], QuantSpec] = {}
     for layer in model.expert_layers:
         for column, projection in enumerate(PROJECTIONS):
-            done += 1
             columns = model.unit_shape(layer, projection)[1]
             fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
-            if not fitting:
-                continue
-            probe = nearest_format(fitting, PROBE_BITWIDTH)
+            if fitting:
+                formats[(layer, column)] = nearest_format(fitting, PROBE_BITWIDTH)
+    found: list[tuple[tuple[int, int] | str, float]] = []  # where a gain goes, and the error behind it
+
+    def probes() -> Iterator[tuple[CompilePlan, str]]:
+        for (layer, column), probe in formats.items():
+            projection = PROJECTIONS[column]
             own = [u for u in plain.units if u.layer == layer and u.projection == projection]
-            plan = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
-            error = sum(store.error(unit, probe) for unit in own)
-            kl = trials.kl(plan, f"sensitivity of layer {layer}, {projection}").mean
-            gains[layer, column] = kl / error if error > 0 else 0.0
-            progress(done, total)
+            found.append(((layer, column), sum(store.error(unit, probe) for unit in own)))
+            changed = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
+            yield changed, f"sensitivity of layer {layer}, {projection}"
+        for group in groups:
+            found.append((group.name, sum(store.dense_error(name, dense_probe[name]) for name in group.tensors)))
+            changed = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
+            yield changed, f"sensitivity of {group.name}"
+
+    gains = np.zeros((model.num_layers, len(PROJECTIONS)))
     dense_gains = {group.name: 0.0 for group in dense_groups(model)}
-    for group in groups:
-        plan = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
-        error = sum(store.dense_error(name, dense_probe[name]) for name in group.tensors)
-        kl = trials.kl(plan, f"sensitivity of {group.name}").mean
-        dense_gains[group.name] = kl / error if error > 0 else 0.0
-        done += 1
-        progress(done, total)
+    for done, summary in enumerate(trials.kl_each(probes()), 1):
+        place, error = found[done - 1]
+        gain = summary.mean / error if error > 0 else 0.0
+        if isinstance(place, str):
+            dense_gains[place] = gain
+        else:
+            gains[place] = gain
+        progress(done, len(formats) + len(groups))
     counts = max(layer.experts.count for layer in model.layers)
     return SensitivityTable(gains, dense_gains, np.ones((model.num_layers, counts)))
 
