@@ -44,19 +44,18 @@ def fetch(url: str, patterns: tuple[str, ...], cache: Path | None = None) -> Pat
     Raises CheckpointError: no such place, a file system that refuses or whose package is missing; DoesNotFit, MoecError
     (the disk refuses).
     """
+    url = url.rstrip("/")
     folder = (Path.home() / CACHE if cache is None else cache) / f"{_plain(url)}-{_digest(url)}"
+    with _foreign_errors(url):
+        system, root, listed = _listed(url)
+        wanted = {name: info for name, info in sorted(listed.items()) if any(fnmatch(name, p) for p in patterns)}
+        tokens = {name: str(system.checksum(f"{root}/{name}")) for name in wanted}
+        sizes = {name: info.get("size") for name, info in wanted.items()}
+    if not wanted:
+        raise CheckpointError(f"`{url}` holds no file of a checkpoint", "name the folder that holds config.json")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / _LOCK_NAME):
-            with _foreign_errors(url):
-                system, root, listed = _listed(url)
-                wanted = {name: info for name, info in listed.items() if any(fnmatch(name, p) for p in patterns)}
-                if not wanted:
-                    raise CheckpointError(
-                        f"`{url}` holds no file of a checkpoint", "name the folder that holds config.json"
-                    )
-                tokens = {name: str(system.checksum(f"{root}/{name}")) for name in wanted}
-                sizes = {name: info.get("size") for name, info in wanted.items()}
             _copy(url, system, root, folder, tokens, sizes)
     return folder
 

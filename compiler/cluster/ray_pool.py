@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import platform
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ RETRIES = 3
 """How often one job is tried again after the worker that had it died."""
 START_SECONDS = 120
 """A worker that has not started by then is done without: its node has no CPU or no memory to spare."""
+CONNECT_SECONDS = 10
 LOOK_SECONDS = 20
+"""Between two looks at which nodes are still there, while nothing comes back."""
 _PACKAGES = ("torch", "transformers", "numpy")
 
 
@@ -66,7 +69,8 @@ class Pool:
     def __init__(self, ray: Any, actors: Sequence[Any], threads: int, talk: Talk) -> None:
         from ray.util import ActorPool
 
-        self._ray, self._pool, self._talk = ray, ActorPool(list(actors)), talk
+        self._ray, self._actors, self._talk = ray, list(actors), talk
+        self._pool = ActorPool(self._actors)
         self.count, self.threads = len(actors), threads
         self._missed: set[str] = set()
         self._is_busy = False
@@ -229,10 +233,14 @@ def _load() -> Any:
 
 
 def _connect(ray: Any, address: str) -> None:
+    """Join the cluster. Raises OptionError where there is none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdecimal() and "/" not in address:  # Ray tries for minutes to reach what is not there
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError, AssertionError, OSError, ray.exceptions.RayError) as error:
+    except (OSError, ValueError, OverflowError, RuntimeError, AssertionError, ray.exceptions.RayError) as error:
         where = "on this machine" if address == "auto" else f"at `{address}`"
         raise OptionError(
             f"no Ray cluster answers {where}: {_first_line(error)}",
