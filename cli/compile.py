@@ -122,8 +122,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in that many bytes
     moec compile mixtral --sweep 0.5%..20% --data d/    the fewest bytes at each loss, as a table, JSON and a plot
 
-    On many machines, plan and bytes are the same and come sooner. All of them have the same moec[cluster], and MODEL is
-    a path that they share or a URL.
+    On many machines, to the same plan and bytes; all of them have the same moec[cluster], and MODEL is a path that they
+    share or a URL:
 
     \b
     ray start --head                                    on this machine, and on each of the others:
@@ -133,15 +133,11 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
     from moec.compiler.request import CompileRequest
-    from moec.compiler.targets import parse_size, parse_sweep
+    from moec.compiler.targets import parse_size
     from moec.manifests.errors import OptionError
 
     log = CompileLog()
-    sweep = () if values["sweep"] is None else parse_sweep(values["sweep"])
-    if sweep and values["loss"] is None:
-        values["loss"] = f"{100 * sweep[-1]:.6f}%"
-    elif sweep:
-        raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
+    sweep = _sweep(values)
     options = _options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
@@ -171,6 +167,20 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         output.data_json(result.quality)
         return
     print_result(result)
+
+
+def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
+    """The losses of `--sweep`, the largest of which becomes the target. Raises OptionError."""
+    from moec.compiler.targets import parse_sweep
+    from moec.manifests.errors import OptionError
+
+    if values["sweep"] is None:
+        return ()
+    losses = parse_sweep(values["sweep"])
+    if values["loss"] is not None:
+        raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
+    values["loss"] = f"{100 * losses[-1]:.6f}%"
+    return losses
 
 
 def _options(values: dict[str, Any]) -> CompileOptions:

@@ -212,7 +212,7 @@ def connected(
         actors = [_worker(ray, node, worker_bytes, source, identity, open_runtime) for node in fitting]
         try:
             started = _checked(ray, fitting, actors, source, identity, talk)
-            talk.note(f"{len(started)} workers on the {len(nodes)} nodes of the cluster")
+            talk.note(f"work goes to {len(started)} of the {len(nodes)} nodes of the cluster")
             yield Pool(ray, started, min(_cpus(node) for node in fitting), talk)
         finally:
             for actor in actors:
@@ -235,6 +235,8 @@ def _load() -> Any:
 def _connect(ray: Any, address: str) -> None:
     """Join the cluster. Raises OptionError where there is none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # `auto` may find the address of a cluster that has ended; one attempt takes half a minute, Ray's default is twenty.
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
     host, _, port = address.rpartition(":")
     try:
         if host and port.isdecimal() and "/" not in address:  # Ray tries for minutes to reach what is not there

@@ -16,6 +16,7 @@ from moec.manifests.model import UnitKey
 
 from ..certify import BundleEngine, OpenRuntime
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..durable import disk_errors
 from ..families import Lowering, lower
 from ..reference import ReferenceModel
 from .jobs import BundleFiles, Handle, from_plain
@@ -108,12 +109,14 @@ class Site:
             return self._engine[1]
         self._engine = None
         self._opened.close()
-        folder = Path(tempfile.mkdtemp(prefix="moec-certify-"))
+        with disk_errors(Path(tempfile.gettempdir())):
+            folder = Path(tempfile.mkdtemp(prefix="moec-certify-"))
         try:
-            for name, pieces in bundle.files.items():
-                with (folder / name).open("wb") as file:
-                    for piece in pieces:
-                        file.write(self.fetch([piece])[0])
+            with disk_errors(folder):
+                for name, pieces in bundle.files.items():
+                    with (folder / name).open("wb") as file:
+                        for piece in pieces:
+                            file.write(self.fetch([piece])[0])
             opened = self._opened.enter_context(self._open_runtime(folder, 0))
         finally:
             # What is open stays readable, and a worker that is killed leaves nothing behind.
