@@ -19,12 +19,12 @@ from moec.manifests.model import UnitKey
 
 from ..parallel import workers
 from ..quantized import QuantizedMatrix
-from ..reference_decode import Continuation
 from ..second_moments import SecondMoments
 from ..trials import divergence, log_softmax
 from ..unit_store import UnitBatch, UnitStore
 
 if TYPE_CHECKING:
+    from ..reference_decode import Continuation
     from .site import Site
 
 Handle = Any

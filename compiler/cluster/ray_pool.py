@@ -22,7 +22,6 @@ from moec.manifests.errors import DoesNotFit, ExecutionError, MissingDependency,
 
 from ..certify import OpenRuntime
 from ..checkpoint import Checkpoint, open_checkpoint
-from ..emit import producer
 from ..options import Talk
 from .jobs import Handle
 from .site import Site, checkpoint_identity
@@ -34,7 +33,7 @@ START_SECONDS = 120
 CONNECT_SECONDS = 10
 LOOK_SECONDS = 20
 """Between two looks at which nodes are still there, while nothing comes back."""
-_PACKAGES = ("torch", "transformers", "numpy")
+_PACKAGES = ("moec", "torch", "transformers", "numpy")
 
 
 class Job(Protocol):
@@ -169,7 +168,7 @@ class Worker:
 
 def installed() -> dict[str, str]:
     """Versions of everything that decides bits."""
-    found = {"moec": producer().removeprefix("moec ")}
+    found = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
@@ -192,7 +191,8 @@ def connected(
 ) -> Iterator[Pool]:
     """Workers on all nodes of the cluster at an address; `auto`: of the one that runs on this machine.
 
-    source: the checkpoint as workers name it. worker_bytes: memory that one takes.
+    source: the checkpoint as workers name it. worker_bytes: memory that one takes. A process that is in a cluster
+    already stays in it, whatever the address.
     Raises MissingDependency, OptionError (no cluster there; a node has other versions, or not the checkpoint),
     DoesNotFit (no node has the memory).
     """

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import CheckpointError
@@ -18,8 +18,10 @@ from ..certify import BundleEngine, OpenRuntime
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..durable import disk_errors
 from ..families import Lowering, lower
-from ..reference import ReferenceModel
 from .jobs import BundleFiles, Handle, from_plain
+
+if TYPE_CHECKING:
+    from ..reference import ReferenceModel
 
 _FETCHED_AT_ONCE = 64
 _SAMPLE_BYTES = 1 << 16
@@ -90,6 +92,9 @@ class Site:
         Only what differs from the weights it computes with is exchanged.
         """
         if self._model is None:
+            # Loads transformers, which a worker that only quantizes does without.
+            from ..reference import ReferenceModel
+
             self._model = ReferenceModel(self.lowering.checkpoint.root, self.threads)
         wanted = {} if weights is None else self.fetch([weights])[0].matrices
         for name in [name for name in self._applied if name not in wanted]:

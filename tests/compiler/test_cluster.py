@@ -18,7 +18,6 @@ from moec.cli.compile import open_partial
 from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.checkpoint_url import CACHE
 from moec.compiler.cluster import ray_pool
-from moec.compiler.cluster.jobs import Scores
 from moec.compiler.cluster.ray_pool import NodeReport
 from moec.compiler.cluster.site import Site
 from moec.compiler.options import Talk
@@ -164,6 +163,19 @@ def test_a_node_that_does_not_see_the_checkpoint_is_named(address: str, checkpoi
 
 
 @dataclass
+class Counting:
+    """A job that gives its value, or what another kept; keeps three times the value; refuses negative ones."""
+
+    value: int
+    of: Any = None
+
+    def run(self, site: Site) -> tuple[int, int]:
+        if self.value < 0:
+            raise ContextOverflow("a text has 9 tokens", "shorten the text")
+        return self.value if self.of is None else site.fetch([self.of])[0], 3 * self.value
+
+
+@dataclass
 class Dying:
     """A job that no worker survives."""
 
@@ -184,13 +196,17 @@ def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
     with pytest.raises(DoesNotFit, match=r"no node of the cluster at .+ has them"), connected(worker_bytes=1 << 60):
         pass
     with connected(worker_bytes=1 << 20) as pool:
-        scores = Scores(None, [("a pen", " and a box")])
-        assert [answer.result[0].tokens for answer in pool.in_order([scores] * 5)] == [10] * 5
-        with pytest.raises(ContextOverflow, match=r"^node [0-9.]+: a text has \d+ tokens") as caught:
-            list(pool.in_order([scores, Scores(None, [("a", " pen" * 4000)])]))
+        answers = list(pool.in_order(Counting(value) for value in range(9)))
+        assert [answer.result for answer in answers] == list(range(9))
+        kept = list(pool.in_order(Counting(0, of=answer.kept) for answer in answers))
+        assert [answer.result for answer in kept] == [3 * value for value in range(9)], (
+            "what workers keep is found again"
+        )
+        with pytest.raises(ContextOverflow, match=r"^node [0-9.]+: a text has 9 tokens") as caught:
+            list(pool.in_order([Counting(1), Counting(-1)]))
         assert caught.value.hint == "shorten the text"
         with pytest.raises(RuntimeError, match="at another iteration"):
-            next(pool.in_order([scores]))
+            next(pool.in_order([Counting(1)]))
         with pytest.raises(ExecutionError, match="a worker died 1 times of the same job"):
             list(ray_pool.Pool(pool._ray, pool._actors, 1, Talk()).in_order([Dying()]))
 
