@@ -26,8 +26,9 @@ from ..options import Talk
 from .jobs import Handle
 from .site import Site, checkpoint_identity
 
-RETRIES = 3
-"""How often one job is tried again after the worker that had it died."""
+RESTARTS = 8
+"""How often a worker is started again before the compile is given up. Its jobs are tried as often as it takes: while
+a node that is gone is still taken for slow, Ray spends a try every few milliseconds."""
 START_SECONDS = 120
 """A worker that has not started by then is done without: its node has no CPU or no memory to spare."""
 CONNECT_SECONDS = 10
@@ -127,7 +128,7 @@ class Pool:
                 raise
             except errors.RayError as error:
                 raise ExecutionError(
-                    f"a worker died {RETRIES + 1} times of the same job: {_first_line(error)}",
+                    f"a worker died {RESTARTS + 1} times: {_first_line(error)}",
                     "look into its node's memory and the files in `/tmp/ray/session_latest/logs`, then `--resume`",
                 ) from error
 
@@ -261,7 +262,7 @@ def _worker(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-    options = {"max_restarts": -1, "max_task_retries": RETRIES, "memory": worker_bytes, "scheduling_strategy": place}
+    options = {"max_restarts": RESTARTS, "max_task_retries": -1, "memory": worker_bytes, "scheduling_strategy": place}
     return ray.remote(**options)(Worker).remote(source, identity, _cpus(node), open_runtime)
 
 

@@ -50,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def address(home: Path) -> Iterator[str]:
+def cluster(home: Path) -> Iterator[Any]:
     """Two nodes of one CPU each."""
     pytest.importorskip("ray", reason="needs Ray: pip install 'moec[cluster]'")
     with pytest.MonkeyPatch.context() as patch:
@@ -60,9 +60,15 @@ def address(home: Path) -> Iterator[str]:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         try:
             cluster.add_node(num_cpus=1)
-            yield cluster.address
+            yield cluster
         finally:
             cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(cluster: Any) -> str:
+    found: str = cluster.address
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +147,18 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
         assert done == total, f"`{title}` went to its end"
 
 
+@pytest.mark.slow
+def test_a_node_that_goes_away_leaves_its_work_to_the_others(
+    cluster: Any, checkpoint: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    third = cluster.add_node(num_cpus=1)
+    listener = Listener({"quantizing with gptq"}, lambda: cluster.remove_node(third, allow_graceful=False))
+    output = tmp_path / "tiny-moec"
+    compile_tiny(checkpoint, output, data=str(problems), cluster=cluster.address, talk=listener.talk(), **OPTIONS)
+    assert "work goes to 3 of the 3 nodes of the cluster" in listener.notes
+    assert contents(output) == alone
+
+
 def test_workers_read_a_checkpoint_behind_a_url(address: str, checkpoint: Path, home: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kind": "bits_per_weight", "value": 3.5}
     (tmp_path / "alone").mkdir()
@@ -190,7 +208,7 @@ def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(ray_pool, "RETRIES", 0)
+    monkeypatch.setattr(ray_pool, "RESTARTS", 0)
     opened = open_checkpoint(str(checkpoint))
     connected = partial(ray_pool.connected, address, str(checkpoint), opened, open_runtime=open_partial, talk=Talk())
     with pytest.raises(DoesNotFit, match=r"no node of the cluster at .+ has them"), connected(worker_bytes=1 << 60):
@@ -207,7 +225,7 @@ def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
         assert caught.value.hint == "shorten the text"
         with pytest.raises(RuntimeError, match="at another iteration"):
             next(pool.in_order([Counting(1)]))
-        with pytest.raises(ExecutionError, match="a worker died 1 times of the same job"):
+        with pytest.raises(ExecutionError, match="a worker died 1 times: "):
             list(ray_pool.Pool(pool._ray, pool._actors, 1, Talk()).in_order([Dying()]))
 
 

@@ -41,6 +41,7 @@ from moec.manifests.errors import CheckpointError, OptionError
 from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 from tests.tiny_compile import WORDS, compile_tiny, save_model
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
 SPECS = (QuantSpec(2, 32), QuantSpec(4, 32))
 WORKERS = pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 1), (2, 2), (7, 3)])
@@ -186,6 +187,34 @@ def mixed(plain: Any, units: dict[UnitKey, QuantSpec], dense: dict[str, QuantSpe
     from dataclasses import replace
 
     return replace(plain, units={**plain.units, **units}, dense={**plain.dense, **(dense or {})})
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-groups-yarn", "gpt-oss", "qwen2-plain-between", "granite-scaled"])
+def test_what_a_plan_exchanged_is_put_back_in_every_family(name: str, tmp_path: Path) -> None:
+    folder = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
+    reference = ReferenceModel(folder)
+    tokens, remote = reference.encode_pairs(text_pairs(12)), RemoteModel(PoolHere(folder, 1, 1), reference)
+    trials = ClusterTrials(
+        remote,
+        UnitStore(lower(open_checkpoint(str(folder))), None, "rtn"),
+        (),
+        0,
+        no_progress,
+        None,  # type: ignore[arg-type]
+    )
+    plain = plain_plan(reference.model, trials.store.lowering.spec_16bit, "rtn")
+    shapes = reference.model.dense_shapes()
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and QuantSpec(4, 32).fits(shape[1])]
+    coarse = mixed(plain, dict.fromkeys(plain.units, SPECS[0]), dict.fromkeys(matrices, QuantSpec(4, 32)))
+    before = remote.forced_logits(tokens)
+    for plan in (coarse, mixed(plain, dict.fromkeys(list(plain.units)[::2], SPECS[1])), plain):
+        own = {unit: trials.store.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16}
+        dense = {key: trials.store.dense_weight(key, spec) for key, spec in plan.dense.items() if spec.bitwidth < 16}
+        with reference.weights({**own, **dense}), remote.weights(trials.weights_of(plan)):
+            for here, there in zip(reference.forced_logits(tokens), remote.forced_logits(tokens), strict=True):
+                assert np.array_equal(here, there)
+    for here, there in zip(before, remote.forced_logits(tokens), strict=True):
+        assert np.array_equal(here, there)
 
 
 def test_what_the_journal_has_is_not_measured_again(
