@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,15 @@ class BundleEngine(TextEngine, Protocol):
 
     def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
         """Logits [A, V] that predict each answer token, the end token included."""
+        ...
+
+
+@runtime_checkable
+class DivergingEngine(Protocol):
+    """An engine that holds itself against the reference, so that no logits travel."""
+
+    def divergence(self, pairs: Sequence[tuple[list[int], list[int]]]) -> DistributionSummary:
+        """KL and agreement over the answer tokens of the pairs."""
         ...
 
 
@@ -130,11 +139,19 @@ def certify_task(
         task, items.items, engine, shots=shots, drafts=drafts, progress=talk.progress(f"bundle on {task.name}")
     )
     pairs = [reference.encode_pair(task.prompt(item, shots), task.answer(item)) for item in items.items[:KL_ITEMS]]
-    log_p = [log_softmax(rows) for rows in reference.forced_logits(pairs)]
-    divergence = summarise_divergence(log_p, engine.forced_logits(pairs))
+    divergence = _divergence(reference, engine, pairs)
     if target.kind == "loss":
         loss = compare(baseline, value)
         return TaskCertificate(baseline, value, loss, judge(loss, target.value), divergence)
     # A checkpoint that solves nothing takes another target than a loss: there is none to state.
     estimate = compare(baseline, value) if baseline.value > 0 else None
     return TaskCertificate(baseline, value, estimate, None, divergence)
+
+
+def _divergence(
+    reference: Reference, engine: BundleEngine, pairs: Sequence[tuple[list[int], list[int]]]
+) -> DistributionSummary:
+    if isinstance(engine, DivergingEngine):
+        return engine.divergence(pairs)
+    log_p = [log_softmax(rows) for rows in reference.forced_logits(pairs)]
+    return summarise_divergence(log_p, engine.forced_logits(pairs))

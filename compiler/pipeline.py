@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from moec.manifests.quant import QuantSpec
 from .calibration import ActivationStatistics, calibrate, unseen_notes
 from .certify import DivergenceCertificate, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
+from .cluster.session import ClusterSession, check_cluster, cluster_session
 from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, smallest_plan, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
@@ -67,6 +69,7 @@ class _Stage:
     shots: Shots
     is_layerwise: bool = False
     journal: Journal | None = None
+    cluster: ClusterSession | None = None
     reference: ReferenceModel | None = None
     statistics: ActivationStatistics | None = None
     store: UnitStore | None = None
@@ -92,7 +95,8 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     output, disk = request.output, request.disk
     if request.plan_only:
         stage = _prepare(request)
-        with planning_journal(output, _identity(stage), request.resume) as stage.journal:
+        journal = planning_journal(output, _identity(stage), request.resume)
+        with _workers(stage) as stage.cluster, journal as stage.journal:
             plan = _make_plan(stage)
             curve = _curve(stage) if request.sweep else None
         return CompileResult(None, plan, _quality(stage, plan, None), curve)
@@ -102,7 +106,7 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     check_partial(partial)
     stage = _prepare(request)
     journal = work_journal(output, _identity(stage), disk, request.resume)
-    with disk_errors(output.parent), journal as stage.journal:
+    with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
         disk.remove_tree(partial)
         plan = _make_plan(stage)
         with removed_on_failure(disk, partial):
@@ -130,6 +134,8 @@ def _prepare(request: CompileRequest) -> _Stage:
     for note in report.notes:
         request.talk.note(note)
     stage.splits, stage.shots = load_task_data(options, request.talk.note)
+    if request.cluster is not None:
+        check_cluster(kind, stage.lowering.model, stage.specs, request.memory_limit_bytes)
     if kind != "uniform":
         summarise_device(request.profile, smallest_plan(stage.lowering, options, stage.specs))
         _choose_way(stage)
@@ -145,6 +151,10 @@ def _choose_way(stage: _Stage) -> None:
         planning.check_layerwise(model, request.options.target, stage.specs, threads, limit, len(stage.splits))
         need = planning.need_bytes(model, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
+
+
+def _workers(stage: _Stage) -> AbstractContextManager[ClusterSession | None]:
+    return nullcontext() if stage.request.cluster is None else cluster_session(stage.request, stage.lowering)
 
 
 def _check_weights(stage: _Stage) -> None:
@@ -209,10 +219,14 @@ def _make_plan(stage: _Stage) -> CompilePlan:
         for split in stage.splits
     )
     progress = stage.request.talk.progress("measuring on validation items")
-    stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    if stage.cluster is None or stage.reference is None:
+        stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    else:
+        stage.trials = stage.cluster.trials(stage.reference, stage.store, data, KL_ITEMS, progress, stage.journal)
     if options.target.kind == "loss":
         stage.trials.require_baselines()
-    stage.store.prepare(stage.specs, stage.request.talk.progress(f"quantizing with {options.quantizer}"))
+    progress = stage.request.talk.progress(f"quantizing with {options.quantizer}")
+    stage.store.prepare(stage.specs, progress, None if stage.cluster is None else stage.cluster.quantize)
     plan = _search(stage)
     summarise_device(stage.request.profile, plan)
     if options.comparisons and data and can_compare(plan, stage.specs):
@@ -338,13 +352,14 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         progress=request.talk.progress("writing the bundle"),
     )
     if stage.splits and stage.reference is not None:
-        with request.open_runtime(partial, 0) as engine:
+        opened = request.open_runtime(partial, 0) if stage.cluster is None else stage.cluster.bundle(partial)
+        with opened as engine:
             for split in stage.splits:
                 stage.certificates[split.task.name] = certify_task(
                     split.task,
                     split.test,
                     stage.shots[split.task.name],
-                    stage.reference,
+                    stage.reference if stage.trials is None else stage.trials.reference,
                     engine,
                     request.options.target,
                     request.talk,

@@ -8,7 +8,7 @@ expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,15 +92,20 @@ def measure_gains(
     """
     model, store = plain.model, trials.store
     places = [(layer, projection) for layer in model.expert_layers for projection in PROJECTIONS]
+    probes = {place: probed(plain, *place, unit_specs) for place in places}
+    fitting = {place: (own, probe) for place, (own, probe) in probes.items() if probe is not None}
+
+    def plans() -> Iterator[tuple[CompilePlan, str]]:
+        for (layer, projection), (own, probe) in fitting.items():
+            changed = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
+            yield changed, f"sensitivity of layer {layer}, {projection}"
+
     gains = np.zeros((model.num_layers, len(PROJECTIONS)))
-    for done, (layer, projection) in enumerate(places, 1):
-        own, probe = probed(plain, layer, projection, unit_specs)
-        if probe is not None:
-            plan = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
-            error = sum(store.error(unit, probe) for unit in own)
-            kl = trials.kl(plan, f"sensitivity of layer {layer}, {projection}").mean
-            gains[layer, PROJECTIONS.index(projection)] = kl / error if error > 0 else 0.0
-        progress(done, len(places))
+    measured = zip(fitting.items(), trials.kl_each(plans()), strict=True)
+    for done, (((layer, projection), (own, probe)), summary) in enumerate(measured, 1):
+        error = sum(store.error(unit, probe) for unit in own)
+        gains[layer, PROJECTIONS.index(projection)] = summary.mean / error if error > 0 else 0.0
+        progress(done, len(fitting))
     return gains
 
 
@@ -138,11 +143,15 @@ def measure_dense_gains(
     store, groups = trials.store, dense_groups(plain.model)
     gains = {group.name: 0.0 for group in groups}
     low = [group for group in groups if any(dense_probe[name].bitwidth < 16 for name in group.tensors)]
-    for done, group in enumerate(low, 1):
-        plan = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
+
+    def plans() -> Iterator[tuple[CompilePlan, str]]:
+        for group in low:
+            changed = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
+            yield changed, f"sensitivity of {group.name}"
+
+    for done, (group, summary) in enumerate(zip(low, trials.kl_each(plans()), strict=True), 1):
         error = sum(store.dense_error(name, dense_probe[name]) for name in group.tensors)
-        kl = trials.kl(plan, f"sensitivity of {group.name}").mean
-        gains[group.name] = kl / error if error > 0 else 0.0
+        gains[group.name] = summary.mean / error if error > 0 else 0.0
         progress(done, len(low))
     return gains
 

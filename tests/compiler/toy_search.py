@@ -101,6 +101,8 @@ class ToyTrials:
         self.measured: list[CompilePlan] = []
         self.generated: list[CompilePlan] = []
 
+    kl_each, answer_nll_each = Trials.kl_each, Trials.answer_nll_each
+
     def kl(self, plan: CompilePlan, purpose: str, store: Any = None) -> DistributionSummary:
         self.measured.append(plan)
         mean = self._kl_of(plan)
