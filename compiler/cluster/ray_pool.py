@@ -29,7 +29,7 @@ from .site import Site, checkpoint_identity
 RESTARTS = 8
 """How often a worker is started again before the compile is given up. Its jobs are tried as often as it takes: while
 a node that is gone is still taken for slow, Ray spends a try every few milliseconds."""
-START_SECONDS = 120
+START_SECONDS = 300
 """A worker that has not started by then is done without: its node has no CPU or no memory to spare."""
 CONNECT_SECONDS = 10
 LOOK_SECONDS = 20
