@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +22,7 @@ SEED = 0x6D6F6563
 MIN_ITEMS = 30
 """Under this many items a percentile interval is not taken as evidence."""
 _CHUNK_ENTRIES = 1 << 18  # item counts per chunk: 2 MB, fits the second-level cache
+_NORMAL = NormalDist()
 ERROR = 0.05
 """One-sided error probability of every bound here, unless another is asked for."""
 
@@ -130,7 +132,9 @@ def relative_loss(
     sums = _resampled_sums(np.stack([b, v]), resamples, seed)
     draws = _loss(sums[0], sums[1], higher_is_better)
     point = float(_loss(np.array([value_b]), np.array([value_v]), higher_is_better)[0])
-    return _estimate(value_b, value_v, point, draws, n, None if score_range is None else score_range / value_b, error)
+    influence = (b * value_v / value_b - v) if higher_is_better else (v - b * value_v / value_b)
+    largest = None if score_range is None else score_range / value_b
+    return _estimate(value_b, value_v, point, draws, n, largest, error, influence)
 
 
 def perplexity_loss(
@@ -153,7 +157,11 @@ def perplexity_loss(
     sums = _resampled_sums(columns, resamples, seed)
     values = _perplexities(sums)
     draws = _loss(values[0], values[1], higher_is_better=False)
-    return _estimate(value_b, value_v, (value_v - value_b) / value_b, draws, n, None, error)
+    b_nll, b_tokens, v_nll, v_tokens = columns
+    influence = (v_nll - v_tokens * np.log(value_v)) / v_tokens.mean() - (
+        b_nll - b_tokens * np.log(value_b)
+    ) / b_tokens.mean()
+    return _estimate(value_b, value_v, (value_v - value_b) / value_b, draws, n, None, error, influence)
 
 
 def judge(estimate: LossEstimate, target: float) -> Verdict:
@@ -298,7 +306,9 @@ def _estimate(
     n: int,
     largest_item_loss: float | None,
     error: float,
+    influence: Array,
 ) -> LossEstimate:
+    """influence: what each item does to the loss, up to a common factor, [n]: its skew corrects the deciding bounds."""
     low, high = _undefined_as(draws, -math.inf), _undefined_as(draws, math.inf)
     defined = draws[np.isfinite(draws)]
     return LossEstimate(
@@ -312,8 +322,27 @@ def _estimate(
         n=n,
         largest_item_loss=largest_item_loss,
         error=error,
-        bounds=None if error == ERROR else (_quantile(low, error), _quantile(high, 1 - error)),
+        bounds=None if error == ERROR else _corrected_bounds(loss, low, high, error, influence),
     )
+
+
+def _corrected_bounds(loss: float, low: Array, high: Array, error: float, influence: Array) -> tuple[float, float]:
+    """One-sided bounds, lower and upper, corrected for the bias of the draws and for skew.
+
+    Far out in the tail, where a look with a share of the error has its bounds, plain percentiles of a loss that few
+    items carry lie too near: 500 items of which ten are lost would be called too early.
+    Source: Efron, Better Bootstrap Confidence Intervals (BCa), section 4.
+    """
+    cubes, squares = float(np.sum(influence**3)), float(np.sum(influence**2))
+    acceleration = cubes / (6 * squares**1.5) if squares > 0 else 0.0
+    below = float(np.mean(low < loss) + np.mean(low == loss) / 2)
+    bias = _NORMAL.inv_cdf(min(max(below, 1 / len(low)), 1 - 1 / len(low)))
+
+    def share(error: float) -> float:
+        shifted = bias + _NORMAL.inv_cdf(error)
+        return _NORMAL.cdf(bias + shifted / max(1 - acceleration * shifted, 0.1))
+
+    return _quantile(low, share(error)), _quantile(high, share(1 - error))
 
 
 def _items_to_support(estimate: LossEstimate, target: float) -> int | None:

@@ -237,7 +237,7 @@ def test_divergence_error_over_items() -> None:
 
 
 def test_several_looks_together_err_no_more_often_than_one_may() -> None:
-    """A model whose true loss is the target is called supported in at most 5 % of runs, though each looks four times."""
+    """A model whose true loss is the target is supported in at most 5 % of runs, though each looks four times."""
     random, target, looks, runs = np.random.default_rng(5), 0.1, (60, 120, 240, 480), 300
     baseline_rate, rescued = 0.9, 0.02  # right before and wrong now, and the other way round
     broken = target * baseline_rate + rescued * (1 - baseline_rate)
