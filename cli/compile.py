@@ -91,6 +91,12 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     help="rtn: round to nearest; quanto: optimum-quanto's optimizers.",
 )
 @click.option("--shots", type=int, default=0, show_default=True, help="Solved examples in front of each item.")
+@click.option(
+    "--confidence",
+    type=float,
+    metavar="SHARE",
+    help="With --loss: stop certifying as soon as a verdict has it, at 500, 1,000, 2,000, ... items.",
+)
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
@@ -204,6 +210,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         seed=values["seed"],
         comparisons=not values["no_comparisons"],
         symmetric=values["symmetric"],
+        confidence=values["confidence"],
     )
 
 

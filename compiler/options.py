@@ -39,6 +39,7 @@ class CompileOptions:
 
     dense_bits None: searched (8 with a uniform target). group_sizes: 0 is one scale per row. objective None: the
     device profile's. limit: items per split. symmetric, of a uniform target: no minima; None: the format decides.
+    confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -57,6 +58,7 @@ class CompileOptions:
     seed: int = 0
     comparisons: bool = True
     symmetric: bool | None = None
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -90,6 +92,8 @@ class CompileOptions:
 
     def _check_effects(self) -> None:
         """Raise OptionError for an option that changes nothing beside the others."""
+        if self.confidence is not None and not 0.5 <= self.confidence < 1:
+            raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to below 1", "write 0.95")
         if self.target.kind == "uniform":
             self._refuse_given(_OF_DATA | _OF_SEARCH, "beside `--uniform`, which searches nothing")
         elif self.data is None:
@@ -98,6 +102,8 @@ class CompileOptions:
             self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
         if self.target.kind in ("size", "bits_per_weight"):
             self._refuse_given({"objective": None}, f"beside a target of {self.target}, where every byte counts alike")
+        if self.target.kind != "loss":
+            self._refuse_given({"confidence": None}, f"beside a target of {self.target}; a loss is what it is about")
         if self.search == "edgemoe":
             self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
             self._refuse_given({"comparisons": True}, "beside `--search edgemoe`, which is one of them")
@@ -180,6 +186,7 @@ class CompileOptions:
             "shots": str(self.shots),
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
+            **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
         }
 
 

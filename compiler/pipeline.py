@@ -363,6 +363,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
                     engine,
                     request.options.target,
                     request.talk,
+                    request.options.confidence,
                 )
     if stage.swept is not None:
         if stage.trials is not None:
@@ -391,4 +392,5 @@ def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) 
         trials=[] if stage.trials is None else stage.trials.log,
         sensitivity=stage.sensitivity,
         statistics=stage.statistics,
+        confidence=stage.request.options.confidence,
     )
