@@ -1,6 +1,6 @@
 """Compiles that are killed at a disk operation. As a program: one killed process for each operation that is named.
 
-python -m tests.gates.killed FOLDER MODEL DATA OLD_BUNDLE N...
+python -m tests.gates.killed WAY FOLDER MODEL DATA OLD_BUNDLE N...
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from tests.tiny_compile import compile_tiny
 
 OPERATIONS = ("open", "write", "sync", "sync_file", "sync_directory", "rename", "make_directory", "remove_tree")
 KILLED = 9
+WAYS = ("whole", "layer by layer")
+
+
+def go(way: str, patch: Callable[[str, Any], None]) -> None:
+    """Compile that way: the model at once, or one layer at a time as if it did not fit. patch: sets what has a name."""
+    if way != WAYS[0]:
+        patch("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
 
 
 def compile_here(folder: Path, model: Path, data: Path, disk: Disk, **values: Any) -> CompileResult:
@@ -84,7 +91,10 @@ def main(folder: Path, model: Path, data: Path, old: Path, numbers: list[int]) -
 
 
 if __name__ == "__main__":
+    import pytest
     import torch
 
     torch.set_num_threads(1)
-    main(*map(Path, sys.argv[1:5]), [int(text) for text in sys.argv[5:]])
+    with pytest.MonkeyPatch.context() as patched:
+        go(sys.argv[1], patched.setattr)
+        main(*map(Path, sys.argv[2:6]), [int(text) for text in sys.argv[6:]])

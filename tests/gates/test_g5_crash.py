@@ -21,7 +21,7 @@ import torch
 from moec.compiler.durable import Disk
 from moec.manifests.errors import MoecError
 from tests.compiler.faulty_disk import MODES, FaultyDisk, PowerCut
-from tests.gates.killed import KILLED, WatchedDisk, compile_here
+from tests.gates.killed import KILLED, WAYS, WatchedDisk, compile_here, go
 from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_texts
 
 pytestmark = pytest.mark.gate("G5")
@@ -30,8 +30,9 @@ STAGES = ("journal", "emit", "manifest", "certify", "publish", "replace", "clean
 
 @dataclass(frozen=True)
 class Scene:
-    """A model, data, an old bundle, and what an uninterrupted compile over it does and leaves."""
+    """A model, data, an old bundle, and what an uninterrupted compile over it does and leaves. way: see killed.py."""
 
+    way: str
     model: Path
     data: Path
     old: Path
@@ -53,12 +54,19 @@ def stage_of(name: str, path: Path, is_renamed: bool) -> str:
     return "certify" if path.name.startswith(("quality.json", "README.md")) else "emit"
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@pytest.fixture(scope="module", params=WAYS)
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("crash")
-    model = save_model(root / "tiny", layers=1, experts=2)
+    with pytest.MonkeyPatch.context() as patch:
+        go(request.param, patch.setattr)
+        yield make_scene(request.param, tmp_path_factory.mktemp("crash"))
+    torch.set_num_threads(threads)
+
+
+def make_scene(way: str, root: Path) -> Scene:
+    """Compile once without interruption, and note every operation."""
+    model = save_model(root / "tiny", layers=1 if way == "whole" else 2, experts=2)
     data = save_texts(root / "texts", train=3, validation=3, test=6)
     compile_tiny(model, root / "old", "uniform", 4)
     shutil.copytree(root / "old", root / "whole" / "out")
@@ -69,8 +77,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         stages[stage_of(name, path, name == "rename" and path.name == "out.partial")].append(number)
     assert all(stages.values()), "every stage touches the disk"
     assert names(root / "whole") == {"out"}
-    yield Scene(model, data, root / "old", contents(root / "old"), contents(root / "whole" / "out"), stages)
-    torch.set_num_threads(threads)
+    return Scene(way, model, data, root / "old", contents(root / "old"), contents(root / "whole" / "out"), stages)
 
 
 def sample(scene: Scene) -> list[int]:
@@ -119,8 +126,10 @@ def test_a_disk_that_fails_or_loses_power(scene: Scene, tmp_path: Path, has_old:
 
 def test_a_process_that_is_killed(scene: Scene, tmp_path: Path) -> None:
     numbers = sorted({numbers[len(numbers) // 2] for numbers in scene.stages.values()} | {scene.stages["publish"][-1]})
+    places = (tmp_path, scene.model, scene.data, scene.old)
+    command = [sys.executable, "-m", "tests.gates.killed", scene.way, *places]
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.gates.killed", tmp_path, scene.model, scene.data, scene.old, *map(str, numbers)],
+        [*command, *map(str, numbers)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
