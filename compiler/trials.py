@@ -149,6 +149,15 @@ class Trials:
         return {data.task.name: data.certification_items for data in self.tasks}
 
     @property
+    def first_kl_per_loss(self) -> float:
+        """A first guess of the KL at which the tasks lose a share, over that share.
+
+        A perplexity rises by about the KL. Of generated answers, on the example: a loss of 2 % goes with .002 nats per
+        token, one of 5 % with .007, one of 45 % with .015.
+        """
+        return 1.0 if all(data.task.answer_field is None for data in self.tasks) else 0.1
+
+    @property
     def has_data(self) -> bool:
         """Whether anything can be measured."""
         return bool(self._pairs)

@@ -23,9 +23,7 @@ from .space import SearchSpace, size_table
 
 MAX_GENERATED = 6
 MAX_KL = 8
-# A first guess of the KL at which a task loses this share; a few cheap measurements bring the first trial near it.
-# On the example a loss of 2 % goes with a KL of .002 to .003.
-FIRST_KL_PER_LOSS = 0.3
+# Cheap measurements before the first on generated answers, and how near to the KL they bring it, as a factor.
 CALIBRATING_KL, CALIBRATED = 4, 1.5
 # Two predicted budgets closer than this give plans whose sizes differ by less than 1 %.
 CLOSE_ENOUGH = 1.08
@@ -112,7 +110,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) 
     low: Found | None = None
     high = math.inf
     most = _largest_budget(space)
-    budget = _calibrated_budget(space, trials, FIRST_KL_PER_LOSS * target)
+    budget = _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
     for _ in range(MAX_GENERATED):
         budget = min(budget, most)
         plan = space.plan(least_cost(space.table, budget))

@@ -92,6 +92,7 @@ class ToyTrials:
     """
 
     has_data = True
+    first_kl_per_loss = 1.0
     certification_items: ClassVar[dict[str, int]] = {"toy": ITEMS}
 
     def __init__(
