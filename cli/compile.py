@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
+from .compile_log import CompileLog, stage_table
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 @click.option(
     "--cluster", metavar="ADDRESS", help="Hand work to a Ray cluster: `auto`, or its address like `10.0.0.1:6379`."
 )
-@click.option("--plan-only", is_flag=True, help="Print the plan, write no bundle.")
+@click.option("--plan-only", is_flag=True, help="Print the plan and what each stage took, write no bundle.")
 @click.option("--sweep", metavar="RANGE", help="No bundle: bytes over losses, like `0.5%..20%` or `1%,2%`.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
@@ -142,12 +142,12 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     from moec.compiler.targets import parse_size
     from moec.manifests.errors import OptionError
 
-    log = CompileLog()
     sweep = _sweep(values)
     options = _options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
+    log = CompileLog(destination)
     request = CompileRequest(
         source=model,
         output=destination,
@@ -172,6 +172,9 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     if as_json:
         output.data_json(result.quality)
         return
+    if values["plan_only"]:
+        output.data(stage_table(log.stages()))
+        output.data("")
     print_result(result)
 
 
@@ -236,52 +239,6 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
         yield BundleEngine(engine)
 
 
-class CompileLog:
-    """Notes and progress on stderr, and the same with times for `NAME.log.json`."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._bar: output.Progress | None = None
-        self.events: list[dict[str, Any]] = []
-
-    def note(self, sentence: str) -> None:
-        """One sentence."""
-        self._close_bar()
-        self._event(sentence)
-        output.say(f"[{output.human_seconds(time.monotonic() - self._start)}] {sentence}")
-
-    def progress(self, title: str) -> Callable[[int, int], None]:
-        """A bar of that title; the callback reports to it."""
-        state: dict[str, Any] = {}
-
-        def report(done: int, total: int) -> None:
-            if state.get("bar") is None or done < state["done"]:
-                self._close_bar()
-                self._event(title)
-                state["bar"] = self._bar = output.Progress(title)
-                self._bar.__enter__()
-            state["done"] = done
-            state["bar"](done, total)
-            if done >= total:
-                self._close_bar()
-                state["bar"] = None
-
-        return report
-
-    def close(self) -> None:
-        """Take the last bar away."""
-        self._close_bar()
-        self._event("done")
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(None, None, None)
-            self._bar = None
-
-    def _event(self, text: str) -> None:
-        self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
-
-
 def write_beside(result: CompileResult, log: CompileLog) -> None:
     """The log with times and the picture, beside the bundle."""
     from moec.compiler.durable import Disk, disk_errors
@@ -291,7 +248,7 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
         return
     disk = Disk()
     base = result.path
-    lines = json.dumps({"events": log.events}, indent=1)
+    lines = json.dumps({"events": log.events, "stages": log.stages()}, indent=1)
     with disk_errors(base.parent):
         disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
         disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))

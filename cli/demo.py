@@ -74,9 +74,10 @@ def _compile(example: Path, task: str, loss: str, target_path: Path) -> CompileR
     from moec.compiler.targets import choose_target
     from moec.profiles.device import load_profile
 
-    from .compile import CompileLog, open_partial, write_beside
+    from .compile import open_partial, write_beside
+    from .compile_log import CompileLog
 
-    log = CompileLog()
+    log = CompileLog(target_path)
     target = choose_target(loss, None, None, None, None)
     options = CompileOptions(target=target, data=str(example / "data"), tasks=(task,))
     result = compile_checkpoint(

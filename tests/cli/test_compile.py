@@ -101,6 +101,10 @@ def test_defaults_make_a_bundle_beside_the_user(run: Compile, model: Path, tmp_p
     assert result.stdout.splitlines()[-1] == "no loss target was asked for: quality is not measured"
     log = json.loads((tmp_path / "tiny-moec.log.json").read_text())
     assert log["events"][-1]["event"] == "done" and log["events"][-1]["seconds"] >= 0
+    writing = next(stage for stage in log["stages"] if stage["title"] == "writing the bundle")
+    assert writing["seconds"] >= 0 and writing["peak_memory_bytes"] > 50 << 20
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "tiny-moec").glob("*.safetensors"))
+    assert on_disk // 2 < writing["disk_bytes"] <= 2 * on_disk
     assert (tmp_path / "tiny-moec.report.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -125,6 +129,7 @@ def test_plan_only_prints_and_writes_nothing(run: Compile, model: Path, data: Pa
     for target, last in ((KL, "nothing is proven"), (("--loss", "50%"), "nothing is proven")):
         result = run(model, *target, "--data", data, *SMALL, "--plan-only")
         assert result.exit_code == 0, result.stderr
+        assert "peak memory so far" in result.stdout and "calibrating" in result.stdout
         assert "bits per unit" in result.stdout and last in result.stdout.splitlines()[-1]
     assert (contents(tmp_path), names(tmp_path)) == before
 

@@ -1,0 +1,111 @@
+"""What a compile says while it runs, and what each of its stages took."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import PARTIAL_SUFFIX
+
+from . import output
+
+
+@dataclass(slots=True)
+class Stage:
+    """One kind of work: all of its bars together. peak_memory_bytes: of the process, up to its last end."""
+
+    title: str
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    disk_bytes: int = 0
+
+
+class CompileLog:
+    """Notes and progress on stderr, and the same with times for `NAME.log.json`; what each stage took.
+
+    destination: the bundle's folder, beside which a compile keeps what it has done so far.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self._start = time.monotonic()
+        self._bar: output.Progress | None = None
+        self._destination = destination
+        self._running: tuple[str, float] | None = None
+        self._stages: dict[str, Stage] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def stages(self) -> list[dict[str, Any]]:
+        """What every kind of work with a bar took, in the order of their first appearance; plain values."""
+        return [asdict(stage) for stage in self._stages.values()]
+
+    def note(self, sentence: str) -> None:
+        """One sentence."""
+        self._close_bar()
+        self._event(sentence)
+        output.say(f"[{output.human_seconds(time.monotonic() - self._start)}] {sentence}")
+
+    def progress(self, title: str) -> Callable[[int, int], None]:
+        """A bar of that title; the callback reports to it."""
+        state: dict[str, Any] = {}
+
+        def report(done: int, total: int) -> None:
+            if state.get("bar") is None or done < state["done"]:
+                self._close_bar()
+                self._event(title)
+                self._running = title, time.monotonic()
+                state["bar"] = self._bar = output.Progress(title)
+                self._bar.__enter__()
+            state["done"] = done
+            state["bar"](done, total)
+            if done >= total:
+                self._close_bar()
+                state["bar"] = None
+
+        return report
+
+    def close(self) -> None:
+        """Take the last bar away."""
+        self._close_bar()
+        self._event("done")
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = None
+        if self._running is not None:
+            (title, started), self._running = self._running, None
+            stage = self._stages.setdefault(title, Stage(title))
+            stage.seconds = round(stage.seconds + time.monotonic() - started, 3)
+            stage.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            stage.disk_bytes = max(stage.disk_bytes, self._disk_bytes())
+
+    def _event(self, text: str) -> None:
+        self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
+
+    def _disk_bytes(self) -> int:
+        """What lies beside the destination: results of finished stages, and a bundle that is not complete."""
+        folders = (self._destination.with_name(self._destination.name + suffix) for suffix in (".work", PARTIAL_SUFFIX))
+        total = 0
+        for folder in folders:
+            with suppress(OSError):
+                total += sum(path.stat().st_size for path in folder.iterdir())
+        return total
+
+
+def stage_table(stages: Sequence[dict[str, Any]]) -> str:
+    """What every stage took: time, the process's peak so far, and what lay on disk at most."""
+    rows = [
+        (
+            stage["title"],
+            output.human_seconds(stage["seconds"]),
+            output.human_bytes(stage["peak_memory_bytes"]),
+            output.human_bytes(stage["disk_bytes"]),
+        )
+        for stage in stages
+    ]
+    return output.table(rows, ["stage", "time", "peak memory so far", "on disk"])
