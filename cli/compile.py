@@ -172,10 +172,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     if as_json:
         output.data_json(result.quality)
         return
-    if values["plan_only"]:
-        output.data(stage_table(log.stages()))
-        output.data("")
-    print_result(result)
+    print_result(result, stage_table(log.stages()) if values["plan_only"] else "")
 
 
 def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
@@ -273,10 +270,10 @@ def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
     output.data("losses are those of validation items: only a compiled bundle is certified on held-out ones")
 
 
-def print_result(result: CompileResult) -> None:
-    """The report for people, on stdout."""
+def print_result(result: CompileResult, stages: str = "") -> None:
+    """The report for people, on stdout. stages: what each stage took, in front of it."""
     quality = result.quality
-    for part in (plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
+    for part in (stages, plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
         if part:
             output.data(part)
             output.data("")
