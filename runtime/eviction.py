@@ -23,6 +23,7 @@ class ExpertRecords:
 
     Arrays are [N]; last_used, int64, counts acquisitions of the cache, 0 is never; uses, int64. heat, float64: the uses
     so far, each halved for every HALF_LIFE_TOKENS up to the last one; it starts with what calibration saw.
+    encoder_layers: so many of the layers, the first, are an encoder's.
     """
 
     layer: np.ndarray
@@ -31,6 +32,7 @@ class ExpertRecords:
     uses: np.ndarray
     heat: np.ndarray
     num_layers: int
+    encoder_layers: int = 0
 
     def use(self, indices: Sequence[int], clock: int) -> None:
         """Count one use of each at this acquisition of the cache."""
@@ -47,36 +49,51 @@ class ExpertRecords:
 
     def unused(self) -> ExpertRecords:
         """The same experts before the first use."""
-        return _unused(self.layer, self.frequency, self.num_layers)
+        return _unused(self.layer, self.frequency, self.num_layers, self.encoder_layers)
+
+    def turn(self, running_layer: int) -> np.ndarray:
+        """How soon each expert runs again, whatever the policy, int [N]: 2 an encoder's layer that is still to come, 1
+        the decoder's, 0 an encoder's that is over: it is of no use before the next prompt. Source: EdgeMoE, expert
+        buffer management: experts of the encoder go first.
+        """
+        is_ahead = self.layer > running_layer
+        return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 2, 0), 1)
 
     def layer_distance(self, running_layer: int) -> np.ndarray:
         """How many MoE layers ahead each expert's layer runs next: 1 for the next layer, L for the running one.
 
-        d = ((l - I - 1) mod L) + 1. Source: EdgeMoE, expert buffer management; the printed modulus is the other way
-        round and contradicts the text around it.
+        d = ((l - I - 1) mod L) + 1, L without the encoder's. Source: EdgeMoE, expert buffer management; the printed
+        modulus is the other way round and contradicts the text around it.
         """
-        distance: np.ndarray = (self.layer - running_layer - 1) % self.num_layers + 1
+        layers = self.num_layers - self.encoder_layers
+        distance: np.ndarray = (self.layer - max(running_layer, self.encoder_layers - 1) - 1) % layers + 1
         return distance
 
 
-def expert_records(layer: np.ndarray, popularity: np.ndarray, num_layers: int) -> ExpertRecords:
+def expert_records(
+    layer: np.ndarray, popularity: np.ndarray, num_layers: int, encoder_layers: int = 0
+) -> ExpertRecords:
     """Records of experts that nothing has used yet. layer: int [N]; popularity: counts [N] over the same experts.
 
     A layer whose counts are all zero gives frequency 0 to all of its experts.
     """
     totals = np.maximum(np.bincount(layer, weights=popularity, minlength=num_layers), 1)
-    return _unused(layer.astype(np.int32), popularity / totals[layer], num_layers)
+    return _unused(layer.astype(np.int32), popularity / totals[layer], num_layers, encoder_layers)
 
 
-def _unused(layer: np.ndarray, frequency: np.ndarray, num_layers: int) -> ExpertRecords:
+def _unused(layer: np.ndarray, frequency: np.ndarray, num_layers: int, encoder_layers: int) -> ExpertRecords:
     """Heat as if each of the last HALF_LIFE_TOKENS tokens had used one expert of a layer, as calibration saw it."""
     zeros = np.zeros(len(layer), np.int64)
-    return ExpertRecords(layer, frequency, zeros, zeros.copy(), frequency * HALF_LIFE_TOKENS, num_layers)
+    heat = frequency * HALF_LIFE_TOKENS
+    return ExpertRecords(layer, frequency, zeros, zeros.copy(), heat, num_layers, encoder_layers)
 
 
 def warm_order(records: ExpertRecords) -> np.ndarray:
-    """Expert indices in the order of the initial fill: what calibration saw most often first. Source: EdgeMoE."""
-    return np.lexsort((np.arange(len(records.layer)), -records.frequency))
+    """Expert indices in the order of the initial fill: what calibration saw most often first; before that an encoder,
+    layer by layer, as it runs. Source: EdgeMoE.
+    """
+    encoder = np.minimum(records.layer, records.encoder_layers)
+    return np.lexsort((np.arange(len(records.layer)), -records.frequency, encoder))
 
 
 PolicyScore = Callable[[ExpertRecords, int], np.ndarray]
@@ -119,6 +136,9 @@ SCORES: dict[Policy, PolicyScore] = {
 def eviction_order(
     records: ExpertRecords, score: PolicyScore, running_layer: int, candidates: np.ndarray
 ) -> np.ndarray:
-    """Candidates (int indices), first to evict first; ties by least recent use, then by index."""
-    scores = score(records, running_layer)[candidates]
-    return candidates[np.lexsort((candidates, records.last_used[candidates], scores))]
+    """Candidates (int indices), first to evict first; ties by least recent use, then by index.
+
+    An encoder's turn comes before every score (ExpertRecords.turn).
+    """
+    scores, turns = score(records, running_layer)[candidates], records.turn(running_layer)[candidates]
+    return candidates[np.lexsort((candidates, records.last_used[candidates], scores, turns))]

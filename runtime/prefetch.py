@@ -94,46 +94,50 @@ class PrefetchQuality:
 
 
 class PopularityPredictor:
-    """The experts that calibration saw most often in the next layer."""
+    """The experts that calibration saw most often in the layer."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._popularity = tables.popularity.astype(np.float64)
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        self._popularity, self._model = tables.popularity.astype(np.float64), model
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        following: np.ndarray = self._popularity[(state.layer + ahead) % len(self._popularity)]
+        following: np.ndarray = self._popularity[self._model.layer_after(state.layer, ahead)]
         return following
 
 
 class PathPredictor:
     """EdgeMoE's dictionary: the experts of two layers predict those of the next, with back-off.
 
-    score(e) sums over pairs (a in layer l-1, b in layer l) the counts of e in layer l+1; pairs seen fewer than
-    MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity. Source: EdgeMoE, activation-path dictionary.
+    Only layers that route count. score(e) sums over pairs (a two layers back, b one layer back) the counts of e; pairs
+    seen fewer than MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity.
+    Source: EdgeMoE, activation-path dictionary.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._popularity = PopularityPredictor(tables)
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        self._tables, self._model = tables, model
+        self._popularity = PopularityPredictor(tables, model)
         self._rows = {tuple(key): row for row, key in enumerate(tables.path_keys.tolist())}
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        if ahead > 1:
+        following, routed = self._model.layer_after(state.layer, ahead), self._model.expert_layers
+        start = self._model.first_decoder_layer if following >= self._model.first_decoder_layer else 0
+        past = [layer for layer in routed if start <= layer <= state.layer]
+        if following <= state.layer or not past:  # the next token's first, or nothing behind it
+            return self._popularity.scores(state, ahead)
+        if any(state.layer < layer < following for layer in routed):
             return None
-        tables, layer = self._tables, state.layer
-        if layer + 1 >= len(tables.popularity):
-            return self._popularity.scores(state)
-        total = np.zeros(tables.popularity.shape[1])
-        for token in range(len(state.chosen[layer])):
-            total += self._token_scores(state, token)
-        return total if total.any() else self._popularity.scores(state)
+        total = np.zeros(self._tables.popularity.shape[1])
+        for token in range(len(state.chosen[past[-1]])):
+            before = state.chosen[past[-2]][token].tolist() if len(past) > 1 else []
+            total += self._token_scores(following, before, past[-1], state.chosen[past[-1]][token].tolist())
+        return total if total.any() else self._popularity.scores(state, ahead)
 
-    def _token_scores(self, state: PassState, token: int) -> np.ndarray:
-        tables, layer = self._tables, state.layer
+    def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
+        """Of the experts of layer `following`, for one token that chose these in `layer` and those before it."""
+        tables = self._tables
         scores = np.zeros(tables.popularity.shape[1])
-        before = state.chosen[layer - 1][token].tolist() if layer > 0 else []
-        for last in state.chosen[layer][token].tolist():
+        for last in chosen:
             for first in before:
-                row = self._rows.get((layer + 1, first, last))
+                row = self._rows.get((following, first, last))
                 if row is None:
                     continue
                 part = slice(tables.path_offsets[row], tables.path_offsets[row + 1])
@@ -141,7 +145,7 @@ class PathPredictor:
                 if counts.sum() >= MINIMUM_PAIR_COUNT:
                     scores[tables.path_experts[part]] += counts / counts.sum()
         if not scores.any():
-            for last in state.chosen[layer][token].tolist():
+            for last in chosen:
                 counts = tables.transitions[layer, last].astype(np.float64)
                 scores += counts / max(counts.sum(), 1)
         return scores
@@ -155,12 +159,12 @@ class LookaheadPredictor:
 
     def __init__(self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[Router | None]) -> None:
         self._model, self._norms, self._routers = model, norms, routers
-        self._fallback = PopularityPredictor(tables)
+        self._fallback = PopularityPredictor(tables, model)
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        following = state.layer + ahead
-        router = self._routers[following] if following < len(self._routers) else None
-        if router is None:
+        following, first = self._model.layer_after(state.layer, ahead), self._model.first_decoder_layer
+        router = self._routers[following] if following > state.layer else None
+        if router is None or state.layer < first <= following:  # an encoder's stream says nothing to a decoder
             return self._fallback.scores(state, ahead)
         normed = np.empty_like(state.hidden)
         kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
@@ -178,8 +182,8 @@ def make_predictor(
     if kind == "lookahead":
         return LookaheadPredictor(tables, model, norms, routers)
     if kind == "path":
-        return PathPredictor(tables)
-    return PopularityPredictor(tables) if kind == "popularity" else None
+        return PathPredictor(tables, model)
+    return PopularityPredictor(tables, model) if kind == "popularity" else None
 
 
 def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:

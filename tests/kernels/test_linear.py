@@ -236,7 +236,9 @@ def expert_of(
         random_matrix(*shape, QuantSpec.parse(text), seed)
         for seed, (shape, text) in enumerate(zip(shapes, texts, strict=True))
     ]
-    return kernels.Expert(*(matrix_of(part) for part in parts), **options), parts
+    gate, up, down = (matrix_of(part) for part in parts)
+    has_gate = options.get("activation") != "relu"
+    return kernels.Expert(gate if has_gate else None, up, down, **options), parts
 
 
 EXPERTS = [
@@ -313,6 +315,22 @@ def test_biases_and_the_clamped_activation(
     assert np.array_equal(bits(alone[0, 1]), bits(out[3, 1]))
 
 
+@gate
+@pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
+def test_experts_without_a_gate(every: str, width: int, hidden: int, texts: tuple[str, str, str]) -> None:
+    """From the products of each matrix: what is below 0 is cut off, one token gives what many give."""
+    expert, (_, up_part, down_part) = expert_of(width, hidden, texts, activation="relu")
+    x, tokens = inputs(5, hidden), np.arange(5, dtype=np.int32)
+    middle = linear(up_part, x)
+    assert (middle < 0).any() and (middle > 0).any()
+    expected = linear(down_part, np.maximum(middle, 0))
+    out, alone = np.full((5, 2, hidden), SENTINEL), np.full((1, 2, hidden), SENTINEL)
+    kernels.expert_ffn(expert, x, tokens, np.ones(5, np.int32), out)
+    assert np.array_equal(bits(out[:, 1]), bits(expected)) and (out[:, 0] == SENTINEL).all()
+    kernels.experts_of_token([expert], x[3:4], np.array([1], np.int32), alone)
+    assert np.array_equal(bits(alone[0, 1]), bits(out[3, 1]))
+
+
 def test_biases_are_checked(every: str) -> None:
     right = biases_of(96, 64)
     for options in (
@@ -325,12 +343,12 @@ def test_biases_are_checked(every: str) -> None:
 
 @gate
 @pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
-@pytest.mark.parametrize("is_clamped", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu", "relu"])
 def test_experts_agree_bit_for_bit(
-    pair: tuple[str, str], is_clamped: bool, width: int, hidden: int, texts: tuple[str, str, str]
+    pair: tuple[str, str], activation: str, width: int, hidden: int, texts: tuple[str, str, str]
 ) -> None:
-    clamped = {"activation": "clamped_swiglu", "limit": 1.5, "biases": biases_of(width, hidden)}
-    expert, _ = expert_of(width, hidden, texts, **(clamped if is_clamped else {}))
+    clamped = {"limit": 1.5, "biases": biases_of(width, hidden)} if activation == "clamped_swiglu" else {}
+    expert, _ = expert_of(width, hidden, texts, activation=activation, **clamped)
     x = inputs(210, hidden)
     found = []
     for name in pair:
