@@ -298,8 +298,10 @@ class _Emitter:
                 checksum = xxhash.xxh3_128_hexdigest(blob.data)
                 file.write(blob.data)
                 specs = self._plan.expert_specs(key)
-                formats = (specs[projection] for projection in PROJECTIONS)
-                entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, *formats))
+                gate, up, down = (specs.get(projection) for projection in PROJECTIONS)
+                if up is None or down is None:
+                    raise RuntimeError(f"{key}: the plan has no format of up or down")
+                entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, gate, up, down))
                 offset += size
         self._finished(name, file, offset)
         return entries
@@ -309,7 +311,7 @@ class _Emitter:
         specs = self._plan.expert_specs(key)
         offsets, size = unit_offsets(self._plan.model, key.layer, specs)
         blob = np.zeros(size, np.uint8)
-        for projection in PROJECTIONS:
+        for projection in specs:
             unit = UnitKey(*key, projection)
             source = self._lowering.units[unit].name
             (packed,) = self._translated(source, (unit_bytes(unit, spec) for spec in (specs[projection],)))

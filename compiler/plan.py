@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moec.manifests.bundle import unit_offsets
-from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
+from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 
 
@@ -33,7 +33,7 @@ class CompilePlan:
 
     def expert_specs(self, key: ExpertKey) -> dict[str, QuantSpec]:
         """The formats of one expert's projections."""
-        return {p: self.units[UnitKey(key.layer, key.expert, p)] for p in PROJECTIONS}
+        return {unit.projection: self.units[unit] for unit in self.model.units_of(key)}
 
     def expert_padded_bytes(self, key: ExpertKey) -> int:
         """Bytes that one read of this expert takes from storage."""

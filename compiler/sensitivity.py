@@ -75,7 +75,7 @@ def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
 
 def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> CompilePlan:
     """Everything at the checkpoint's own 16 bits."""
-    units = {UnitKey(*key, p): spec_16bit for key in model.expert_keys() for p in PROJECTIONS}
+    units = dict.fromkeys(model.unit_keys(), spec_16bit)
     return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)
 
 
@@ -92,10 +92,13 @@ def measure_proxy(
     """
     model, store = plain.model, trials.store
     groups = [g for g in dense_groups(model) if any(dense_probe[name].bitwidth < 16 for name in g.tensors)]
-    total, done = len(model.expert_layers) * len(PROJECTIONS) + len(groups), 0
+    units = {(unit.layer, unit.projection) for unit in plain.units}
+    total, done = len(units) + len(groups), 0
     gains = np.zeros((model.num_layers, len(PROJECTIONS)))
     for layer in model.expert_layers:
         for column, projection in enumerate(PROJECTIONS):
+            if (layer, projection) not in units:
+                continue
             done += 1
             columns = model.unit_shape(layer, projection)[1]
             fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
@@ -131,7 +134,7 @@ def correct_by_expert(
     predicted = {
         key: sum(
             table.unit_loss(store, UnitKey(*key, p), low) - table.unit_loss(store, UnitKey(*key, p), high)
-            for p in PROJECTIONS
+            for p in store.model.layers[key.layer].experts.projections
         )
         for key in measured
     }

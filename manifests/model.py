@@ -278,9 +278,13 @@ class ModelSpec:
             ExpertKey(index, expert) for index, layer in enumerate(self.layers) for expert in range(layer.experts.count)
         )
 
+    def units_of(self, key: ExpertKey) -> tuple[UnitKey, ...]:
+        """The projections of one routed expert in storage order."""
+        return tuple(UnitKey(*key, projection) for projection in self.layers[key.layer].experts.projections)
+
     def unit_keys(self) -> tuple[UnitKey, ...]:
         """All projections of all routed experts in storage order."""
-        return tuple(UnitKey(*key, p) for key in self.expert_keys() for p in self.layers[key.layer].experts.projections)
+        return tuple(unit for key in self.expert_keys() for unit in self.units_of(key))
 
     def dense_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every weight that is not a routed expert, in storage order.
