@@ -116,6 +116,7 @@ def load_seq2seq_network(lowering: Lowering) -> Network:
     """As load_network, of a model with an encoder. Raises CheckpointError."""
     model = load_model(lowering, AutoModelForSeq2SeqLM)
     model.eval().requires_grad_(False)
+    model.set_input_embeddings(model.get_input_embeddings())  # one for both stacks, also where they were kept apart
     spec, experts = lowering.model, dict[int, Any]()
     for name, module in list(model.named_modules()):
         match = _ROUTED.match(name)
