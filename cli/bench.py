@@ -143,8 +143,9 @@ def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, 
         layer = model.layers[entry.layer].experts
         seen = int(popularity[entry.layer].sum())
         share = int(popularity[entry.layer, entry.expert]) / seen if seen else 1 / layer.count
-        experts.append((entry.size_bytes, share * layer.top_k))
-        expert_bytes += entry.size_bytes * share * layer.top_k
+        reads_per_token = share * model.reads_per_token(entry.layer)
+        experts.append((entry.size_bytes, reads_per_token))
+        expert_bytes += entry.size_bytes * reads_per_token
     compute_bytes = round(_dense_bytes_per_token(bundle) + expert_bytes)
     missed_bytes, reads = expected_misses(experts, cache_bytes)
     compute, storage = compute_ns(host, compute_bytes), storage_ns(host, missed_bytes, reads)
@@ -162,6 +163,8 @@ def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, 
 def _dense_bytes_per_token(bundle: Bundle) -> int:
     total, model = 0, bundle.manifest.model
     for entry in bundle.manifest.dense:
+        if not model.is_decoded_with(entry.name):
+            continue
         rows = 1 if len(entry.shape) == 1 else entry.shape[0]
         if entry.name == "embedding" and not model.tie_embeddings:
             rows = 1

@@ -182,12 +182,12 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
     ]
     expected = Fraction(0)
     rows = Tables.empty(model).popularity if popularity is None else popularity
-    for layer, padded, row in zip(model.layers, sizes, rows.tolist(), strict=True):
+    for layer, (padded, row) in enumerate(zip(sizes, rows.tolist(), strict=True)):
         if not padded:
             continue
         counts = row[: len(padded)] if any(row) else [1] * len(padded)
         read = sum(count * size for count, size in zip(counts, padded, strict=True))
-        expected += Fraction(layer.experts.top_k * read, sum(counts))
+        expected += Fraction(model.reads_per_token(layer) * read, sum(counts))
     minimum = (sum(sorted(s)[-layer.experts.top_k :]) for layer, s in zip(model.layers, sizes, strict=True))
     return CostSummary(
         expert_packed_bytes=plan.expert_packed_bytes,

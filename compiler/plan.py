@@ -57,12 +57,11 @@ class CompilePlan:
     @property
     def dense_packed_bytes(self) -> int:
         """Bytes of everything else, without padding."""
-        total = 0.0
-        for name, shape in self.model.dense_shapes().items():
-            columns = shape[-1]
-            rows = shape[0] if len(shape) == 2 else 1
-            total += rows * self.dense[name].row_bytes(columns)
-        return round(total)
+        return round(sum(self.dense_bytes(name, shape) for name, shape in self.model.dense_shapes().items()))
+
+    def dense_bytes(self, name: str, shape: tuple[int, ...]) -> float:
+        """Bytes of one dense weight, without padding. shape: as ModelSpec.dense_shapes has it."""
+        return (shape[0] if len(shape) == 2 else 1) * self.dense[name].row_bytes(shape[-1])
 
     @property
     def bits_per_weight(self) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
-from moec.manifests.errors import ContextOverflow
+from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.model import ModelSpec, UnitKey
 
 from .checkpoint import open_checkpoint
@@ -68,9 +68,16 @@ class ReferenceModel:
         return encode_pairs(self._tokenizer, pairs, is_joint=self.model.encoder is None)
 
     def divide(self, pairs: Sequence[TokenPair]) -> tuple[list[list[int]], list[TokenPair]]:
-        """What an encoder reads of each pair, and what is left for the decoder: without an encoder nothing and all."""
+        """What an encoder reads of each pair, and what is left for the decoder: without an encoder nothing and all.
+
+        Raises InputError where there is nothing for an encoder to read.
+        """
         if self.model.encoder is None:
             return [[] for _ in pairs], list(pairs)
+        if not all(prompt for prompt, _ in pairs):
+            raise InputError(
+                "a prompt is empty, and the model has an encoder that reads it", "take a task with prompts"
+            )
         start = self.model.encoder.start_token_id
         return [prompt for prompt, _ in pairs], [([start], answer) for _, answer in pairs]
 

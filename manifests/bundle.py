@@ -126,7 +126,7 @@ class CostSummary:
     """What the bundle weighs.
 
     packed bytes count scales and leave padding out; padded bytes are what storage reads.
-    expected_read_bytes_per_token: sum over layers of popularity x padded bytes, cold cache, no reuse.
+    expected_read_bytes_per_token: sum over layers of popularity x padded bytes, cold cache, no reuse; decoder alone.
     minimum_expert_bytes: the largest top-k experts of any one layer, padded: less cannot run.
     """
 
@@ -261,6 +261,7 @@ class BundleManifest:
                 packed += rows * round(entry.spec(projection).row_bytes(columns))
                 weights += rows * columns
         top_k = [layer.experts.top_k for layer in model.layers]
+        decoded = [model.reads_per_token(layer) for layer in range(model.num_layers)]
         dense = sum(
             (entry.shape[0] if len(entry.shape) == 2 else 1) * round(entry.spec.row_bytes(entry.shape[-1]))
             for entry in self.dense
@@ -277,6 +278,6 @@ class BundleManifest:
                 raise ValueError(f"cost.{name}: the formats give {value}, found {getattr(cost, name)}")
         if not math.isclose(cost.expert_bits_per_weight, 8 * packed / weights, rel_tol=1e-9):
             raise ValueError(f"cost.expert_bits_per_weight: the formats give {8 * packed / weights}")
-        most = sum(k * max(sizes, default=0) for sizes, k in zip(padded, top_k, strict=True))
+        most = sum(k * max(sizes, default=0) for sizes, k in zip(padded, decoded, strict=True))
         if not 0 <= cost.expected_read_bytes_per_token <= most:
             raise ValueError("cost.expected_read_bytes_per_token: out of range")

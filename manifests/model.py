@@ -249,6 +249,18 @@ class ModelSpec:
         first, following = self.first_decoder_layer, layer + ahead
         return following if following < self.num_layers else first + (following - first) % (self.num_layers - first)
 
+    def reads_per_token(self, layer: int) -> int:
+        """Experts of a layer that one decoded token reads; an encoder's are read for a prompt, once each."""
+        return self.layers[layer].experts.top_k if layer >= self.first_decoder_layer else 0
+
+    def is_decoded_with(self, dense: str) -> bool:
+        """Whether every decoded token reads this dense weight; others serve a prompt alone."""
+        stem, _, rest = dense.partition(".")
+        if stem != "layers":
+            return dense != "encoder_norm"
+        layer, _, name = rest.partition(".")
+        return int(layer) >= self.first_decoder_layer and name not in ("cross_key", "cross_value")
+
     @property
     def cached_attentions(self) -> tuple[AttentionSpec, ...]:
         """Attentions with keys and values of their own; the layers of an encoder take turns with one pair."""
