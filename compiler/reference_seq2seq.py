@@ -79,14 +79,14 @@ class Seq2SeqNetwork(Network):
 
     def decoding_cache(self, layers: list[Any], prompts: Sequence[RowStates]) -> Any:
         """As Network.decoding_cache; prompts of unequal length are padded on the right."""
-        padded_layers = []
+        padded_layers = list[Any]()
         for layer in zip(*prompts, strict=True):
             # [H, S, head size] -> [B, H, S, head size]
             keys, values = (
                 pad_sequence([pair[part].transpose(0, 1) for pair in layer], batch_first=True).transpose(1, 2)
                 for part in (0, 1)
             )
-            found = DynamicLayer()
+            found = DynamicLayer()  # type: ignore[no-untyped-call]
             found.update(keys, values)
             padded_layers.append(found)
         lengths = torch.tensor([row[0][0].shape[1] for row in prompts])

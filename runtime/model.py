@@ -78,7 +78,7 @@ def bind_experts(bundle: Bundle, storage: ExpertStorage, dense: dict[str, Any]) 
             part = block[offsets[projection] : end]
             matrices[projection] = kernels.PackedMatrix(part, rows, columns, specs[projection])
         biases = _expert_biases(dense, entry.layer, entry.expert, spec.count) if spec.has_bias else ()
-        gate, up, down = (matrices.get(projection) for projection in PROJECTIONS)
+        gate, up, down = matrices.get("gate"), matrices["up"], matrices["down"]
         bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases))
     return bound
 

@@ -21,7 +21,7 @@ class SharedExpert:
 
         activation: as of kernels.Expert; `relu` has no gate.
         """
-        gate, up, down = (weights.get(f"shared_{name}") for name in ("gate", "up", "down"))
+        gate, up, down = weights.get("shared_gate"), weights["shared_up"], weights["shared_down"]
         self._expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
         self._router = weights.get("shared_router")
 

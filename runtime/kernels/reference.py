@@ -145,7 +145,7 @@ def gated(gate: Floats, up: Floats, activation: str, limit: float) -> Floats:
     if activation == "silu":
         return silu(gate) * up
     if activation == "relu":
-        return np.maximum(up, np.float32(0))
+        return np.asarray(np.maximum(up, np.float32(0)), np.float32)
     bound = np.float32(limit)
     g, u = np.minimum(gate, bound), np.clip(up, -bound, bound)
     with np.errstate(over="ignore"):
