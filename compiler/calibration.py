@@ -46,7 +46,8 @@ class ActivationStatistics:
     """What calibration counted.
 
     num_tokens: tokens run; texts_sha256: digest of their ids, text by text; seed: of the choice of texts.
-    popularity: uint32 [L, E], each row of a layer with experts sums to num_tokens * K. transitions: uint32 [L-1, E, E].
+    popularity: uint32 [L, E], each row of a layer with experts sums to K for every token that its stack saw.
+    transitions: uint32 [L-1, E, E], from a layer that routes to the next one of its stack.
     path_*: see statistics_paths.PathDictionary. router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's
     largest router weight. second_moments: of every projection's inputs. path_report: what the paths predict.
     """
