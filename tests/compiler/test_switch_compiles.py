@@ -303,6 +303,7 @@ def test_a_loss_target_is_searched_and_certified(answering: tuple[Path, Path], t
     assert {unit.projection for unit in result.plan.units} == {"up", "down"}
 
 
+@pytest.mark.gate("G3")
 @pytest.mark.gate("G1")
 def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp_path: Path) -> None:
     data = save_summaries(tmp_path / "samsum")
@@ -310,19 +311,23 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
     assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
     manifest = open_bundle(tmp_path / "out").manifest
 
-    def logits(cache: str, prefetch: str) -> tuple[np.ndarray, int]:
+    def logits(cache: str, prefetch: str) -> tuple[np.ndarray, int, int]:
         with load(tmp_path / "out", expert_cache=cache, prefetch=prefetch, context=64) as engine:
             engine.cache.finish_warming()
             steps = [engine.logits([START, *TOKENS[:9]], TOKENS)]
             for position, token in enumerate(TOKENS[20:], 10):
                 steps.append(engine.model.logits(engine.step([token], [0], [position])))
-            return np.concatenate(steps), engine.cache.stats.evictions
+            return np.concatenate(steps), engine.cache.stats.evictions, engine.cache.stats.prefetch_used
 
-    whole, none = logits("100%", "off")
+    whole, none, _ = logits("100%", "off")
     assert whole.shape == (30, VOCABULARY) and none == 0
+    least = manifest.cost.minimum_expert_bytes
     for prefetch in ("off", "lookahead", "path", "popularity"):
-        part, evictions = logits(str(manifest.cost.minimum_expert_bytes), prefetch)
+        part, evictions, _ = logits(f"{least}", prefetch)
         assert evictions > 0 and np.array_equal(part, whole)
+        # With room for what the next layer that routes may ask for, advice is of use, and changes nothing.
+        part, evictions, used = logits(f"{3 * least}", prefetch)
+        assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (prefetch != "off")
 
 
 def test_layer_by_layer_is_refused(plain: Path, tmp_path: Path) -> None:
