@@ -257,7 +257,12 @@ class Engine:
         return hidden
 
     def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits."""
+        """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits.
+
+        Raises ExecutionError for a slot whose prompt no encoder has read, of models with one.
+        """
+        if self.model.spec.encoder is not None and not self.kv.prompt_lengths[list(slots)].all():
+            raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
         hidden = self.model.forward(

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from moec.compiler.checkpoint import WEIGHTS_NAME
 from moec.runtime import load
 from moec.runtime.beam import BeamOptions, beam_search
 from tests.gates.bundles import emit_bundle
@@ -81,3 +83,20 @@ def test_generate_equals_transformers_generate(name: str, tmp_path: Path) -> Non
     for beam, row in zip(found, beams.sequences[:, 1:].tolist(), strict=True):
         end = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
         assert list(beam.tokens) == row[:end]
+
+
+@pytest.mark.gate("G9")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_older_layouts_equal_transformers(is_tied: bool, tmp_path: Path) -> None:
+    """Copies of the embedding on disk; or an output matrix that a configuration calls tied, and scales, but is not."""
+    folder = save_tiny_switch(tmp_path / "model")
+    tensors = load_file(folder / WEIGHTS_NAME)
+    shared = tensors["shared.weight"]
+    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    tensors.update({name: shared.clone() for name in names})
+    tensors["lm_head.weight"] = shared.clone() if is_tied else shared.roll(5, 0) * 2
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    expected = Oracle(folder).logits(PROMPT, TOKENS[:6])
+    with load(emit_bundle(folder, tmp_path / "bundle"), expert_cache="100%", context=128) as engine:
+        found = engine.logits(TOKENS[:6], PROMPT)
+    assert np.abs(found - expected).max() <= TOLERANCE * np.abs(expected).max()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.manifests.errors import ContextOverflow, InputError
+from moec.manifests.errors import ContextOverflow, ExecutionError, InputError
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels, load
 from moec.runtime.batch import forced_logits, generate_many
@@ -175,6 +175,11 @@ def test_prompts_are_checked(bundle: Path) -> None:
             list(forced_logits(engine, [([5], PROMPT[:17])]))
         with pytest.raises(InputError, match="empty"):
             engine.logits([START])
+    with load(bundle, expert_cache="100%", context=16, slots=2) as engine:
+        engine.begin_texts([1], [SHORT])
+        engine.step([START], [1], [0])
+        with pytest.raises(ExecutionError, match="no prompt"):
+            engine.step([START, START], [1, 0], [1, 0])
 
 
 def test_a_prompt_longer_than_a_pass_is_one_pass(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
