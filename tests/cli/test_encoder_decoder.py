@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import load
-from tests.compiler.test_switch_compiles import save_summaries
-from tests.tiny_compile import compile_tiny, save_texts
+from tests.tiny_compile import compile_tiny, save_dialogues, save_texts
 from tests.tiny_switch import TINY_SWITCHES, Oracle, save_tiny_switch
 
 from .conftest import Invoke
@@ -21,7 +20,7 @@ PROMPT = "Dialogue:\na lamp\nSummary:"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("encoder")
     folder = save_tiny_switch(root / "model", TINY_SWITCHES["switch"])
-    data = save_summaries(root / "samsum", train=4, validation=4, test=5)
+    data = save_dialogues(root / "samsum", train=4, validation=4, test=5)
     for split in ("train", "validation", "test"):
         rows = (data / f"{split}.jsonl").read_text().replace('"dialogue"', '"document"')
         (root / "xsum").mkdir(exist_ok=True)
@@ -63,6 +62,7 @@ def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
         ("inspect",), ("inspect", "--json"), ("verify",),
         ("bench", "--expert-cache", "50%", "--tokens", 4), ("bench", "--expert-cache", "50%", "--tokens", 4, "--json"),
         ("bench", "--expert-cache", "50%", "--tokens", 4, "--policies", "all", "--json"),
+        ("tune", "--expert-cache", "50%", "--tokens", 4, "--json"),
         ("eval", "--task", "samsum", "--data", "samsum", "--expert-cache", "50%"),
         ("compile", "--data", "samsum", "--task", "samsum", "--bits-per-weight", 4.5, "--bits", "2,4,16",
          "--group-size", "32", "--dense-bits", 8, "--plan-only"),

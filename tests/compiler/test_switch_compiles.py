@@ -25,7 +25,7 @@ from moec.manifests.errors import CheckpointError, InputError, OptionError
 from moec.manifests.model import RelativeBiasSpec, UnitKey
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
-from tests.tiny_compile import check_bundle, compile_tiny, save_texts
+from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, save_dialogues, save_texts
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
 
@@ -34,8 +34,6 @@ TEXTS = [
     ("seven green pens and two red ones", "two red ones"),
     ("tall", " of the box under"),
 ]
-WORDS = ("pen", "box", "lamp", "green", "red", "seven", "two", "of", "the", "and", "with", "under", "near", "tall")
-SUMMARY = "lamp box"  # no letter twice
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
 
 
@@ -261,18 +259,6 @@ def test_bytes_of_an_encoder_are_paid_once(plain: Path) -> None:
 # -- compiles ----------------------------------------------------------------------------------------------------------
 
 
-def save_summaries(folder: Path, **counts: int) -> Path:
-    """Dialogues whose summary is always the same."""
-    draw = np.random.default_rng(6)
-    folder.mkdir(parents=True)
-    for split, count in ({"train": 12, "validation": 12, "test": 40} | counts).items():
-        rows = [
-            {"dialogue": f"{split} {at}: " + " ".join(draw.choice(WORDS, 4)), "summary": SUMMARY} for at in range(count)
-        ]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint that answers every dialogue with its summary, and the dialogues.
@@ -285,12 +271,12 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     chain = [START, *tokenizer.encode(SUMMARY, add_special_tokens=False), 2]
     assert len({*chain}) == len(chain)
     for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens"):
-        tensors[f"{name}.weight"] *= 3
+        tensors[f"{name}.weight"] *= 5
     tensors["lm_head.weight"] *= 0.1
     for before, after in pairwise(chain):
         tensors["lm_head.weight"][after] = tensors["shared.weight"][before]
     save_file(tensors, folder / WEIGHTS_NAME)
-    return folder, save_summaries(root / "samsum")
+    return folder, save_dialogues(root / "samsum", validation=24)
 
 
 def test_a_loss_target_is_searched_and_certified(answering: tuple[Path, Path], tmp_path: Path) -> None:
@@ -299,14 +285,14 @@ def test_a_loss_target_is_searched_and_certified(answering: tuple[Path, Path], t
     quality = check_bundle(tmp_path / "out")
     assert quality["tasks"]["samsum"]["baseline"] > 0.9
     assert quality["tasks"]["samsum"]["verdict"]["status"] == "supported"
-    assert result.plan.bits_per_weight < 12
+    assert result.plan.bits_per_weight < 12, result.plan.bits_per_weight
     assert {unit.projection for unit in result.plan.units} == {"up", "down"}
 
 
 @pytest.mark.gate("G3")
 @pytest.mark.gate("G1")
 def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp_path: Path) -> None:
-    data = save_summaries(tmp_path / "samsum")
+    data = save_dialogues(tmp_path / "samsum")
     result = compile_tiny(folder, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("samsum",))
     assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
     manifest = open_bundle(tmp_path / "out").manifest
@@ -331,7 +317,7 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
 
 
 def test_layer_by_layer_is_refused(plain: Path, tmp_path: Path) -> None:
-    data = save_summaries(tmp_path / "samsum")
+    data = save_dialogues(tmp_path / "samsum")
     with pytest.raises(OptionError, match="a model with an encoder is searched in memory as a whole"):
         compile_tiny(
             plain,

@@ -9,36 +9,10 @@ import pytest
 
 from moec.manifests.bundle import ExpertEntry
 from moec.manifests.codec import DecodeError, from_plain, json_schema, to_plain
-from moec.manifests.model import (
-    AttentionSpec,
-    EncoderSpec,
-    ExpertsSpec,
-    LayerSpec,
-    ModelSpec,
-    RelativeBiasSpec,
-    RopeSpec,
-    RouterSpec,
-    SharedSpec,
-    UnitKey,
-)
+from moec.manifests.model import EncoderSpec, ModelSpec, RelativeBiasSpec, RopeSpec, UnitKey
 from moec.manifests.quant import QuantSpec
+from tests.manifests.encoder_examples import CAPPED, CROSS, LAYERS, MODEL, ROUTED, ROUTER, SELF
 from tests.manifests.examples import XXH3, model_spec
-
-BIAS = RelativeBiasSpec(8, 20)
-SELF = AttentionSpec(2, 2, 16, None, scale=1.0, relative_bias=BIAS)
-CROSS = AttentionSpec(2, 2, 16, None, scale=1.0)
-ROUTER = RouterSpec("softmax", False)
-ROUTED = ExpertsSpec(4, 1, 64, "relu", ROUTER)
-CAPPED = replace(ROUTED, router=replace(ROUTER, capacity=3))
-PLAIN = ExpertsSpec(0, 0, 64, "relu", ROUTER)
-LAYERS = (
-    LayerSpec(SELF, PLAIN, SharedSpec(64)),
-    LayerSpec(SELF, CAPPED),
-    LayerSpec(SELF, PLAIN, SharedSpec(64), CROSS),
-    LayerSpec(SELF, ROUTED, None, CROSS),
-    LayerSpec(SELF, ROUTED, None, CROSS),
-)
-MODEL = ModelSpec("t", 32, 50, 128, 1e-6, True, LAYERS, (1,), encoder=EncoderSpec(2, 0))
 
 
 def with_layer(index: int, **changes: Any) -> ModelSpec:

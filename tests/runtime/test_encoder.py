@@ -22,7 +22,7 @@ from moec.runtime.kv_cache import KVCache
 from moec.runtime.routing import within_capacity
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import pack_16_bit
-from tests.manifests.test_encoder import CROSS, MODEL
+from tests.manifests.encoder_examples import CROSS, MODEL
 from tests.tiny_models import VOCABULARY
 from tests.tiny_switch import START, Oracle, TinySwitch, save_tiny_switch
 

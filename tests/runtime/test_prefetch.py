@@ -23,8 +23,8 @@ from moec.runtime.prefetch import (
     candidates,
     make_predictor,
 )
+from tests.manifests.encoder_examples import MODEL as ENCODER_DECODER
 from tests.manifests.examples import layer_spec, model_spec
-from tests.manifests.test_encoder import MODEL as ENCODER_DECODER
 
 NOTHING = np.zeros((1, 1), np.float32)
 MODEL = model_spec((layer_spec(experts=4),) * 3)
