@@ -52,12 +52,14 @@ class ExpertRecords:
         return _unused(self.layer, self.frequency, self.num_layers, self.encoder_layers)
 
     def turn(self, running_layer: int) -> np.ndarray:
-        """How soon each expert runs again, whatever the policy, int [N]: 2 an encoder's layer that is still to come, 1
-        the decoder's, 0 an encoder's that is over: it is of no use before the next prompt. Source: EdgeMoE, expert
-        buffer management: experts of the encoder go first.
+        """What goes first whatever the policy, int [N]: 0 an encoder's layer that is over, of no use before the next
+        prompt; 1 one that is still to come, which can be read ahead in order; 2 the decoder's, which every token needs.
+
+        Source: EdgeMoE, expert buffer management: the encoder's experts go first (docs/experiments.md, Eviction with an
+        encoder).
         """
         is_ahead = self.layer > running_layer
-        return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 2, 0), 1)
+        return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 1, 0), 2)
 
     def layer_distance(self, running_layer: int) -> np.ndarray:
         """How many MoE layers ahead each expert's layer runs next: 1 for the next layer, L for the running one.

@@ -25,7 +25,7 @@ from moec.manifests.errors import CheckpointError, InputError, OptionError
 from moec.manifests.model import RelativeBiasSpec, UnitKey
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
-from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, save_dialogues, save_texts
+from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, save_dialogues, save_texts
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
 
@@ -314,6 +314,21 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
         # With room for what the next layer that routes may ask for, advice is of use, and changes nothing.
         part, evictions, used = logits(f"{3 * least}", prefetch)
         assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (prefetch != "off")
+
+
+@pytest.mark.gate("G4")
+def test_compiling_twice_gives_the_same_bytes(plain: Path, tmp_path: Path) -> None:
+    """With one thread and with two, whose passes go through the same routers side by side."""
+    data, before = save_dialogues(tmp_path / "samsum", test=6), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            out = tmp_path / f"threads-{threads}" / "out"
+            out.parent.mkdir()
+            compile_tiny(plain, out, "bits_per_weight", 4.5, data=str(data), tasks=("samsum",))
+    finally:
+        torch.set_num_threads(before)
+    assert contents(tmp_path / "threads-1") == contents(tmp_path / "threads-2")
 
 
 def test_layer_by_layer_is_refused(plain: Path, tmp_path: Path) -> None:
