@@ -116,7 +116,7 @@ def main() -> None:
         rows.append({
             "layers": layers, "experts": experts, "seconds": round(seconds, 1), "peak_bytes": peak,
             "announced_bytes": streamed_bytes(model, 4 * 16_384, SPECS, os.cpu_count() or 1),
-            "whole_bytes": whole_bytes(model, SPECS),
+            "whole_bytes": whole_bytes(model, SPECS, torch.get_num_threads()),
         })  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
     if options.plot is not None:

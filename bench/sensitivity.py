@@ -1,8 +1,9 @@
 """How well each proxy ranks units: ``python bench/sensitivity.py``, two or three minutes on two cores.
 
 Every projection of every expert of the shipped example is put into one format by itself, and the KL on validation
-answers is measured: the exact sensitivity. Beside it what the two proxies predict: the one that measures a gain per
-layer and projection on the whole model, and the one of a compile layer by layer, with a gain per layer on a few texts.
+answers is measured: the exact sensitivity. Beside it what the proxies predict: the one from gradients (Fisher), the
+one that measures a gain per layer and projection on the whole model, and the one of a compile layer by layer, with a
+gain per layer on a few texts.
 Prints Spearman's rank correlations, over all units and within layers.
 """
 
@@ -21,11 +22,12 @@ from moec.compiler.calibration import calibrate
 from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk
 from moec.compiler.families import lower
+from moec.compiler.fisher import TEXTS, predict_units
 from moec.compiler.journal import Journal
 from moec.compiler.layerwise.planning import sweep_inputs
 from moec.compiler.layerwise.sweep import Sweep
 from moec.compiler.reference import ReferenceModel
-from moec.compiler.sensitivity import dense_formats, measure_proxy, plain_plan
+from moec.compiler.sensitivity import SensitivityTable, dense_formats, measure_gains, plain_plan
 from moec.compiler.trials import TaskData, Trials
 from moec.compiler.unit_store import UnitStore
 from moec.evaluation.data import load_splits
@@ -65,7 +67,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "work", "bench", Disk())
         trials = Trials(reference, store, data, KL_ITEMS, silent, journal)
-        whole = measure_proxy(trials, plain, (spec, probe_spec), dense, silent)
+        gains = measure_gains(trials, plain, (spec, probe_spec), silent)
+        whole = SensitivityTable(
+            gains, {}, np.ones((lowering.model.num_layers, lowering.model.layers[0].experts.count))
+        )
+        asked = [reference.encode_pairs(texts[:TEXTS])]
+        fisher = predict_units(reference, store, (spec,), asked, 0, journal, silent)
         shots = {splits.task.name: ()}
         inputs = sweep_inputs(lowering, (train,), shots, (spec, probe_spec), dense, "gptq", 0, KL_ITEMS)
         swept = Sweep(lowering, inputs, Journal(Path(folder) / "sweep", "bench", Disk()), torch.get_num_threads())
@@ -73,6 +80,7 @@ def main() -> None:
         units = list(plain.units)
         exact = [trials.kl(replace(plain, units={**plain.units, unit: spec}), str(unit)).mean for unit in units]
         predicted = {
+            "Fisher": [fisher[(unit, spec)] for unit in units],
             "gain per layer and projection, whole model": [whole.unit_loss(store, unit, spec) for unit in units],
             "gain per layer, layer by layer": [found.sensitivity.unit_loss(found.store, unit, spec) for unit in units],
             "output error alone": [store.error(unit, spec) for unit in units],

@@ -15,12 +15,14 @@ from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .run import statistics_block
 from .runtime_options import build_options, bundle_folder, mode_text, open_engine, runtime_options
+from .traces import check_traceable, recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
     from moec.runtime.prefetch import LayerAdvice
-    from moec.runtime.simulate import Access
+    from moec.runtime.statistics import RunStatistics
+    from moec.runtime.trace import Trace
 
 SHARES = (0.25, 0.5, 0.75)
 
@@ -44,6 +46,12 @@ SHARES = (0.25, 0.5, 0.75)
     show_default=True,
     help="Replay the run's expert trace under every eviction policy, caches of 25, 50 and 75 %.",
 )
+@click.option(
+    "--trace-out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the run's routing trace, for `moec simulate` and `moec tune`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
 def bench_command(
@@ -53,6 +61,7 @@ def bench_command(
     text_path: Path | None,
     prompt_tokens: int,
     policies: str,
+    trace_out: Path | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -68,12 +77,12 @@ def bench_command(
     moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
     """
     from moec.profiles.probe import probe_host
-    from moec.runtime.bundle import open_bundle
     from moec.runtime.statistics import reset_peak_memory
+    from moec.runtime.trace_file import write_trace
 
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
-    opened = open_bundle(bundle_folder(bundle))
+    opened = _opened(bundle, trace_out)
     options = build_options(values, bundle=bundle)
     host = probe_host(_probed_place(opened))
     if text_path is not None:
@@ -90,8 +99,11 @@ def bench_command(
         ceiling = predict(opened, host, engine.decoding_cache_bytes(len(sequence)))
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
-        statistics, trace = measure_decode(engine, sequence, prompt_length)
+        statistics, tracer = measure_decode(engine, sequence, prompt_length)
         advice = engine.model.advice_by_layer()
+        trace = recorded_trace(engine, tracer, prompt_length, host)
+    if trace_out is not None:
+        write_trace(trace_out, trace)
     ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
     simulated = _simulate(opened, trace) if policies == "all" else []
     if as_json:
@@ -100,6 +112,21 @@ def bench_command(
         told["prefetch_by_layer"] = [each.to_plain() for each in advice]
         output.data_json({**told, "tokens": tokens, "host": host.to_plain()})
         return
+    _print_measurement(statistics, ratio, advice, simulated)
+
+
+def _opened(bundle: Path, trace_out: Path | None) -> Bundle:
+    from moec.runtime.bundle import open_bundle
+
+    opened = open_bundle(bundle_folder(bundle))
+    if trace_out is not None:
+        check_traceable(opened)
+    return opened
+
+
+def _print_measurement(
+    statistics: RunStatistics, ratio: float | None, advice: list[LayerAdvice], simulated: list[dict[str, Any]]
+) -> None:
     output.data(f"\n{statistics_block(statistics)}\n\nratio  {output.human_share(ratio)} of the ceiling")
     if any(each.read for each in advice):
         output.data(f"\n{_advice_table(advice)}")
@@ -172,26 +199,18 @@ def _dense_bytes_per_token(bundle: Bundle) -> int:
     return total
 
 
-def _simulate(bundle: Bundle, trace: list[Access]) -> list[dict[str, Any]]:
+def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
     """The run's trace under every policy at every share of the experts, prefetch off."""
-    import numpy as np
+    from moec.runtime.eviction import SCORES
+    from moec.runtime.simulate import OPTIMUM, POPULARITY, replay
 
-    from moec.runtime.engine import bundle_records
-    from moec.runtime.eviction import SCORES, warm_order
-    from moec.runtime.simulate import OPTIMUM, POPULARITY, global_indices, replay
-
-    manifest = bundle.manifest
-    sizes = np.array([entry.size_bytes for entry in manifest.experts], np.int64)
-    records = bundle_records(bundle, bundle.tables())
-    first = np.cumsum([0, *(layer.experts.count for layer in manifest.model.layers)]).tolist()
-    accesses, warm, rows = global_indices(trace, first), warm_order(records).tolist(), []
+    replayed, accesses, rows = replayed_bundle(bundle), trace.accesses(), list[dict[str, Any]]()
     for share in SHARES:
-        capacity = int(int(sizes.sum()) * share)
-        if capacity < manifest.cost.minimum_expert_bytes:
-            output.say(f"a cache of {share:.0%} is under the minimum of one layer's experts, left out")
+        capacity = replayed.capacity_bytes(share)
+        if capacity is None:
             continue
         for policy in (*SCORES, POPULARITY, OPTIMUM):
-            counts = replay(accesses, sizes, capacity, records, policy, warm)
+            counts = replay(accesses, replayed.sizes, capacity, replayed.records, policy, replayed.warm)
             rows.append({"share": share, **counts.to_plain()})
     return rows
 

@@ -57,7 +57,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     "--device", default="host", show_default=True, metavar="PROFILE", help="Device profile, a name or a TOML."
 )
 @click.option("--dense-bits", type=int, metavar="16|8|4", help="Of attention, embedding, lm_head.  [default: searched]")
-@click.option("--bits", metavar="LIST", default="2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
+@click.option("--bits", metavar="LIST", default="1,2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
 @click.option("--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128]")
 @click.option(
     "--symmetric/--asymmetric",
@@ -66,10 +66,10 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 )
 @click.option(
     "--sensitivity",
-    type=click.Choice(["auto", "proxy", "exact"]),
+    type=click.Choice(["auto", "fisher", "proxy", "exact"]),
     default="auto",
     show_default=True,
-    help="exact: each expert measured alone, as EdgeMoE does.",
+    help="fisher (auto): from gradients; proxy: from output errors; exact: each expert alone, as EdgeMoE does.",
 )
 @click.option(
     "--search",
@@ -91,6 +91,12 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     help="rtn: round to nearest; quanto: optimum-quanto's optimizers.",
 )
 @click.option("--shots", type=int, default=0, show_default=True, help="Solved examples in front of each item.")
+@click.option(
+    "--confidence",
+    type=float,
+    metavar="SHARE",
+    help="With --loss: stop certifying as soon as a verdict has it, at 500, 1,000, 2,000, ... items.",
+)
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
@@ -101,13 +107,17 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     metavar="SIZE",
     help="What the compile may take; larger models go one layer at a time.  [default: 7/8 of the machine's]",
 )
+@click.option(
+    "--cluster", metavar="ADDRESS", help="Hand work to a Ray cluster: `auto`, or its address like `10.0.0.1:6379`."
+)
 @click.option("--plan-only", is_flag=True, help="Print the plan, write no bundle.")
 @click.option("--sweep", metavar="RANGE", help="No bundle: bytes over losses, like `0.5%..20%` or `1%,2%`.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print quality.json's content.")
 def compile_command(model: str, target_path: Path | None, as_json: bool, **values: Any) -> None:
-    """Compile the checkpoint in folder MODEL (or a hub id) for a device. Give exactly one target.
+    """Compile the checkpoint in folder MODEL (or a hub id, or a URL that fsspec knows) for a device. Give exactly one
+    target.
 
     Every promise is measured: the search looks at the validation items, the certificate at the test items, with the
     runtime that ships.
@@ -117,19 +127,23 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile mixtral --uniform 4                    4 bits everywhere, no data needed
     moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in that many bytes
     moec compile mixtral --sweep 0.5%..20% --data d/    the fewest bytes at each loss, as a table, JSON and a plot
+
+    On many machines, to the same plan and bytes; all of them have the same moec[cluster], and MODEL is a path that they
+    share or a URL:
+
+    \b
+    ray start --head                                    on this machine, and on each of the others:
+    ray start --address=10.0.0.1:6379                   with the address that this one printed; then, here:
+    moec compile s3://models/mixtral --loss 2% --data d/ --cluster auto
     """
     from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
     from moec.compiler.request import CompileRequest
-    from moec.compiler.targets import parse_size, parse_sweep
+    from moec.compiler.targets import parse_size
     from moec.manifests.errors import OptionError
 
     log = CompileLog()
-    sweep = () if values["sweep"] is None else parse_sweep(values["sweep"])
-    if sweep and values["loss"] is None:
-        values["loss"] = f"{100 * sweep[-1]:.6f}%"
-    elif sweep:
-        raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
+    sweep = _sweep(values)
     options = _options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
@@ -145,6 +159,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         overwrite=values["overwrite"],
         plan_only=values["plan_only"] or bool(sweep),
         sweep=sweep,
+        cluster=values["cluster"],
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
     result = compile_checkpoint(request)
@@ -158,6 +173,20 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         output.data_json(result.quality)
         return
     print_result(result)
+
+
+def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
+    """The losses of `--sweep`, the largest of which becomes the target. Raises OptionError."""
+    from moec.compiler.targets import parse_sweep
+    from moec.manifests.errors import OptionError
+
+    if values["sweep"] is None:
+        return ()
+    losses = parse_sweep(values["sweep"])
+    if values["loss"] is not None:
+        raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
+    values["loss"] = f"{100 * losses[-1]:.6f}%"
+    return losses
 
 
 def _options(values: dict[str, Any]) -> CompileOptions:
@@ -181,6 +210,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         seed=values["seed"],
         comparisons=not values["no_comparisons"],
         symmetric=values["symmetric"],
+        confidence=values["confidence"],
     )
 
 

@@ -31,6 +31,7 @@ _COMMANDS = {
     "pack": "pack:pack_command",
     "unpack": "pack:unpack_command",
     "bench": "bench:bench_command",
+    "simulate": "simulate:simulate_command",
     "tune": "tune:tune_command",
     "demo": "demo:demo_command",
     "profile-device": "profile_device:profile_device_command",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
-    from moec.runtime.simulate import Access
     from moec.runtime.statistics import RunStatistics
+    from moec.runtime.trace import TraceRecorder
 
 DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\nAnswer:"
 
@@ -81,17 +81,19 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
     return hidden
 
 
-def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, list[Access]]:
-    """Time a prefill and the forced decode of the rest. Returns the statistics and the trace of experts."""
+def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, TraceRecorder]:
+    """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of."""
     from moec.runtime.statistics import RunRecorder
+    from moec.runtime.trace import TraceRecorder
 
-    trace: list[Access] = []
-    engine.model.trace = trace
+    first_decoder_layer = engine.model.spec.first_decoder_layer
+    tracer = engine.model.trace = TraceRecorder(engine.model.times, engine.cache.stats, first_decoder_layer)
     recorder = RunRecorder(prompt_tokens)
     with output.Progress("measuring") as progress:
         text: list[int] = []
         for end in range(prompt_tokens, len(sequence)):
             before, times = engine.cache.stats.copy(), engine.model.times.copy()
+            tracer.begin()
             started_ns = time.perf_counter_ns()
             done = len(text)
             if end == prompt_tokens:
@@ -101,7 +103,8 @@ def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> t
             hidden = _forward(engine, text, done, len(text))
             engine.model.logits(hidden[-1:])
             elapsed_ns = time.perf_counter_ns() - started_ns
+            tracer.end()
             recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)
     engine.model.trace = None
-    return recorder.finish(engine.model.prefetch_quality.recall), trace
+    return recorder.finish(engine.model.prefetch_quality.recall), tracer

@@ -137,7 +137,7 @@ class Progress:
         if self._line and self._is_terminal:
             self._write("\r" + " " * len(self._line) + "\r")
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: float, total: int) -> None:
         """Report that `done` of `total` are finished. Cheap enough to be called for every item."""
         now = self._clock()
         if now - self._drawn < (REDRAW_S if self._is_terminal else LINE_EVERY_S):
@@ -147,7 +147,7 @@ class Progress:
         self._line = self._render(done, total, now - self._started)
         self._write(f"\r{self._line.ljust(before)}" if self._is_terminal else f"{self._line}\n")
 
-    def _render(self, done: int, total: int, elapsed_s: float) -> str:
+    def _render(self, done: float, total: int, elapsed_s: float) -> str:
         share = min(1.0, done / total) if total > 0 else 0.0
         left = f", {human_seconds(elapsed_s * (1 - share) / share)} left" if share > 0 else ""
         if not self._is_terminal:

@@ -115,11 +115,12 @@ def verdict_line(quality: Quality) -> str:
     if kind == "kl":
         return _kl_verdict_line(quality)
     share = _percent(quality["target"]["value"])
+    sure = _percent(quality["target"].get("confidence", 0.95)).replace(".00", "")
     sentences = {
-        "supported": f"supported: on held-out items the loss is at most {share}, at 95 % confidence",
+        "supported": f"supported: on held-out items the loss is at most {share}, at {sure} confidence",
         "met": f"met, not supported: the loss measured is within {share}, its 95 % bound is not",
         "missed": f"missed: the loss measured on held-out items is above {share}",
-        "refuted": f"refuted: the loss on held-out items is above {share}, at 95 % confidence",
+        "refuted": f"refuted: the loss on held-out items is above {share}, at {sure} confidence",
     }
     needed = [
         task["verdict"]["items_needed"]

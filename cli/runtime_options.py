@@ -22,6 +22,7 @@ OPTION_NAMES = (
     "expert_cache",
     "context",
     "policy",
+    "policy_weights",
     "prefetch",
     "prefetch_layers",
     "prefetch_experts",
@@ -42,6 +43,11 @@ _OPTIONS = (
     ),
     click.option(
         "--policy", type=click.Choice(POLICIES), default="lrfu", show_default=True, help="Which expert goes first."
+    ),
+    click.option(
+        "--policy-weights",
+        metavar="LRU,LFU,LHU,FLD",
+        help="What recency, uses, uses at high precision and nearness count in `hobbit`; they add up to 1.",
     ),
     click.option(
         "--prefetch",
@@ -83,12 +89,13 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
     bundle: whose tuning counts where the command line is silent.
     """
     if bundle is not None:
-        values = {**values, **{name: value for name, value in _tuned(bundle).items() if not _was_given(name)}}
+        values = {**values, **_without_given(_tuned(bundle))}
     return RuntimeOptions(
         memory=values["memory"],
         expert_cache=values["expert_cache"],
         context=values["context"],
         policy=values["policy"],
+        policy_weights=values["policy_weights"],
         prefetch=values["prefetch"],
         prefetch_layers=values["prefetch_layers"],
         prefetch_experts=values["prefetch_experts"],
@@ -98,6 +105,14 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
         slots=slots,
         verify=not values["no_verify"],
     )
+
+
+def _without_given(tuned: dict[str, Any]) -> dict[str, Any]:
+    """What the command line leaves open; a policy and its weights are one choice."""
+    taken = {name for name in tuned if _was_given(name)}
+    if _was_given("policy") or _was_given("policy_weights"):
+        taken |= {"policy", "policy_weights"}
+    return {name: value for name, value in tuned.items() if name not in taken}
 
 
 def _was_given(name: str) -> bool:

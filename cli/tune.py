@@ -14,14 +14,17 @@ from moec.manifests.errors import InputError, OptionError
 from moec.profiles.probe import available_threads
 
 from . import output
+from .eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
-from .runtime_options import build_options, bundle_folder, open_engine, runtime_options
+from .runtime_options import build_options, bundle_folder, open_engine, refuse_given, runtime_options
+from .traces import open_traces, replayed_bundle
 
 if TYPE_CHECKING:
     from moec.runtime.options import RuntimeOptions
 
 LEAST_GAIN = 0.03
 ROUNDS = 3
+POLICY_OPTIONS = ("policy", "policy_weights")
 TUNED = ("prefetch", "prefetch_layers", "prefetch_experts", "readers", "threads")
 
 
@@ -29,9 +32,32 @@ TUNED = ("prefetch", "prefetch_layers", "prefetch_experts", "readers", "threads"
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--tokens", type=int, default=48, show_default=True, metavar="N", help="Tokens to decode in each run.")
 @click.option("--text", "text_path", type=click.Path(path_type=Path), metavar="FILE", help="Measure on this text.")
+@click.option(
+    "--trace",
+    "training",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Fit the weights of the policy `hobbit` to this trace instead; repeatable.",
+)
+@click.option(
+    "--held-out",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="With `--trace`: compare policies on this trace; repeatable.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the file's content.")
 @runtime_options
-def tune_command(bundle: Path, tokens: int, text_path: Path | None, as_json: bool, **values: Any) -> None:
+def tune_command(
+    bundle: Path,
+    tokens: int,
+    text_path: Path | None,
+    training: tuple[Path, ...],
+    held_out: tuple[Path, ...],
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Try what can be tuned on the bundle in folder BUNDLE, inside the memory that is given.
 
     That is prefetchers, how far and how much they read ahead, readers, and thread counts. Each is decoded in turn with
@@ -39,13 +65,23 @@ def tune_command(bundle: Path, tokens: int, text_path: Path | None, as_json: boo
     `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find it on this machine. None of these options
     changes a result. Close other programs first.
 
+    With --trace and --held-out nothing is timed. What recency, uses and nearness of the layer count in HOBBIT's score
+    is fitted to traces of `moec bench --trace-out`, so that misses read the fewest bytes, and compared on the held-out
+    ones with other policies and the offline optimum: at 10, 25, 50 and 75 % of the experts, and at the size in use.
+    The policy is kept if it reads less there than the one in use, at 95 %.
+
     \b
     moec tune mixtral-moec --memory 4GiB
+    moec tune mixtral-moec --memory 4GiB --trace a.trace --trace b.trace --held-out c.trace --held-out d.trace
     """
-    from moec.profiles.probe import machine_sha256
     from moec.runtime.bundle import open_bundle
-    from moec.runtime.tuning import Tuning, bundle_sha256, write_tuning
 
+    if bool(training) != bool(held_out):
+        raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
+    if training:
+        refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
+        _fit(bundle_folder(bundle), build_options(values), training, held_out, as_json)
+        return
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 48")
     folder, options, kernels = bundle_folder(bundle), build_options(values), values["kernels"]
@@ -62,17 +98,83 @@ def tune_command(bundle: Path, tokens: int, text_path: Path | None, as_json: boo
     top_k = max(layer.experts.top_k for layer in open_bundle(folder).manifest.model.layers)
     best, trials = search(options, top_k, seconds)
     kept = {name: getattr(best, name) for name in TUNED if getattr(best, name) != getattr(options, name)}
-    tuning = Tuning(machine_sha256(), bundle_sha256(folder), kept, trials)
-    try:
-        path = write_tuning(folder, tuning)
-    except OSError as error:
-        raise InputError(f"the tuning of `{bundle}` cannot be written: {error.strerror}", "check the folder") from error
+    path, kept = _write(folder, POLICY_OPTIONS, kept, trials)
     if as_json:
         output.data_json({"path": str(path), "options": kept, "trials": trials})
         return
     rows = [(t["option"], t["value"], f"{t['gain']:+.1%}", "kept" if t["kept"] else "") for t in trials]
     output.data(output.table(rows, ("option", "value", "speed", "")))
     output.say(f"wrote `{path}`")
+
+
+def _fit(
+    folder: Path, options: RuntimeOptions, training: tuple[Path, ...], held_out: tuple[Path, ...], as_json: bool
+) -> None:
+    """Fit the policy's weights, say what they are worth, keep them if they pay in the cache in use."""
+    from moec.runtime.budget import plan_memory
+    from moec.runtime.bundle import open_bundle
+
+    opened = open_bundle(folder)
+    replayed = replayed_bundle(opened)
+    fit = PolicyFit(replayed, open_traces(training, opened), open_traces(held_out, opened))
+    in_use = plan_memory(opened.manifest, options).cache_bytes
+    capacities = {capacity for share in SHARES if (capacity := replayed.capacity_bytes(share)) is not None}
+    if in_use < replayed.total_bytes:
+        capacities.add(in_use)
+    rows = fit.rows(sorted(capacities))
+    kept, trials = _choose(fit, [row for row in rows if row.capacity_bytes == in_use], options)
+    path, kept = _write(folder, TUNED, kept, trials)
+    if as_json:
+        output.data_json({"path": str(path), "options": kept, "trials": trials, "rows": fit_plain(rows)})
+        return
+    output.data(fit_table(rows, replayed.total_bytes))
+    if in_use >= replayed.total_bytes:
+        output.say("all experts fit, so no policy is kept; name the size in use with `--expert-cache` or `--memory`")
+    output.say(f"wrote `{path}`")
+
+
+def _choose(
+    fit: PolicyFit, rows: list[FittedRow], options: RuntimeOptions
+) -> tuple[dict[str, str | int], list[dict[str, Any]]]:
+    """The fitted policy that surely reads less than the one in use, the most if several do, and every comparison."""
+    from moec.runtime.eviction import policy_score
+
+    in_use = policy_score(options.policy, options.policy_weights)
+    kept: dict[str, str | int] = {}
+    trials: list[dict[str, Any]] = []
+    most = 0.0
+    for row in rows:
+        if row.weights is None:
+            continue
+        gain, is_certain = fit.gain(row.capacity_bytes, policy_score(row.policy, row.weights), in_use)
+        is_kept = is_certain and gain > most
+        trials.append({"option": "policy", "value": f"{row.policy} {row.weights}", "gain": round(gain, 4)})
+        if is_kept:
+            most, kept = gain, {"policy": row.policy, "policy_weights": row.weights}
+    for trial in trials:
+        trial["kept"] = bool(kept) and trial["value"] == f"{kept['policy']} {kept['policy_weights']}"
+    return kept, trials
+
+
+def _write(
+    folder: Path, others: tuple[str, ...], kept: dict[str, str | int], trials: list[dict[str, Any]]
+) -> tuple[Path, dict[str, str | int]]:
+    """Write what is kept beside what an earlier tuning found of the other options; the place and all of them."""
+    from moec.profiles.probe import machine_sha256
+    from moec.runtime.tuning import Tuning, bundle_sha256, read_tuning, write_tuning
+
+    machine, digest = machine_sha256(), bundle_sha256(folder)
+    try:
+        before = read_tuning(folder)
+    except ValueError:
+        before = None
+    if before is not None and (before.machine, before.bundle) == (machine, digest):
+        kept = {name: value for name, value in before.options.items() if name in others} | kept
+        trials = [trial for trial in before.trials if trial.get("option") in others] + trials
+    try:
+        return write_tuning(folder, Tuning(machine, digest, kept, trials)), kept
+    except OSError as error:
+        raise InputError(f"the tuning of `{folder}` cannot be written: {error.strerror}", "check the folder") from error
 
 
 def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str | int]]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.results import EvaluationResult
-from moec.evaluation.run import compare, evaluate
-from moec.evaluation.statistics import DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
+from moec.evaluation.run import compare, evaluate, joined
+from moec.evaluation.statistics import (
+    ERROR,
+    DistributionSummary,
+    LossEstimate,
+    Verdict,
+    distribution_summary,
+    judge,
+)
 from moec.evaluation.tasks import Item, Task
 
 from .options import Talk
@@ -23,6 +31,7 @@ from .trials import ONE_SIDED_95, Reference, divergence, log_softmax, summarise_
 
 # KL and agreement are means over tokens and need fewer items than a task metric.
 KL_ITEMS = 500
+LOOKS = (500, 1000, 2000, 4000)
 LOGITS_AT_ONCE = 1 << 25
 """Logits of a certificate held at once, on both sides, beyond those of one answer."""
 
@@ -32,6 +41,15 @@ class BundleEngine(TextEngine, Protocol):
 
     def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
         """Logits [A, V] that predict each answer token, the end token included."""
+        ...
+
+
+@runtime_checkable
+class DivergingEngine(Protocol):
+    """An engine that holds itself against the reference, so that no logits travel."""
+
+    def divergence(self, pairs: Sequence[tuple[list[int], list[int]]]) -> DistributionSummary:
+        """KL and agreement over the answer tokens of the pairs."""
         ...
 
 
@@ -122,19 +140,44 @@ def certify_task(
     engine: BundleEngine,
     target: Target,
     talk: Talk,
+    confidence: float | None = None,
 ) -> TaskCertificate:
-    """Evaluate both on all items, compare item by item, and hold the loss against the target."""
-    baseline = evaluate(task, items.items, reference, shots=shots, progress=talk.progress(f"baseline on {task.name}"))
-    drafts = [" " + item.prediction for item in baseline.items]
-    value = evaluate(
-        task, items.items, engine, shots=shots, drafts=drafts, progress=talk.progress(f"bundle on {task.name}")
-    )
-    pairs = [reference.encode_pair(task.prompt(item, shots), task.answer(item)) for item in items.items[:KL_ITEMS]]
+    """Evaluate both, compare item by item, and hold the loss against the target.
+
+    confidence: of a verdict that may come before the last item, after LOOKS items, each look with its share of the
+    error; None: one look at all items, at 95 %.
+    """
+    counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
+    error = ERROR if confidence is None else (1 - confidence) / len(counts)
+    parts: tuple[list[EvaluationResult], list[EvaluationResult]] = ([], [])
+    for before, count in itertools.pairwise([0, *counts]):
+        chosen, title = items.items[before:count], f"{task.name}, items {before + 1} to {count}"
+        own = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
+        drafts = [" " + item.prediction for item in own.items]
+        found = evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=talk.progress(f"bundle on {title}"))
+        for part, result in zip(parts, (own, found), strict=True):
+            part.append(result)
+        baseline, value = (joined(task, items.items[:count], part, shots) for part in parts)
+        # A checkpoint that solves nothing takes another target than a loss: there is none to state.
+        is_stated = target.kind == "loss" or baseline.value > 0
+        loss = compare(baseline, value, error=error) if is_stated else None
+        verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
+        if verdict is not None and (verdict.supported or verdict.refuted):
+            break
+    asked = items.items[: min(count, KL_ITEMS)]
+    pairs = [reference.encode_pair(task.prompt(item, shots), task.answer(item)) for item in asked]
+    return TaskCertificate(baseline, value, loss, verdict, _divergence(reference, engine, pairs))
+
+
+def look_counts(items: int) -> list[int]:
+    """After how many of so many items a certificate looks, the last time at all of them."""
+    return [*(count for count in LOOKS if count < items), items]
+
+
+def _divergence(
+    reference: Reference, engine: BundleEngine, pairs: Sequence[tuple[list[int], list[int]]]
+) -> DistributionSummary:
+    if isinstance(engine, DivergingEngine):
+        return engine.divergence(pairs)
     log_p = [log_softmax(rows) for rows in reference.forced_logits(pairs)]
-    divergence = summarise_divergence(log_p, engine.forced_logits(pairs))
-    if target.kind == "loss":
-        loss = compare(baseline, value)
-        return TaskCertificate(baseline, value, loss, judge(loss, target.value), divergence)
-    # A checkpoint that solves nothing takes another target than a loss: there is none to state.
-    estimate = compare(baseline, value) if baseline.value > 0 else None
-    return TaskCertificate(baseline, value, estimate, None, divergence)
+    return summarise_divergence(log_p, engine.forced_logits(pairs))

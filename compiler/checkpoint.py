@@ -20,6 +20,7 @@ from moec.manifests.codec import load_strict_json
 from moec.manifests.errors import CheckpointError
 from moec.manifests.safetensors_header import ITEM_BYTES, HeaderError, TensorEntry, read_header
 
+from .checkpoint_url import PLAIN_NAME, fetch, is_url, url_name
 from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 
 CONFIG_NAME = "config.json"
@@ -37,11 +38,12 @@ COMPANION_PATTERNS = (
     "merges.txt",
     "chat_template.*",
 )
+_PATTERNS = ("*.safetensors", INDEX_NAME, *COMPANION_PATTERNS)
+"""The files of a model that are copied from elsewhere."""
 _MAX_COMPANION_BYTES = 256 << 20
 _READ_BYTES = 8 << 20
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PACKED_DTYPES = {"U8": torch.uint8}  # of MXFP4 blocks and scales, for the families that know them
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -103,7 +105,7 @@ class Checkpoint:
     def companion_files(self) -> tuple[str, ...]:
         """Names of config, tokenizer and template files: what a bundle copies, sorted."""
         found = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if path.is_file()}
-        return tuple(sorted(name for name in found if _PLAIN_NAME.fullmatch(name)))
+        return tuple(sorted(name for name in found if PLAIN_NAME.fullmatch(name)))
 
     def file_bytes(self, name: str) -> bytes:
         """The content of one companion file. Raises CheckpointError."""
@@ -131,7 +133,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a local model folder, or a hub id where there is a network.
+    """Open a local model folder, one behind an fsspec URL, or a hub id where there is a network.
 
     Raises CheckpointError, naming the file: not a folder, no or damaged config.json, no safetensors weights, damaged
     or truncated weights, an index that does not match its shards, a dtype other than bfloat16, float16, float32.
@@ -182,6 +184,8 @@ def _digest(path: Path) -> FileEntry:
 
 def _locate(path: str) -> tuple[Path, str]:
     """The folder and the model's name. Raises CheckpointError."""
+    if is_url(path):
+        return fetch(path, _PATTERNS), url_name(path)
     root = Path(path).expanduser()
     if root.is_dir():
         return root, root.resolve().name or "model"
@@ -200,8 +204,7 @@ def _download(hub_id: str) -> Path:
     # The HTTP library behind the hub client has changed twice; its base error is a base of the hub's own.
     transport_errors: Any = HfHubHTTPError.__bases__
     try:
-        patterns = ["*.safetensors", INDEX_NAME, *COMPANION_PATTERNS]
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        return Path(snapshot_download(hub_id, allow_patterns=list(_PATTERNS)))
     except (OSError, HFValidationError, *transport_errors) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
@@ -252,7 +255,7 @@ def _read_sharded(root: Path, index: dict[str, Any]) -> dict[str, TensorRef]:
         raise CheckpointError(f"`{place}` has no `weight_map`, expected tensor names and files", "copy the index again")
     files = sorted({str(file) for file in weight_map.values()})
     for file in files:
-        if not _PLAIN_NAME.fullmatch(file):
+        if not PLAIN_NAME.fullmatch(file):
             raise CheckpointError(f"`{place}` names `{file[:80]}`, expected a plain file name", "copy the index again")
     missing = [file for file in files if not (root / file).is_file()]
     if missing:

@@ -11,7 +11,7 @@ from .options import Talk
 from .plan import CompilePlan
 from .search.baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe, fits_all, importance_list
 from .targets import Target
-from .trials import Trials
+from .trials import Trials, kl_bound
 from .unit_store import UnitStore
 
 EDGEMOE_BITWIDTHS = (2, 4, 8)
@@ -60,7 +60,7 @@ def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str
         if target.kind == "loss":
             return trials.accepts(plan, target.value, purpose, store)[0]
         if target.kind == "kl":
-            return trials.kl(plan, purpose, store).mean <= target.value
+            return kl_bound(trials.kl(plan, purpose, store)) <= target.value
         return plan.expert_packed_bytes <= budget_bytes
 
     return keeps

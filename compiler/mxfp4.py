@@ -1,4 +1,4 @@
-"""MXFP4 matrices as checkpoints hold them: 4-bit floats in blocks of 32 that share a power of two.
+"""MXFP4 matrices: 4-bit floats in blocks of 32 that share a power of two, as checkpoints hold them and as bundles do.
 
 Source: OCP Microscaling Formats Specification 1.0, sections 5.1 and 5.3.3 (FP4 E2M1, E8M0 scales).
 """
@@ -12,6 +12,9 @@ BLOCK_VALUES = 32
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
+_NAN_SCALE = 255
+_ZERO_SCALE = _SCALE_BIAS  # of a block of zeros
+_EXPONENTS_TRIED = 5
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -19,9 +22,41 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
 
     Scales beyond bfloat16's exponents give infinities or zeros, a scale of 255 (NaN) NaN.
     """
-    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32) - _SCALE_BIAS
-    values = torch.ldexp(table[halves.long()], exponents.unsqueeze(-1))
-    values = torch.where((scales == 255).unsqueeze(-1), torch.nan, values)
-    return values.flatten(1).to(torch.bfloat16)
+    decoded = torch.where((scales == _NAN_SCALE).unsqueeze(-1), torch.nan, values(halves, scales))
+    return decoded.flatten(1).to(torch.bfloat16)
+
+
+def values(codes: Tensor, scales: Tensor) -> Tensor:
+    """What codes and exponents mean. codes: uint8 [N, B, 32] below 16; scales: uint8 [N, B]. -> float32 [N, B, 32]."""
+    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
+    return torch.ldexp(table[codes.long()], (scales.to(torch.int32) - _SCALE_BIAS).unsqueeze(-1))
+
+
+def encode(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Codes uint8 [N, K] and scales uint8 [N, K / 32] that give exactly these floats [N, K]; None if none do.
+
+    What `decode` made comes back: of several exponents that hold a block, the least is taken. Blocks below 2**-126,
+    which kernels would flush to zero, are refused unless they are zero.
+    """
+    blocks = weight.float().reshape(len(weight), -1, BLOCK_VALUES)
+    largest = blocks.abs().amax(-1)
+    table = torch.tensor(_MAGNITUDES)
+    codes = torch.zeros(blocks.shape, dtype=torch.uint8)
+    scales = torch.full(largest.shape, _ZERO_SCALE, dtype=torch.uint8)
+    undecided = largest > 0
+    # The largest magnitude of a block is one of seven: so many exponents can hold it, tried from the least one up.
+    least = torch.frexp(largest).exponent + (_SCALE_BIAS - 3)
+    for more in range(_EXPONENTS_TRIED):
+        exponent = least + more
+        scaled = torch.ldexp(blocks, (_SCALE_BIAS - exponent).unsqueeze(-1))
+        found = torch.bucketize(scaled.abs(), table)
+        found = found.clamp_max_(len(_MAGNITUDES) - 1)
+        exact = (table[found] == scaled.abs()).all(-1) & (exponent >= 2) & (exponent < _NAN_SCALE) & undecided
+        signed = found.to(torch.uint8) + (8 * torch.signbit(blocks)).to(torch.uint8)
+        codes = torch.where(exact.unsqueeze(-1), signed, codes)
+        scales = torch.where(exact, exponent.to(torch.uint8), scales)
+        undecided = undecided & ~exact
+    if bool(undecided.any()):
+        return None
+    return codes.reshape(weight.shape), scales

@@ -13,7 +13,7 @@ from .objective import OBJECTIVES, Objective
 from .quantizers import QUANTIZERS
 from .targets import Target
 
-Sensitivity = Literal["exact", "proxy", "auto"]
+Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
 Search = Literal["knapsack", "edgemoe"]
 Progress = Callable[[int, int], None]
 DEFAULT_GROUP_SIZES = (32, 64, 128)
@@ -39,6 +39,7 @@ class CompileOptions:
 
     dense_bits None: searched (8 with a uniform target). group_sizes: 0 is one scale per row. objective None: the
     device profile's. limit: items per split. symmetric, of a uniform target: no minima; None: the format decides.
+    confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -57,6 +58,7 @@ class CompileOptions:
     seed: int = 0
     comparisons: bool = True
     symmetric: bool | None = None
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -90,6 +92,8 @@ class CompileOptions:
 
     def _check_effects(self) -> None:
         """Raise OptionError for an option that changes nothing beside the others."""
+        if self.confidence is not None and not 0.5 <= self.confidence < 1:
+            raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to below 1", "write 0.95")
         if self.target.kind == "uniform":
             self._refuse_given(_OF_DATA | _OF_SEARCH, "beside `--uniform`, which searches nothing")
         elif self.data is None:
@@ -98,6 +102,8 @@ class CompileOptions:
             self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
         if self.target.kind in ("size", "bits_per_weight"):
             self._refuse_given({"objective": None}, f"beside a target of {self.target}, where every byte counts alike")
+        if self.target.kind != "loss":
+            self._refuse_given({"confidence": None}, f"beside a target of {self.target}; a loss is what it is about")
         if self.search == "edgemoe":
             self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
             self._refuse_given({"comparisons": True}, "beside `--search edgemoe`, which is one of them")
@@ -137,11 +143,15 @@ class CompileOptions:
     def unit_specs(self, bitwidths: tuple[int, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
         """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
 
-        8 bits come with the widest group alone: narrower ones add bytes and no measurable quality.
+        plain: what stands for 16 bits, the format that keeps the checkpoint's own numbers.
+
+        8 bits come with the widest group alone: narrower ones add bytes and no measurable quality. 1 bit in groups of
+        32 takes nearly the bytes of 2 bits. optimum-quanto has no 1 bit.
         """
         groups = self.group_sizes or DEFAULT_GROUP_SIZES
         specs = []
-        for bits in sorted(set(self.bits) & set(bitwidths)):
+        excluded = {1} if self.quantizer == "quanto" else set()
+        for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
                 continue
@@ -149,6 +159,8 @@ class CompileOptions:
             if bits == 8 and self.quantizer == "quanto":
                 widest = 0  # all that the package has
             chosen = (widest,) if bits == 8 else sorted(groups, key=lambda size: (size != 0, -size))
+            if bits == 1:
+                chosen = [size for size in chosen if size != 32] or [widest]
             specs += [QuantSpec(bits, size) for size in chosen]
         if not specs:
             raise OptionError(f"no bitwidth of {self.bits} has a kernel on this device", "offer others with `--bits`")
@@ -174,6 +186,7 @@ class CompileOptions:
             "shots": str(self.shots),
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
+            **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
         }
 
 

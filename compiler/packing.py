@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
+from moec.manifests.quant import COLUMNS_PER_TILE, MXFP4_EXPONENTS, ROWS_PER_BLOCK, QuantSpec, round_up
 
 from .quantized import QuantizedMatrix
 
 _LANE_BYTES = 4
 _LANES_PER_TILE = COLUMNS_PER_TILE // _LANE_BYTES
 _LOW_TWO_BITS = np.uint32(0x03030303)
-_HIGH_BIT = np.uint32(0x01010101)
+_LOWEST_BIT = np.uint32(0x01010101)
 _FLOAT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,7 +31,7 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
     groups = spec.groups(columns)
     blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
     parts = [scales] if minima is None else [scales, minima]
-    header_lanes = len(parts) * 2 * ROWS_PER_BLOCK // _LANE_BYTES
+    header_lanes = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES
     code_lanes = columns // groups * spec.bitwidth * ROWS_PER_BLOCK // 8 // _LANE_BYTES
     lanes = np.empty((blocks, groups, header_lanes + code_lanes), dtype="<u4")
     for index, part in enumerate(parts):
@@ -60,13 +60,13 @@ def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
 
 def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> QuantizedMatrix:
     """The matrix that `pack` made these bytes of, exactly. data: uint8, `spec.packed_bytes(rows, columns)` of them."""
-    groups, parts = spec.groups(columns), 1 if spec.symmetric else 2
+    groups, parts = spec.groups(columns), 1 if spec.symmetric or spec.is_mxfp4 else 2
     blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
-    header = parts * 2 * ROWS_PER_BLOCK // _LANE_BYTES
+    header = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES
     lanes = np.ascontiguousarray(data).view("<u4").reshape(blocks, groups, -1)
     halves = [
         np.ascontiguousarray(lanes[:, :, part * header // parts : (part + 1) * header // parts])
-        .view("<f2")
+        .view("u1" if spec.is_mxfp4 else "<f2")
         .transpose(0, 2, 1)
         .reshape(-1, groups)[:rows]
         .copy()
@@ -83,19 +83,19 @@ def _lanes(planes: np.ndarray, bitwidth: int) -> np.ndarray:
     """The inverse of `_planes`: [16 B, tiles, planes] -> the eight lanes of each tile row, [16 B, tiles, 8] uint32."""
     if bitwidth == 8:
         return np.ascontiguousarray(planes)
-    mask = np.uint32({2: 0x03030303, 3: 0x03030303, 4: 0x0F0F0F0F}[bitwidth])
+    mask = np.uint32({1: 0x01010101, 2: 0x03030303, 3: 0x03030303, 4: 0x0F0F0F0F}[bitwidth])
     low_bits = min(bitwidth, 4) if bitwidth != 3 else 2
     per_plane = 8 // low_bits
     lanes = np.empty((*planes.shape[:2], _LANES_PER_TILE), np.uint32)
     for lane in range(_LANES_PER_TILE):
         lanes[..., lane] = planes[..., lane // per_plane] >> np.uint32(low_bits * (lane % per_plane)) & mask
         if bitwidth == 3:
-            lanes[..., lane] |= (planes[..., 2] >> np.uint32(lane) & _HIGH_BIT) << np.uint32(2)
+            lanes[..., lane] |= (planes[..., 2] >> np.uint32(lane) & _LOWEST_BIT) << np.uint32(2)
     return lanes
 
 
 def _checked(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Codes [N, K] uint8, scales and minima [N, G] float16 as arrays. Raises ValueError."""
+    """Codes [N, K] uint8, scales (of mxfp4 uint8) and minima [N, G] float16 as arrays. Raises ValueError."""
     spec = matrix.spec
     if spec.bitwidth == 16:
         raise ValueError("a 16-bit matrix has no codes")
@@ -104,12 +104,14 @@ def _checked(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarra
     rows, columns = matrix.codes.shape
     if not spec.fits(columns):
         raise ValueError(f"format {spec} cannot hold rows of {columns} weights")
-    if (matrix.minima is None) != spec.symmetric:
+    if (matrix.minima is None) != (spec.symmetric or spec.is_mxfp4):
         raise ValueError(f"format {spec}: minima belong to asymmetric formats and to no other")
     codes = matrix.codes.contiguous().numpy()
     if spec.bitwidth < 8 and int(codes.max()) >> spec.bitwidth:
         raise ValueError(f"codes: expected values below {1 << spec.bitwidth}, found {int(codes.max())}")
     shape = (rows, spec.groups(columns))
+    if spec.is_mxfp4:
+        return codes, _exponents(matrix.scales, shape), None
     scales = _half("scales", matrix.scales, shape)
     minima = None if matrix.minima is None else _half("minima", matrix.minima, shape)
     return codes, scales, minima
@@ -122,6 +124,17 @@ def _half(name: str, values: torch.Tensor, shape: tuple[int, int]) -> np.ndarray
     array: np.ndarray = values.contiguous().numpy()
     if not np.isfinite(array).all():
         raise ValueError(f"{name}: found a value that is not finite in float16")
+    return array
+
+
+def _exponents(values: torch.Tensor, shape: tuple[int, int]) -> np.ndarray:
+    """Exponents of mxfp4 as a checked array, [N, G] uint8."""
+    if values.dtype != torch.uint8 or tuple(values.shape) != shape:
+        raise ValueError(f"scales: expected uint8 {shape}, found {values.dtype} {tuple(values.shape)}")
+    array: np.ndarray = values.contiguous().numpy()
+    if int(array.min()) < MXFP4_EXPONENTS[0] or int(array.max()) > MXFP4_EXPONENTS[1]:
+        low, high = MXFP4_EXPONENTS
+        raise ValueError(f"scales: expected exponents {low} to {high}, found {array.min()} to {array.max()}")
     return array
 
 
@@ -151,13 +164,20 @@ def _planes(lanes: np.ndarray, bitwidth: int) -> np.ndarray:
     if bitwidth == 4:
         pairs: np.ndarray = lanes[..., 0::2] | lanes[..., 1::2] << np.uint32(4)
         return pairs
+    if bitwidth == 1:
+        return _bit_plane(lanes, 0)
     low = lanes & _LOW_TWO_BITS if bitwidth == 3 else lanes
     two: np.ndarray = low[..., 0::4] | low[..., 1::4] << np.uint32(2)
     two |= low[..., 2::4] << np.uint32(4)
     two |= low[..., 3::4] << np.uint32(6)
     if bitwidth == 2:
         return two
-    high = (lanes[..., 0] >> np.uint32(2)) & _HIGH_BIT
+    return np.concatenate((two, _bit_plane(lanes, 2)), axis=-1)
+
+
+def _bit_plane(lanes: np.ndarray, bit: int) -> np.ndarray:
+    """One bit of all codes of a tile row in one lane. [16 B, tiles, 8] -> [16 B, tiles, 1] uint32."""
+    plane = (lanes[..., 0] >> np.uint32(bit)) & _LOWEST_BIT
     for q in range(1, _LANES_PER_TILE):
-        high |= ((lanes[..., q] >> np.uint32(2)) & _HIGH_BIT) << np.uint32(q)
-    return np.concatenate((two, high[..., np.newaxis]), axis=-1)
+        plane |= ((lanes[..., q] >> np.uint32(bit)) & _LOWEST_BIT) << np.uint32(q)
+    return np.expand_dims(plane, -1)

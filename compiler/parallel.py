@@ -7,7 +7,7 @@ one give 6 to 7.7 k (2 cores, 11 M parameters).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -38,6 +38,11 @@ class Workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def in_parts(items: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
+    """Consecutive parts of that many items, the last one shorter."""
+    return (items[start : start + count] for start in range(0, len(items), count))
 
 
 @contextmanager

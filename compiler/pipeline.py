@@ -6,35 +6,39 @@ preflight -> calibrate -> sensitivity -> search -> compare -> emit -> certify ->
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moec.evaluation.data import SplitData, load_splits
-from moec.evaluation.tasks import Item
+from moec.evaluation.data import SplitData
 from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary, DeviceSummary
 from moec.manifests.codec import canonical_json
-from moec.manifests.errors import OptionError, TargetUnreachable
+from moec.manifests.errors import TargetUnreachable
+from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, unseen_notes
 from .certify import DivergenceCertificate, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
+from .cluster.session import ClusterSession, check_cluster, cluster_session
 from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, smallest_plan, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish, producer
 from .families import Lowering, TensorSource, lower
+from .fisher import TEXTS, check_sensitivity, predict_units
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
 from .objective import byte_weights
-from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE, CompileOptions
+from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE
 from .plan import CompilePlan
 from .preflight import preflight
 from .quality import model_card, quality_report
@@ -42,8 +46,9 @@ from .reference import ReferenceModel
 from .request import CompileRequest, CompileResult
 from .search.knapsack import search
 from .search.space import SearchSpace, build_space
-from .sensitivity import SensitivityTable, dense_formats, measure_sensitivity, plain_plan
+from .sensitivity import Progress, SensitivityTable, dense_formats, measure_sensitivity, plain_plan
 from .tables import Tables
+from .task_data import Shots, load_task_data, train_texts
 from .trials import TaskData, Trials
 from .uniform import uniform_plan
 from .unit_store import UnitStore
@@ -61,9 +66,10 @@ class _Stage:
     checkpoint: Checkpoint
     lowering: Lowering
     splits: tuple[SplitData, ...]
-    shots: dict[str, tuple[Item, ...]]
+    shots: Shots
     is_layerwise: bool = False
     journal: Journal | None = None
+    cluster: ClusterSession | None = None
     reference: ReferenceModel | None = None
     statistics: ActivationStatistics | None = None
     store: UnitStore | None = None
@@ -78,7 +84,7 @@ class _Stage:
     @property
     def specs(self) -> tuple[QuantSpec, ...]:
         bitwidths = self.request.profile.bitwidths
-        return self.request.options.unit_specs(bitwidths, self.lowering.spec_16bit)
+        return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec)
 
 
 def compile_checkpoint(request: CompileRequest) -> CompileResult:
@@ -89,7 +95,8 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     output, disk = request.output, request.disk
     if request.plan_only:
         stage = _prepare(request)
-        with planning_journal(output, _identity(stage), request.resume) as stage.journal:
+        journal = planning_journal(output, _identity(stage), request.resume)
+        with _workers(stage) as stage.cluster, journal as stage.journal:
             plan = _make_plan(stage)
             curve = _curve(stage) if request.sweep else None
         return CompileResult(None, plan, _quality(stage, plan, None), curve)
@@ -99,7 +106,7 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     check_partial(partial)
     stage = _prepare(request)
     journal = work_journal(output, _identity(stage), disk, request.resume)
-    with disk_errors(output.parent), journal as stage.journal:
+    with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
         disk.remove_tree(partial)
         plan = _make_plan(stage)
         with removed_on_failure(disk, partial):
@@ -126,8 +133,10 @@ def _prepare(request: CompileRequest) -> _Stage:
     )
     for note in report.notes:
         request.talk.note(note)
-    if options.data is not None:
-        _load_data(stage, options.data)
+    stage.splits, stage.shots = load_task_data(options, request.talk.note)
+    check_sensitivity(options.sensitivity, lowering.model)
+    if request.cluster is not None:
+        check_cluster(kind, stage.lowering.model, stage.specs, request.memory_limit_bytes)
     if kind != "uniform":
         summarise_device(request.profile, smallest_plan(stage.lowering, options, stage.specs))
         _choose_way(stage)
@@ -137,27 +146,16 @@ def _prepare(request: CompileRequest) -> _Stage:
 def _choose_way(stage: _Stage) -> None:
     """The whole model at once if it fits in memory, else one layer at a time. Raises OptionError."""
     request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
-    stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, limit)
+    threads = torch.get_num_threads()
+    stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, threads, limit)
     if stage.is_layerwise:
-        threads = torch.get_num_threads()
         planning.check_layerwise(model, request.options.target, stage.specs, threads, limit, len(stage.splits))
         need = planning.need_bytes(model, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
 
-def _load_data(stage: _Stage, data: str) -> None:
-    """Splits and solved examples of every task."""
-    options, note = stage.request.options, stage.request.talk.note
-    names: Sequence[str | None] = options.tasks or (None,)
-    stage.splits = tuple(_limited(load_splits(data, name), options) for name in names)
-    for split in stage.splits:
-        examples = split.train.limit(options.shots, options.seed).items if options.shots else ()
-        if len(examples) < options.shots:
-            raise OptionError(f"`{data}` has {len(examples)} train items for {options.shots} shots", "lower `--shots`")
-        split.task.prompt(split.test.items[0], examples)  # refuses shots where the task has no prompt
-        stage.shots[split.task.name] = examples
-        if split.repeated:
-            note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
+def _workers(stage: _Stage) -> AbstractContextManager[ClusterSession | None]:
+    return nullcontext() if stage.request.cluster is None else cluster_session(stage.request, stage.lowering)
 
 
 def _check_weights(stage: _Stage) -> None:
@@ -169,18 +167,14 @@ def _check_weights(stage: _Stage) -> None:
         progress(done, len(sources))
 
 
-def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
-    if options.limit is None:
-        return splits
-    cut = {name: getattr(splits, name).limit(options.limit, options.seed) for name in ("train", "validation", "test")}
-    return replace(splits, **cut)
-
-
 def _uniform_spec(stage: _Stage) -> QuantSpec:
-    options = stage.request.options
-    if options.target.value == 16:
+    """The format of all experts; 4 bits of a checkpoint of 4-bit floats are those, unless groups are asked for."""
+    options, bits = stage.request.options, int(stage.request.options.target.value)
+    if bits == 16:
         return stage.lowering.spec_16bit
-    return QuantSpec(int(options.target.value), options.uniform_group, options.is_uniform_symmetric)
+    if bits == 4 and stage.lowering.own_unit_spec.is_mxfp4 and not options.group_sizes and options.symmetric is None:
+        return stage.lowering.own_unit_spec
+    return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
 
 
 def _identity(stage: _Stage) -> str:
@@ -198,18 +192,13 @@ def _identity(stage: _Stage) -> str:
 def _make_plan(stage: _Stage) -> CompilePlan:
     options, model = stage.request.options, stage.lowering.model
     if options.target.kind == "uniform":
-        bits, dense = int(options.target.value), options.dense_bits or UNIFORM_DENSE_BITS
         # There is no data that GPTQ could work from.
         quantizer = "rtn" if options.quantizer == "gptq" else options.quantizer
+        spec, dense = _uniform_spec(stage), options.dense_bits or UNIFORM_DENSE_BITS
         plan = uniform_plan(
-            model,
-            bits,
-            options.uniform_group,
-            dense,
-            stage.lowering.float_type,
-            quantizer,
-            options.is_uniform_symmetric and bits < 16,
-        )
+            model, spec.bitwidth, options.uniform_group, dense, stage.lowering.float_type, quantizer,
+            options.is_uniform_symmetric and spec.bitwidth < 16, spec,
+        )  # fmt: skip
         summarise_device(stage.request.profile, plan)
         return plan
     if stage.journal is None:
@@ -231,10 +220,14 @@ def _make_plan(stage: _Stage) -> CompilePlan:
         for split in stage.splits
     )
     progress = stage.request.talk.progress("measuring on validation items")
-    stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    if stage.cluster is None or stage.reference is None:
+        stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
+    else:
+        stage.trials = stage.cluster.trials(stage.reference, stage.store, data, KL_ITEMS, progress, stage.journal)
     if options.target.kind == "loss":
         stage.trials.require_baselines()
-    stage.store.prepare(stage.specs, stage.request.talk.progress(f"quantizing with {options.quantizer}"))
+    progress = stage.request.talk.progress(f"quantizing with {options.quantizer}")
+    stage.store.prepare(stage.specs, progress, None if stage.cluster is None else stage.cluster.quantize)
     plan = _search(stage)
     summarise_device(stage.request.profile, plan)
     if options.comparisons and data and can_compare(plan, stage.specs):
@@ -294,13 +287,8 @@ def _calibrate(stage: _Stage) -> ActivationStatistics:
     reference, talk = stage.reference, stage.request.talk
     if reference is None or stage.journal is None:
         raise RuntimeError("calibration needs the reference model and the journal")
-    pairs = reference.encode_pairs(
-        [
-            (split.task.prompt(item, stage.shots[split.task.name]), split.task.answer(item))
-            for split in stage.splits
-            for item in split.train.items
-        ]
-    )
+    texts = [text for split in stage.splits for text in train_texts(split, stage.shots)]
+    pairs = reference.encode_pairs(texts)
     seed, progress = stage.request.options.seed, talk.progress("calibrating")
     arrays = stage.journal.arrays("calibration", lambda: calibrate(reference, pairs, seed, None, progress).to_arrays())
     statistics = ActivationStatistics.from_arrays(arrays)
@@ -314,12 +302,22 @@ def _search(stage: _Stage) -> CompilePlan:
     plain = plain_plan(stage.lowering.model, stage.lowering.spec_16bit, options.quantizer)
     dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, stage.lowering.float_type)
     if stage.sensitivity is None:
-        stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, talk)
+        predict = partial(_predict_units, stage)
+        stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, predict, talk)
     popularity = None if stage.statistics is None else stage.statistics.popularity
     reads = choose_objective(stage.request.profile, options.objective, plain, popularity)
     weights = byte_weights(stage.lowering.model, popularity, reads)
     stage.space = build_space(plain, store, stage.sensitivity, weights, stage.specs, dense)
     return search(stage.space, trials, options.target, talk.note)
+
+
+def _predict_units(stage: _Stage, progress: Progress) -> Mapping[tuple[UnitKey, QuantSpec], float]:
+    """The Fisher proxy on train texts."""
+    reference, store = stage.reference, stage.store
+    if reference is None or store is None or stage.journal is None:
+        raise RuntimeError("predictions need the reference model and the unit store")
+    texts = [reference.encode_pairs(train_texts(split, stage.shots)[:TEXTS]) for split in stage.splits]
+    return predict_units(reference, store, stage.specs, texts, stage.request.options.seed, stage.journal, progress)
 
 
 # -- bundle ----------------------------------------------------------------------------------------------------------
@@ -355,16 +353,18 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         progress=request.talk.progress("writing the bundle"),
     )
     if stage.splits and stage.reference is not None:
-        with request.open_runtime(partial, 0) as engine:
+        opened = request.open_runtime(partial, 0) if stage.cluster is None else stage.cluster.bundle(partial)
+        with opened as engine:
             for split in stage.splits:
                 stage.certificates[split.task.name] = certify_task(
                     split.task,
                     split.test,
                     stage.shots[split.task.name],
-                    stage.reference,
+                    stage.reference if stage.trials is None else stage.trials.reference,
                     engine,
                     request.options.target,
                     request.talk,
+                    request.options.confidence,
                 )
     if stage.swept is not None:
         if stage.trials is not None:
@@ -393,4 +393,5 @@ def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) 
         trials=[] if stage.trials is None else stage.trials.log,
         sensitivity=stage.sensitivity,
         statistics=stage.statistics,
+        confidence=stage.request.options.confidence,
     )

@@ -33,11 +33,16 @@ def quality_report(
     trials: Sequence[Trial],
     sensitivity: SensitivityTable | None,
     statistics: ActivationStatistics | None,
+    confidence: float | None = None,
 ) -> dict[str, Any]:
     """The content of quality.json. Plain values; no time, host or path, so equal compiles give equal bytes."""
     return {
         "version": QUALITY_VERSION,
-        "target": {"kind": target.kind, "value": target.value},
+        "target": {
+            "kind": target.kind,
+            "value": target.value,
+            **({} if confidence is None else {"confidence": confidence}),
+        },
         "verdict": overall_verdict(target, certificates, divergences),
         "tasks": {name: certificate.to_json() for name, certificate in certificates.items()},
         "held_out_kl": {

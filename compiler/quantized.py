@@ -8,13 +8,15 @@ import torch
 
 from moec.manifests.quant import QuantSpec
 
+from .mxfp4 import values as mxfp4_values
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """Codes with their scales: what every quantizer returns and what the packer stores.
 
-    codes: [N, K] uint8, each < 2**bitwidth. scales: [N, G] float16, finite.
-    minima: [N, G] float16, or None in symmetric formats.
+    codes: [N, K] uint8, each < 2**bitwidth. scales: [N, G] float16, finite; of mxfp4 uint8, exponents.
+    minima: [N, G] float16, or None in symmetric formats and mxfp4.
     The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing),
     so a quantizer must round scales and minima to float16 before it chooses codes.
     """
@@ -28,6 +30,8 @@ class QuantizedMatrix:
         """The weights the runtime computes with. [N, K] float32."""
         rows, columns = self.codes.shape
         groups = self.scales.shape[1]
+        if self.spec.is_mxfp4:
+            return mxfp4_values(self.codes.reshape(rows, groups, -1), self.scales).reshape(rows, columns)
         scales = self.scales.float().unsqueeze(-1)
         if self.minima is None:
             minima = -scales * float(2 ** (self.spec.bitwidth - 1))

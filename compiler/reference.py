@@ -18,7 +18,7 @@ from torch import Tensor
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
 from moec.manifests.errors import ContextOverflow, InputError
-from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.model import ModelSpec
 
 from .checkpoint import open_checkpoint
 from .families import lower
@@ -91,6 +91,13 @@ class ReferenceModel:
 
         Raises ContextOverflow where a prompt leaves no room; a continuation ends where the context does.
         """
+        items = self.continuations(requests)
+        with workers(self._threads) as pool:
+            self.decoder().run(items, pool, progress)
+        return self.generations(items)
+
+    def continuations(self, requests: Sequence[GenerationRequest]) -> list[Continuation]:
+        """The tokens of prompts and drafts, nothing decoded yet. Raises ContextOverflow."""
         pairs = self.encode_pairs([(request.prompt, request.draft or "") for request in requests])
         items = []
         for prompt, _ in pairs:
@@ -102,12 +109,16 @@ class ReferenceModel:
         for request, source, (prompt, draft) in zip(requests, *self.divide(pairs), strict=True):
             limit = min(request.max_new_tokens, self.model.max_positions - len(prompt))
             items.append(Continuation(prompt, draft[:limit], limit, request.stop, source=source))
-        with workers(self._threads) as pool:
-            GreedyDecoder(self.network, self.model.eos_token_ids, self.decode).run(items, pool, progress)
-        lengths = [len(prompt) for prompt, _ in pairs]
+        return items
+
+    def decoder(self) -> GreedyDecoder:
+        """What completes continuations."""
+        return GreedyDecoder(self.network, self.model.eos_token_ids, self.decode)
+
+    def generations(self, items: Sequence[Continuation]) -> list[Generation]:
+        """The texts of completed continuations."""
         return [
-            Generation(self.decode(item.tokens), len(item.tokens), length)
-            for item, length in zip(items, lengths, strict=True)
+            Generation(self.decode(item.tokens), len(item.tokens), len(item.source or item.prompt)) for item in items
         ]
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress = no_progress) -> list[AnswerScore]:
@@ -224,12 +235,11 @@ class ReferenceModel:
         """The checkpoint's own weight in float32: of a UnitKey or of a canonical dense name. Raises KeyError."""
         return self._weights.original(name)
 
-    def set_unit(self, key: UnitKey, weight: Tensor) -> None:
-        """Compute with this projection of this expert until `restore`. Raises KeyError, ValueError on another shape."""
-        self._weights.set(key, weight)
+    def set_weight(self, name: WeightName, weight: Tensor) -> None:
+        """Compute with this weight until `restore`: of a UnitKey or of a canonical dense name.
 
-    def set_dense(self, name: str, weight: Tensor) -> None:
-        """Compute with this dense weight until `restore`. Raises KeyError, ValueError on another shape."""
+        Raises KeyError, ValueError on another shape.
+        """
         self._weights.set(name, weight)
 
     def restore(self) -> None:

@@ -74,20 +74,20 @@ class GreedyDecoder:
         batches = length_batches(lengths, TOKENS_PER_FORWARD)
         waiting: list[Continuation] = []
         decoding: list[Future[None]] = []
-        for chosen in pool.in_order(self._verify, [[started[index] for index in batch] for batch in batches]):
+        for chosen in pool.in_order(self.verify, [[started[index] for index in batch] for batch in batches]):
             waiting += [item for item in chosen if not item.done]
             while len(waiting) >= ROWS_PER_STEP:
-                decoding.append(pool.submit(self._decode_rows, waiting[:ROWS_PER_STEP]))
+                decoding.append(pool.submit(self.decode_rows, waiting[:ROWS_PER_STEP]))
                 del waiting[:ROWS_PER_STEP]
             progress(sum(item.done for item in items), len(items))
         if waiting:
-            decoding.append(pool.submit(self._decode_rows, waiting))
+            decoding.append(pool.submit(self.decode_rows, waiting))
         for rows in decoding:
             rows.result()
             progress(sum(item.done for item in items), len(items))
 
     @torch.inference_mode()
-    def _verify(self, items: Sequence[Continuation]) -> Sequence[Continuation]:
+    def verify(self, items: Sequence[Continuation]) -> Sequence[Continuation]:
         """One pass over prompts and drafts: keep what decoding would have produced, and one token more. The items."""
         cache = self._network.new_cache()
         rows, sources = [item.prompt + item.draft for item in items], [item.source for item in items]
@@ -132,7 +132,7 @@ class GreedyDecoder:
         return None
 
     @torch.inference_mode()
-    def _decode_rows(self, items: list[Continuation]) -> None:
+    def decode_rows(self, items: list[Continuation]) -> None:
         """Decode token by token; rows that end leave the batch when enough of them have."""
         width = max(item.cached for item in items)
         capacity = width + max(item.limit - len(item.tokens) for item in items)

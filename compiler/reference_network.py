@@ -59,6 +59,11 @@ class Network:
         """
         return self._states(input_ids=padded(rows)[0], past_key_values=cache, use_cache=cache is not None)
 
+    def hidden_with_graph(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """`hidden` with the graph that gradients of anything behind the embeddings go back through."""
+        embedded = self.model.get_input_embeddings()(padded(rows)[0]).detach().requires_grad_()
+        return self._states(inputs_embeds=embedded, use_cache=False)
+
     def new_cache(self) -> Any:
         """A cache for `hidden` to fill."""
         return DynamicCache()

@@ -31,6 +31,7 @@ class CompileRequest:
     overwrite: bool = False
     plan_only: bool = False
     sweep: tuple[float, ...] = ()  # relative losses to find the fewest bytes for, with plan_only
+    cluster: str | None = None  # a Ray cluster to hand work to: its address, or `auto` for the one of this machine
     memory_bytes: int = 0  # what the compile may take; 0: 7/8 of the machine's
 
     @property

@@ -1,15 +1,15 @@
-"""How much each unit suffers in each format: predicted KL, from output errors and a few measured gains.
+"""How much each unit suffers in each format: predicted KL.
 
-proxy: routing-weighted squared output error of the unit, times a gain measured per layer and projection (and per
-group of dense weights) as KL at a probe format over the error there. exact: EdgeMoE's measurement, one expert at a
-time, used to correct the proxy of each expert.
+fisher: of a unit in a format, to second order, from gradients (fisher.py). proxy: routing-weighted squared output error
+of the unit, times a gain measured per layer and projection as KL at a probe format over the error there; so are dense
+weights always, per group. exact: EdgeMoE's measurement, one expert at a time, used to correct the prediction of each
+expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
-from .options import Talk
+from .fisher import can_predict
+from .options import Sensitivity, Talk
 from .plan import CompilePlan
 from .search.baselines import fits_all, importance_list
 from .trials import Trials
@@ -39,19 +40,23 @@ class DenseGroup:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityTable:
-    """Predicted KL of every choice. loss of a unit in a format = gain[layer, projection] x correction[expert] x error.
+    """Predicted KL of every choice: correction[expert] x (predicted by itself, or gain[layer, projection] x error).
 
-    gains: [L, 3] in the order of PROJECTIONS. dense_gains: per group. corrections: [L, E], ones unless measured.
+    gains: [L, 3] in the order of PROJECTIONS, KL per output error. dense_gains: per group. corrections: [L, E], ones
+    unless measured. predicted: KL of a unit in a format below 16 bits; None: by gain and error.
     """
 
     gains: np.ndarray
     dense_gains: Mapping[str, float]
     corrections: np.ndarray
+    predicted: Mapping[tuple[UnitKey, QuantSpec], float] | None = None
 
     def unit_loss(self, store: UnitStore, unit: UnitKey, spec: QuantSpec) -> float:
         """Predicted KL in nats per token if only this unit is stored in this format."""
-        gain = self.gains[unit.layer, PROJECTIONS.index(unit.projection)] * self.corrections[unit.layer, unit.expert]
-        return float(gain) * store.error(unit, spec)
+        correction = float(self.corrections[unit.layer, unit.expert])
+        if self.predicted is not None and spec.bitwidth < 16:
+            return correction * self.predicted[(unit, spec)]
+        return correction * float(self.gains[unit.layer, PROJECTIONS.index(unit.projection)]) * store.error(unit, spec)
 
     def dense_loss(self, store: UnitStore, group: DenseGroup, specs: Mapping[str, QuantSpec]) -> float:
         """Predicted KL of one dense group."""
@@ -79,48 +84,80 @@ def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> Compi
     return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)
 
 
-def measure_proxy(
-    trials: Trials,
-    plain: CompilePlan,
-    unit_specs: Sequence[QuantSpec],
-    dense_probe: Mapping[str, QuantSpec],
-    progress: Progress,
-) -> SensitivityTable:
-    """Measure the gains: one KL per layer and projection, one per dense group that dense_probe puts below 16 bits.
+def measure_gains(
+    trials: Trials, plain: CompilePlan, unit_specs: Sequence[QuantSpec], progress: Progress
+) -> np.ndarray:
+    """KL over output error of every projection of a layer at a probe format, [L, 3]: one measurement each.
 
     A projection that none of unit_specs below 16 bits fits has nothing to lose: its gain is 0.
     """
     model, store = plain.model, trials.store
-    groups = [g for g in dense_groups(model) if any(dense_probe[name].bitwidth < 16 for name in g.tensors)]
-    units = {(unit.layer, unit.projection) for unit in plain.units}
-    total, done = len(units) + len(groups), 0
+    probes = {place: probed(plain, *place, unit_specs) for place in _places(model)}
+    fitting = {place: (own, probe) for place, (own, probe) in probes.items() if probe is not None}
+
+    def plans() -> Iterator[tuple[CompilePlan, str]]:
+        for (layer, projection), (own, probe) in fitting.items():
+            changed = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
+            yield changed, f"sensitivity of layer {layer}, {projection}"
+
     gains = np.zeros((model.num_layers, len(PROJECTIONS)))
-    for layer in model.expert_layers:
-        for column, projection in enumerate(PROJECTIONS):
-            if (layer, projection) not in units:
-                continue
-            done += 1
-            columns = model.unit_shape(layer, projection)[1]
-            fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
-            if not fitting:
-                continue
-            probe = nearest_format(fitting, PROBE_BITWIDTH)
-            own = [u for u in plain.units if u.layer == layer and u.projection == projection]
-            plan = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
-            error = sum(store.error(unit, probe) for unit in own)
-            kl = trials.kl(plan, f"sensitivity of layer {layer}, {projection}").mean
-            gains[layer, column] = kl / error if error > 0 else 0.0
-            progress(done, total)
-    dense_gains = {group.name: 0.0 for group in dense_groups(model)}
-    for group in groups:
-        plan = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
+    measured = zip(fitting.items(), trials.kl_each(plans()), strict=True)
+    for done, (((layer, projection), (own, probe)), summary) in enumerate(measured, 1):
+        error = sum(store.error(unit, probe) for unit in own)
+        gains[layer, PROJECTIONS.index(projection)] = summary.mean / error if error > 0 else 0.0
+        progress(done, len(fitting))
+    return gains
+
+
+def predicted_gains(
+    plain: CompilePlan,
+    store: UnitStore,
+    unit_specs: Sequence[QuantSpec],
+    predicted: Mapping[tuple[UnitKey, QuantSpec], float],
+) -> np.ndarray:
+    """What `measure_gains` would find if predictions were measurements, [L, 3]."""
+    gains = np.zeros((plain.model.num_layers, len(PROJECTIONS)))
+    for layer, projection in _places(plain.model):
+        own, probe = probed(plain, layer, projection, unit_specs)
+        if probe is not None:
+            error, kl = sum(store.error(unit, probe) for unit in own), sum(predicted[(unit, probe)] for unit in own)
+            gains[layer, PROJECTIONS.index(projection)] = kl / error if error > 0 else 0.0
+    return gains
+
+
+def _places(model: ModelSpec) -> list[tuple[int, str]]:
+    """Every projection of every layer that routes: no gate where experts have none."""
+    return [(layer, name) for layer in model.expert_layers for name in model.layers[layer].experts.projections]
+
+
+def probed(
+    plain: CompilePlan, layer: int, projection: str, unit_specs: Sequence[QuantSpec]
+) -> tuple[list[UnitKey], QuantSpec | None]:
+    """The units of one projection of a layer, and the format they are probed in; None where none below 16 bits fits."""
+    own = [unit for unit in plain.units if unit.layer == layer and unit.projection == projection]
+    columns = plain.model.unit_shape(layer, projection)[1]
+    fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
+    return own, nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
+
+
+def measure_dense_gains(
+    trials: Trials, plain: CompilePlan, dense_probe: Mapping[str, QuantSpec], progress: Progress
+) -> dict[str, float]:
+    """KL over weight error of every dense group that dense_probe puts below 16 bits: one measurement each."""
+    store, groups = trials.store, dense_groups(plain.model)
+    gains = {group.name: 0.0 for group in groups}
+    low = [group for group in groups if any(dense_probe[name].bitwidth < 16 for name in group.tensors)]
+
+    def plans() -> Iterator[tuple[CompilePlan, str]]:
+        for group in low:
+            changed = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
+            yield changed, f"sensitivity of {group.name}"
+
+    for done, (group, summary) in enumerate(zip(low, trials.kl_each(plans()), strict=True), 1):
         error = sum(store.dense_error(name, dense_probe[name]) for name in group.tensors)
-        kl = trials.kl(plan, f"sensitivity of {group.name}").mean
-        dense_gains[group.name] = kl / error if error > 0 else 0.0
-        done += 1
-        progress(done, total)
-    counts = max(layer.experts.count for layer in model.layers)
-    return SensitivityTable(gains, dense_gains, np.ones((model.num_layers, counts)))
+        gains[group.name] = summary.mean / error if error > 0 else 0.0
+        progress(done, len(low))
+    return gains
 
 
 def correct_by_expert(
@@ -157,32 +194,46 @@ def dense_formats(
     )
 
 
+Predict = Callable[[Progress], Mapping[tuple[UnitKey, QuantSpec], float]]
+
+
 def measure_sensitivity(
     trials: Trials,
     plain: CompilePlan,
     unit_specs: Sequence[QuantSpec],
     dense_options: Sequence[Mapping[str, QuantSpec]],
-    kind: Literal["exact", "proxy", "auto"],
+    kind: Sensitivity,
+    predict: Predict,
     talk: Talk,
 ) -> SensitivityTable:
-    """The table of this search. `auto` is the proxy, which takes a tenth of the measurements.
+    """The table of this search. `auto` is `fisher`, or `proxy` where fisher.py cannot go; `exact` corrects it by
+    expert. predict: fisher.predict_units.
 
     Without data nothing is measured: all gains are 1, so plain weight errors decide.
     """
     counts = max(layer.experts.count for layer in plain.model.layers)
+    corrections = np.ones((plain.model.num_layers, counts))
     if not trials.has_data:
         ones = np.ones((plain.model.num_layers, len(PROJECTIONS)))
-        dense_gains = {group.name: 1.0 for group in dense_groups(plain.model)}
-        return SensitivityTable(ones, dense_gains, np.ones((plain.model.num_layers, counts)))
+        return SensitivityTable(ones, {group.name: 1.0 for group in dense_groups(plain.model)}, corrections)
+    predicted = None
+    if kind == "proxy" or not can_predict(plain.model):
+        gains = measure_gains(trials, plain, unit_specs, talk.progress("measuring sensitivity"))
+    else:
+        predicted = predict(talk.progress("predicting what each unit costs"))
+        gains = predicted_gains(plain, trials.store, unit_specs, predicted)
     lowest = min(dense_options, key=lambda specs: min(spec.bitwidth for spec in specs.values()))
-    table = measure_proxy(trials, plain, unit_specs, lowest, talk.progress("measuring sensitivity"))
+    progress = talk.progress("measuring sensitivity of dense weights")
+    dense_gains = measure_dense_gains(trials, plain, lowest, progress)
+    table = SensitivityTable(gains, dense_gains, corrections, predicted)
     if kind != "exact":
         return table
     fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and fits_all(plain, spec)]
     if not fitting:
         raise OptionError(
             "`--sensitivity exact` puts whole experts below 16 bits, and no format on offer fits all their matrices",
-            "take `--sensitivity proxy`, or offer others with `--bits` and `--group-size`",
+            f"take `--sensitivity {'fisher' if can_predict(plain.model) else 'proxy'}`, or offer others with `--bits` "
+            "and `--group-size`",
         )
     low, high = nearest_format(fitting, 2), nearest_format(fitting, 4)
     progress = talk.progress("measuring each expert alone")

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Literal
 
 from moec.manifests.errors import OptionError
+from moec.manifests.quant import BITWIDTHS
 
 TargetKind = Literal["loss", "kl", "bits_per_weight", "size", "uniform"]
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1}
@@ -80,8 +81,8 @@ def choose_target(
     if size is not None:
         return Target("size", parse_size(size))
     if uniform is not None:
-        if uniform not in (2, 3, 4, 8, 16):
-            raise OptionError(f"`--uniform {uniform}` is not a bitwidth", "choose 2, 3, 4, 8 or 16")
+        if uniform not in BITWIDTHS:
+            raise OptionError(f"`--uniform {uniform}` is not a bitwidth", "choose 1, 2, 3, 4, 8 or 16")
         return Target("uniform", uniform)
     if kl is not None:
         if not 0 < kl < math.inf:

@@ -7,7 +7,7 @@ task metric on generated answers (what a loss target speaks of).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,7 +51,7 @@ class Reference(TextEngine, Protocol):
 
     def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]: ...
 
-    def weights(self, mapping: dict[UnitKey | str, torch.Tensor]) -> AbstractContextManager[None]: ...
+    def weights(self, mapping: Mapping[UnitKey | str, Any]) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,11 @@ class Trials:
         self._baselines: dict[str, EvaluationResult] = {}
 
     @property
+    def certification_items(self) -> dict[str, int]:
+        """How many items will certify each task."""
+        return {data.task.name: data.certification_items for data in self.tasks}
+
+    @property
     def has_data(self) -> bool:
         """Whether anything can be measured."""
         return bool(self._pairs)
@@ -155,8 +160,8 @@ class Trials:
             raise OptionError("this measurement needs task data", "add `--data`, or take `--size` or `--uniform`")
         return self._reference
 
-    def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> dict[UnitKey | str, torch.Tensor]:
-        """Dequantized weights of everything the plan stores below 16 bits."""
+    def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> Mapping[UnitKey | str, Any]:
+        """Dequantized weights of everything the plan stores below 16 bits, as `reference.weights` takes them."""
         source = store or self.store
         weights: dict[UnitKey | str, torch.Tensor] = {
             unit: source.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16
@@ -180,13 +185,28 @@ class Trials:
     def answer_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
         """Mean NLL of the reference answers of the first validation items, nats per token."""
 
-        def measure() -> float:
-            data = self.tasks[0]
-            with self.reference.weights(self.weights_of(plan, store)):
-                scores = answer_scores(data.task, data.validation.items[:items], self.reference, shots=data.shots)
-            return sum(score.nll for score in scores) / max(sum(score.tokens for score in scores), 1)
+        return float(self._journal.json(f"nll-{plan.digest}-{items}", lambda: self._measure_nll(plan, store, items)))
 
-        return float(self._journal.json(f"nll-{plan.digest}-{items}", measure))
+    def _measure_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
+        with self.reference.weights(self.weights_of(plan, store)):
+            return self._mean_nll(self.reference, items)
+
+    def _mean_nll(self, engine: TextEngine, items: int) -> float:
+        data = self.tasks[0]
+        scores = answer_scores(data.task, data.validation.items[:items], engine, shots=data.shots)
+        return sum(score.nll for score in scores) / max(sum(score.tokens for score in scores), 1)
+
+    # Measurements that do not wait for each other: one after the other here, at once where there are many machines.
+
+    def kl_each(self, plans: Iterable[tuple[CompilePlan, str]]) -> Iterator[DistributionSummary]:
+        """`kl` of each plan with its purpose, in order."""
+        for plan, purpose in plans:
+            yield self.kl(plan, purpose)
+
+    def answer_nll_each(self, plans: Iterable[CompilePlan], store: UnitStore, items: int) -> Iterator[float]:
+        """`answer_nll` of each plan, in order."""
+        for plan in plans:
+            yield self.answer_nll(plan, store, items)
 
     def baseline(self, data: TaskData) -> EvaluationResult:
         """The unquantized model on the validation items of one task."""
@@ -300,6 +320,15 @@ def margin(estimate: LossEstimate, certification_items: int) -> float:
 def keeps(estimate: LossEstimate, target: float, certification_items: int) -> bool:
     """The acceptance rule of the search; implies loss + one standard error <= target."""
     return estimate.loss + margin(estimate, certification_items) <= target
+
+
+def kl_bound(summary: DistributionSummary) -> float:
+    """The upper one-sided 95 % bound of the mean, so that an accepted plan is likely to be supported.
+
+    The mean itself where a single text gives no spread.
+    """
+    width = ONE_SIDED_95 * summary.standard_error
+    return summary.mean + (width if math.isfinite(width) else 0.0)
 
 
 def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:

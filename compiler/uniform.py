@@ -17,15 +17,17 @@ def uniform_plan(
     float_type: FloatType,
     quantizer: str = "rtn",
     symmetric: bool = False,
+    own: QuantSpec | None = None,
 ) -> CompilePlan:
     """One format for all experts, another for attention, embedding and lm_head; norms and routers keep 16 bits.
 
-    group_size 0: one scale per row. symmetric: no minima, in the dense weights neither.
+    group_size 0: one scale per row. symmetric: no minima, in the dense weights neither. own: the format of the experts
+    where they keep what the checkpoint has, whatever the rest says.
     float_type: the 16-bit type of the checkpoint (Lowering.float_type).
     Raises PlanError if the format cannot hold the expert matrices, with every width that it does not divide.
     """
     plain = QuantSpec(16, float_type=float_type)
-    spec = plain if bitwidth == 16 else QuantSpec(bitwidth, group_size, symmetric)
+    spec = own or (plain if bitwidth == 16 else QuantSpec(bitwidth, group_size, symmetric))
     units = dict.fromkeys(model.unit_keys(), spec)
     shapes = {model.unit_shape(unit.layer, unit.projection) for unit in units}
     wrong = sorted({columns for _, columns in shapes if not spec.fits(columns)})

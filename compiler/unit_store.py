@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,12 +15,17 @@ from .output_error import output_error
 from .packing import pack
 from .parallel import workers
 from .quantized import QuantizedMatrix
-from .quantizers import quantizer as find_quantizer
-from .quantizers.gptq import quantize_gptq_batch
+from .quantizers import quantize_batch
 from .quantizers.rtn import quantize_rtn
 from .second_moments import SecondMoments
 
 Progress = Callable[[int, int], None]
+UnitBatch = tuple[int, str, QuantSpec]
+"""One projection of all experts of a layer in one format."""
+QuantizedBatch = Sequence[tuple[QuantizedMatrix, float]]
+"""Codes and output error of each expert."""
+QuantizeElsewhere = Callable[["UnitStore", Sequence[UnitBatch]], Iterator[QuantizedBatch]]
+"""What quantizes the batches of a store in place of this process's threads, in their order."""
 
 
 class UnitStore:
@@ -38,7 +43,9 @@ class UnitStore:
         self._dense: dict[tuple[str, QuantSpec], QuantizedMatrix] = {}
         self._weights: dict[tuple[int, str], torch.Tensor] = {}
 
-    def prepare(self, specs: Iterable[QuantSpec], progress: Progress) -> None:
+    def prepare(
+        self, specs: Iterable[QuantSpec], progress: Progress, elsewhere: QuantizeElsewhere | None = None
+    ) -> None:
         """Quantize all units in these formats. progress: (batches done, batches in all)."""
         jobs = [
             (layer, projection, spec)
@@ -48,13 +55,21 @@ class UnitStore:
             if spec.bitwidth < 16 and spec.fits(self.model.unit_shape(layer, projection)[1])
         ]
         wanted = [job for job in jobs if not self._has(*job)]
+        results = self._quantize_here(wanted) if elsewhere is None else elsewhere(self, wanted)
+        for done, (job, result) in enumerate(zip(wanted, results, strict=True), 1):
+            self._keep(*job, result)
+            progress(done, len(wanted))
+
+    def _quantize_here(self, wanted: Sequence[UnitBatch]) -> Iterator[QuantizedBatch]:
         for layer, projection, _ in wanted:
             self.original(layer, projection)  # read by one thread
         with workers(torch.get_num_threads()) as pool:
-            results = pool.in_order(lambda job: self._quantized(*job), wanted)
-            for done, (job, result) in enumerate(zip(wanted, results, strict=True), 1):
-                self._keep(*job, result)
-                progress(done, len(wanted))
+            yield from pool.in_order(lambda job: self.quantized(*job), wanted)
+
+    @property
+    def second_moments(self) -> SecondMoments | None:
+        """What weighs the errors of units; None where nothing does."""
+        return self._moments
 
     def original(self, layer: int, projection: str) -> torch.Tensor:
         """Weights of one projection of all experts of a layer, [E, N, K] float32."""
@@ -70,9 +85,9 @@ class UnitStore:
 
     def _quantize(self, layer: int, projection: str, spec: QuantSpec) -> None:
         if not self._has(layer, projection, spec):
-            self._keep(layer, projection, spec, self._quantized(layer, projection, spec))
+            self._keep(layer, projection, spec, self.quantized(layer, projection, spec))
 
-    def _quantized(self, layer: int, projection: str, spec: QuantSpec) -> list[tuple[QuantizedMatrix, float]]:
+    def quantized(self, layer: int, projection: str, spec: QuantSpec) -> list[tuple[QuantizedMatrix, float]]:
         """One projection of all experts of a layer, with output errors; changes nothing but the cache of weights."""
         weights = self.original(layer, projection)
         moments = tokens = None
@@ -94,10 +109,7 @@ class UnitStore:
     def _quantize_batch(
         self, weights: torch.Tensor, spec: QuantSpec, moments: torch.Tensor | None, tokens: torch.Tensor | None
     ) -> list[QuantizedMatrix]:
-        if self.quantizer == "gptq":
-            return quantize_gptq_batch(weights, spec, moments, tokens)
-        quantize = find_quantizer(self.quantizer)
-        return [quantize(weight, spec, None, 0) for weight in weights]
+        return quantize_batch(self.quantizer, weights, spec, moments, tokens)
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         """Codes of one unit in a format below 16 bits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -80,8 +81,43 @@ def answer_scores(
     return scored
 
 
-def compare(baseline: EvaluationResult, value: EvaluationResult, resamples: int = statistics.RESAMPLES) -> LossEstimate:
-    """The relative loss of `value` against `baseline`, paired by item.
+def joined(
+    task: Task, items: Sequence[Item], parts: Sequence[EvaluationResult], shots: Sequence[Item]
+) -> EvaluationResult:
+    """The result on all items of one run after the other. parts: of successive slices of the items, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = tuple(row for part in parts for row in part.items)
+    check_count(len(rows), len(items))
+    nll, tokens, scores = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "tokens", "scores")
+    )
+    is_text = task.answer_field is None
+    seconds = sum(part.seconds for part in parts)
+    weights = [part.n / len(items) for part in parts]
+    return replace(
+        parts[0],
+        value=perplexity(nll, tokens) if is_text else float(scores.mean()),
+        n=len(items),
+        interval95=statistics.perplexity_interval95(nll, tokens) if is_text else statistics.mean_interval95(scores),
+        seconds=seconds,
+        tokens_per_s=rate(int(tokens.sum()), seconds),
+        data_sha256=identity(task, items, shots, 0 if is_text or task.choices is not None else task.max_new_tokens),
+        other_metrics={
+            name: sum(weight * part.other_metrics[name] for weight, part in zip(weights, parts, strict=True))
+            for name in parts[0].other_metrics
+        },
+        items=rows,
+    )
+
+
+def compare(
+    baseline: EvaluationResult,
+    value: EvaluationResult,
+    resamples: int = statistics.RESAMPLES,
+    error: float = statistics.ERROR,
+) -> LossEstimate:
+    """The relative loss of `value` against `baseline`, paired by item. error: of the bounds that decide a verdict.
 
     Raises OptionError if the two did not run the same task on the same items in the same way, or if the baseline is 0.
     """
@@ -94,9 +130,11 @@ def compare(baseline: EvaluationResult, value: EvaluationResult, resamples: int 
             )
     task = find_task(value.task)
     if task.answer_field is None:
-        return statistics.perplexity_loss(baseline.nll, baseline.tokens, value.nll, value.tokens, resamples)
+        return statistics.perplexity_loss(
+            baseline.nll, baseline.tokens, value.nll, value.tokens, resamples, error=error
+        )
     return statistics.relative_loss(
-        baseline.scores, value.scores, task.higher_is_better, task.score_range, resamples=resamples
+        baseline.scores, value.scores, task.higher_is_better, task.score_range, resamples=resamples, error=error
     )
 
 

@@ -13,13 +13,17 @@ from typing import Literal
 LAYOUT = "rows16"
 ROWS_PER_BLOCK = 16
 COLUMNS_PER_TILE = 32
-BITWIDTHS = (2, 3, 4, 8, 16)
+BITWIDTHS = (1, 2, 3, 4, 8, 16)
 UNIT_ALIGNMENT_BYTES = 64
 EXPERT_ALIGNMENT_BYTES = 4096
 MAX_DIMENSION = 1 << 24
 
-FloatType = Literal["none", "bfloat16", "float16"]
-_SHORT = re.compile(r"q([2348])(?:g([0-9]{1,8}))?(s?)")
+MXFP4_GROUP_SIZE = 32
+MXFP4_EXPONENTS = (2, 254)
+"""Scales that kernels can halve without leaving the normal floats."""
+
+FloatType = Literal["none", "bfloat16", "float16", "mxfp4"]
+_SHORT = re.compile(r"q([12348])(?:g([0-9]{1,8}))?(s?)")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -31,10 +35,11 @@ def round_up(value: int, multiple: int) -> int:
 class QuantSpec:
     """How one matrix is stored.
 
-    bitwidth: 2, 3, 4, 8 (codes with scales) or 16 (the checkpoint's own floats, unchanged).
+    bitwidth: 1, 2, 3, 4, 8 (codes with scales) or 16 (the checkpoint's own floats, unchanged). With float_type `mxfp4`
+    the codes of 4 bits are floats (E2M1) and the scale of 32 columns a power of two (E8M0): the checkpoint's own, too.
     group_size: columns that share one scale, a multiple of 32; 0: one scale per row.
-    symmetric: w = scale * (code - 2**(bitwidth - 1)); otherwise w = scale * code + minimum.
-    float_type: the 16-bit type, `none` for quantized formats.
+    symmetric: w = scale * (code - 2**(bitwidth - 1)), not with 1 bit; otherwise w = scale * code + minimum.
+    float_type: the 16-bit type, `mxfp4`, or `none` for codes that are integers.
     Raises ValueError when a field is out of range.
     """
 
@@ -46,14 +51,25 @@ class QuantSpec:
     def __post_init__(self) -> None:
         if self.bitwidth not in BITWIDTHS:
             raise ValueError(f"bitwidth must be one of {BITWIDTHS}, found {self.bitwidth}")
-        if (self.bitwidth == 16) != (self.float_type != "none"):
-            raise ValueError("float_type belongs to bitwidth 16 and to no other")
+        if (self.bitwidth == 16) != (self.float_type in ("bfloat16", "float16")):
+            raise ValueError("a 16-bit float_type belongs to bitwidth 16 and to no other")
+        if self.is_mxfp4 and (self.bitwidth, self.group_size, self.symmetric) != (4, MXFP4_GROUP_SIZE, False):
+            raise ValueError(f"mxfp4 has 4 bits in groups of {MXFP4_GROUP_SIZE}, and no minima")
         if self.bitwidth == 16 and (self.group_size or self.symmetric):
             raise ValueError("a 16-bit matrix has no groups")
+        if self.bitwidth == 1 and self.symmetric:
+            raise ValueError("a symmetric matrix of 1 bit has no weight above 0")
         if self.group_size < 0 or self.group_size > MAX_DIMENSION or self.group_size % COLUMNS_PER_TILE:
             raise ValueError(f"group_size must be 0 or a multiple of {COLUMNS_PER_TILE}, found {self.group_size}")
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether codes are 4-bit floats with scales that are powers of two."""
+        return self.float_type == "mxfp4"
+
     def __str__(self) -> str:
+        if self.is_mxfp4:
+            return "mxfp4"
         if self.bitwidth == 16:
             return "bf16" if self.float_type == "bfloat16" else "fp16"
         group = f"g{self.group_size}" if self.group_size else ""
@@ -62,6 +78,8 @@ class QuantSpec:
     @classmethod
     def parse(cls, text: str) -> QuantSpec:
         """Read the short form (`q4g64`, `q8`, `q2s`, `bf16`). Raises ValueError."""
+        if text == "mxfp4":
+            return cls(4, MXFP4_GROUP_SIZE, float_type="mxfp4")
         if text in ("bf16", "fp16"):
             return cls(16, float_type="bfloat16" if text == "bf16" else "float16")
         match = _SHORT.fullmatch(text)
@@ -87,8 +105,14 @@ class QuantSpec:
 
     def row_bytes(self, columns: int) -> float:
         """Bytes of one row; a whole number for all formats that fit."""
-        scales = self.groups(columns) * (2 if self.symmetric else 4)
-        return columns * self.bitwidth / 8 + scales
+        return columns * self.bitwidth / 8 + self.groups(columns) * self.group_header_bytes
+
+    @property
+    def group_header_bytes(self) -> int:
+        """Bytes of one row's scale and minimum of a group: half precision, of mxfp4 an exponent."""
+        if self.is_mxfp4:
+            return 1
+        return 2 if self.symmetric else 4
 
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a packed matrix, row padding included. Raises ValueError if the columns do not fit."""
@@ -97,4 +121,4 @@ class QuantSpec:
         if not 0 < rows <= MAX_DIMENSION:
             raise ValueError(f"rows out of range: {rows}")
         padded = round_up(rows, ROWS_PER_BLOCK)
-        return padded * columns * self.bitwidth // 8 + padded * self.groups(columns) * (2 if self.symmetric else 4)
+        return padded * columns * self.bitwidth // 8 + padded * self.groups(columns) * self.group_header_bytes

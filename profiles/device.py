@@ -24,11 +24,11 @@ else:
 
 # Bitwidths with a kernel in each instruction set. A set that lacks one falls out of the formats a profile offers.
 KERNEL_FORMATS: dict[str, tuple[int, ...]] = {
-    "scalar": (2, 3, 4, 8, 16),
-    "avx2": (2, 3, 4, 8, 16),
-    "avx512vnni": (2, 3, 4, 8, 16),
-    "neon": (2, 3, 4, 8, 16),
-    "neon-dot": (2, 3, 4, 8, 16),
+    "scalar": (1, 2, 3, 4, 8, 16),
+    "avx2": (1, 2, 3, 4, 8, 16),
+    "avx512vnni": (1, 2, 3, 4, 8, 16),
+    "neon": (1, 2, 3, 4, 8, 16),
+    "neon-dot": (1, 2, 3, 4, 8, 16),
 }
 PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "HOBBIT, section", "estimate")
 HOST_NAME = "host"

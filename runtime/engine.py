@@ -23,7 +23,7 @@ from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
 from .bundle import Bundle, Tables, open_bundle, verify_files
 from .cache_statistics import CacheStats
 from .elastic_cache import ElasticCache
-from .eviction import SCORES, ExpertRecords, expert_records, warm_order
+from .eviction import ExpertRecords, expert_records, policy_score, warm_order
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .model import Model, bind_experts, load_dense
@@ -99,20 +99,21 @@ class Engine:
         sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.experts], np.int64)
         self._holds_all = int(sizes.sum()) <= self.memory.cache_bytes
         self._storage = open_storage(bundle, options.io, options.verify, evicts=not self._holds_all)
-        records = bundle_records(bundle, tables)
+        self._records = records = bundle_records(bundle, tables)
+        score = policy_score(options.policy, options.policy_weights)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
         self.cache = ExpertCache(
-            self._storage, sizes, self.memory.cache_bytes, records, SCORES[options.policy], pin_limit, options.readers
+            self._storage, sizes, self.memory.cache_bytes, records, score, pin_limit, options.readers
         )
         self.kv = KVCache(manifest.model, options.slots, self.memory.context)
         experts = bind_experts(bundle, self._storage, dense)
         self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
         if not self._holds_all:
-            self.model.predictor = make_predictor(
+            self.model.advisor.predictor = make_predictor(
                 options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
             )
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
-        self.model.prefetch_layers, self.model.prefetch_experts = options.prefetch_layers, options.prefetch_experts
+        self.model.advisor.layers, self.model.advisor.experts = options.prefetch_layers, options.prefetch_experts
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         self.cache.warm(warm_order(records).tolist())
         self._sequence = 0
@@ -141,11 +142,12 @@ class Engine:
         """One line that says what is on."""
         manifest = self.bundle.manifest
         share = min(self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
+        weights = f" {self.options.policy_weights}" if self.options.policy_weights else ""
         advice = "off (all fit)" if self._holds_all else self.options.prefetch
         return (
             f"mode: {'resident' if self._holds_all else 'streaming'}, lossless; expert cache "
             f"{'' if self._elastic is None else 'from '}{self.memory.cache_bytes / 2**20:.1f} MiB "
-            f"({share:.0%} of experts), policy {self.options.policy}, "
+            f"({share:.0%} of experts), policy {self.options.policy}{weights}, "
             f"prefetch {advice}, io {self._storage.mode}, readers {self.options.readers}, "
             f"kernels {kernels.active()}, threads {kernels.threads()}"
         )
@@ -208,7 +210,11 @@ class Engine:
             position += 1
 
     def begin_sequence(self) -> int:
-        """Take over the KV cache: a generation that was under way cannot go on. Returns the number of the sequence."""
+        """Take over the KV cache: a generation that was under way cannot go on. Returns the number of the sequence.
+
+        Policies that count within a sequence begin anew, also where others go on beside it.
+        """
+        self._records.begin_sequence()
         self._sequence += 1
         return self._sequence
 

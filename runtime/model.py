@@ -20,13 +20,14 @@ from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
-from .prefetch import LayerAdvice, PassState, Predictor, PrefetchQuality, advised_experts, candidates
+from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
 from .relative_bias import bias_by_distance
 from .rotary import RotaryTables
 from .routing import Router, within_capacity
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
+from .trace import TraceRecorder
 
 _NOBODY = -1  # in the place of the expert that a token passes by
 
@@ -117,13 +118,6 @@ def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> d
     return found
 
 
-def _routed_ahead(model: ModelSpec, layer: int) -> list[int]:
-    """How far ahead the layers behind this one lie that route; behind the last of them, the next token's first."""
-    ahead = [following - layer for following in model.expert_layers if following > layer]
-    decoder = [following for following in model.expert_layers if following >= model.first_decoder_layer]
-    return ahead or [model.num_layers - layer + following - model.first_decoder_layer for following in decoder[:1]]
-
-
 def _router(experts: ExpertsSpec, weights: dict[str, Any]) -> Router | None:
     return Router(experts, weights["router"], weights.get("router_bias")) if experts.count else None
 
@@ -163,12 +157,10 @@ class Model:
             for at, layer in enumerate(self.spec.layers)
         ]
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
-        self._routed_ahead = [_routed_ahead(self.spec, layer) for layer in range(self.spec.num_layers)]
-        self.predictor: Predictor | None = None
-        self.prefetch_layers, self.prefetch_experts = 2, 0
+        self.advisor = Advisor(self.spec, self._first_expert)
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
-        self.trace: list[tuple[int, tuple[int, ...]]] | None = None
+        self.trace: TraceRecorder | None = None
 
     def advice_by_layer(self) -> list[LayerAdvice]:
         """What prefetching was worth so far."""
@@ -293,8 +285,10 @@ class Model:
         groups.pop(_NOBODY, None)
         if predicted is not None:
             self.prefetch_quality.observe(index, set(predicted.tolist()), groups)
-        following, advice = self._advise(state)
-        self._record(index, groups)
+        following, advice = self.advisor.advise(state)
+        if self.trace is not None:
+            # Before a capacity drops tokens: it never drops all that chose an expert.
+            self.trace.add_layer(index, state.chosen[index], advice)
         self._compute(index, groups, normed, weights, hidden, advice)
         return following
 
@@ -336,7 +330,9 @@ class Model:
     def _compute_shared(self, shared: SharedExpert, normed: np.ndarray, parts: np.ndarray) -> None:
         started_ns = time.perf_counter_ns()
         shared(normed, parts)
-        self.times.dense_ns += time.perf_counter_ns() - started_ns
+        elapsed_ns = time.perf_counter_ns() - started_ns
+        self.times.dense_ns += elapsed_ns
+        self.times.shared_ns += elapsed_ns
 
     def _compute_expert(
         self, expert: int, places: np.ndarray, top_k: int, normed: np.ndarray, parts: np.ndarray
@@ -344,29 +340,3 @@ class Model:
         """One expert over its tokens. places: token x top-k + rank."""
         tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
         kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
-
-    def _advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
-        """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
-
-        More than one layer only for a single token: many tokens ask for most experts of the next layer already.
-        """
-        following, advice = None, list[int]()
-        depth = max(self.prefetch_layers, 1) if len(state.hidden) == 1 else 1
-        for rank, ahead in enumerate(self._routed_ahead[state.layer][:depth], 1):
-            experts = self._predict(state, ahead, rank)
-            following = experts if rank == 1 else following
-            if experts is not None:
-                advice += (experts + self._first_expert[self.spec.layer_after(state.layer, ahead)]).tolist()
-        return following, advice
-
-    def _predict(self, state: PassState, ahead: int, rank: int) -> np.ndarray | None:
-        """Candidates of the layer so far ahead, the rank-th of those that route."""
-        following = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts
-        each = advised_experts(following.top_k, rank, self.prefetch_experts)
-        scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
-        # Tables are as wide as the largest layer.
-        return None if scores is None else candidates(scores[: following.count], len(state.hidden) * each)
-
-    def _record(self, index: int, groups: dict[int, np.ndarray]) -> None:
-        if self.trace is not None:
-            self.trace.append((index, tuple(groups)))

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Literal
 
 from moec.manifests.errors import OptionError
 
-POLICIES = ("lrfu", "edgemoe", "lru", "lfu")
+POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
+WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
 MAX_READERS = 32
 MAX_PREFETCH_LAYERS = 4
 MAX_PREFETCH_EXPERTS = 1024
+_WEIGHT = re.compile(r"\s*(?:[01]|0?\.[0-9]{1,9}|1\.0{1,9})\s*")
+_SUM_TOLERANCE = 1e-3  # three digits after the point are what `moec tune` writes
 _UNITS = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 
-Policy = Literal["lrfu", "edgemoe", "lru", "lfu"]
+Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
 
@@ -47,10 +50,37 @@ def parse_cache(text: str, expert_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class EvictionWeights:
+    """What recency, uses, uses at high precision and nearness of the layer count in HOBBIT's score: 1 together."""
+
+    lru: float
+    lfu: float
+    lhu: float
+    fld: float
+
+    def to_text(self) -> str:
+        """As `parse_weights` reads it."""
+        return ",".join(f"{weight:g}" for weight in (self.lru, self.lfu, self.lhu, self.fld))
+
+
+def parse_weights(text: str) -> EvictionWeights:
+    """`LRU,LFU,LHU,FLD`, like `0.1,0.5,0,0.4`. Raises OptionError unless all are 0 to 1 and add up to 1 (to 0.001)."""
+    parts = text.split(",")
+    if len(parts) == len(fields(EvictionWeights)) and all(_WEIGHT.fullmatch(part) for part in parts):
+        numbers = [float(part) for part in parts]
+        if abs(sum(numbers) - 1) <= _SUM_TOLERANCE:
+            return EvictionWeights(*numbers)
+    raise OptionError(
+        f"`{text[:60]}` is not four weights that add up to 1", "write LRU,LFU,LHU,FLD, like `0.1,0.5,0,0.4`"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RuntimeOptions:
     """memory: whole-process budget (`2GiB`), expert_cache: `BYTES` or `PERCENT%`; neither: 7/8 of available memory.
 
     context 0: min(model, 4096). threads 0: all the process may use. slots: sequences decoded side by side.
+    policy_weights: `LRU,LFU,LHU,FLD` of the policies `hobbit` and `hobbit-printed`.
     readers: reads of experts under way at once, at most. prefetch_layers: how far ahead experts are guessed.
     prefetch_experts: of the next layer, for each token; 0: three eighths of the top-k.
     verify: compare every expert with its digest when it is first read.
@@ -60,6 +90,7 @@ class RuntimeOptions:
     expert_cache: str | None = None
     context: int = 0
     policy: Policy = "lrfu"
+    policy_weights: str | None = None
     prefetch: Prefetch = "lookahead"
     io: IoMode = "auto"
     threads: int = 0
@@ -75,6 +106,7 @@ class RuntimeOptions:
                 raise OptionError(f"`{text}` is not a size", "write it as text, like `512MiB` or `2GiB`")
         if self.policy not in POLICIES:
             raise OptionError(f"unknown policy `{self.policy}`", f"choose one of {', '.join(POLICIES)}")
+        self._check_weights()
         if self.prefetch not in PREFETCHERS:
             raise OptionError(f"unknown prefetch `{self.prefetch}`", f"choose one of {', '.join(PREFETCHERS)}")
         if self.io not in IO_MODES:
@@ -95,3 +127,12 @@ class RuntimeOptions:
             )
         if self.threads > MAX_THREADS:
             raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")
+
+    def _check_weights(self) -> None:
+        if self.policy_weights is None:
+            return
+        if self.policy not in WEIGHTED_POLICIES:
+            raise OptionError(f"weights have no effect on the policy `{self.policy}`", "add `--policy hobbit`")
+        if not isinstance(self.policy_weights, str):
+            raise OptionError(f"`{self.policy_weights}` is not four weights", "write them as text, `0.1,0.5,0,0.4`")
+        parse_weights(self.policy_weights)

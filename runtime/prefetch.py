@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -181,9 +181,7 @@ def make_predictor(
     """The predictor of an option; None for `off`."""
     if kind == "lookahead":
         return LookaheadPredictor(tables, model, norms, routers)
-    if kind == "path":
-        return PathPredictor(tables, model)
-    return PopularityPredictor(tables, model) if kind == "popularity" else None
+    return table_predictor(kind, tables, model)
 
 
 def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
@@ -198,3 +196,61 @@ def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
 def candidates(scores: np.ndarray, count: int) -> np.ndarray:
     """The likeliest first, at most `count`. Ties: lowest index."""
     return np.argsort(-scores, kind="stable")[:count]
+
+
+@dataclass(slots=True)
+class Advisor:
+    """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
+
+    layers: how many of those that route it looks ahead. experts: of the next one, per token; 0: three eighths of the
+    top-k.
+    """
+
+    spec: ModelSpec
+    first_expert: Sequence[int]
+    predictor: Predictor | None = None
+    layers: int = 2
+    experts: int = 0
+    _routed_ahead: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._routed_ahead = [routed_ahead(self.spec, layer) for layer in range(self.spec.num_layers)]
+
+    def advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
+        """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
+
+        More than one layer only for a single token: many tokens ask for most experts of the next layer already.
+        """
+        following, advice = None, list[int]()
+        depth = max(self.layers, 1) if len(state.hidden) == 1 else 1
+        for rank, ahead in enumerate(self._routed_ahead[state.layer][:depth], 1):
+            experts = self._predict(state, ahead, rank)
+            following = experts if rank == 1 else following
+            if experts is not None:
+                advice += (experts + self.first_expert[self.spec.layer_after(state.layer, ahead)]).tolist()
+        return following, advice
+
+    def _predict(self, state: PassState, ahead: int, rank: int) -> np.ndarray | None:
+        """Candidates of the layer so far ahead, the rank-th of those that route."""
+        following = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts
+        each = advised_experts(following.top_k, rank, self.experts)
+        scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
+        # Tables are as wide as the largest layer.
+        return None if scores is None else candidates(scores[: following.count], len(state.hidden) * each)
+
+
+def routed_ahead(model: ModelSpec, layer: int) -> list[int]:
+    """How far ahead the layers behind this one lie that route; behind the last of them, the next token's first."""
+    ahead = [following - layer for following in model.expert_layers if following > layer]
+    decoder = [following for following in model.expert_layers if following >= model.first_decoder_layer]
+    return ahead or [model.num_layers - layer + following - model.first_decoder_layer for following in decoder[:1]]
+
+
+def table_predictor(kind: Prefetch, tables: Tables, model: ModelSpec) -> Predictor | None:
+    """The predictors that a trace alone can feed; None for `off`. Raises KeyError for `lookahead`."""
+    makers: dict[str, Callable[[Tables, ModelSpec], Predictor | None]] = {
+        "path": PathPredictor,
+        "popularity": PopularityPredictor,
+        "off": lambda tables, model: None,
+    }
+    return makers[kind](tables, model)

@@ -44,18 +44,24 @@ def quantile(values: Sequence[int], share: float) -> int | None:
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """Time inside kernels, Python around them included: attention, norms, routers and head; routed experts."""
+    """Time inside kernels, Python around them included: attention, norms, routers and head; routed experts.
+
+    shared_ns: the part of dense_ns that shared experts took.
+    """
 
     dense_ns: int = 0
     experts_ns: int = 0
+    shared_ns: int = 0
 
     def copy(self) -> PhaseTimes:
         """The same times, apart."""
-        return PhaseTimes(self.dense_ns, self.experts_ns)
+        return PhaseTimes(self.dense_ns, self.experts_ns, self.shared_ns)
 
     def since(self, before: PhaseTimes) -> PhaseTimes:
         """What came on top."""
-        return PhaseTimes(self.dense_ns - before.dense_ns, self.experts_ns - before.experts_ns)
+        return PhaseTimes(
+            self.dense_ns - before.dense_ns, self.experts_ns - before.experts_ns, self.shared_ns - before.shared_ns
+        )
 
 
 @dataclass(frozen=True, slots=True)

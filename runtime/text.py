@@ -30,7 +30,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class StopTexts:
-    """Ends a streamed text in front of whichever of some texts is complete first; what may be the beginning of one waits.
+    """Ends a streamed text in front of whichever of some texts is complete first; what may begin one waits.
 
     Where two are complete with the same character the longer one counts, so that how the text was cut into pieces
     never shows.

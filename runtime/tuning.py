@@ -10,8 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME
+from moec.manifests.errors import OptionError
 
-from .options import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, MAX_READERS, MAX_THREADS, PREFETCHERS
+from .options import (
+    MAX_PREFETCH_EXPERTS,
+    MAX_PREFETCH_LAYERS,
+    MAX_READERS,
+    MAX_THREADS,
+    POLICIES,
+    PREFETCHERS,
+    WEIGHTED_POLICIES,
+    parse_weights,
+)
 
 SUFFIX = ".tune.json"
 FORMAT_VERSION = 1
@@ -78,13 +88,29 @@ def read_tuning(bundle: Path) -> Tuning | None:
         raise ValueError(f"is not of version {FORMAT_VERSION}")
     if set(plain) != {"machine", "bundle", "options", "trials"} or not isinstance(plain["options"], dict):
         raise ValueError("lacks a field, or has one too many")
+    if not isinstance(plain["trials"], list) or not all(isinstance(trial, dict) for trial in plain["trials"]):
+        raise ValueError("has trials that are no list of objects")
     for name, value in plain["options"].items():
         if not _is_valid(name, value):
             raise ValueError(f"has the option `{str(name)[:40]}` = {str(value)[:40]!r}, which is not on offer")
+    if "policy_weights" in plain["options"] and plain["options"].get("policy") not in WEIGHTED_POLICIES:
+        raise ValueError("has weights of a policy that takes none")
     return Tuning(**plain)
 
 
 def _is_valid(name: str, value: object) -> bool:
     if name == "prefetch":
         return value in PREFETCHERS
+    if name == "policy":
+        return value in POLICIES
+    if name == "policy_weights":
+        return isinstance(value, str) and _are_weights(value)
     return name in _NUMBERS and type(value) is int and 0 < value <= _NUMBERS[name]
+
+
+def _are_weights(text: str) -> bool:
+    try:
+        parse_weights(text)
+    except OptionError:
+        return False
+    return True

@@ -30,8 +30,10 @@ class Recorder:
         self.found = np.zeros(model.spec.num_layers)
         self.asked = np.zeros(model.spec.num_layers)
 
-    def scores(self, state: PassState) -> np.ndarray | None:
-        """Called once per layer, after its choice."""
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        """Called after each layer's choice, once per layer ahead."""
+        if ahead > 1:
+            return None
         chosen = set(state.chosen[state.layer][0].tolist())
         self.choices[state.layer].append(chosen)
         if state.layer > 0:
@@ -46,7 +48,7 @@ def routing(bundle: Path, text: str, tokens: int) -> dict[str, list[float]]:
     """The three figures per layer, rounded."""
     with load(bundle, expert_cache="100%", context=tokens) as engine:
         recorder = Recorder(engine)
-        engine.model.predictor = recorder
+        engine.model.advisor.predictor = recorder
         for position, token in enumerate(engine.encode(text)[:tokens]):
             engine.step([token], [0], [position])
         counts = [layer.experts.count for layer in engine.model.spec.layers]

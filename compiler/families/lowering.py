@@ -97,6 +97,12 @@ class Lowering:
         """The format of weights that keep their floats."""
         return QuantSpec(16, float_type=self.float_type)
 
+    @property
+    def own_unit_spec(self) -> QuantSpec:
+        """The format of routed projections that keep what the checkpoint has: mxfp4 where that is what it holds."""
+        is_mxfp4 = bool(self.units) and all(source.scales for source in self.units.values())
+        return QuantSpec.parse("mxfp4") if is_mxfp4 else self.spec_16bit
+
     def unit(self, key: UnitKey) -> torch.Tensor:
         """One projection of one expert, [N, K] bfloat16 or float16. Raises CheckpointError."""
         return self.read(self.units[key])

@@ -11,6 +11,7 @@ from math import prod
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
+from ..fisher import gradient_bytes
 from ..reference_network import TOKENS_PER_FORWARD
 from .sweep import PROBE_TOKENS
 
@@ -38,8 +39,8 @@ def _moments(model: ModelSpec, layer: int) -> int:
     return experts.count * (model.hidden_size**2 + experts.width**2)
 
 
-def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
-    """Peak of a compile that holds the whole model in float32, its moments, and a code per weight and format."""
+def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> int:
+    """Peak of a compile that holds the model in float32, its moments, a code per weight and format, and graphs."""
     weights = sum(layer_weights(model, layer) for layer in range(model.num_layers))
     outside = sum(prod(shape) for name, shape in model.dense_shapes().items() if not name.startswith("layers."))
     experts = sum(
@@ -47,7 +48,8 @@ def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
     )
     moments = sum(_moments(model, layer) for layer in range(model.num_layers))
     formats = sum(spec.bitwidth < 16 for spec in specs)
-    return PROCESS_BYTES + _FLOAT * (weights + outside + moments + experts) + formats * experts
+    fixed = PROCESS_BYTES + _FLOAT * (weights + outside + moments + experts) + formats * experts
+    return fixed + gradient_bytes(model, threads)
 
 
 def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:

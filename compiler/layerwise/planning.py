@@ -32,9 +32,9 @@ ANSWER_TOKENS = 16_384
 """Tokens of texts whose answers are scored, prompts included: of validation, and of held-out ones for each task."""
 
 
-def goes_layer_by_layer(model: ModelSpec, specs: Sequence[QuantSpec], limit_bytes: int) -> bool:
+def goes_layer_by_layer(model: ModelSpec, specs: Sequence[QuantSpec], threads: int, limit_bytes: int) -> bool:
     """Whether a compile that holds the whole model would exceed the limit."""
-    return whole_bytes(model, specs) > limit_bytes
+    return whole_bytes(model, specs, threads) > limit_bytes
 
 
 def need_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int, tasks: int = 1) -> int:
@@ -47,7 +47,7 @@ def check_layerwise(
     model: ModelSpec, target: Target, specs: Sequence[QuantSpec], threads: int, limit_bytes: int, tasks: int
 ) -> None:
     """Refuse what cannot be compiled layer by layer. Raises OptionError with the memory that would do."""
-    whole, need = whole_bytes(model, specs), need_bytes(model, specs, threads, tasks)
+    whole, need = whole_bytes(model, specs, threads), need_bytes(model, specs, threads, tasks)
     if model.encoder is not None:
         raise OptionError(
             f"a model with an encoder is searched in memory as a whole, {whole} bytes, found {limit_bytes}",

@@ -126,7 +126,7 @@ class LayerQuantizer:
             for projection in group:
                 for spec in fitting:
                     key = (UnitKey(self._layer, expert, projection), spec)
-                    if self._quantizer == "gptq":
+                    if self._quantizer == "gptq" and not spec.is_mxfp4:
                         weight = weights[projection].unsqueeze(0)
                         found[key] = quantize_gptq_batch(weight, spec, moment, tokens, prepared)[0]
                     else:

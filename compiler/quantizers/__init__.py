@@ -11,6 +11,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.quant import QuantSpec
 
 from ..quantized import QuantizedMatrix
+from .exact import repack_mxfp4
 
 QUANTIZERS = ("gptq", "rtn", "quanto")
 
@@ -26,20 +27,22 @@ class Quantizer(Protocol):
 def quantizer(name: str) -> Quantizer:
     """The quantizer of that name. Raises OptionError for an unknown name.
 
-    `rtn` and `quanto` look at the weights alone; `gptq` uses the second moment.
+    `rtn` and `quanto` look at the weights alone; `gptq` uses the second moment. All take mxfp4 as it is, or raise
+    CheckpointError.
     """
     if name not in QUANTIZERS:
         raise OptionError(f"unknown quantizer `{name[:40]}`, expected one of {', '.join(QUANTIZERS)}")
     function: Any = getattr(importlib.import_module(f".{name}", __package__), f"quantize_{name}")
-    if name == "gptq":
-        return function  # type: ignore[no-any-return]
 
-    def from_weights(
+    def quantize(
         weight: torch.Tensor, spec: QuantSpec, second_moment: torch.Tensor | None, tokens: int
     ) -> QuantizedMatrix:
-        return function(weight, spec)  # type: ignore[no-any-return]
+        if spec.is_mxfp4:
+            return repack_mxfp4(weight, spec)
+        arguments = (second_moment, tokens) if name == "gptq" else ()
+        return function(weight, spec, *arguments)  # type: ignore[no-any-return]
 
-    return from_weights
+    return quantize
 
 
 def quantize_batch(
@@ -53,7 +56,7 @@ def quantize_batch(
 
     weights: [E, N, K] floats. second_moments: [E, K, K] or None. tokens: [E] or None. Raises as the quantizer does.
     """
-    if name == "gptq":
+    if name == "gptq" and not spec.is_mxfp4:
         from .gptq import quantize_gptq_batch
 
         return quantize_gptq_batch(weights, spec, second_moments, tokens)

@@ -27,11 +27,13 @@ def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
 
     weight: [N, K] floats, finite. 2 and 4 bits: HqqOptimizer (half-quadratic). 3 bits: MaxOptimizer, which alone takes
     a bitwidth that the package does not offer itself. 8 bits: AbsmaxOptimizer, one scale per row.
-    Raises OptionError for what the package cannot express (8 bits in groups, 2 to 4 bits symmetric), ValueError if the
-    format does not fit or its scales exceed float16, MissingDependency without the package.
+    Raises OptionError for what the package cannot express (1 bit, 8 bits in groups, 2 to 4 bits symmetric), ValueError
+    if the format does not fit or its scales exceed float16, MissingDependency without the package.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or not spec.fits(weight.shape[1]):
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
+    if spec.bitwidth == 1:
+        raise OptionError("optimum-quanto has no weights of 1 bit", "offer 2 bits and more, or use another quantizer")
     if spec.bitwidth == 8 and spec.group_size:
         raise OptionError(
             f"optimum-quanto has no 8-bit weights in groups, found format {spec}", "use `q8`, or another quantizer"

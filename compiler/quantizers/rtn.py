@@ -13,8 +13,10 @@ from moec.manifests.quant import QuantSpec
 
 from ..quantized import QuantizedMatrix
 
-# Shrink factors of the clip search. On Gaussian rows of 64 the best factor at 2 bits lies near 0.7, at 8 bits at 1.
+# Shrink factors of the clip search. On Gaussian rows of 64 the best factor at 2 bits lies near 0.7, at 8 bits at 1; at
+# 1 bit near 0.3, where a code stands for the mean of its half.
 _SHRINK_FACTORS = tuple(1.0 - 0.05 * step for step in range(1, 13))
+_SHRINK_FACTORS_1_BIT = tuple(1.0 - 0.05 * step for step in range(4, 18))
 _CHUNK_WEIGHTS = 1 << 17  # the search makes a dozen passes over a chunk, which should stay in the second-level cache
 _ROWS_AT_ONCE = 2048  # bounds the float32 copy of a large embedding
 _SMALLEST_NEGATIVE_HALF = -32767  # bit pattern 0x8001
@@ -29,7 +31,7 @@ def quantize_rtn(
     Scales and minima are rounded to float16 outwards before codes are chosen, so without clip search no weight is
     clipped and each lies within scale / 2 of its value, up to float32 rounding: |w - w'| <= scale / 2 +
     2**-22 * (2**bitwidth * scale + |minimum|). A group of equal values that float16 holds is exact.
-    With clip search each group takes the range, out of its own and twelve smaller ones about the same centre, with
+    With clip search each group takes the range, out of its own and a dozen smaller ones about the same centre, with
     the least (weighted) squared error; it is never worse than without.
     Raises ValueError: the format does not fit, or its scales exceed float16.
     """
@@ -55,7 +57,7 @@ def _quantize_rows(
     if clip_search:
         best = _error(grouped, codes, scales, minima, importance)
         centre, half = (low + high) / 2, (high - low) / 2
-        for factor in _SHRINK_FACTORS:
+        for factor in _SHRINK_FACTORS_1_BIT if spec.bitwidth == 1 else _SHRINK_FACTORS:
             trial_scales, trial_minima = _grid(centre - factor * half, centre + factor * half, spec)
             trial_codes = _codes(grouped, trial_scales, trial_minima, spec)
             error = _error(grouped, trial_codes, trial_scales, trial_minima, importance)

@@ -108,11 +108,10 @@ def importance_list(
     base = uniform_like(plan, high, store.quantizer)
     before = trials.answer_nll(base, store, EXACT_ITEMS)
     keys, losses = plan.model.expert_keys(), {}
-    for done, key in enumerate(keys, 1):
-        own = dict.fromkeys(plan.model.units_of(key), low)
-        alone = replace(base, units={**base.units, **own})
-        losses[key] = trials.answer_nll(alone, store, EXACT_ITEMS) - before
-        progress(done, len(keys))
+    plans = (_counted(base, [key], low) for key in keys)
+    for key, after in zip(keys, trials.answer_nll_each(plans, store, EXACT_ITEMS), strict=True):
+        losses[key] = after - before
+        progress(len(losses), len(keys))
     return losses
 
 

@@ -44,7 +44,7 @@ __all__ = [
 NUMPY = "numpy"
 MAX_THREADS = 256
 _EXTENSION = "_native"
-_FLOAT_CODES = {"none": 0, "bfloat16": 1, "float16": 2}
+_FLOAT_CODES = {"none": 0, "bfloat16": 1, "float16": 2, "mxfp4": 3}
 
 
 class _State:

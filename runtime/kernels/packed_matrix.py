@@ -17,6 +17,11 @@ Int64s = NDArray[np.int64]
 
 _PLANE_BYTES = 4 * ROWS_PER_BLOCK
 _COLUMNS_PER_LANE = 4
+_EXPONENT_BIAS = 127
+MXFP4_CENTRE = 12
+"""The level of the weight 0."""
+MXFP4_LEVELS = np.array([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], np.uint8)
+"""Twice each of the sixteen 4-bit floats, plus MXFP4_CENTRE."""
 
 
 def require(holds: bool, message: str) -> None:
@@ -96,6 +101,11 @@ def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Byte
     blocks, groups = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK, spec.groups(columns)
     scale_bytes = 2 * ROWS_PER_BLOCK
     records = data.reshape(blocks, groups, -1)
+    if spec.is_mxfp4:
+        exponents = records[:, :, :ROWS_PER_BLOCK].astype(np.int32) - _EXPONENT_BIAS
+        scales = np.ldexp(np.float32(0.5), exponents).astype(np.float32)
+        tiles = records[:, :, ROWS_PER_BLOCK:].reshape(blocks, groups, -1, _PLANE_BYTES * spec.bitwidth)
+        return tiles, scales, scales * np.float32(-MXFP4_CENTRE)
     scales = records[:, :, :scale_bytes].copy().view("<f2").astype(np.float32)
     if spec.symmetric:
         minima, start = scales * np.float32(-(2 ** (spec.bitwidth - 1))), scale_bytes
@@ -108,7 +118,7 @@ def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Byte
 
 
 def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes:
-    """The codes of a quantized matrix.
+    """The codes of a quantized matrix; of mxfp4 what MXFP4_LEVELS makes of them, which is linear in the weights.
 
     data: uint8[packed_bytes]. Returns uint8[rows, columns]. Raises ValueError for 16-bit formats and wrong sizes.
     Source: docs/format.md, Packing.
@@ -118,6 +128,8 @@ def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes
     tiles, _, _ = _groups(data, rows, columns, spec)
     blocks = tiles.shape[0]
     codes = _tile_codes(tiles.reshape(-1, tiles.shape[-1]), spec.bitwidth)
+    if spec.is_mxfp4:
+        codes = MXFP4_LEVELS[codes]
     by_block = codes.reshape(blocks, columns // COLUMNS_PER_TILE, ROWS_PER_BLOCK, COLUMNS_PER_TILE)
     return np.asarray(by_block.transpose(0, 2, 1, 3).reshape(-1, columns)[:rows])
 

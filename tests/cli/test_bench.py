@@ -10,6 +10,7 @@ import pytest
 from moec.cli.bench import predict
 from moec.profiles.device import DeviceProfile, load_profile
 from moec.runtime.bundle import open_bundle
+from moec.runtime.eviction import SCORES
 
 from .conftest import Invoke
 
@@ -38,7 +39,7 @@ def test_json_holds_all_of_it(invoke: Invoke, mixed_bundle: Path, host: DevicePr
     assert values["ratio"] == pytest.approx(ceiling["tpot_ns"] / measured["tpot_p50_ns"])
     assert ceiling["tpot_ns"] == max(ceiling["compute_ns"], ceiling["storage_ns"]) > 0
     rows = values["policies"]
-    assert {row["policy"] for row in rows} == {"lrfu", "edgemoe", "lru", "lfu", "popularity", "optimum"}
+    assert {row["policy"] for row in rows} == {*SCORES, "popularity", "optimum"}
     for share in {row["share"] for row in rows}:
         part = {row["policy"]: row for row in rows if row["share"] == share}
         assert part["optimum"]["lookups"] == measured["lookups"]

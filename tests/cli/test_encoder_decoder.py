@@ -84,3 +84,12 @@ def test_text_without_a_prompt_is_refused_in_one_sentence(invoke: Invoke, made: 
     for name in ("bundle", "model"):
         result = invoke("eval", made / name, "--task", "perplexity", "--data", made / "texts")
         assert result.exit_code == 1 and "prompt is empty" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_traces_are_refused(invoke: Invoke, made: Path, tmp_path: Path) -> None:
+    """Their format has no passes of an encoder."""
+    result = invoke("bench", made / "bundle", "--tokens", 4, "--trace-out", tmp_path / "a.trace")
+    assert result.exit_code == 1 and "traces have passes over all layers alone" in result.stderr
+    result = invoke("simulate", made / "bundle", "--trace", tmp_path / "a.trace")
+    assert result.exit_code == 1 and "traces have passes over all layers alone" in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 
 from moec.cli import tune
 from moec.cli.main import cli
+from moec.manifests.errors import MoecError
+from moec.profiles.device import load_profile
 from moec.profiles.probe import machine_sha256
 from moec.runtime.options import RuntimeOptions
 from moec.runtime.tuning import Tuning, bundle_sha256, read_tuning, tuning_path, write_tuning
@@ -105,6 +107,11 @@ def test_a_file_for_something_else_is_named_and_left_aside(bundle: Path, field: 
         '{"format_version": 1, "machine": "", "bundle": "", "options": {"readers": true}, "trials": []}',
         '{"format_version": 1, "machine": "", "bundle": "", "options": {"prefetch": "magic"}, "trials": []}',
         '{"format_version": 1, "machine": "", "bundle": "", "options": []}',
+        '{"format_version": 1, "machine": "", "bundle": "", "options": {}, "trials": [1]}',
+        '{"format_version": 1, "machine": "", "bundle": "", "options": {"policy": "fifo"}, "trials": []}',
+        '{"format_version": 1, "machine": "", "bundle": "", "options": {"policy_weights": "1,0,0,0"}, "trials": []}',
+        '{"format_version": 1, "machine": "", "bundle": "", "options": {"policy": "hobbit", "policy_weights": "1"},'
+        ' "trials": []}',
     ],
 )
 def test_a_damaged_file_is_left_aside(bundle: Path, text: str) -> None:
@@ -112,3 +119,67 @@ def test_a_damaged_file_is_left_aside(bundle: Path, text: str) -> None:
     with pytest.raises(ValueError):
         read_tuning(bundle)
     assert "warning" in mode(bundle)
+
+
+def traced(bundle: Path, folder: Path, name: str, text: str) -> Path:
+    source, trace = folder / f"{name}.txt", folder / f"{name}.trace"
+    source.write_text(text)
+    arguments = ["bench", str(bundle), "--text", str(source), "--prompt-tokens", "4", "--tokens", "20"]
+    arguments += ["--expert-cache", "40%", "--trace-out", str(trace)]
+    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    return trace
+
+
+def test_weights_are_fitted_and_compared_on_other_traces(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: load_profile("laptop"))
+    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+    training = traced(bundle, tmp_path, "a", "this text is what the weights are fitted to")
+    held_out = [traced(bundle, tmp_path, name, f"{name} is another text, for comparing them") for name in "bc"]
+    write_tuning(bundle, Tuning(machine_sha256(), bundle_sha256(bundle), {"readers": 5, "policy": "lfu"}))
+    arguments = ["tune", str(bundle), "--expert-cache", "50%", "--trace", str(training)]
+    for path in held_out:
+        arguments += ["--held-out", str(path)]
+    done = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False)
+    assert done.exception is None
+    told = json.loads(done.stdout)
+    policies = ["lrfu", "lru", "lfu", "edgemoe", "optimum", "hobbit", "hobbit-printed"]
+    by_size: dict[int, dict[str, dict[str, object]]] = {}
+    for row in told["rows"]:
+        by_size.setdefault(row["capacity_bytes"], {})[row["policy"]] = row
+    assert len(by_size) == 3, "10 % is less than a layer needs, 50 % is in use"
+    for part in by_size.values():
+        assert list(part) == policies
+        best = part[str(part["lru"]["best"])]
+        assert best["ratio"] == 1 and best["interval"] == [1, 1]
+        assert part["lru"]["gap_closed"] in (0, None) and part["optimum"]["gap_closed"] in (1, None)
+        assert part["hobbit"]["weights"] and part["lru"]["weights"] is None
+    found = read_tuning(bundle)
+    assert found is not None and found.options["readers"] == 5, "what timing found stays"
+    assert found.options == told["options"] and found.trials == told["trials"]
+    kept = [trial for trial in told["trials"] if trial["kept"]]
+    assert found.options.get("policy") == (kept[0]["value"].split()[0] if kept else None)
+    table = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    assert table.exception is None and "gap closed" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--trace", "a"], "`--trace` and `--held-out` need each other"),
+        (["--trace", "a", "--held-out", "b", "--tokens", "5"], "`--tokens` has no effect"),
+        (["--trace", "a", "--held-out", "b"], "the trace `a` cannot be read"),
+    ],
+)
+def test_a_fit_without_what_it_needs_is_refused(bundle: Path, more: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli, ["tune", str(bundle), *more], standalone_mode=False)
+    assert isinstance(done.exception, MoecError) and message in done.exception.message
+    assert not tuning_path(bundle).exists()
+
+
+def test_a_fitted_policy_is_used_unless_the_command_line_names_one(bundle: Path) -> None:
+    options: dict[str, str | int] = {"policy": "hobbit", "policy_weights": "0.25,0.5,0,0.25"}
+    write_tuning(bundle, Tuning(machine_sha256(), bundle_sha256(bundle), options))
+    assert "policy hobbit 0.25,0.5,0,0.25," in mode(bundle)
+    assert "policy lru," in mode(bundle, "--policy", "lru"), "a policy and its weights are one choice"

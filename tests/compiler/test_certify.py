@@ -19,6 +19,7 @@ from moec.compiler.certify import (
     TaskCertificate,
     certify_task,
     judge_divergence,
+    look_counts,
 )
 from moec.compiler.options import Talk
 from moec.compiler.quality import overall_verdict
@@ -68,11 +69,15 @@ class Coarse:
 
 
 def certify(
-    reference: ReferenceModel, engine: Coarse, target: Target = LOSS, texts: Sequence[str] = TEXTS
+    reference: ReferenceModel,
+    engine: Coarse,
+    target: Target = LOSS,
+    texts: Sequence[str] = TEXTS,
+    confidence: float | None = None,
 ) -> TaskCertificate:
     task = find_task("perplexity")
     items = ItemSet(task, "made", tuple({"text": text} for text in texts))
-    return certify_task(task, items, (), reference, cast(BundleEngine, engine), target, Talk())
+    return certify_task(task, items, (), reference, cast(BundleEngine, engine), target, Talk(), confidence)
 
 
 def test_an_equal_engine_loses_nothing(reference: ReferenceModel) -> None:
@@ -117,6 +122,34 @@ def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target(reference: Ref
     assert certificate.to_json()["loss"] is None
     with pytest.raises(OptionError, match="baseline scores 0"):
         certify_task(task, items, (), reference, engine, LOSS, Talk())
+
+
+@pytest.mark.parametrize(
+    ("items", "looks"), [(40, [40]), (500, [500]), (501, [500, 501]), (9000, [500, 1000, 2000, 4000, 9000])]
+)
+def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
+    assert look_counts(items) == looks
+
+
+def test_a_clear_case_is_decided_at_an_early_look(reference: ReferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the first items alone, but for the wider bounds of several looks; an unclear one goes on to the end."""
+    monkeypatch.setattr("moec.compiler.certify.LOOKS", (40, 80))
+    texts = [f"{n} and one text more, {n * n}" for n in range(120)]
+    equal, first = Coarse(reference, 1.0), certify(reference, Coarse(reference, 1.0), texts=texts[:40])
+    early = certify(reference, equal, texts=texts, confidence=0.95)
+    assert early.verdict is not None and early.verdict.status == "supported"
+    assert early.value.n == 40 and equal.forced == 40
+    assert (early.value.value, early.value.data_sha256) == (first.value.value, first.value.data_sha256)
+    assert early.loss is not None and early.loss.error == pytest.approx(0.05 / 3) and early.loss.bounds is not None
+    coarse = certify(reference, Coarse(reference, 3.0), texts=texts)
+    assert coarse.loss is not None
+    unclear = Target("loss", coarse.loss.loss)  # the loss itself: never supported, never refuted
+    whole = certify(reference, Coarse(reference, 3.0), unclear, texts, confidence=0.95)
+    assert whole.verdict is not None and whole.verdict.status in ("met", "missed")
+    assert whole.value.n == 120 and whole.value.value == coarse.value.value
+    assert whole.value.interval95 == coarse.value.interval95 and whole.value.data_sha256 == coarse.value.data_sha256
+    assert whole.loss is not None and whole.loss.bounds is not None
+    assert whole.loss.bounds[0] <= whole.loss.lower95 <= whole.loss.upper95 <= whole.loss.bounds[1]
 
 
 def certificate_of(loss: LossEstimate, base: TaskCertificate) -> TaskCertificate:

@@ -24,7 +24,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> CompileResult:
     root = tmp_path_factory.mktemp("curve")
     return compile_tiny(
         save_model(root / "model"), root / "out", "loss", LOSSES[-1], data=str(save_texts(root / "texts")),
-        tasks=("perplexity",), plan_only=True, sweep=LOSSES, comparisons=True,
+        tasks=("perplexity",), plan_only=True, sweep=LOSSES, comparisons=True, dense_bits=16,
     )  # fmt: skip
 
 

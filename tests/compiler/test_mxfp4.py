@@ -8,19 +8,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.mxfp4 import decode
+from moec.compiler.mxfp4 import decode, encode
+from moec.compiler.packing import pack, unpack
+from moec.compiler.quantizers import quantizer
 from moec.compiler.reference import ReferenceModel
+from moec.compiler.unit_store import UnitStore
 from moec.manifests.errors import CheckpointError
+from moec.manifests.quant import QuantSpec
 from moec.runtime import load
+from moec.runtime.kernels import packed_matrix
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
+MXFP4 = QuantSpec.parse("mxfp4")
 TOKENS = np.random.default_rng(5).integers(4, 260, 30).tolist()
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
@@ -76,6 +84,59 @@ def test_the_reference_is_unpacked_and_a_search_runs(folder: Path, tmp_path: Pat
     data = save_texts(tmp_path / "texts")
     result = compile_tiny(folder, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("perplexity",))
     assert result.path is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 20), blocks=st.integers(1, 4), low=st.integers(5, 240), seed=st.integers(0, 999))
+def test_what_was_decoded_is_packed_as_it_was(rows: int, blocks: int, low: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (rows, blocks, 16), generator=draw, dtype=torch.uint8)
+    packed[0, 0] = 0x80  # a block of zeros of both signs
+    scales = torch.randint(low, low + 9, (rows, blocks), generator=draw, dtype=torch.uint8)
+    weight = decode(packed, scales)
+    matrix = quantizer("gptq")(weight, MXFP4, None, 0)
+    assert torch.equal(matrix.dequantize(), weight.float())
+    data = pack(matrix)
+    assert len(data) == MXFP4.packed_bytes(rows, 32 * blocks)
+    np.testing.assert_array_equal(packed_matrix.unpack(data, rows, 32 * blocks, MXFP4), weight.float().numpy() + 0.0)
+    back = unpack(data, rows, 32 * blocks, MXFP4)
+    assert torch.equal(back.codes, matrix.codes) and torch.equal(back.scales, matrix.scales)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.tensor([[1.25, *[0.0] * 31]]), torch.tensor([[6.0, 0.25, *[0.0] * 30]]), torch.full((1, 32), 2.0**-127)],
+    ids=["no such float", "too wide a range", "too small"],
+)
+def test_what_has_no_exact_form_is_refused(weight: torch.Tensor) -> None:
+    assert encode(weight) is None
+    with pytest.raises(CheckpointError, match="is not made of 4-bit floats"):
+        quantizer("rtn")(weight, MXFP4, None, 0)
+
+
+def test_four_bits_are_the_checkpoint_s_own_and_lose_nothing(folder: Path, tmp_path: Path) -> None:
+    """4.25 bits per weight and the same logits as 16 bits, but for the rounding of activations."""
+    result = compile_tiny(folder, tmp_path / "own", "uniform", 4, dense_bits=16)
+    assert result.path is not None and {str(spec) for spec in result.plan.units.values()} == {"mxfp4"}
+    assert result.plan.bits_per_weight == 4.25
+    store, lowering = UnitStore(lower(open_checkpoint(str(folder))), None, "gptq"), lower(open_checkpoint(str(folder)))
+    for key in lowering.units:
+        assert torch.equal(store.weight(key, MXFP4), lowering.unit(key).float())
+        assert store.error(key, MXFP4) == 0.0
+    grouped = compile_tiny(folder, tmp_path / "grouped", "uniform", 4, group_sizes=(32,))
+    assert {str(spec) for spec in grouped.plan.units.values()} == {"q4g32s"}
+    with load(emit_bundle(folder, tmp_path / "sixteen"), expert_cache="100%", context=64) as engine:
+        expected = engine.logits(TOKENS)
+    with load(result.path, expert_cache="50%", context=64) as engine:
+        found = engine.logits(TOKENS)
+    # Nearly all tokens: rounded activations send one of a random model elsewhere now and then.
+    assert np.median(np.abs(found - expected).max(1)) <= 0.02 * np.abs(expected).max()
+
+
+def test_a_search_offers_them_in_the_place_of_16_bits(folder: Path, tmp_path: Path) -> None:
+    data = save_texts(tmp_path / "texts")
+    result = compile_tiny(folder, tmp_path / "out", "kl", 1e-6, data=str(data), tasks=("perplexity",), dense_bits=16)
+    assert {str(spec) for spec in result.plan.units.values()} == {"mxfp4"}
 
 
 def test_what_is_packed_wrongly_is_named(folder: Path, tmp_path: Path) -> None:

@@ -34,18 +34,21 @@ def _code_position(bitwidth: int, row: int, column: int) -> list[tuple[int, int,
         return [(64 * q + 4 * row + c, 0, 8, 0)]
     if bitwidth == 4:
         return [(64 * (q // 2) + 4 * row + c, 4 * (q % 2), 4, 0)]
+    if bitwidth == 1:
+        return [(4 * row + c, q, 1, 0)]
     low = (64 * (q // 4) + 4 * row + c, 2 * (q % 4), 2, 0)
     return [low] if bitwidth == 2 else [low, (128 + 4 * row + c, q, 1, 2)]
 
 
-@pytest.mark.parametrize("bitwidth", [2, 3, 4, 8])
+@pytest.mark.parametrize("bitwidth", [1, 2, 3, 4, 8])
 def test_every_code_of_a_tile_lies_where_the_format_says(bitwidth: int) -> None:
-    spec = QuantSpec(bitwidth, 32, symmetric=True)
+    spec = QuantSpec(bitwidth, 32, symmetric=bitwidth > 1)
     matrix = _random(spec, 16, 32, seed=bitwidth)
     packed = pack(matrix)
-    assert len(packed) == 32 + 64 * bitwidth
+    header = 32 if spec.symmetric else 64
+    assert len(packed) == header + 64 * bitwidth
     assert packed[:32].tobytes() == matrix.scales[:, 0].numpy().tobytes()
-    tile, expected = packed[32:], np.zeros(64 * bitwidth, np.uint8)
+    tile, expected = packed[header:], np.zeros(64 * bitwidth, np.uint8)
     for row in range(16):
         for column in range(32):
             for byte, shift, bits, below in _code_position(bitwidth, row, column):
@@ -68,7 +71,7 @@ def test_bytes_of_a_hand_made_tile() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bitwidth=st.sampled_from([2, 3, 4, 8]),
+    bitwidth=st.sampled_from([1, 2, 3, 4, 8]),
     group=st.sampled_from([0, 32, 64]),
     symmetric=st.booleans(),
     rows=st.integers(1, 50),
@@ -78,7 +81,7 @@ def test_bytes_of_a_hand_made_tile() -> None:
 def test_the_runtime_reads_back_what_was_packed(
     bitwidth: int, group: int, symmetric: bool, rows: int, tiles: int, seed: int
 ) -> None:
-    spec, columns = QuantSpec(bitwidth, group, symmetric), tiles * max(group, 32)
+    spec, columns = QuantSpec(bitwidth, group, symmetric and bitwidth > 1), tiles * max(group, 32)
     matrix = _random(spec, rows, columns, seed)
     packed = pack(matrix)
     assert packed.dtype == np.uint8 and len(packed) == spec.packed_bytes(rows, columns)
@@ -86,7 +89,7 @@ def test_the_runtime_reads_back_what_was_packed(
     np.testing.assert_array_equal(packed_matrix.unpack(packed, rows, columns, spec)[:rows], matrix.dequantize().numpy())
     back = unpack(packed, rows, columns, spec)
     assert back.spec == spec and torch.equal(back.codes, matrix.codes) and torch.equal(back.scales, matrix.scales)
-    assert (back.minima is None) == symmetric
+    assert (back.minima is None) == spec.symmetric
     assert back.minima is None or matrix.minima is None or torch.equal(back.minima, matrix.minima)
 
 

@@ -158,8 +158,8 @@ def test_weights_are_exchanged_and_put_back_bit_for_bit(reference):
         assert float(reference.network.experts[0].gate_up_proj[1, 0, 0]) == 0.25
     for name, parameter in reference.network.model.named_parameters():
         assert torch.equal(parameter, before[name]), name
-    reference.set_unit(names[2], changed[names[2]])
-    reference.set_dense("layers.0.query", torch.zeros(shape))
+    reference.set_weight(names[2], changed[names[2]])
+    reference.set_weight("layers.0.query", torch.zeros(shape))
     reference.restore()
     np.testing.assert_array_equal(reference.forced_logits(pair)[0], logits)
 
@@ -181,7 +181,7 @@ def test_unknown_names_and_wrong_shapes_are_refused(plain):
         with pytest.raises(KeyError):
             plain.original_weight(name)
     with pytest.raises(ValueError, match="has shape"):
-        plain.set_unit(UnitKey(0, 0, "gate"), torch.zeros(2, 2))
+        plain.set_weight(UnitKey(0, 0, "gate"), torch.zeros(2, 2))
 
 
 def test_sorted_experts_compute_what_transformers_computes(reference):

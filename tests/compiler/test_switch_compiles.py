@@ -25,7 +25,7 @@ from moec.manifests.errors import CheckpointError, InputError, OptionError
 from moec.manifests.model import RelativeBiasSpec, UnitKey
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
-from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, save_dialogues, save_texts
+from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
 
@@ -351,3 +351,34 @@ def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a prompt is empty"):
         compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("perplexity",))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sensitivity": "fisher"}, "gradients of a decoder alone, .*take `--sensitivity proxy`"),
+        ({"cluster": "auto"}, "`--cluster` hands out passes of a decoder alone"),
+    ],
+)
+def test_what_takes_a_decoder_alone_is_refused(
+    plain: Path, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    save_dialogues(tmp_path / "data")
+    with pytest.raises(OptionError, match=message):
+        compile_tiny(
+            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",), **values
+        )
+    assert names(tmp_path) == {"data"}
+
+
+def test_auto_is_proxy_and_exact_corrects_it(plain: Path, tmp_path: Path) -> None:
+    save_dialogues(tmp_path / "data", train=4, validation=4, test=4)
+    told = {}
+    for kind in ("auto", "proxy", "exact"):
+        result = compile_tiny(
+            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",),
+            sensitivity=kind, plan_only=True,
+        )  # fmt: skip
+        told[kind] = result.quality["sensitivity"]
+    assert told["auto"] == told["proxy"] and not any(told["auto"]["gains"]["gate"])
+    assert told["exact"]["gains"] == told["proxy"]["gains"] and told["exact"] != told["proxy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -92,6 +92,7 @@ class ToyTrials:
     """
 
     has_data = True
+    certification_items: ClassVar[dict[str, int]] = {"toy": ITEMS}
 
     def __init__(
         self, kl_of: Callable[[CompilePlan], float], slope: float = 1.0, standard_error: float = 0.001
@@ -99,6 +100,8 @@ class ToyTrials:
         self._kl_of, self._slope, self._standard_error = kl_of, slope, standard_error
         self.measured: list[CompilePlan] = []
         self.generated: list[CompilePlan] = []
+
+    kl_each, answer_nll_each = Trials.kl_each, Trials.answer_nll_each
 
     def kl(self, plan: CompilePlan, purpose: str, store: Any = None) -> DistributionSummary:
         self.measured.append(plan)

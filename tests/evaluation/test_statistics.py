@@ -234,3 +234,24 @@ def test_divergence_error_over_items() -> None:
     assert grouped.standard_error > 2.5 * distribution_summary(kl, kl < 2).standard_error
     with pytest.raises(ExecutionError, match="item 0 is nan"):
         distribution_summary([math.nan], [True])
+
+
+def test_several_looks_together_err_no_more_often_than_one_may() -> None:
+    """A model whose true loss is the target is supported in at most 5 % of runs, though each looks four times."""
+    random, target, looks, runs = np.random.default_rng(5), 0.1, (60, 120, 240, 480), 300
+    baseline_rate, rescued = 0.9, 0.02  # right before and wrong now, and the other way round
+    broken = target * baseline_rate + rescued * (1 - baseline_rate)
+    wrong = 0
+    for _ in range(runs):
+        before = random.random(looks[-1]) < baseline_rate
+        draws = random.random(looks[-1])
+        after = np.where(before, draws >= broken / baseline_rate, draws < rescued)
+        for count in looks:
+            estimate = relative_loss(
+                before[:count].astype(float), after[:count].astype(float), resamples=400, error=0.05 / len(looks)
+            )
+            verdict = judge(estimate, target)
+            if verdict.supported or verdict.refuted:
+                wrong += verdict.supported
+                break
+    assert wrong / runs <= 0.05 + 2 * (0.05 * 0.95 / runs) ** 0.5

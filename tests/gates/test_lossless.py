@@ -56,7 +56,7 @@ def test_smallest_cache_equals_resident(bundle: Path, resident: np.ndarray) -> N
 
 
 @pytest.mark.gate("G2")
-@pytest.mark.parametrize("policy", ["lrfu", "edgemoe", "lru", "lfu"])
+@pytest.mark.parametrize("policy", ["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"])
 @pytest.mark.parametrize("share", ["30%", "60%"])
 def test_cache_and_policy_change_nothing(bundle: Path, resident: np.ndarray, policy: str, share: str) -> None:
     logits, stats = run(bundle, expert_cache=share, policy=policy, prefetch="off")

@@ -10,12 +10,16 @@ import numpy as np
 from moec.manifests.quant import QuantSpec
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 511, 513, 1023)
-QUANTIZED = tuple(
+QUANTIZED_INTEGERS = tuple(
     QuantSpec(bitwidth, group_size, symmetric)
-    for bitwidth in (2, 3, 4, 8)
+    for bitwidth in (1, 2, 3, 4, 8)
     for symmetric in (False, True)
     for group_size in (0, 32, 64, 128)
+    if bitwidth > 1 or not symmetric
 )
+MXFP4 = QuantSpec.parse("mxfp4")
+QUANTIZED = (*QUANTIZED_INTEGERS, MXFP4)
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIXTEEN_BIT = (QuantSpec.parse("bf16"), QuantSpec.parse("fp16"))
 FORMATS = QUANTIZED + SIXTEEN_BIT
 
@@ -63,6 +67,8 @@ def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
                 tiles[:, 64 * q + 4 * r + c] |= code
             elif bitwidth == 4:
                 tiles[:, 64 * (q // 2) + 4 * r + c] |= code << (4 * (q % 2))
+            elif bitwidth == 1:
+                tiles[:, 4 * r + c] |= code << q
             else:
                 tiles[:, 64 * (q // 4) + 4 * r + c] |= (code & 3) << (2 * (q % 4))
             if bitwidth == 3:
@@ -78,7 +84,7 @@ def pad_rows(values: np.ndarray) -> np.ndarray:
 
 
 def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, bitwidth: int) -> np.ndarray:
-    """codes: uint8[N, K]; scales, minima: float16[N, G] -> uint8[packed_bytes]."""
+    """codes: uint8[N, K]; scales, minima: float16[N, G], scales of mxfp4 uint8 -> uint8[packed_bytes]."""
     groups = scales.shape[1]
     blocks = pad_rows(codes)
     tiles = blocks.reshape(len(blocks), 16, -1, 32).transpose(0, 2, 1, 3).reshape(-1, 16, 32)
@@ -111,6 +117,15 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Pa
         return Packed(pack_16_bit(weights, spec), weights, spec, np.abs(weights))
     codes = rng.integers(0, 2**spec.bitwidth, (rows, columns)).astype(np.uint8)
     groups = spec.groups(columns)
+    if spec.is_mxfp4:
+        exponents = rng.integers(118, 126, (rows, groups)).astype(np.uint8)
+        steps = np.ldexp(1.0, exponents.astype(int) - 127)[:, :, None]
+        table = np.array([*FLOAT4, *(-value for value in FLOAT4)]) + 0.0  # the sign of a zero is lost
+        floats = table[codes].reshape(rows, groups, 32)
+        weights = (floats * steps).reshape(rows, columns).astype(np.float32)
+        # Kernels multiply levels 12 above the doubled floats, and take the 12 off again.
+        magnitudes = ((floats + 12) * steps).reshape(rows, columns)
+        return Packed(pack(codes, exponents, None, 4), weights, spec, magnitudes)
     scales = rng.uniform(0.001, 0.1, (rows, groups)).astype(np.float16)
     minima = None if spec.symmetric else rng.uniform(-0.2, 0.1, (rows, groups)).astype(np.float16)
     wide = scales.astype(np.float64)

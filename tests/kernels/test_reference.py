@@ -14,7 +14,8 @@ from tests.kernels.packer import FORMATS, bits, pack, random_matrix
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, QuantSpec]:
-    bitwidth, symmetric = draw(st.sampled_from([2, 3, 4, 8])), draw(st.booleans())
+    bitwidth = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    symmetric = bitwidth > 1 and draw(st.booleans())
     tiles_per_group, groups, rows = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 40))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     codes = rng.integers(0, 2**bitwidth, (rows, 32 * tiles_per_group * groups)).astype(np.uint8)

@@ -11,6 +11,7 @@ from moec.manifests.quant import MAX_DIMENSION, QuantSpec, round_up
 GROUPS = st.sampled_from((0, 32, 64, 96, 128, 256))
 SPECS = st.one_of(
     st.builds(QuantSpec, st.sampled_from((2, 3, 4, 8)), GROUPS, st.booleans()),
+    st.builds(QuantSpec, st.just(1), GROUPS),
     st.sampled_from(("bfloat16", "float16")).map(lambda kind: QuantSpec(16, float_type=kind)),
 )
 
@@ -57,8 +58,8 @@ def test_short_forms() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "q", "q5", "q16", "q1", "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss", "bf16s",
-     "float16", "q4g\uff16\uff14", "q4g" + "9" * 5000, "q4g16777248", "x" * 5000],
+    ["", "q", "q5", "q16", "q1s", "q0", "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss",
+     "bf16s", "float16", "q4g\uff16\uff14", "q4g" + "9" * 5000, "q4g16777248", "x" * 5000],
 )  # fmt: skip
 def test_not_a_format(text: str) -> None:
     with pytest.raises(ValueError) as caught:

@@ -20,6 +20,7 @@ from moec.runtime.engine import Engine
 from moec.runtime.eviction import SCORES, eviction_order, expert_records, warm_order
 from moec.runtime.kv_cache import KVCache
 from moec.runtime.routing import within_capacity
+from moec.runtime.trace import Access, TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import pack_16_bit
 from tests.manifests.encoder_examples import CROSS, MODEL
@@ -58,6 +59,16 @@ def counted(engine: Engine) -> Iterator[Counter[int]]:
     engine.cache._storage.load = load_one  # type: ignore[method-assign]
 
 
+def recorder(engine: Engine) -> TraceRecorder:
+    return TraceRecorder(engine.model.times, engine.cache.stats, engine.model.spec.first_decoder_layer)
+
+
+def asked(trace: TraceRecorder, experts_per_layer: int = 6) -> list[Access]:
+    trace.end()
+    first_expert = [layer * experts_per_layer for layer in range(8)]
+    return [access for each in trace.passes for access in each.accesses(first_expert)]
+
+
 # -- experts of the encoder --------------------------------------------------------------------------------------------
 
 
@@ -71,13 +82,13 @@ def test_an_expert_of_the_encoder_is_read_once_per_pass(bundle: Path, prefetch: 
     with load(bundle, expert_cache=f"{room}", prefetch=prefetch, context=128) as engine:
         engine.cache.finish_warming()
         for _ in range(3):
-            trace: list[tuple[int, tuple[int, ...]]] = []
-            engine.model.trace = trace
+            trace = engine.model.trace = recorder(engine)
             with counted(engine) as reads:
                 engine.begin_texts([0], [PROMPT])
-            asked = Counter(layer for layer, _ in trace)
-            assert set(asked.values()) == {1} and max(asked) < first  # every layer asks once
-            wanted = {(layer, expert) for layer, experts in trace for expert in experts}
+            accesses = asked(trace)
+            counts = Counter(layer for layer, _ in accesses)
+            assert set(counts.values()) == {1} and max(counts) < first  # every layer asks once
+            wanted = {manifest.experts[index].key for _, experts in accesses for index in experts}
             own = {index: count for index, count in reads.items() if index in encoder}
             assert own and set(own.values()) == {1}
             read = {manifest.experts[index].key for index in own}
@@ -90,10 +101,10 @@ def test_an_expert_of_the_encoder_is_read_once_per_pass(bundle: Path, prefetch: 
 
 def test_many_prompts_share_a_pass(bundle: Path) -> None:
     with load(bundle, expert_cache="100%", context=128, slots=3) as engine:
-        trace: list[tuple[int, tuple[int, ...]]] = []
-        engine.model.trace = trace
+        trace = engine.model.trace = recorder(engine)
         assert engine.begin_texts([0, 1, 2], [PROMPT, SHORT, SHORT]) == [[START]] * 3
-        assert max(Counter(layer for layer, _ in trace).values()) == 1
+        accesses = asked(trace)
+        assert accesses and max(Counter(layer for layer, _ in accesses).values()) == 1
 
 
 @pytest.mark.parametrize("policy", SCORES)
@@ -118,6 +129,22 @@ def test_distances_count_the_decoder_alone() -> None:
     records = expert_records(np.array([2, 3, 4]), np.ones(3), 5, encoder_layers=2)
     assert records.layer_distance(2).tolist() == [3, 1, 2]
     assert records.layer_distance(0).tolist() == [1, 2, 3]  # the encoder runs: the decoder's first comes next
+
+
+def test_nearness_and_passes_count_the_decoder_alone() -> None:
+    """Two layers of an encoder, three of a decoder, one expert each."""
+    records = expert_records(np.arange(5), np.ones(5), 5, encoder_layers=2)
+    for running in range(5):
+        expected = 1 - (records.layer_distance(running) - 1) / 3
+        assert records.layer_nearness(running)[2:].tolist() == expected[2:].tolist()
+    for running in (0, 1):  # the encoder runs: the decoder's first comes next
+        assert records.layer_nearness(running)[2:].tolist() == pytest.approx([1, 2 / 3, 1 / 3])
+    records.begin_sequence()
+    passes = []
+    for clock, layer in enumerate((0, 1, 2, 3, 4, 2, 3, 4), 1):
+        records.use([layer], clock)
+        passes.append(records.sequence_passes)
+    assert passes == [1, 1, 1, 1, 1, 2, 2, 2] and records.last_passes().tolist() == [0, 0, 2, 2, 2]
 
 
 # -- lossless ----------------------------------------------------------------------------------------------------------

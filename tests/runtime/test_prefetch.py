@@ -11,9 +11,9 @@ import pytest
 from moec.manifests.model import ModelSpec, SharedSpec
 from moec.runtime import load
 from moec.runtime.bundle import Tables
-from moec.runtime.model import Model, _routed_ahead
 from moec.runtime.prefetch import (
     MINIMUM_PAIR_COUNT,
+    Advisor,
     LookaheadPredictor,
     PassState,
     PathPredictor,
@@ -22,6 +22,7 @@ from moec.runtime.prefetch import (
     advised_experts,
     candidates,
     make_predictor,
+    routed_ahead,
 )
 from tests.manifests.encoder_examples import MODEL as ENCODER_DECODER
 from tests.manifests.examples import layer_spec, model_spec
@@ -114,14 +115,14 @@ class _Counting:
 def test_no_router_is_asked_where_no_expert_would_be_advised(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="50%", context=8, prefetch_layers=4) as engine:
         top_k = engine.model.spec.layers[0].experts.top_k
-        engine.model.predictor = counting = _Counting()
+        engine.model.advisor.predictor = counting = _Counting()
         engine.step([5], [0], [0])
         assert set(counting.asked) == {ahead for ahead in (1, 2, 3, 4) if advised_experts(top_k, ahead)}
 
 
 def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="50%", context=16, prefetch="lookahead") as engine:
-        model, predictor = engine.model, engine.model.predictor
+        model, predictor = engine.model, engine.model.advisor.predictor
         assert isinstance(predictor, LookaheadPredictor)
         hidden = np.random.default_rng(1).standard_normal((3, model.spec.hidden_size)).astype(np.float32)
         found = predictor.scores(PassState(0, hidden, []))
@@ -144,7 +145,7 @@ def test_make_predictor(tiny_bundle: Path) -> None:
     known = tables({}, {})
     with load(tiny_bundle, expert_cache="100%", context=16, prefetch="off") as engine:
         spec = engine.model.spec
-        assert engine.model.predictor is None and make_predictor("off", known, spec, [], []) is None
+        assert engine.model.advisor.predictor is None and make_predictor("off", known, spec, [], []) is None
         assert isinstance(make_predictor("path", known, spec, [], []), PathPredictor)
         assert isinstance(make_predictor("popularity", known, spec, [], []), PopularityPredictor)
 
@@ -157,44 +158,39 @@ def test_recall_counts_demanded_experts() -> None:
     assert quality.recall == 0.5 and dict(quality.demanded) == {1: 2, 2: 2}
 
 
-def advising(spec: ModelSpec, known: Tables, **fields: int) -> Model:
-    """A model without weights, which can only advise."""
-    model = Model.__new__(Model)
-    model.spec, model.predictor = spec, PopularityPredictor(known, spec)
-    model._first_expert = np.cumsum([0, *(layer.experts.count for layer in spec.layers)]).tolist()
-    model._routed_ahead = [_routed_ahead(spec, layer) for layer in range(spec.num_layers)]
-    model.prefetch_layers, model.prefetch_experts = fields.get("layers", 2), fields.get("experts", 0)
-    return model
+def advising(spec: ModelSpec, known: Tables) -> Advisor:
+    first_expert = np.cumsum([0, *(layer.experts.count for layer in spec.layers)]).tolist()
+    return Advisor(spec, first_expert, PopularityPredictor(known, spec))
 
 
 def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     """Tables are as wide as the largest layer; what they say of experts that a smaller one lacks is not asked for."""
     wide = np.array([[1, 2, 3, 4], [9, 8, 7, 6]], np.uint32)
     spec = model_spec((layer_spec(experts=4, top_k=1), layer_spec(experts=2, top_k=1)))
-    model = advising(spec, replace(tables({}, {}), popularity=wide))
-    following = model._predict(PassState(0, np.zeros((8, 1), np.float32), []), 1, 1)
+    advisor = advising(spec, replace(tables({}, {}), popularity=wide))
+    following, _ = advisor.advise(PassState(0, np.zeros((8, 1), np.float32), []))
     assert following is not None and following.tolist() == [0, 1]
 
 
 def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> None:
-    model = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}, {}))
+    advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}, {}))
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
-    following, advice = model._advise(PassState(0, one, []))
+    following, advice = advisor.advise(PassState(0, one, []))
     assert following is not None and following.tolist() == [1, 0] and advice == [5, 4, 11]
-    assert model._advise(PassState(0, many, []))[1] == [5, 4, 6, 7]
-    assert model._advise(PassState(1, one, []))[1] == [11, 10]
-    model.prefetch_layers, model.prefetch_experts = 1, 3
-    assert model._advise(PassState(0, one, []))[1] == [5, 4, 6]
+    assert advisor.advise(PassState(0, many, []))[1] == [5, 4, 6, 7]
+    assert advisor.advise(PassState(1, one, []))[1] == [11, 10]
+    advisor.layers, advisor.experts = 1, 3
+    assert advisor.advise(PassState(0, one, []))[1] == [5, 4, 6]
 
 
 def test_layers_that_route_nothing_are_looked_past() -> None:
     routed = layer_spec(experts=4, top_k=4)
     spec = model_spec((routed, PLAIN, routed))
-    model, one = advising(spec, tables({}, {})), np.zeros((1, 1), np.float32)
-    assert model._advise(PassState(0, one, []))[1] == [7, 6]  # layer 2, the next that routes
-    assert model._advise(PassState(1, one, []))[1] == [7, 6]
-    assert model._advise(PassState(2, one, []))[1] == [0, 1]  # the next token's first
-    assert [_routed_ahead(spec, layer) for layer in range(3)] == [[2], [1], [1]]
+    advisor, one = advising(spec, tables({}, {})), np.zeros((1, 1), np.float32)
+    assert advisor.advise(PassState(0, one, []))[1] == [7, 6]  # layer 2, the next that routes
+    assert advisor.advise(PassState(1, one, []))[1] == [7, 6]
+    assert advisor.advise(PassState(2, one, []))[1] == [0, 1]  # the next token's first
+    assert [routed_ahead(spec, layer) for layer in range(3)] == [[2], [1], [1]]
     # And the dictionary goes from routed layer to routed layer.
     predictor = PathPredictor(tables({}, {(0, 1): [0, 0, 0, 8]}), spec)
     routes, nothing = np.array([[1]], np.int32), np.zeros((1, 0), np.int32)
@@ -205,7 +201,7 @@ def test_layers_that_route_nothing_are_looked_past() -> None:
 
 def test_behind_the_last_layer_comes_the_decoders_first() -> None:
     spec = ENCODER_DECODER  # of five layers, those that route are 1 in the encoder, 3 and 4 in the decoder
-    assert [_routed_ahead(spec, layer) for layer in range(5)] == [[1, 3, 4], [2, 3], [1, 2], [1], [2]]
+    assert [routed_ahead(spec, layer) for layer in range(5)] == [[1, 3, 4], [2, 3], [1, 2], [1], [2]]
     known = replace(tables({}, {}), popularity=np.diag([1, 2, 3, 4, 5]).astype(np.uint32))
     found = PopularityPredictor(known, spec).scores(PassState(4, NOTHING, []), 2)
     assert found is not None and found.tolist() == [0, 0, 0, 4, 0]
@@ -213,4 +209,4 @@ def test_behind_the_last_layer_comes_the_decoders_first() -> None:
 
 def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="100%", context=16) as engine:
-        assert engine.model.predictor is None and "prefetch off (all fit)" in engine.mode
+        assert engine.model.advisor.predictor is None and "prefetch off (all fit)" in engine.mode

@@ -11,7 +11,8 @@ from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.eviction import SCORES, expert_records, warm_order
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.options import MAX_THREADS
-from moec.runtime.simulate import OPTIMUM, POPULARITY, Access, global_indices, replay
+from moec.runtime.simulate import OPTIMUM, POPULARITY, replay
+from moec.runtime.trace import Access
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 COUNT = LAYERS * EXPERTS
@@ -43,7 +44,7 @@ def traces(draw: st.DrawFn, widest: int = TOP_K) -> list[Access]:
     """Passes over all layers, each asking for 1 to `widest` experts."""
     chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=widest, unique=True).map(sorted)
     passes = draw(st.lists(st.tuples(*[chosen] * LAYERS), min_size=1, max_size=15))
-    return global_indices([(layer, tuple(e)) for one in passes for layer, e in enumerate(one)], FIRST)
+    return [(layer, tuple(FIRST[layer] + e for e in some)) for one in passes for layer, some in enumerate(one)]
 
 
 popularities = st.lists(st.integers(0, 20), min_size=COUNT, max_size=COUNT).map(lambda n: np.array(n, np.float64))
@@ -62,6 +63,15 @@ def test_no_policy_misses_less_than_the_optimum(
         assert best.misses <= counts.misses
         assert counts.lookups == best.lookups == sum(len(experts) for _, experts in trace)
         assert counts.bytes_read == 10 * counts.misses
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces(), slots=st.integers(TOP_K, COUNT - 1))
+def test_more_room_never_costs_the_optimum_a_miss(trace: list[Access], slots: int) -> None:
+    """Of other policies that is not true: LFU and its kin may keep the wrong experts in the larger cache."""
+    sizes, records = np.full(COUNT, 10, np.int64), expert_records(LAYER, np.zeros(COUNT), LAYERS)
+    less, more = (replay(trace, sizes, room * 10, records, OPTIMUM).misses for room in (slots, slots + 1))
+    assert more <= less
 
 
 @settings(max_examples=30, deadline=None)

@@ -28,7 +28,7 @@ static_assert(sizeof(Tile<2>) == 128 && sizeof(Tile<3>) == 192, "tile sizes of d
 static_assert(sizeof(Tile<4>) == 256 && sizeof(Tile<8>) == 512, "tile sizes of docs/format.md");
 static_assert(sizeof(Tile<4>) * 8 == 4 * kRowsPerBlock * kColumnsPerTile, "a tile has no padding");
 
-enum class FloatType : int { kNone = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum class FloatType : int { kNone = 0, kBfloat16 = 1, kFloat16 = 2, kMxfp4 = 3 };
 
 // A packed matrix in memory that somebody else owns. group_size 0: one group of all columns.
 struct MatrixView {
@@ -51,6 +51,9 @@ static inline int64_t group_columns(const MatrixView& matrix) {
 }
 
 static inline int64_t group_header_bytes(const MatrixView& matrix) {
+    if (matrix.float_type == FloatType::kMxfp4) {
+        return kRowsPerBlock;  // exponents
+    }
     return matrix.is_symmetric ? kScaleBytes : 2 * kScaleBytes;
 }
 
@@ -76,12 +79,15 @@ static inline bool is_valid(const MatrixView& matrix) {
         return false;
     }
     if (is_16_bit) {
-        return matrix.group_size == 0 && !matrix.is_symmetric && matrix.float_type != FloatType::kNone;
+        return matrix.group_size == 0 && !matrix.is_symmetric &&
+               (matrix.float_type == FloatType::kBfloat16 || matrix.float_type == FloatType::kFloat16);
     }
-    const bool is_known = matrix.bitwidth == 2 || matrix.bitwidth == 3 || matrix.bitwidth == 4 || matrix.bitwidth == 8;
+    const bool is_known = (matrix.bitwidth == 1 && !matrix.is_symmetric) || matrix.bitwidth == 2 || matrix.bitwidth == 3 || matrix.bitwidth == 4 || matrix.bitwidth == 8;
     const bool is_group = matrix.group_size >= 0 && matrix.group_size % kColumnsPerTile == 0 &&
                           matrix.columns % group_columns(matrix) == 0;
-    return is_known && is_group && matrix.columns % kColumnsPerTile == 0 && matrix.float_type == FloatType::kNone;
+    const bool is_mxfp4 = matrix.float_type == FloatType::kMxfp4 && matrix.bitwidth == 4 && matrix.group_size == kColumnsPerTile &&
+                          !matrix.is_symmetric;
+    return is_known && is_group && matrix.columns % kColumnsPerTile == 0 && (is_mxfp4 || matrix.float_type == FloatType::kNone);
 }
 
 }  // namespace moec

@@ -16,11 +16,20 @@ constexpr int kChunkTokens = 96;
 
 static_assert(kPanelColumns % kColumnsPerTile == 0 && kChunkTokens % kTileTokens == 0, "panels and chunks hold whole tiles");
 
+// Stands for a bitwidth in templates: 4-bit floats (E2M1), whose levels from 0 to 24 are twice the float plus 12.
+constexpr int kMxfp4 = 44;
+constexpr int kMxfp4Centre = 12;
+alignas(16) constexpr uint8_t kMxfp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+constexpr int planes_of(int bitwidth) { return bitwidth == kMxfp4 ? 4 : bitwidth; }
+
 // Codes of eight rows in column 4 Quad + Column of a tile. lanes: the tile, plus 32 bytes for rows 8 to 15.
 template <int Bitwidth, int Quad, int Column>
 MOEC_INLINE Ints code_of(const uint8_t* lanes) {
     constexpr int kByte = 8 * Column;
-    if constexpr (Bitwidth == 3) {
+    if constexpr (Bitwidth == kMxfp4) {
+        return mask(look_up(kMxfp4Levels, code_of<4, Quad, Column>(lanes)), 255);
+    } else if constexpr (Bitwidth == 3) {
         const Ints low = code_of<2, Quad, Column>(lanes);
         const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
         constexpr int kShift = kByte + Quad - 2;  // brings the high bit to bit 2
@@ -68,10 +77,14 @@ template <int Bitwidth, bool IsSymmetric>
 MOEC_INLINE void load_scales(const uint8_t* group, Floats* scale, Floats* minimum) {
     unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
         constexpr int V = decltype(v)::value;
-        scale[V] = load_half(group + V * 2 * kLanes);
-        if constexpr (IsSymmetric) {
+        if constexpr (Bitwidth == kMxfp4) {  // half of the power of two, because levels are twice the floats
+            scale[V] = float_of(shift_left<23>(sub_int(load_bytes(group + V * kLanes), broadcast_int(1))));
+            minimum[V] = mul(scale[V], broadcast(-static_cast<float>(kMxfp4Centre)));
+        } else if constexpr (IsSymmetric) {
+            scale[V] = load_half(group + V * 2 * kLanes);
             minimum[V] = mul(scale[V], broadcast(-static_cast<float>(1 << (Bitwidth - 1))));
         } else {
+            scale[V] = load_half(group + V * 2 * kLanes);
             minimum[V] = load_half(group + kScaleBytes + V * 2 * kLanes);
         }
     });
@@ -156,7 +169,12 @@ DequantizePanel quantized_panel(bool is_symmetric) {
 }
 
 inline DequantizePanel panel_of(const MatrixView& matrix) {
+    if (matrix.float_type == FloatType::kMxfp4) {
+        return dequantize_panel_quantized<kMxfp4, false>;
+    }
     switch (matrix.bitwidth) {
+        case 1:
+            return dequantize_panel_quantized<1, false>;
         case 2:
             return quantized_panel<2>(matrix.is_symmetric);
         case 3:

@@ -50,7 +50,9 @@ inline void round_row(const float* x, int64_t columns, int8_t* codes, float* ste
 template <int Bitwidth, int Quad>
 MOEC_INLINE Ints quad_of(const uint8_t* lanes) {
     constexpr uint32_t kEveryByte = 0x01010101u;
-    if constexpr (Bitwidth == 8) {
+    if constexpr (Bitwidth == kMxfp4) {
+        return look_up(kMxfp4Levels, quad_of<4, Quad>(lanes));
+    } else if constexpr (Bitwidth == 8) {
         return load_lanes(lanes + Quad * kPlaneBytes);
     } else if constexpr (Bitwidth == 3) {
         const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
@@ -67,26 +69,29 @@ MOEC_INLINE Ints quad_of(const uint8_t* lanes) {
     }
 }
 
-// Sum over a tile of code * q, per row: `Products` of codes up to 15 may be narrow, those of 8 bits are taken less 128.
+// Sum over a tile of code * q, per row: `Products` of codes up to 15 may be narrow, of levels up to 24 over half a tile; codes
+// of 8 bits are taken less 128.
 template <int Bitwidth>
 struct TileSum {
-    Products narrow;
+    Products narrow, second_half;
     Ints wide;
 };
 
 template <int Bitwidth>
 MOEC_INLINE TileSum<Bitwidth> no_sum() {
     if constexpr (Bitwidth == 8) {
-        return {Products{}, broadcast_int(0)};
+        return {Products{}, Products{}, broadcast_int(0)};
     } else {
-        return {no_products(), Ints{}};
+        return {no_products(), no_products(), Ints{}};
     }
 }
 
-template <int Bitwidth>
+template <int Bitwidth, int Quad>
 MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
     if constexpr (Bitwidth == 8) {
         sum.wide = add_centred_products(sum.wide, codes, x);
+    } else if constexpr (Bitwidth == kMxfp4 && Quad >= kQuadsPerTile / 2) {
+        sum.second_half = add_products(sum.second_half, codes, x);
     } else {
         sum.narrow = add_products(sum.narrow, codes, x);
     }
@@ -97,6 +102,8 @@ template <int Bitwidth>
 MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
     if constexpr (Bitwidth == 8) {
         return fma(broadcast(128.0f), total, to_float(sum.wide));
+    } else if constexpr (Bitwidth == kMxfp4) {
+        return to_float(add_int(sum_products(sum.narrow), sum_products(sum.second_half)));
     } else {
         return to_float(sum_products(sum.narrow));
     }
@@ -118,7 +125,7 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
             load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
         }
         const uint8_t* tile = tile_at(cursor);
-        unroll<Bitwidth>([&](auto plane) MOEC_INLINE_LAMBDA { prefetch(tile + kPrefetchBytes + decltype(plane)::value * kPlaneBytes); });
+        unroll<planes_of(Bitwidth)>([&](auto plane) MOEC_INLINE_LAMBDA { prefetch(tile + kPrefetchBytes + decltype(plane)::value * kPlaneBytes); });
         const int8_t* codes = x.codes + t * kColumnsPerTile;
         TileSum<Bitwidth> products[kVectorsPerBlock];
         unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { products[decltype(v)::value] = no_sum<Bitwidth>(); });
@@ -127,7 +134,7 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
             const Ints input = broadcast_bytes(codes + Q * kColumnsPerLane);
             unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
                 constexpr int V = decltype(v)::value;
-                add_quad<Bitwidth>(products[V], quad_of<Bitwidth, Q>(tile + V * (kPlaneBytes / kVectorsPerBlock)), input);
+                add_quad<Bitwidth, Q>(products[V], quad_of<Bitwidth, Q>(tile + V * (kPlaneBytes / kVectorsPerBlock)), input);
             });
         });
         const Floats step = broadcast(x.steps[t]), total = broadcast(x.sums[t]);
@@ -181,8 +188,8 @@ void multiply_byte_panel(const BytePanel& panel, int64_t tiles, const RoundedRow
             unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
                 constexpr int I = decltype(i)::value;
                 const Ints input = broadcast_bytes(x[I].codes + t * kColumnsPerTile + Q * kColumnsPerLane);
-                add_quad<Bitwidth>(products[I][0], low, input);
-                add_quad<Bitwidth>(products[I][1], high, input);
+                add_quad<Bitwidth, Q>(products[I][0], low, input);
+                add_quad<Bitwidth, Q>(products[I][1], high, input);
             });
         });
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
@@ -218,7 +225,12 @@ RoundedFormat make_rounded_format() {
 }
 
 inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
+    if (matrix.float_type == FloatType::kMxfp4) {
+        return make_rounded_format<kMxfp4, false>();
+    }
     switch (matrix.bitwidth) {
+        case 1:
+            return make_rounded_format<1, false>();
         case 2:
             return matrix.is_symmetric ? make_rounded_format<2, true>() : make_rounded_format<2, false>();
         case 3:

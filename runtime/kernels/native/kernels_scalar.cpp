@@ -95,6 +95,16 @@ inline void prefetch(const uint8_t*) {}
 inline Ints load_lanes(const uint8_t* p) {
     return each<Ints>([=](int i) { return load_u16(p + 4 * i) | (load_u16(p + 4 * i + 2) << 16); });
 }
+inline Ints load_bytes(const uint8_t* p) { return each<Ints>([=](int i) { return uint32_t{p[i]}; }); }
+inline Ints look_up(const uint8_t* table, const Ints& indices) {
+    return each<Ints>([&](int i) {
+        uint32_t entries = 0;
+        for (int byte = 0; byte < 4; ++byte) {
+            entries |= uint32_t{table[(indices.v[i] >> (8 * byte)) & 15u]} << (8 * byte);
+        }
+        return entries;
+    });
+}
 template <int Count>
 inline Ints shift_right(const Ints& a) { return each<Ints>([&](int i) { return a.v[i] >> Count; }); }
 template <int Count>

@@ -54,6 +54,17 @@ inline Floats smaller(Floats a, Floats b) {
 
 inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 inline Ints load_lanes(const uint8_t* p) { return {vreinterpretq_u32_u8(vld1q_u8(p)), vreinterpretq_u32_u8(vld1q_u8(p + 16))}; }
+// Eight bytes, one to a lane.
+inline Ints load_bytes(const uint8_t* p) {
+    const uint16x8_t words = vmovl_u8(vld1_u8(p));
+    return {vmovl_u16(vget_low_u16(words)), vmovl_high_u16(words)};
+}
+// The entry of every byte, each below 16. table: 16 bytes.
+inline Ints look_up(const uint8_t* table, Ints indices) {
+    const uint8x16_t entries = vld1q_u8(table);
+    return {vreinterpretq_u32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_u32(indices.low))),
+            vreinterpretq_u32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_u32(indices.high)))};
+}
 template <int Count>
 inline Ints shift_right(Ints a) {
     if constexpr (Count == 0) {

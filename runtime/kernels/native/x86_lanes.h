@@ -38,6 +38,12 @@ inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 inline Ints load_lanes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+// Eight bytes, one to a lane.
+inline Ints load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+// The entry of every byte, each below 16. table: 16 bytes.
+inline Ints look_up(const uint8_t* table, Ints indices) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), indices);
+}
 template <int Count>
 inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, Count); }
 template <int Count>

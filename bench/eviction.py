@@ -1,0 +1,102 @@
+"""Eviction policies on held-out texts: ``python bench/eviction.py BUNDLE DATA --work FOLDER [--results FOLDER]``.
+
+DATA holds train.jsonl and test.jsonl, or folders of tasks that do. Each text is items of one split and task, one after
+the other; its routing trace is recorded by `moec bench --trace-out`. `moec tune` fits HOBBIT's weights to the traces of
+the train split, which calibration saw, and compares policies on those of the test split. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS, TOKENS = 16, 200
+
+
+def texts(data: Path, split: str, count: int, items: int) -> list[str]:
+    """So many texts of a split, of so many items each, tasks in turn."""
+    sources = sorted(data.glob(f"*/{split}.jsonl")) or [data / f"{split}.jsonl"]
+    rows = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in sources]
+    found = []
+    for number in range(count):
+        start = number // len(rows) * items
+        found.append("\n".join(map(item_text, rows[number % len(rows)][start : start + items])))
+    return found
+
+
+def item_text(item: dict[str, Any]) -> str:
+    """A text, or an item of the example as its model was trained on it."""
+    if "text" in item:
+        return str(item["text"])
+    if "question" in item:
+        return f"Question: {item['question']}\nAnswer: {item['answer']}"
+    return f"Dialogue:\n{item['dialogue']}\nSummary: {item['summary']}"
+
+
+def moec(*arguments: object) -> dict[str, Any]:
+    """Run `moec ... --json`."""
+    command = [sys.executable, "-m", "moec.cli.main", *map(str, arguments), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def record(bundle: Path, text: str, name: str, work: Path) -> Path:
+    """The trace of a text; kept if it is there."""
+    source, trace = work / f"{name}.txt", work / f"{name}.trace"
+    if not trace.exists():
+        source.write_text(text, encoding="utf-8")
+        common = ("--prompt-tokens", PROMPT_TOKENS, "--tokens", TOKENS, "--expert-cache", "50%")
+        moec("bench", bundle, "--text", source, *common, "--trace-out", trace)
+    return trace
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: sizes down, policies across."""
+    sizes = sorted({row["capacity_bytes"] for row in rows})
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    largest = max(sizes) / 0.75
+    lines = [f"| experts in memory | {' | '.join(policies)} |", "|" + "---|" * (len(policies) + 1)]
+    for size in sizes:
+        part = {row["policy"]: row for row in rows if row["capacity_bytes"] == size}
+        cells = []
+        for policy in policies:
+            row = part[policy]
+            low, high = row["interval"]
+            closed = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
+            fitted = f" ({row['weights']})" if row["weights"] else ""
+            cells.append(f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}], {closed}{fitted}")
+        lines.append(f"| {size / largest:.0%} (best of three: {part['lru']['best']}) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Eviction policies on held-out texts.")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="where texts and traces go")
+    parser.add_argument("--results", type=Path, help="where `eviction.json` goes")
+    parser.add_argument("--training", type=int, default=8, help="texts that weights are fitted to")
+    parser.add_argument("--held-out", type=int, default=24, help="texts that policies are compared on")
+    parser.add_argument("--items", type=int, default=12, help="items of a text")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    arguments: list[object] = []
+    for flag, split, count in (("--trace", "train", options.training), ("--held-out", "test", options.held_out)):
+        for number, text in enumerate(texts(options.data, split, count, options.items)):
+            arguments += [flag, record(options.bundle, text, f"{split}-{number}", options.work)]
+            print(split, number, file=sys.stderr, flush=True)
+    told = moec("tune", options.bundle, "--expert-cache", "50%", *arguments)
+    if options.results is not None:
+        options.results.mkdir(parents=True, exist_ok=True)
+        (options.results / "eviction.json").write_text(json.dumps(told["rows"], indent=1) + "\n", encoding="utf-8")
+    print(table(told["rows"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""`moec simulate`: how fast a bundle would decode on a device that nobody has at hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import DoesNotFit, OptionError
+from moec.runtime.options import (
+    MAX_READERS,
+    POLICIES,
+    PREFETCHERS,
+    WEIGHTED_POLICIES,
+    parse_bytes,
+    parse_cache,
+    parse_weights,
+)
+
+from . import output
+from .runtime_options import bundle_folder
+from .traces import ReplayedBundle, open_traces, replayed_bundle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moec.profiles.device import DeviceProfile
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.eviction import PolicyScore
+    from moec.runtime.options import Prefetch
+    from moec.runtime.timeline import Advice, DeviceRates, Timeline
+    from moec.runtime.trace import Trace, TraceHeader
+
+OPTIMUM = "optimum"
+DEFAULT_CACHES = ("10%", "25%", "50%", "75%")
+DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
+
+
+@click.command("simulate", short_help="Predict decoding on a device from a routing trace.")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="What `moec bench --trace-out` recorded.",
+)
+@click.option(
+    "--profile", metavar="NAME|FILE", help="Device profile, as for `compile --device`.  [default: the recorder]"
+)
+@click.option(
+    "--expert-cache",
+    "caches",
+    multiple=True,
+    metavar="SIZE|PERCENT",
+    help="Memory for routed experts; may be repeated.  [default: 10, 25, 50 and 75 %]",
+)
+@click.option(
+    "--policy",
+    "policies",
+    type=click.Choice((*POLICIES, OPTIMUM)),
+    multiple=True,
+    help="Which expert goes first; may be repeated.  [default: most of them, and the offline optimum]",
+)
+@click.option("--policy-weights", metavar="LRU,LFU,LHU,FLD", help="Of `hobbit` and `hobbit-printed`.")
+@click.option(
+    "--prefetch",
+    type=click.Choice(PREFETCHERS),
+    help="How the next experts are guessed; `lookahead` must be in the trace.  [default: what was recorded]",
+)
+@click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once.")
+@click.option("--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`, over the profile's.")
+@click.option("--read-latency", metavar="TIME", help="Of one read, like `150us` or `8ms`, over the profile's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: Any) -> None:
+    """Replay a trace of the bundle in folder BUNDLE on a device, event by event, and predict its time per token.
+
+    Reads wait in one queue, what a layer needs before what is read ahead, each latency + bytes / bandwidth. Meanwhile
+    layers compute as long as they did when the trace was recorded, scaled by the memory bandwidths of both machines.
+    The cache starts with what calibration saw most often. A trace that was recorded under a cache that does not hold
+    all experts has the routers' advice in it; the advice of tables is computed again.
+
+    \b
+    moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
+    moec simulate mixtral-moec --trace held-out.trace --profile raspberry-pi-4b-sd
+    moec simulate mixtral-moec --trace held-out.trace --read-rate 90MB --policy lrfu --expert-cache 25%
+    """
+    from moec.profiles.device import load_profile
+    from moec.runtime.bundle import open_bundle
+
+    opened = open_bundle(bundle_folder(bundle))
+    (trace,) = open_traces([trace_path], opened)
+    profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
+    rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
+    prefetch = values["prefetch"] or trace.header.prefetch
+    advice = _advice(opened, trace.header, prefetch)
+    replayed = replayed_bundle(opened)
+    capacities = [parse_cache(text, replayed.total_bytes) for text in values["caches"] or DEFAULT_CACHES]
+    policies = _scores(values["policies"] or DEFAULT_POLICIES, values["policy_weights"])
+    room = None if profile is None else _device_cache_bytes(opened, profile)
+    found = _predict_all(trace, replayed, capacities, policies, rates, advice)
+    name = profile.name if profile is not None else "the recorder"
+    if as_json:
+        rows = [each.to_plain() | {"share": each.capacity_bytes / replayed.total_bytes} for each in found]
+        plain = {name: getattr(rates, name) for name in rates.__dataclass_fields__}
+        device = {"name": name, **plain, "cache_bytes": room}
+        output.data_json({"device": device, "prefetch": prefetch, "recorded": _recorded(trace), "rows": rows})
+        return
+    heading = _heading(trace, name, rates, prefetch)
+    if profile is not None:
+        left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
+        heading.append(("memory", left))
+    output.data(f"{output.facts(heading)}\n\n{_table(found, replayed.total_bytes)}")
+
+
+def device_rates(
+    header: TraceHeader, profile: DeviceProfile | None, readers: int, read_rate: str | None, read_latency: str | None
+) -> DeviceRates:
+    """A device's rates, or the recording machine's; read_rate and read_latency override. Raises OptionError."""
+    from moec.runtime.timeline import DeviceRates
+
+    if not 1 <= readers <= MAX_READERS:
+        raise OptionError(f"readers must be 1 to {MAX_READERS}, found {readers}", "leave it out for 2")
+    source = header if profile is None else profile
+    rates = DeviceRates(
+        storage_bytes_per_s=source.storage_bytes_per_s,
+        storage_latency_ns=source.storage_latency_ns,
+        readers=readers,
+        compute_scale=header.memory_bytes_per_s / source.memory_bytes_per_s,
+    )
+    if read_rate is not None:
+        rate = parse_bytes(read_rate)
+        if rate < 1:
+            raise OptionError("`--read-rate` must be at least 1 byte per second", "write it like `90MB`")
+        rates = replace(rates, storage_bytes_per_s=rate)
+    return rates if read_latency is None else replace(rates, storage_latency_ns=parse_time_ns(read_latency))
+
+
+def parse_time_ns(text: str) -> int:
+    """`150us`, `8ms`, `0s` -> nanoseconds. Raises OptionError."""
+    units = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ns|us|ms|s)\s*", text)
+    if match is None:
+        raise OptionError(f"`{text[:60]}` is not a time", "write it like `150us` or `8ms`")
+    return round(float(match[1]) * units[match[2]])
+
+
+def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | PolicyScore]:
+    from moec.runtime.eviction import MultidimensionalScore
+
+    if weights is None:
+        return {policy: policy for policy in policies}
+    fitted = parse_weights(weights)
+    if not set(policies) & set(WEIGHTED_POLICIES):
+        raise OptionError("`--policy-weights` has no effect on these policies", "add `--policy hobbit`")
+    return {
+        policy: MultidimensionalScore(fitted, policy == "hobbit-printed") if policy in WEIGHTED_POLICIES else policy
+        for policy in policies
+    }
+
+
+def _advice(bundle: Bundle, header: TraceHeader, prefetch: Prefetch) -> Advice:
+    """What a prefetcher would have said, pass by pass and layer by layer."""
+    from moec.runtime.advice import recorded_advice, table_advice
+
+    if prefetch == header.prefetch:
+        return recorded_advice
+    if prefetch == "lookahead":
+        raise OptionError(
+            f"the trace was recorded with `--prefetch {header.prefetch}`, so it lacks what routers would have guessed",
+            "record it with `moec bench --prefetch lookahead` and a cache that does not hold all experts",
+        )
+    return table_advice(prefetch, bundle.tables(), bundle.manifest.model)
+
+
+def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
+    """What the device's memory leaves for experts at the default context; None if it cannot hold the rest."""
+    from moec.profiles.predict import recommended_cache_bytes
+    from moec.runtime.budget import DEFAULT_CONTEXT, scratch_bytes
+
+    cost, model = bundle.manifest.cost, bundle.manifest.model
+    context = min(model.max_positions, DEFAULT_CONTEXT)
+    try:
+        return recommended_cache_bytes(
+            profile,
+            dense_bytes=cost.dense_packed_bytes,
+            kv_bytes=model.kv_bytes_per_position * context,
+            scratch_bytes=scratch_bytes(bundle.manifest, 1, context),
+            minimum_expert_bytes=cost.minimum_expert_bytes,
+            total_expert_bytes=cost.expert_padded_bytes,
+        )
+    except DoesNotFit:
+        return None
+
+
+def _predict_all(
+    trace: Trace,
+    replayed: ReplayedBundle,
+    capacities: Sequence[int],
+    policies: dict[str, str | PolicyScore],
+    rates: DeviceRates,
+    advice: Advice,
+) -> list[Timeline]:
+    from moec.runtime.advice import no_advice
+    from moec.runtime.timeline import predict_timeline
+
+    found: list[Timeline] = []
+    with output.Progress("simulating") as progress:
+        for capacity in capacities:
+            if capacity < replayed.minimum_bytes:
+                output.say(f"a cache of {capacity} bytes is under the {replayed.minimum_bytes} of one layer, left out")
+                continue
+            for name, policy in policies.items():
+                each = predict_timeline(
+                    trace,
+                    replayed.sizes,
+                    min(capacity, replayed.total_bytes),
+                    replayed.records,
+                    policy,
+                    rates,
+                    advice if capacity < replayed.total_bytes else no_advice,
+                    capacity - replayed.minimum_bytes,
+                    replayed.warm,
+                )
+                found.append(replace(each, policy=name))
+                progress(len(found), len(capacities) * len(policies))
+    return found
+
+
+def _recorded(trace: Trace) -> dict[str, Any]:
+    """How fast the recording run was."""
+    steps = [each.elapsed_ns for each in trace.passes[trace.prompt_passes :]]
+    return {"tokens": len(steps) + 1, "tpot_mean_ns": round(sum(steps) / len(steps)) if steps else None}
+
+
+def _heading(trace: Trace, name: str, rates: DeviceRates, prefetch: str) -> list[tuple[str, object]]:
+    return [
+        ("trace", f"{trace.header.prompt_tokens} tokens of prompt, {_recorded(trace)['tokens']} decoded"),
+        (
+            "device",
+            f"{name}: storage {output.human_bytes(rates.storage_bytes_per_s)}/s, "
+            f"{rates.storage_latency_ns / 1e3:.0f} us a read; computing takes {rates.compute_scale:.2f} x as long",
+        ),
+        ("prefetch", f"{prefetch}, {rates.readers} readers"),
+    ]
+
+
+def _table(rows: Sequence[Timeline], total_bytes: int) -> str:
+    lines = [
+        (
+            f"{row.capacity_bytes / total_bytes:.0%}",
+            row.policy,
+            output.human_ms(row.tpot_mean_ns),
+            "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.2f}",
+            output.human_share(row.stall),
+            output.human_share(row.hits / max(row.lookups, 1)),
+            output.human_bytes(row.decode_bytes_read_per_token),
+        )
+        for row in rows
+    ]
+    return output.table(lines, ("cache", "policy", "TPOT", "tokens/s", "stalled", "hit rate", "read a token"))

@@ -1,0 +1,124 @@
+"""Routing traces and bundles: what a replay needs of both, and whether they belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moec.manifests.errors import InputError, OptionError
+
+from . import output
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from moec.profiles.device import DeviceProfile
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.engine import Engine
+    from moec.runtime.eviction import ExpertRecords
+    from moec.runtime.trace import Trace, TraceRecorder
+
+
+@dataclass(frozen=True)
+class ReplayedBundle:
+    """sizes: bytes of each expert as the cache counts them, int64 [N]. warm: what a cache starts with, in order."""
+
+    sizes: np.ndarray
+    records: ExpertRecords
+    warm: list[int]
+    minimum_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all experts."""
+        return int(self.sizes.sum())
+
+    def capacity_bytes(self, share: float) -> int | None:
+        """So much of all experts; None, said, where that is less than one layer of a token needs."""
+        capacity = int(self.total_bytes * share)
+        if capacity >= self.minimum_bytes:
+            return capacity
+        output.say(f"a cache of {share:.0%} is under the minimum of one layer's experts, left out")
+        return None
+
+
+def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
+    """What replays know of a bundle."""
+    import numpy as np
+
+    from moec.runtime.engine import bundle_records
+    from moec.runtime.eviction import warm_order
+    from moec.runtime.storage import page_bytes
+
+    sizes = np.array([page_bytes(entry.size_bytes) for entry in bundle.manifest.experts], np.int64)
+    records = bundle_records(bundle, bundle.tables())
+    return ReplayedBundle(sizes, records, warm_order(records).tolist(), bundle.manifest.cost.minimum_expert_bytes)
+
+
+def check_traceable(bundle: Bundle) -> None:
+    """Refuse models that the trace format has no room for. Raises OptionError."""
+    if bundle.manifest.model.encoder is not None:
+        raise OptionError(
+            f"`{bundle.path}` holds a model with an encoder, and traces have passes over all layers alone",
+            "take `moec bench --policies all`, which needs no trace file",
+        )
+
+
+def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, host: DeviceProfile) -> Trace:
+    """What an engine has done, as a trace. host: the rates measured just before.
+
+    Where the run read enough, its own rate of storage counts instead: a probe of smaller reads, one at a time, told 20
+    to 30 % less than two readers of 3.4 MiB each then got.
+    """
+    from moec.runtime import kernels
+    from moec.runtime.trace import Trace, TraceHeader
+    from moec.runtime.tuning import bundle_sha256
+
+    layers = engine.model.spec.layers
+    header = TraceHeader(
+        bundle=bundle_sha256(engine.bundle.path),
+        experts=tuple(layer.experts.count for layer in layers),
+        top_k=tuple(layer.experts.top_k for layer in layers),
+        prompt_tokens=prompt_tokens,
+        prefetch=engine.options.prefetch if engine.model.advisor.predictor is not None else "off",
+        threads=kernels.threads(),
+        memory_bytes_per_s=host.memory_bytes_per_s,
+        storage_bytes_per_s=tracer.read_bytes_per_s or host.storage_bytes_per_s,
+        storage_latency_ns=host.storage_latency_ns,
+    )
+    return Trace(header, tuple(tracer.passes))
+
+
+def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
+    """Read traces that fit a bundle. Raises InputError on a damaged file or one of another model, OptionError on a
+    model with an encoder.
+
+    A trace of another compile of the same model has the same routes, nearly, and other times: that is said.
+    """
+    from moec.runtime.trace_file import read_trace
+    from moec.runtime.tuning import bundle_sha256
+
+    check_traceable(bundle)
+    digest = bundle_sha256(bundle.path)
+    traces: list[Trace] = []
+    shape = [(layer.experts.count, layer.experts.top_k) for layer in bundle.manifest.model.layers]
+    for path in paths:
+        trace = read_trace(path)
+        found = list(zip(trace.header.experts, trace.header.top_k, strict=True))
+        if found != shape:
+            raise InputError(
+                f"the trace `{path}` is of a model of {_shape_text(found)}, the bundle has {_shape_text(shape)}",
+                "record one with `moec bench BUNDLE --trace-out FILE`",
+            )
+        if trace.header.bundle != digest:
+            output.say(f"warning: `{path}` was recorded on another compile; its computing times are of that one")
+        traces.append(trace)
+    return traces
+
+
+def _shape_text(shape: Sequence[tuple[int, int]]) -> str:
+    kinds = sorted(set(shape), reverse=True)
+    experts = ", ".join(f"{count} experts, top-{top_k}" for count, top_k in kinds[:3])
+    return f"{len(shape)} layers ({experts})"

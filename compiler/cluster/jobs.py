@@ -1,0 +1,199 @@
+"""What workers are asked: small values that can be pickled, with handles in place of weights.
+
+`run` gives (result, kept): the result goes to the driver, what is kept stays in the cluster until another job names
+its handle. Shapes: E experts, N rows, K columns, A answer tokens, V vocabulary, H heads, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
+from moec.evaluation.text_pairs import TokenPair
+from moec.manifests.model import UnitKey
+
+from ..parallel import workers
+from ..quantized import QuantizedMatrix
+from ..second_moments import SecondMoments
+from ..trials import divergence, log_softmax
+from ..unit_store import UnitBatch, UnitStore
+
+if TYPE_CHECKING:
+    from ..reference_decode import Continuation
+    from .site import Site
+
+Handle = Any
+"""Names an object that the cluster holds; `Site.fetch` gives it. Equal handles name the same object."""
+PlainMatrix = tuple[Any, ...]
+"""A QuantizedMatrix on its way: its fields in order, arrays for tensors."""
+
+
+def to_plain(matrix: QuantizedMatrix) -> PlainMatrix:
+    """Fields of a matrix, each array with its own memory: a pickled view of a batch would carry all of the batch."""
+    values = (getattr(matrix, item.name) for item in fields(matrix))
+    return tuple(value.contiguous().numpy().copy() if isinstance(value, torch.Tensor) else value for value in values)
+
+
+def from_plain(values: PlainMatrix) -> QuantizedMatrix:
+    """The inverse of `to_plain`."""
+    fields_again: list[Any] = [torch.tensor(value) if isinstance(value, np.ndarray) else value for value in values]
+    return QuantizedMatrix(*fields_again)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeBatches:
+    """Quantize one projection of all experts of a layer, several times. Gives each batch as [(matrix, error)].
+
+    moments: (layer, projection) -> handle of [E, K, K] float32, empty to round without inputs. tokens: layer -> [E].
+    """
+
+    quantizer: str
+    batches: tuple[UnitBatch, ...]
+    moments: Mapping[tuple[int, str], Handle]
+    tokens: Mapping[int, np.ndarray]
+
+    def run(self, site: Site) -> tuple[list[list[tuple[PlainMatrix, float]]], None]:
+        """On as many threads as the site has."""
+        store = UnitStore(site.lowering, self._moments(site), self.quantizer)
+        for layer, projection, _ in self.batches:
+            store.original(layer, projection)  # read by one thread
+        with workers(site.threads) as pool:
+            found = pool.in_order(lambda batch: store.quantized(*batch), self.batches)
+            return [[(to_plain(matrix), error) for matrix, error in batch] for batch in found], None
+
+    def _moments(self, site: Site) -> SecondMoments | None:
+        if not self.moments:
+            return None
+        layers, nothing = site.lowering.model.num_layers, torch.empty(0)
+        inputs, intermediates, counts = [nothing] * layers, [nothing] * layers, [nothing] * layers
+        for (layer, projection), values in zip(self.moments, site.fetch(list(self.moments.values())), strict=True):
+            (intermediates if projection == "down" else inputs)[layer] = torch.tensor(values)
+            counts[layer] = torch.tensor(self.tokens[layer])
+        return SecondMoments(inputs, intermediates, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a plan stores below 16 bits: name -> handle of a PlainMatrix."""
+
+    matrices: Mapping[UnitKey | str, Handle]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLogProbs:
+    """Keeps log probabilities [A, V] of each pair under the checkpoint's own weights. Gives nothing."""
+
+    pairs: Sequence[TokenPair]
+
+    def run(self, site: Site) -> tuple[None, list[np.ndarray]]:
+        return None, [log_softmax(rows) for rows in site.model(None).forced_logits(self.pairs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergences:
+    """KL [A] to kept log probabilities, and whether the top-1 tokens agree [A], of each pair.
+
+    weights: handle of Weights, or None. bundle: the runtime on this bundle in place of the reference model.
+    """
+
+    weights: Handle
+    pairs: Sequence[TokenPair]
+    log_probs: Handle
+    bundle: BundleFiles | None = None
+
+    def run(self, site: Site) -> tuple[list[tuple[np.ndarray, np.ndarray]], None]:
+        engine = site.model(self.weights) if self.bundle is None else site.engine(self.bundle)
+        (own,) = site.fetch([self.log_probs])
+        logits = engine.forced_logits(self.pairs)
+        return [divergence(log_p, found) for log_p, found in zip(own, logits, strict=True)], None
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Logits [A, V] float32 of each pair. weights, bundle: as of Divergences."""
+
+    weights: Handle
+    pairs: Sequence[TokenPair]
+    bundle: BundleFiles | None = None
+
+    def run(self, site: Site) -> tuple[list[np.ndarray], None]:
+        engine = site.model(self.weights) if self.bundle is None else site.engine(self.bundle)
+        return engine.forced_logits(self.pairs), None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The score of each answer behind its prompt. weights, bundle: as of Divergences."""
+
+    weights: Handle
+    pairs: Sequence[tuple[str, str]]
+    bundle: BundleFiles | None = None
+
+    def run(self, site: Site) -> tuple[list[AnswerScore], None]:
+        engine = site.model(self.weights) if self.bundle is None else site.engine(self.bundle)
+        return engine.answer_log_probs(self.pairs, no_progress), None
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """One pass over each batch of prompts and drafts. Gives (tokens, done) of each; keeps the states of what goes on.
+
+    States of a continuation: keys and values of every layer, [H, T, head size]; empty where it is done.
+    """
+
+    weights: Handle
+    batches: Sequence[Sequence[Continuation]]
+
+    def run(self, site: Site) -> tuple[list[tuple[list[int], bool]], list[list[tuple[np.ndarray, np.ndarray]]]]:
+        decoder = site.model(self.weights).decoder()
+        with workers(site.threads) as pool:
+            items = [item for batch in pool.in_order(decoder.verify, self.batches) for item in batch]
+        states = [[(keys.numpy(), values.numpy()) for keys, values in item.states] for item in items]
+        return [(item.tokens, item.done) for item in items], states
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Decode groups of verified continuations to their ends. Gives the tokens of each.
+
+    states: for each continuation of each group, the handle that Verify's states have, and its place in them.
+    """
+
+    weights: Handle
+    groups: Sequence[Sequence[Continuation]]
+    states: Sequence[Sequence[tuple[Handle, int]]]
+
+    def run(self, site: Site) -> tuple[list[list[list[int]]], None]:
+        decoder = site.model(self.weights).decoder()
+        handles = list(dict.fromkeys(handle for group in self.states for handle, _ in group))
+        kept = dict(zip(handles, site.fetch(handles), strict=True))
+        for group, places in zip(self.groups, self.states, strict=True):
+            for item, (handle, at) in zip(group, places, strict=True):
+                item.states = [(torch.tensor(keys), torch.tensor(values)) for keys, values in kept[handle][at]]
+        with workers(site.threads) as pool:
+            list(pool.in_order(lambda group: decoder.decode_rows(list(group)), self.groups))
+        return [[item.tokens for item in group] for group in self.groups], None
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFiles:
+    """An unpublished bundle on its way: name -> handles of its pieces, in order. digest: names it."""
+
+    digest: str
+    files: Mapping[str, Sequence[Handle]]
+
+
+@dataclass(frozen=True, slots=True)
+class BundleGenerations:
+    """Continuations of prompts by the runtime on a bundle."""
+
+    bundle: BundleFiles
+    requests: Sequence[GenerationRequest]
+
+    def run(self, site: Site) -> tuple[list[Generation], None]:
+        return site.engine(self.bundle).generate(self.requests, no_progress), None

@@ -1,0 +1,130 @@
+"""What a worker has: the checkpoint that it opens itself, the reference model, the runtime on an unpublished bundle."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moec.manifests.codec import canonical_json
+from moec.manifests.errors import CheckpointError
+from moec.manifests.model import UnitKey
+
+from ..certify import BundleEngine, OpenRuntime
+from ..checkpoint import Checkpoint, open_checkpoint
+from ..durable import disk_errors
+from ..families import Lowering, lower
+from .jobs import BundleFiles, Handle, from_plain
+
+if TYPE_CHECKING:
+    from ..reference import ReferenceModel
+
+_FETCHED_AT_ONCE = 64
+_SAMPLE_BYTES = 1 << 16
+
+
+def checkpoint_identity(checkpoint: Checkpoint) -> str:
+    """Digest that two copies of a checkpoint share: headers, small files, sizes, start and end of every weight file.
+
+    Workers compare it with the driver's; to hash all weights on every node would take longer than to compile them.
+    """
+    digest = hashlib.sha256()
+    for name in checkpoint.companion_files():
+        digest.update(name.encode() + hashlib.sha256(checkpoint.file_bytes(name)).digest())
+    for name, ref in sorted(checkpoint.tensors.items()):
+        digest.update(canonical_json([name, ref.file, ref.dtype, list(ref.shape), ref.offset_bytes, ref.size_bytes]))
+    for name in checkpoint.weight_files():
+        path = checkpoint.root / name
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                digest.update(f"{name} {size}".encode())
+                for start in (0, max(0, size - _SAMPLE_BYTES)):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+class Site:
+    """One worker. Everything is opened when a job first asks for it.
+
+    fetch: handles -> the objects they name. open_runtime: how a bundle is opened. threads: passes side by side.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        identity: str,
+        threads: int,
+        open_runtime: OpenRuntime,
+        fetch: Callable[[Sequence[Handle]], list[Any]],
+    ) -> None:
+        self.threads, self.fetch = threads, fetch
+        self._source, self._identity, self._open_runtime = source, identity, open_runtime
+        self._lowering: Lowering | None = None
+        self._model: ReferenceModel | None = None
+        self._applied: dict[UnitKey | str, Handle] = {}
+        self._engine: tuple[str, BundleEngine] | None = None
+        self._opened = contextlib.ExitStack()
+
+    @property
+    def lowering(self) -> Lowering:
+        """The checkpoint. Raises CheckpointError where it is not the one that the driver has."""
+        if self._lowering is None:
+            checkpoint = open_checkpoint(self._source)
+            if checkpoint_identity(checkpoint) != self._identity:
+                raise CheckpointError(
+                    f"`{checkpoint.root}` holds another checkpoint than on the machine that compiles",
+                    "put the same files on every node, or name a path that all share",
+                )
+            self._lowering = lower(checkpoint)
+        return self._lowering
+
+    def model(self, weights: Handle) -> ReferenceModel:
+        """The reference model with the weights of a plan, or with the checkpoint's own where None.
+
+        Only what differs from the weights it computes with is exchanged.
+        """
+        if self._model is None:
+            # Loads transformers, which a worker that only quantizes does without.
+            from ..reference import ReferenceModel
+
+            self._model = ReferenceModel(self.lowering.checkpoint.root, self.threads)
+        wanted = {} if weights is None else self.fetch([weights])[0].matrices
+        for name in [name for name in self._applied if name not in wanted]:
+            self._model.set_weight(name, self._model.original_weight(name))
+            del self._applied[name]
+        changed = [(name, handle) for name, handle in wanted.items() if self._applied.get(name) != handle]
+        for start in range(0, len(changed), _FETCHED_AT_ONCE):
+            part = changed[start : start + _FETCHED_AT_ONCE]
+            for (name, handle), plain in zip(part, self.fetch([handle for _, handle in part]), strict=True):
+                self._model.set_weight(name, from_plain(plain).dequantize())
+                self._applied[name] = handle
+        return self._model
+
+    def engine(self, bundle: BundleFiles) -> BundleEngine:
+        """The runtime on a bundle that is sent to this machine and lies there only until it is opened."""
+        if self._engine is not None and self._engine[0] == bundle.digest:
+            return self._engine[1]
+        self._engine = None
+        self._opened.close()
+        with disk_errors(Path(tempfile.gettempdir())):
+            folder = Path(tempfile.mkdtemp(prefix="moec-certify-"))
+        try:
+            with disk_errors(folder):
+                for name, pieces in bundle.files.items():
+                    with (folder / name).open("wb") as file:
+                        for piece in pieces:
+                            file.write(self.fetch([piece])[0])
+            opened = self._opened.enter_context(self._open_runtime(folder, 0))
+        finally:
+            # What is open stays readable, and a worker that is killed leaves nothing behind.
+            shutil.rmtree(folder, ignore_errors=True)
+        self._engine = bundle.digest, opened
+        return opened

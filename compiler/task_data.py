@@ -1,0 +1,48 @@
+"""The items of every task of a compile, and the examples put in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from moec.evaluation.data import SplitData, load_splits
+from moec.evaluation.tasks import Item
+from moec.manifests.errors import OptionError
+
+from .options import CompileOptions
+
+Shots = Mapping[str, tuple[Item, ...]]
+"""Solved examples by task name."""
+
+
+def load_task_data(options: CompileOptions, note: Callable[[str], None]) -> tuple[tuple[SplitData, ...], Shots]:
+    """Splits and solved examples of every task; none without data. Raises DataError, OptionError."""
+    if options.data is None:
+        return (), {}
+    names: Sequence[str | None] = options.tasks or (None,)
+    splits = tuple(_limited(load_splits(options.data, name), options) for name in names)
+    shots = {}
+    for split in splits:
+        examples = split.train.limit(options.shots, options.seed).items if options.shots else ()
+        if len(examples) < options.shots:
+            raise OptionError(
+                f"`{options.data}` has {len(examples)} train items for {options.shots} shots", "lower `--shots`"
+            )
+        split.task.prompt(split.test.items[0], examples)  # refuses shots where the task has no prompt
+        shots[split.task.name] = examples
+        if split.repeated:
+            note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
+    return splits, shots
+
+
+def train_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
+    """Prompts and answers of the train items of one task."""
+    examples = shots[split.task.name]
+    return [(split.task.prompt(item, examples), split.task.answer(item)) for item in split.train.items]
+
+
+def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
+    if options.limit is None:
+        return splits
+    cut = {name: getattr(splits, name).limit(options.limit, options.seed) for name in ("train", "validation", "test")}
+    return replace(splits, **cut)

@@ -1,0 +1,235 @@
+"""Replay a trace against a device's rates: when every read begins and ends, and so how long each token takes.
+
+Event by event, in whole nanoseconds, without a clock: the same inputs give the same result. The cache decides as
+ExpertCache does (`simulated_cache.py`); reads go through one queue of storage while layers compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from .eviction import ExpertRecords, PolicyScore
+from .simulate import does_not_fit, named_score, with_next_use
+from .simulated_cache import SimulatedCache
+from .statistics import quantile
+from .trace import Trace, TracedPass
+
+_NS_PER_S = 10**9
+Advice = Callable[[TracedPass, int], Sequence[int]]
+"""What is read ahead while a layer of a pass runs: experts counted over all layers, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """What a device does with a trace.
+
+    storage_bytes_per_s, storage_latency_ns: of its storage; readers: reads under way at once. Bytes follow one another
+    whatever the number of readers; with more than one, the latency of a read passes while another's bytes arrive.
+    compute_scale: its time for what the recording machine computed in one unit of time.
+    """
+
+    storage_bytes_per_s: int
+    storage_latency_ns: int
+    readers: int
+    compute_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Predicted decoding: the passes after the first, as RunStatistics counts them; None: nothing to tell.
+
+    misses, hits, bytes_read, late_hits, prefetch_reads and prefetch_used count all passes. busy: share of decoding in
+    which storage was reading; stall: in which a layer waited.
+    """
+
+    policy: str
+    capacity_bytes: int
+    tokens: int
+    ttft_ns: int
+    tpot_mean_ns: int | None
+    tpot_p50_ns: int | None
+    tpot_p95_ns: int | None
+    stall: float
+    busy: float
+    decode_bytes_read_per_token: float
+    lookups: int
+    hits: int
+    misses: int
+    late_hits: int
+    rereads: int
+    evictions: int
+    bytes_read: int
+    prefetch_reads: int
+    prefetch_used: int
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate of decoding."""
+        return _NS_PER_S / self.tpot_mean_ns if self.tpot_mean_ns else None
+
+    def to_plain(self) -> dict[str, int | float | str | None]:
+        """For `--json`."""
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+
+
+def predict_timeline(
+    trace: Trace,
+    sizes: np.ndarray,
+    capacity_bytes: int,
+    records: ExpertRecords,
+    policy: str | PolicyScore,
+    rates: DeviceRates,
+    advice: Advice,
+    pin_limit_bytes: int,
+    warm: Sequence[int] = (),
+) -> Timeline:
+    """Run a trace on a device. sizes: bytes per expert, int64 [N]; warm: what the cache starts with, as far as it fits.
+
+    records, policy: as in `simulate.replay`. pin_limit_bytes: what advice may hold, as in ExpertCache.
+    Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
+    """
+    accesses, first_use = with_next_use(trace.accesses(), len(sizes))
+    cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes)
+    cache.fill(warm)
+    run, layers = _Run(cache, rates, advice), len(trace.header.experts)
+    marks = []
+    for number, each in enumerate(trace.passes):
+        run.run_pass(each, accesses[number * layers : (number + 1) * layers])
+        marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.bytes_read))
+    return _summary(cache, policy if isinstance(policy, str) else "custom", trace.prompt_passes, marks)
+
+
+def _summary(
+    cache: SimulatedCache, policy: str, prompt_passes: int, marks: Sequence[tuple[int, int, int, int]]
+) -> Timeline:
+    """marks: after each pass the time, the stall so far, the reading so far, the bytes so far."""
+    start, end, count = marks[prompt_passes - 1], marks[-1], len(marks) - prompt_passes
+    ends = [mark[0] for mark in marks[prompt_passes - 1 :]]
+    steps = [later - earlier for earlier, later in pairwise(ends)]
+    total_ns = max(1, end[0] - start[0])
+    return Timeline(
+        policy=policy,
+        capacity_bytes=cache.capacity_bytes,
+        tokens=count + 1,
+        ttft_ns=start[0],
+        tpot_mean_ns=round(sum(steps) / count) if count else None,
+        tpot_p50_ns=quantile(steps, 0.5),
+        tpot_p95_ns=quantile(steps, 0.95),
+        stall=(end[1] - start[1]) / total_ns,
+        busy=min(1.0, (end[2] - start[2]) / total_ns),
+        decode_bytes_read_per_token=(end[3] - start[3]) / max(count, 1),
+        lookups=cache.lookups,
+        hits=cache.lookups - cache.misses,
+        misses=cache.misses,
+        late_hits=cache.late_hits,
+        rereads=cache.rereads,
+        evictions=cache.evictions,
+        bytes_read=cache.bytes_read,
+        prefetch_reads=cache.prefetch_reads,
+        prefetch_used=cache.prefetch_used,
+    )
+
+
+class _Storage:
+    """Readers that take what is most urgent, and one stream of bytes behind them."""
+
+    def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
+        self._cache, self._rates = cache, rates
+        self._under_way = deque[tuple[int, int]]()
+        self._free_ns = 0
+        self.busy_ns = 0
+
+    def begin(self, now_ns: int) -> None:
+        """Idle readers begin what is queued now."""
+        while len(self._under_way) < self._rates.readers:
+            index = self._cache.next_read()
+            if index is None:
+                return
+            begins_ns = max(now_ns + self._rates.storage_latency_ns, self._free_ns)
+            ends_ns = begins_ns + math.ceil(self._cache.sizes[index] * _NS_PER_S / self._rates.storage_bytes_per_s)
+            self.busy_ns += ends_ns - max(now_ns, self._free_ns)
+            self._free_ns = ends_ns
+            self._under_way.append((ends_ns, index))
+
+    def run_until(self, now_ns: int) -> None:
+        """Everything that ends by then, and what begins in its place."""
+        while self._under_way and self._under_way[0][0] <= now_ns:
+            self._end_first()
+
+    def run_to_next(self) -> int | None:
+        """The next read to end: when it did; None if nothing is being read."""
+        return self._end_first() if self._under_way else None
+
+    def _end_first(self) -> int:
+        ends_ns, index = self._under_way.popleft()
+        self._cache.arrive(index)
+        self.begin(ends_ns)
+        return ends_ns
+
+
+class _Run:
+    """A model that computes nothing but the time it takes."""
+
+    def __init__(self, cache: SimulatedCache, rates: DeviceRates, advice: Advice) -> None:
+        self._cache, self._advice, self._scale = cache, advice, rates.compute_scale
+        self.storage = _Storage(cache, rates)
+        self.now_ns = self.stall_ns = 0
+
+    def run_pass(self, each: TracedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
+        """All layers, then the head. accesses: with the position of every expert's next use."""
+        other_ns = each.other_ns / len(accesses)
+        for layer, experts, next_use in accesses:
+            self._compute(each.dense_ns[layer] + other_ns)
+            hits, misses = self._cache.ask(layer, experts, next_use)
+            self._cache.issue(misses)
+            ahead = self._advice(each, layer)
+            if ahead:
+                self._cache.advise(ahead)
+            self.storage.begin(self.now_ns)
+            self._run_experts(each, layer, hits, misses)
+        self._compute(each.head_ns)
+
+    def _run_experts(self, each: TracedPass, layer: int, hits: list[int], misses: list[int]) -> None:
+        """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first."""
+        each_ns, shared_ns = each.experts_ns[layer] / max(len(hits) + len(misses), 1), each.shared_ns[layer]
+        is_one = each.tokens == 1
+        while hits:
+            some = list(hits) if is_one else hits[:1]
+            self._compute(each_ns * len(some) + shared_ns)
+            del hits[: len(some)]
+            self._cache.unlease(some)
+            shared_ns = 0
+        while misses:
+            ready = self._wait(misses)
+            some = ready if is_one else ready[:1]
+            self._compute(each_ns * len(some) + shared_ns)
+            misses = [index for index in misses if index not in some]
+            self._cache.unlease(some)
+            shared_ns = 0
+        self._compute(shared_ns)
+
+    def _wait(self, misses: Sequence[int]) -> list[int]:
+        """Time passes until one of them can be computed."""
+        started_ns = self.now_ns
+        while True:
+            self._cache.issue(misses)
+            self.storage.begin(self.now_ns)
+            ready = self._cache.ready(misses)
+            if ready:
+                self.stall_ns += self.now_ns - started_ns
+                return ready
+            arrived_ns = self.storage.run_to_next()
+            if arrived_ns is None:
+                raise does_not_fit(self._cache, misses[0])
+            self.now_ns = arrived_ns
+
+    def _compute(self, recorded_ns: float) -> None:
+        """So much of the recording machine's time, on this device; reads go on meanwhile."""
+        self.now_ns += round(recorded_ns * self._scale)
+        self.storage.run_until(self.now_ns)

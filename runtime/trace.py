@@ -1,0 +1,166 @@
+"""A routing trace: which experts every token of a run chose, what was advised, and how long computing took.
+
+`TraceRecorder` makes one while a model runs, `trace_file.py` keeps it, `simulate.py` and `timeline.py` replay it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from .cache_statistics import CacheStats
+from .options import Prefetch
+from .statistics import PhaseTimes
+
+# Less than this says little of a storage's rate.
+LEAST_READ_BYTES = 64 << 20
+Access = tuple[int, tuple[int, ...]]
+"""One layer of one pass: the layer, and the experts it asked for, counted over all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """Where a trace comes from.
+
+    bundle: SHA-256 of the bundle's manifest file. experts, top_k: per layer. prompt_tokens: of the first passes, after
+    which every pass is one token. prefetch: whose advice was recorded.
+    memory_bytes_per_s, storage_bytes_per_s, storage_latency_ns: of the recording machine, as a device profile has them;
+    the second is what the reads of the run reached, where they were many.
+    """
+
+    bundle: str
+    experts: tuple[int, ...]
+    top_k: tuple[int, ...]
+    prompt_tokens: int
+    prefetch: Prefetch
+    threads: int
+    memory_bytes_per_s: int
+    storage_bytes_per_s: int
+    storage_latency_ns: int
+
+    @property
+    def first_expert(self) -> list[int]:
+        """[L + 1]: where each layer's experts begin when they are counted over all layers."""
+        return [0, *np.cumsum(self.experts).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPass:
+    """One pass over all layers. Times of each layer are int nanoseconds [L].
+
+    chosen: per layer T x K experts of that layer, token by token, best first. advice: per layer the experts that were
+    to be read ahead, likeliest first, counted over all layers. dense_ns: what a layer computed in front of its routed
+    experts; shared_ns: its shared expert; experts_ns: its routed experts. head_ns: behind the last layer.
+    elapsed_ns: the whole pass; stall_ns: the part in which it waited for reads. first_layer: where it began, which is 0
+    but for decoders behind an encoder; a pass of the encoder ends there. Layers above are counted from it.
+    """
+
+    tokens: int
+    chosen: tuple[tuple[int, ...], ...]
+    advice: tuple[tuple[int, ...], ...]
+    dense_ns: tuple[int, ...]
+    experts_ns: tuple[int, ...]
+    shared_ns: tuple[int, ...]
+    head_ns: int
+    elapsed_ns: int
+    stall_ns: int
+    first_layer: int = 0
+
+    @property
+    def other_ns(self) -> int:
+        """What is neither a kernel nor a stall: routing, the cache, advice."""
+        kernels_ns = sum(self.dense_ns) + sum(self.experts_ns) + sum(self.shared_ns) + self.head_ns
+        return max(0, self.elapsed_ns - self.stall_ns - kernels_ns)
+
+    def accesses(self, first_expert: Sequence[int]) -> list[Access]:
+        """What each layer asked the cache for, in the order in which the model asks."""
+        asked = []
+        for layer, chosen in enumerate(self.chosen, self.first_layer):
+            experts = chosen if self.tokens == 1 else sorted(set(chosen))
+            asked.append((layer, tuple(first_expert[layer] + expert for expert in experts)))
+        return asked
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Passes in order: the prompt's, then one per further token."""
+
+    header: TraceHeader
+    passes: tuple[TracedPass, ...]
+
+    @property
+    def prompt_passes(self) -> int:
+        """How many passes the prompt took. Raises ValueError if no pass ends where it ends."""
+        done = 0
+        for number, each in enumerate(self.passes, 1):
+            done += each.tokens
+            if done == self.header.prompt_tokens:
+                return number
+        raise ValueError(f"no pass ends with the prompt, behind {self.header.prompt_tokens} tokens")
+
+    def accesses(self) -> list[Access]:
+        """What the cache was asked for, pass by pass and layer by layer."""
+        first = self.header.first_expert
+        return [access for each in self.passes for access in each.accesses(first)]
+
+
+class TraceRecorder:
+    """Notes passes while they run. times, cache: the counters of the running model, which go on counting.
+
+    first_decoder_layer: the passes of an encoder end there.
+    """
+
+    def __init__(self, times: PhaseTimes, cache: CacheStats, first_decoder_layer: int = 0) -> None:
+        self._times, self._cache, self._before = times, cache, cache.copy()
+        self._first_layers = {0, first_decoder_layer}
+        self._layers: list[tuple[int, np.ndarray, tuple[int, ...], PhaseTimes]] = []
+        self.passes: list[TracedPass] = []
+        self.begin()
+
+    @property
+    def read_bytes_per_s(self) -> int | None:
+        """What storage gave while it was reading, latency included; None where too little was read to tell."""
+        since = self._cache.since(self._before)
+        if since.bytes_read < LEAST_READ_BYTES or not since.busy_ns:
+            return None
+        return since.bytes_read * 10**9 // since.busy_ns
+
+    def begin(self) -> None:
+        """A pass begins; what was recorded of one that did not end is dropped."""
+        self._layers.clear()
+        self._started_ns, self._stall_ns = time.perf_counter_ns(), self._cache.stall_ns
+        self._start_times = self._times.copy()
+
+    def add_layer(self, layer: int, chosen: np.ndarray, advice: Sequence[int]) -> None:
+        """The next layer has chosen its experts, int32 [T, K]. A first layer ends the pass under way, if any."""
+        if layer in self._first_layers and self._layers:
+            self.end()
+        self._layers.append((layer, chosen, tuple(advice), self._times.copy()))
+
+    def end(self) -> None:
+        """The pass is over, the head included where it ran."""
+        if not self._layers:
+            return
+        marks = [*(times for *_, times in self._layers), self._times.copy()]
+        # Between two marks: the experts of the first layer, its shared expert, and what is dense of the second.
+        gained = [later.since(earlier) for earlier, later in pairwise(marks)]
+        dense = [marks[0].since(self._start_times).dense_ns, *(each.dense_ns - each.shared_ns for each in gained)]
+        self.passes.append(
+            TracedPass(
+                tokens=len(self._layers[0][1]),
+                chosen=tuple(tuple(chosen.reshape(-1).tolist()) for _, chosen, _, _ in self._layers),
+                advice=tuple(advice for _, _, advice, _ in self._layers),
+                dense_ns=tuple(dense[:-1]),
+                experts_ns=tuple(each.experts_ns for each in gained),
+                shared_ns=tuple(each.shared_ns for each in gained),
+                head_ns=dense[-1],
+                elapsed_ns=time.perf_counter_ns() - self._started_ns,
+                stall_ns=self._cache.stall_ns - self._stall_ns,
+                first_layer=self._layers[0][0],
+            )
+        )
+        self.begin()

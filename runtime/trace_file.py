@@ -1,0 +1,187 @@
+"""A trace as a file: JSON Lines, the header first, then one object per pass. Strict on the way in.
+
+Source: docs/format.md, Routing traces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, cast
+
+from moec.manifests.errors import InputError
+
+from .options import PREFETCHERS, Prefetch
+from .trace import Trace, TracedPass, TraceHeader
+
+FORMAT = "moec-trace"
+FORMAT_VERSION = 1
+MAX_TRACE_BYTES = 1 << 30
+MAX_LINE_BYTES = 64 << 20
+MAX_LAYERS = 4096
+MAX_EXPERTS = 1 << 16
+MAX_TOKENS = 1 << 20
+_MAX_NUMBER = 1 << 60
+_RATES = ("memory_bytes_per_s", "storage_bytes_per_s", "storage_latency_ns")
+_HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader))}
+_PASS_KEYS = {item.name for item in fields(TracedPass)} - {"first_layer"}  # 0: no traces of models with an encoder
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a trace, whole or not at all. Raises InputError if the place cannot be written, ValueError on passes that
+    begin behind an encoder.
+    """
+    if any(each.first_layer for each in trace.passes):
+        raise ValueError("the format has no passes that begin behind an encoder")
+    part = path.with_name(path.name + ".new")
+    header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            for line in (header, *map(_pass_plain, trace.passes)):
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InputError(f"the trace `{path}` cannot be written: {error.strerror}", "name another file") from error
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace. Raises InputError with file, line, what was expected and what was found."""
+    line = 0
+    try:
+        if path.stat().st_size > MAX_TRACE_BYTES:
+            raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
+        with path.open("rb") as file:
+            line = 1
+            header, passes = _header(_object(file.readline(MAX_LINE_BYTES + 1))), list[TracedPass]()
+            while data := file.readline(MAX_LINE_BYTES + 1):
+                line += 1
+                passes.append(_pass(_object(data), header))
+        trace = Trace(header, tuple(passes))
+        if any(each.tokens != 1 for each in passes[trace.prompt_passes :]):
+            raise ValueError("expected passes of one token behind the prompt")
+    except OSError as error:
+        raise InputError(f"the trace `{path}` cannot be read: {error.strerror}", "check the path") from error
+    except (ValueError, RecursionError) as error:
+        place = f", line {line}" if line else ""
+        remedy = "record it with `moec bench BUNDLE --trace-out FILE`"
+        raise InputError(f"`{path}`{place} is not of a routing trace: {error}", remedy) from error
+    return trace
+
+
+def _pass_plain(each: TracedPass) -> dict[str, Any]:
+    plain = asdict(each)
+    del plain["first_layer"]
+    return plain
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_LINE_BYTES:
+        raise ValueError(f"expected at most {MAX_LINE_BYTES} bytes in a line")
+    try:
+        plain = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError("expected UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected JSON, found {error.msg}") from None
+    if not isinstance(plain, dict):
+        raise ValueError("expected a JSON object")
+    return plain
+
+
+def _header(plain: dict[str, Any]) -> TraceHeader:
+    if plain.get("format") != FORMAT:
+        raise ValueError(f"expected the format `{FORMAT}`, found {str(plain.get('format'))[:40]!r}")
+    if type(plain.get("version")) is not int or plain["version"] != FORMAT_VERSION:
+        raise ValueError(f"expected version {FORMAT_VERSION}, found {str(plain.get('version'))[:40]!r}")
+    _check_keys(plain, _HEADER_KEYS)
+    if not isinstance(plain["bundle"], str) or not re.fullmatch(r"[0-9a-f]{64}", plain["bundle"]):
+        raise ValueError(f"`bundle`: expected a SHA-256, found {str(plain['bundle'])[:40]!r}")
+    if plain["prefetch"] not in PREFETCHERS:
+        raise ValueError(f"`prefetch`: expected one of {', '.join(PREFETCHERS)}")
+    experts = _numbers(plain, "experts", MAX_EXPERTS)
+    if not 1 <= len(experts) <= MAX_LAYERS:
+        raise ValueError(f"`experts`: expected 1 to {MAX_LAYERS} layers, found {len(experts)}")
+    top_k = _numbers(plain, "top_k", MAX_EXPERTS, len(experts))
+    if any(few > count for few, count in zip(top_k, experts, strict=True)):
+        raise ValueError("`top_k`: expected at most a layer's experts")
+    rates = {name: _number(plain, name, 1) for name in _RATES}
+    prefetch = cast(Prefetch, plain["prefetch"])
+    counts = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads")}
+    return TraceHeader(bundle=plain["bundle"], experts=experts, top_k=top_k, prefetch=prefetch, **counts, **rates)
+
+
+def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
+    _check_keys(plain, _PASS_KEYS)
+    layers, tokens = len(header.experts), _number(plain, "tokens", 1)
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"`tokens`: expected at most {MAX_TOKENS}, found {tokens}")
+    chosen = [
+        _experts(f"chosen[{layer}]", found, header.experts[layer])
+        for layer, found in enumerate(_list(plain, "chosen", layers))
+    ]
+    for layer, (experts, top_k) in enumerate(zip(chosen, header.top_k, strict=True)):
+        _check_choice(layer, experts, tokens, top_k)
+    total = sum(header.experts)
+    advice = [_experts(f"advice[{layer}]", found, total) for layer, found in enumerate(_list(plain, "advice", layers))]
+    return TracedPass(
+        tokens=tokens,
+        chosen=tuple(chosen),
+        advice=tuple(advice),
+        dense_ns=_numbers(plain, "dense_ns", _MAX_NUMBER, layers),
+        experts_ns=_numbers(plain, "experts_ns", _MAX_NUMBER, layers),
+        shared_ns=_numbers(plain, "shared_ns", _MAX_NUMBER, layers),
+        head_ns=_number(plain, "head_ns"),
+        elapsed_ns=_number(plain, "elapsed_ns"),
+        stall_ns=_number(plain, "stall_ns"),
+    )
+
+
+def _check_choice(layer: int, experts: Sequence[int], tokens: int, top_k: int) -> None:
+    if len(experts) != tokens * top_k:
+        raise ValueError(f"`chosen[{layer}]`: expected {tokens} x {top_k} experts, found {len(experts)}")
+    for token in range(tokens if top_k else 0):
+        if len(set(experts[token * top_k : (token + 1) * top_k])) != top_k:
+            raise ValueError(f"`chosen[{layer}]`: token {token} chooses an expert twice")
+
+
+def _check_keys(plain: dict[str, Any], expected: set[str]) -> None:
+    if set(plain) != expected:
+        unknown, missing = sorted(set(plain) - expected)[:3], sorted(expected - set(plain))[:3]
+        raise ValueError(f"expected other fields, unknown {[name[:40] for name in unknown]}, missing {missing}")
+
+
+def _list(plain: dict[str, Any], name: str, length: int | None = None) -> list[Any]:
+    found = plain[name]
+    if not isinstance(found, list) or (length is not None and len(found) != length):
+        raise ValueError(f"`{name}`: expected a list{'' if length is None else f' of {length}'}")
+    return found
+
+
+def _numbers(plain: dict[str, Any], name: str, most: int, length: int | None = None) -> tuple[int, ...]:
+    return _checked(name, _list(plain, name, length), most)
+
+
+def _experts(name: str, found: object, count: int) -> tuple[int, ...]:
+    if not isinstance(found, list):
+        raise ValueError(f"`{name}`: expected a list of experts")
+    return _checked(name, found, count - 1)
+
+
+def _checked(name: str, found: Iterable[Any], most: int) -> tuple[int, ...]:
+    numbers = tuple(found)
+    wrong = next((number for number in numbers if type(number) is not int or not 0 <= number <= most), None)
+    if wrong is not None or None in numbers:
+        raise ValueError(f"`{name}`: expected whole numbers of 0 to {most}, found {str(wrong)[:40]!r}")
+    return numbers
+
+
+def _number(plain: dict[str, Any], name: str, least: int = 0) -> int:
+    found = plain[name]
+    if type(found) is not int or not least <= found <= _MAX_NUMBER:
+        raise ValueError(f"`{name}`: expected a whole number of {least} or more, found {str(found)[:40]!r}")
+    return found

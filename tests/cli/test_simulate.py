@@ -1,0 +1,154 @@
+"""`moec simulate`: the counts of a real run, devices and overrides, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moec.cli.simulate import parse_time_ns
+from moec.manifests.errors import OptionError
+from moec.profiles.device import DeviceProfile, load_profile
+
+from .conftest import Invoke
+
+TEXT = "one byte of this text is one token, so it is long enough for a few dozen of them"
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
+    """A shipped profile in place of the probe, which takes seconds."""
+    profile = load_profile("laptop")
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: profile)
+    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+    return profile
+
+
+def recorded(invoke: Invoke, bundle: Path, folder: Path, *more: object) -> tuple[Path, dict[str, Any]]:
+    text, trace = folder / "text.txt", folder / "run.trace"
+    text.write_text(TEXT)
+    arguments = ("bench", bundle, "--text", text, "--prompt-tokens", 7, "--tokens", 25, "--trace-out", trace, "--json")
+    done = invoke(*arguments, *more)
+    assert done.exit_code == 0, done.stderr
+    return trace, json.loads(done.stdout)
+
+
+def simulated(invoke: Invoke, bundle: Path, trace: Path, *more: object) -> dict[str, Any]:
+    done = invoke("simulate", bundle, "--trace", trace, "--json", *more)
+    assert done.exit_code == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.parametrize("policy", ["lrfu", "edgemoe", "lru", "lfu", "hobbit"])
+def test_counts_are_those_of_the_run_that_was_recorded(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path, policy: str
+) -> None:
+    chosen = ("--policy", policy, "--expert-cache", "40%", "--prefetch", "off")
+    trace, bench = recorded(invoke, mixed_bundle, tmp_path, *chosen)
+    measured, told = bench["measured"], simulated(invoke, mixed_bundle, trace, *chosen)
+    (row,) = told["rows"]
+    for name in ("lookups", "misses", "evictions", "rereads", "bytes_read"):
+        assert row[name] == measured[name] > 0, name
+    assert row["tokens"] == told["recorded"]["tokens"] == measured["tokens"] == 25
+    assert row["decode_bytes_read_per_token"] == pytest.approx(measured["decode_bytes_read_per_token"])
+    assert told["device"]["storage_bytes_per_s"] == host.storage_bytes_per_s
+    assert told["device"]["compute_scale"] == 1.0 and told["prefetch"] == "off"
+
+
+def test_a_profile_scales_computing_and_brings_its_storage(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
+    device = load_profile("raspberry-pi-4b-sd")
+    arguments = ("--profile", device.name, "--policy", "lru", "--expert-cache", "50%", "--readers", 1)
+    told = simulated(invoke, mixed_bundle, trace, *arguments)
+    assert told["device"]["compute_scale"] == pytest.approx(8e9 / device.memory_bytes_per_s)
+    assert told["device"]["storage_latency_ns"] == device.storage_latency_ns and told["prefetch"] == "lookahead"
+    assert told["device"]["cache_bytes"] > 0 and told["rows"][0]["prefetch_reads"] > 0
+    slow = simulated(invoke, mixed_bundle, trace, *arguments, "--read-rate", "1MB", "--read-latency", "8ms")
+    assert (slow["device"]["storage_bytes_per_s"], slow["device"]["storage_latency_ns"]) == (10**6, 8 * 10**6)
+    assert slow["rows"][0]["tpot_mean_ns"] > told["rows"][0]["tpot_mean_ns"]
+    assert simulated(invoke, mixed_bundle, trace, *arguments) == told, "the same again"
+
+
+def test_people_get_a_table_of_budgets_and_policies(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
+    for prefetch in ("lookahead", "path", "popularity", "off"):
+        done = invoke("simulate", mixed_bundle, "--trace", trace, "--prefetch", prefetch)
+        assert done.exit_code == 0 and "tokens/s" in done.stdout and f"prefetch  {prefetch}" in done.stdout
+    assert "under the" in done.stderr and "left out" in done.stderr, "10 % is less than a layer needs"
+    rows = [line.split()[:2] for line in done.stdout.splitlines() if line.strip().endswith(("B", "iB"))]
+    assert {share for share, _ in rows if share.endswith("%")} == {"25%", "50%", "75%"}
+    assert {name for share, name in rows if share == "50%"} == {"lrfu", "hobbit", "edgemoe", "lru", "lfu", "optimum"}
+
+
+def test_all_experts_in_memory_read_nothing(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
+    told = simulated(invoke, mixed_bundle, trace, "--expert-cache", "100%", "--policy", "lru")
+    assert told["rows"][0]["bytes_read"] == 0 and told["rows"][0]["stall"] == 0
+
+
+def test_weights_change_what_is_kept(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%", "--prefetch", "off")
+    chosen = ("--policy", "hobbit", "--policy", "lru", "--expert-cache", "40%")
+    rows = simulated(invoke, mixed_bundle, trace, *chosen, "--policy-weights", "1,0,0,0")["rows"]
+    assert rows[0]["policy"] == "hobbit" and rows[0]["misses"] == rows[1]["misses"], "recency alone is LRU"
+
+
+def test_what_cannot_be_replayed_is_refused(
+    invoke: Invoke, bundle: Path, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%", "--prefetch", "off")
+    damaged, other = tmp_path / "damaged.trace", tmp_path / "other.trace"
+    damaged.write_bytes(trace.read_bytes()[:-40])
+    lines = trace.read_text().splitlines()
+    header = json.loads(lines[0]) | {"experts": [9, 9, 9]}
+    other.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    for more, message in (
+        (("--trace", damaged), "line 26 is not of a routing trace: expected JSON"),
+        (
+            ("--trace", other),
+            "of 3 layers (9 experts, top-2), the bundle has 3 layers (8 experts, top-2)",
+        ),
+        (("--trace", tmp_path / "none"), "cannot be read: No such file"),
+        (("--prefetch", "lookahead"), "so it lacks what routers would have guessed"),
+        (("--profile", "toaster"), "no device profile is called `toaster`"),
+        (("--readers", 0), "readers must be 1 to 32, found 0"),
+        (("--read-rate", "0MB"), "`--read-rate` must be at least 1 byte"),
+        (("--read-rate", "fast"), "`fast` is not a size"),
+        (("--read-latency", "8"), "`8` is not a time"),
+        (("--policy", "lru", "--policy-weights", "1,0,0,0"), "`--policy-weights` has no effect"),
+        (("--policy-weights", "1,1,0,0"), "is not four weights"),
+        (("--expert-cache", "0%"), "is not a share of the experts"),
+    ):
+        refused = invoke("simulate", mixed_bundle, "--trace", trace, *more)
+        assert refused.exit_code == 1 and message in refused.stderr, (more, refused.stderr)
+        assert refused.stdout == ""
+    other_compile = invoke("simulate", bundle, "--trace", trace, "--policy", "lru")
+    assert other_compile.exit_code == 0 and "was recorded on another compile" in other_compile.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_refused(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    arguments = ("bench", mixed_bundle, "--tokens", 3, "--prompt", "Hello", "--expert-cache", "40%")
+    refused = invoke(*arguments, "--trace-out", tmp_path / "none" / "a.trace")
+    assert refused.exit_code == 1 and "cannot be written" in refused.stderr
+
+
+@pytest.mark.parametrize(("text", "expected"), [("150us", 150_000), ("8ms", 8_000_000), ("0s", 0), ("1.5 ms", 1500000)])
+def test_times(text: str, expected: int) -> None:
+    assert parse_time_ns(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8", "ms", "-1ms", "1e3us", "8m", "\u0668ms"])
+def test_not_a_time(text: str) -> None:
+    with pytest.raises(OptionError, match="is not a time"):
+        parse_time_ns(text)

@@ -1,0 +1,272 @@
+"""A local cluster of two nodes that the test starts: the same bytes, a worker that is killed, what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moec.cli.compile import open_partial
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.checkpoint_url import CACHE
+from moec.compiler.cluster import ray_pool
+from moec.compiler.cluster.ray_pool import NodeReport
+from moec.compiler.cluster.site import Site
+from moec.compiler.options import Talk
+from moec.manifests.errors import (
+    CheckpointError,
+    ContextOverflow,
+    DoesNotFit,
+    ExecutionError,
+    MissingDependency,
+    OptionError,
+)
+from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_problems
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Ray leaves sockets and files to the end of its processes, and warns of its own coming changes.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+OPTIONS: dict[str, Any] = {"kind": "kl", "value": 0.02, "comparisons": True, "limit": 8}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home folder for this process and, since they inherit it, for the nodes: checkpoints from URLs go there."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster(home: Path) -> Iterator[Any]:
+    """Two nodes of one CPU each."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'moec[cluster]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        try:
+            cluster.add_node(num_cpus=1)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(cluster: Any) -> str:
+    found: str = cluster.address
+    return found
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers are generated for these, and scored."""
+    return save_problems(tmp_path_factory.mktemp("data") / "problems", train=8, validation=8, test=8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=2, experts=3)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, problems: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the bundle that one machine compiles."""
+    output = tmp_path_factory.mktemp("alone") / "tiny-moec"
+    compile_tiny(checkpoint, output, data=str(problems), **OPTIONS)
+    return contents(output)
+
+
+def worker_processes() -> set[int]:
+    """Processes of workers on this machine that this test's cluster started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::Worker"):
+                found.add(int(path.parent.name))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+class Listener:
+    """Keeps what a compile says, and does something when one of these stages has begun."""
+
+    def __init__(self, stages: Collection[str], action: Callable[[], None]) -> None:
+        self.notes: list[str] = []
+        self.bars: dict[str, tuple[int, int]] = {}
+        self.processes: set[int] = set()
+        self._stages, self._action = stages, action
+
+    def talk(self) -> Talk:
+        return Talk(self.notes.append, self._bar)
+
+    def _bar(self, title: str) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            is_first = title not in self.bars
+            self.bars[title] = done, total
+            self.processes |= worker_processes()
+            if is_first and title in self._stages:
+                self._action()
+
+        return report
+
+
+def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
+    address: str, checkpoint: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    killed: set[int] = set()
+
+    def kill() -> None:
+        process = min(worker_processes() - killed)
+        killed.add(process)
+        os.kill(process, signal.SIGKILL)
+
+    listener, output = Listener({"quantizing with gptq", "measuring sensitivity"}, kill), tmp_path / "tiny-moec"
+    compile_tiny(checkpoint, output, data=str(problems), cluster=address, talk=listener.talk(), **OPTIONS)
+    assert contents(output) == alone
+    assert len(killed) == 2 and len(listener.processes) > 2, "other processes took the places of those killed"
+    assert names(tmp_path) == {"tiny-moec"}
+    check_bundle(output)
+    assert "work goes to 2 of the 2 nodes of the cluster" in listener.notes
+    for title in ("quantizing", "measuring sensitivity", "baseline on gsm8k", "bundle on gsm8k"):
+        done, total = next(bar for name, bar in listener.bars.items() if name.startswith(title))
+        assert done == total, f"`{title}` went to its end"
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_away_leaves_its_work_to_the_others(
+    cluster: Any, checkpoint: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    third = cluster.add_node(num_cpus=1)
+    listener = Listener({"quantizing with gptq"}, lambda: cluster.remove_node(third, allow_graceful=False))
+    output = tmp_path / "tiny-moec"
+    compile_tiny(checkpoint, output, data=str(problems), cluster=cluster.address, talk=listener.talk(), **OPTIONS)
+    assert "work goes to 3 of the 3 nodes of the cluster" in listener.notes
+    assert contents(output) == alone
+
+
+def test_workers_read_a_checkpoint_behind_a_url(address: str, checkpoint: Path, home: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": "bits_per_weight", "value": 3.5}
+    (tmp_path / "alone").mkdir()
+    compile_tiny(checkpoint, tmp_path / "alone" / "tiny-moec", **options)
+    compile_tiny(checkpoint.as_uri(), tmp_path / "tiny-moec", cluster=address, **options)
+    assert contents(tmp_path / "tiny-moec") == contents(tmp_path / "alone" / "tiny-moec")
+    assert [path.name.split("-")[0] for path in (home / CACHE).iterdir()] == ["tiny"]
+
+
+def test_a_node_that_does_not_see_the_checkpoint_is_named(address: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Files in memory are there for this process alone."""
+    import fsspec
+
+    url = f"memory://models-{tmp_path.name}/tiny"
+    fsspec.filesystem("memory").put(str(checkpoint), url, recursive=True)
+    with pytest.raises(OptionError, match=rf"node .+ does not see the checkpoint `{url}`: no folder") as caught:
+        compile_tiny(url, tmp_path / "tiny-moec", "bits_per_weight", 3.5, cluster=address)
+    assert "a path that all nodes share" in str(caught.value.hint)
+    assert names(tmp_path) == set(), "nothing is left"
+
+
+@dataclass
+class Counting:
+    """A job that gives its value, or what another kept; keeps three times the value; refuses negative ones."""
+
+    value: int
+    of: Any = None
+
+    def run(self, site: Site) -> tuple[int, int]:
+        if self.value < 0:
+            raise ContextOverflow("a text has 9 tokens", "shorten the text")
+        return self.value if self.of is None else site.fetch([self.of])[0], 3 * self.value
+
+
+@dataclass
+class Dying:
+    """A job that no worker survives."""
+
+    def run(self, site: Site) -> tuple[None, None]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None, None
+
+
+def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
+    address: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(ray_pool, "RESTARTS", 0)
+    opened = open_checkpoint(str(checkpoint))
+    connected = partial(ray_pool.connected, address, str(checkpoint), opened, open_runtime=open_partial, talk=Talk())
+    with pytest.raises(DoesNotFit, match=r"no node of the cluster at .+ has them"), connected(worker_bytes=1 << 60):
+        pass
+    with connected(worker_bytes=1 << 20) as pool:
+        answers = list(pool.in_order(Counting(value) for value in range(9)))
+        assert [answer.result for answer in answers] == list(range(9))
+        kept = list(pool.in_order(Counting(0, of=answer.kept) for answer in answers))
+        assert [answer.result for answer in kept] == [3 * value for value in range(9)], (
+            "what workers keep is found again"
+        )
+        with pytest.raises(ContextOverflow, match=r"^node [0-9.]+: a text has 9 tokens") as caught:
+            list(pool.in_order([Counting(1), Counting(-1)]))
+        assert caught.value.hint == "shorten the text"
+        with pytest.raises(RuntimeError, match="at another iteration"):
+            next(pool.in_order([Counting(1)]))
+        with pytest.raises(ExecutionError, match="a worker died 1 times: "):
+            list(ray_pool.Pool(pool._ray, pool._actors, 1, Talk()).in_order([Dying()]))
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [("127.0.0.1:1", "at `127[.]0[.]0[.]1:1`"), ("nowhere", "at `nowhere`"), ("127.0.0.1:99999", "at `127.+`")],
+)
+def test_no_cluster_at_an_address(given: str, where: str, checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'moec[cluster]'")
+    with pytest.raises(OptionError, match=rf"no Ray cluster answers {where}: ") as caught:
+        compile_tiny(checkpoint, tmp_path / "tiny-moec", "bits_per_weight", 3.5, cluster=given)
+    assert "ray start --head" in str(caught.value.hint)
+
+
+def test_without_ray_the_extra_is_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependency, match="`--cluster` needs the package `ray`") as caught:
+        compile_tiny(checkpoint, tmp_path / "tiny-moec", "bits_per_weight", 3.5, cluster="auto")
+    assert caught.value.hint == 'pip install "moec[cluster]"'
+
+
+def test_a_node_that_would_compute_something_else_is_named() -> None:
+    own, here, notes = ray_pool.installed(), ray_pool.instruction_set(), list[str]()
+    assert {"moec", "torch", "transformers", "numpy"} <= set(own)
+
+    def check(report: NodeReport) -> None:
+        ray_pool._check("pi (10.0.0.7)", report, "/models/tiny", "same", Talk(notes.append))
+
+    check(NodeReport(own, here, "same"))
+    assert not notes
+    check(NodeReport(own, "aarch64 DEFAULT", "same"))
+    assert notes == [
+        f"node pi (10.0.0.7) computes with aarch64 DEFAULT, this machine with {here}: last bits may differ"
+    ]
+    for package in own:
+        expected = re.escape(f"node pi (10.0.0.7) has {package} 0.0.1, expected {own[package]} as here")
+        with pytest.raises(OptionError, match=expected):
+            check(NodeReport({**own, package: "0.0.1"}, here, "same"))
+    with pytest.raises(OptionError, match=r"has torch .none., expected"):
+        check(NodeReport({name: version for name, version in own.items() if name != "torch"}, here, "same"))
+    with pytest.raises(OptionError, match="does not see the checkpoint `/models/tiny`: another checkpoint lies there"):
+        check(NodeReport(own, here, "another"))
+    with pytest.raises(OptionError, match="does not see the checkpoint `/models/tiny`: no folder"):
+        check(NodeReport(own, here, problem=CheckpointError("no folder")))

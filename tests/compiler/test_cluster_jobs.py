@@ -1,0 +1,280 @@
+"""Work described as jobs, without Ray: whoever does it and however it is divided, not one bit differs."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moec.cli.compile import open_partial
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.cluster.ray_pool import Answer, Job, Pool
+from moec.compiler.cluster.remote import RemoteBundle, RemoteModel, quantized_by
+from moec.compiler.cluster.session import check_cluster
+from moec.compiler.cluster.site import Site, checkpoint_identity
+from moec.compiler.cluster.trials import ClusterTrials
+from moec.compiler.durable import Disk
+from moec.compiler.families import lower
+from moec.compiler.journal import Journal
+from moec.compiler.parallel import in_parts
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.reference_decode import ROWS_PER_STEP
+from moec.compiler.reference_network import length_batches
+from moec.compiler.second_moments import SecondMoments
+from moec.compiler.sensitivity import plain_plan
+from moec.compiler.trials import TaskData, Trials
+from moec.compiler.unit_store import UnitStore
+from moec.evaluation.data import load_splits
+from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.manifests.errors import CheckpointError, OptionError
+from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+from tests.tiny_compile import WORDS, compile_tiny, save_model
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+
+SPECS = (QuantSpec(2, 32), QuantSpec(4, 32))
+WORKERS = pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 1), (2, 2), (7, 3)])
+
+
+class PoolHere(Pool):
+    """Sites of this process that take turns; everything on its way is pickled, as between machines."""
+
+    def __init__(self, folder: Path, workers: int, threads: int) -> None:
+        self.count, self.threads = workers, threads
+        self._objects: list[bytes] = []
+        identity = checkpoint_identity(open_checkpoint(str(folder)))
+        self._sites = [Site(str(folder), identity, threads, open_partial, self._fetch) for _ in range(workers)]
+        self.jobs: list[Job] = []
+
+    def _fetch(self, handles: Sequence[int]) -> list[Any]:
+        return [pickle.loads(self._objects[handle]) for handle in handles]
+
+    def put(self, value: Any) -> int:
+        self._objects.append(pickle.dumps(value))
+        return len(self._objects) - 1
+
+    def in_order(self, jobs: Iterable[Job]) -> Iterator[Answer]:
+        for job in jobs:
+            self.jobs.append(job)
+            result, kept = pickle.loads(pickle.dumps(job)).run(self._sites[len(self.jobs) % self.count])
+            yield Answer(pickle.loads(pickle.dumps(result)), self.put(kept))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("cluster") / "tiny", layers=2, experts=4)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> ReferenceModel:
+    return ReferenceModel(folder)
+
+
+def text_pairs(count: int) -> list[tuple[str, str]]:
+    """Prompts and answers of many lengths, some answers empty."""
+    draw = random.Random(count)
+    return [
+        (" ".join(draw.choices(WORDS, k=draw.randint(1, 12))), " ".join(draw.choices(WORDS, k=draw.randint(0, 6))))
+        for _ in range(count)
+    ]
+
+
+def moments_of(model: ModelSpec) -> SecondMoments:
+    """Of inputs that were never seen, one expert without any."""
+    generator, moments = torch.Generator().manual_seed(3), SecondMoments.zeros(model)
+    for key in model.expert_keys()[1:]:
+        width = model.layers[key.layer].experts.width
+        inputs = torch.randn(20, model.hidden_size, generator=generator)
+        moments.add(key.layer, key.expert, inputs, torch.randn(20, width, generator=generator))
+    return moments
+
+
+@pytest.mark.parametrize("quantizer", ["gptq", "rtn"])
+@WORKERS
+def test_units_are_quantized_to_the_same_codes(folder: Path, quantizer: str, workers: int, threads: int) -> None:
+    lowering = lower(open_checkpoint(str(folder)))
+    moments = moments_of(lowering.model) if quantizer == "gptq" else None
+    here, there = UnitStore(lowering, moments, quantizer), UnitStore(lowering, moments, quantizer)
+    here.prepare(SPECS, no_progress)
+    seen: list[tuple[int, int]] = []
+    there.prepare(SPECS, lambda *at: seen.append(at), quantized_by(PoolHere(folder, workers, threads)))
+    assert seen == [(done, 12) for done in range(1, 13)]
+    for key in lowering.model.expert_keys():
+        for unit in (UnitKey(*key, projection) for projection in ("gate", "up", "down")):
+            for spec in SPECS:
+                assert here.error(unit, spec) == there.error(unit, spec)
+                assert np.array_equal(here.for_bundle(unit, spec), there.for_bundle(unit, spec))
+
+
+@WORKERS
+def test_the_model_says_the_same_to_the_last_bit(
+    folder: Path, reference: ReferenceModel, workers: int, threads: int
+) -> None:
+    pairs = text_pairs(400)
+    tokens, remote = reference.encode_pairs(pairs), RemoteModel(PoolHere(folder, workers, threads), reference)
+    for here, there in zip(reference.forced_logits(tokens), remote.forced_logits(tokens), strict=True):
+        assert np.array_equal(here, there)
+    assert remote.answer_log_probs(pairs) == reference.answer_log_probs(pairs)
+    seen: list[tuple[int, int]] = []
+    requests = [GenerationRequest(prompt, answer, 9, ("pen",)) for prompt, answer in pairs]
+    assert remote.generate(requests, lambda *at: seen.append(at)) == reference.generate(requests)
+    assert seen[-1] == (400, 400) and seen == sorted(seen)
+
+
+def test_what_was_tested_spans_batches_and_groups(reference: ReferenceModel) -> None:
+    """Else the test above would pass with any division."""
+    pairs = text_pairs(400)
+    lengths = [len(prompt) + len(answer) for prompt, answer in reference.encode_pairs(pairs)]
+    assert len(length_batches(lengths, 2048)) > 4
+    requests = [GenerationRequest(prompt, answer, 9) for prompt, answer in pairs]
+    decoded = sum(item.tokens > 1 for item in reference.generate(requests))
+    assert decoded > 3 * ROWS_PER_STEP
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 120), st.integers(1, 5))
+def test_a_run_of_batches_is_cut_into_the_same_batches(lengths: list[int], tokens: int, per_job: int) -> None:
+    batches = length_batches(lengths, tokens)
+    for run in in_parts(batches, per_job):
+        indices = [index for batch in run for index in batch]
+        again = length_batches([lengths[index] for index in indices], tokens)
+        assert [[indices[at] for at in batch] for batch in again] == run
+
+
+def trials_of(
+    reference: ReferenceModel, folder: Path, data: Path, work: Path, pool: Pool | None
+) -> tuple[Trials, UnitStore]:
+    store = UnitStore(lower(open_checkpoint(str(folder))), None, "rtn")
+    splits = load_splits(str(data), None)
+    tasks = (TaskData(splits.task, splits.validation, 40),)
+    journal = Journal(work, "same", Disk())
+    if pool is None:
+        return Trials(reference, store, tasks, 8, no_progress, journal), store
+    return ClusterTrials(RemoteModel(pool, reference), store, tasks, 8, no_progress, journal), store
+
+
+@WORKERS
+def test_trials_measure_the_same(
+    folder: Path, reference: ReferenceModel, texts: Path, tmp_path: Path, workers: int, threads: int
+) -> None:
+    found = []
+    for name, pool in (("here", None), ("there", PoolHere(folder, workers, threads))):
+        trials, store = trials_of(reference, folder, texts, tmp_path / name, pool)
+        plain = plain_plan(store.model, store.lowering.spec_16bit, "rtn")
+        units = list(plain.units)
+        plans = [mixed(plain, {unit: SPECS[0] for unit in units[at:]}) for at in (0, 5, len(units), 5)]
+        plans.append(mixed(plain, {}, {"layers.0.query": QuantSpec(4, 32), "lm_head": QuantSpec(4, 32)}))
+        first = trials.kl(plans[1], "alone")
+        each = list(trials.kl_each((plan, str(at)) for at, plan in enumerate(plans)))
+        losses = list(trials.answer_nll_each(plans, store, 4))
+        assert trials.answer_nll(plans[0], store, 4) == losses[0] and each[1] == first
+        found.append((each, losses, [trial.to_json() for trial in trials.log]))
+    assert found[0] == found[1]
+    assert len({summary.mean for summary in found[0][0]}) == 4, "the plans differ, and so do their losses"
+
+
+def mixed(plain: Any, units: dict[UnitKey, QuantSpec], dense: dict[str, QuantSpec] | None = None) -> Any:
+    from dataclasses import replace
+
+    return replace(plain, units={**plain.units, **units}, dense={**plain.dense, **(dense or {})})
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-groups-yarn", "gpt-oss", "qwen2-plain-between", "granite-scaled"])
+def test_what_a_plan_exchanged_is_put_back_in_every_family(name: str, tmp_path: Path) -> None:
+    folder = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
+    reference = ReferenceModel(folder)
+    tokens, remote = reference.encode_pairs(text_pairs(12)), RemoteModel(PoolHere(folder, 1, 1), reference)
+    trials = ClusterTrials(
+        remote,
+        UnitStore(lower(open_checkpoint(str(folder))), None, "rtn"),
+        (),
+        0,
+        no_progress,
+        None,  # type: ignore[arg-type]
+    )
+    plain = plain_plan(reference.model, trials.store.lowering.spec_16bit, "rtn")
+    shapes = reference.model.dense_shapes()
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and QuantSpec(4, 32).fits(shape[1])]
+    coarse = mixed(plain, dict.fromkeys(plain.units, SPECS[0]), dict.fromkeys(matrices, QuantSpec(4, 32)))
+    before = remote.forced_logits(tokens)
+    for plan in (coarse, mixed(plain, dict.fromkeys(list(plain.units)[::2], SPECS[1])), plain):
+        own = {unit: trials.store.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16}
+        dense = {key: trials.store.dense_weight(key, spec) for key, spec in plan.dense.items() if spec.bitwidth < 16}
+        with reference.weights({**own, **dense}), remote.weights(trials.weights_of(plan)):
+            for here, there in zip(reference.forced_logits(tokens), remote.forced_logits(tokens), strict=True):
+                assert np.array_equal(here, there)
+    for here, there in zip(before, remote.forced_logits(tokens), strict=True):
+        assert np.array_equal(here, there)
+
+
+def test_what_the_journal_has_is_not_measured_again(
+    folder: Path, reference: ReferenceModel, texts: Path, tmp_path: Path
+) -> None:
+    pool = PoolHere(folder, 2, 1)
+    for expected in (True, False):
+        trials, store = trials_of(reference, folder, texts, tmp_path / "work", pool)
+        plain = plain_plan(store.model, store.lowering.spec_16bit, "rtn")
+        pool.jobs.clear()
+        list(trials.kl_each([(plain, "a"), (mixed(plain, {unit: SPECS[0] for unit in plain.units}), "b")]))
+        asked = [job for job in pool.jobs if type(job).__name__ == "Divergences"]
+        assert bool(asked) == expected
+
+
+@WORKERS
+def test_the_runtime_certifies_the_same(
+    folder: Path, reference: ReferenceModel, tmp_path: Path, workers: int, threads: int
+) -> None:
+    bundle = tmp_path / "tiny-moec"
+    compile_tiny(folder, bundle, "uniform", 4)
+    pairs = [pair for pair in text_pairs(40) if pair[1]]
+    tokens = reference.encode_pairs(pairs)
+    requests = [GenerationRequest(prompt, None, 5) for prompt, _ in pairs]
+    there = RemoteBundle(RemoteModel(PoolHere(folder, workers, threads), reference), bundle)
+    with cast(AbstractContextManager[Any], open_partial(bundle)) as here:
+        assert there.generate(requests, no_progress) == here.generate(requests, no_progress)
+        assert there.answer_log_probs(pairs, no_progress) == here.answer_log_probs(pairs, no_progress)
+        for own, other in zip(here.forced_logits(tokens), there.forced_logits(tokens), strict=True):
+            assert np.array_equal(own, other)
+        assert 0 < there.divergence(tokens).mean < 1
+
+
+def test_a_site_opens_no_other_checkpoint(folder: Path) -> None:
+    site = Site(str(folder), "0" * 64, 1, lambda path, room: nullcontext(), lambda handles: [])
+    with pytest.raises(CheckpointError, match="holds another checkpoint than on the machine that compiles"):
+        site.lowering  # noqa: B018
+
+
+def test_the_identity_of_a_checkpoint_follows_its_content(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    same = checkpoint_identity(open_checkpoint(str(folder)))
+    assert checkpoint_identity(open_checkpoint(str(copy))) == same
+    raw = bytearray((copy / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(raw)
+    assert checkpoint_identity(open_checkpoint(str(copy))) != same
+
+
+def test_a_cluster_is_refused_where_it_has_nothing_to_do_or_too_much(folder: Path) -> None:
+    model = lower(open_checkpoint(str(folder))).model
+    with pytest.raises(OptionError, match="no effect beside `--uniform`"):
+        check_cluster("uniform", model, SPECS, 1 << 40)
+    with pytest.raises(OptionError, match="holds the whole model on every worker"):
+        check_cluster("kl", model, SPECS, 1 << 20)
+    check_cluster("kl", model, SPECS, 1 << 40)
+
+
+def test_a_compile_on_one_machine_loads_no_ray() -> None:
+    code = "import sys, moec.compiler.pipeline, moec.cli.compile; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

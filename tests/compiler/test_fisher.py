@@ -1,0 +1,118 @@
+"""The Fisher proxy: what it predicts is what is measured, on every family, for any number of threads, with no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk
+from moec.compiler.families import lower
+from moec.compiler.fisher import FisherProxy, gradient_bytes, predict_units
+from moec.compiler.journal import Journal
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.trials import log_softmax, summarise_divergence
+from moec.compiler.unit_store import UnitStore
+from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.quant import QuantSpec
+from tests.compiler.toy_search import toy_model
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+SPECS = (QuantSpec(3, 32), QuantSpec(4, 64), QuantSpec.parse("bf16"))
+FAMILIES = (
+    "mixtral", "qwen2-plain-between", "qwen3-plain-first", "deepseek-v2-groups-yarn", "deepseek-v3", "ernie",
+    "granite-scaled", "gpt-oss",
+)  # fmt: skip
+MEASURED_UNITS = 12
+"""Of the last layer, and of those in front of it."""
+
+
+def pairs(count: int = 48) -> list[tuple[list[int], list[int]]]:
+    """Token ids of made-up prompts and answers, of several lengths."""
+    random = np.random.default_rng(7)
+    return [
+        (random.integers(4, 250, 3 + at % 5).tolist(), random.integers(4, 250, 6 + at % 7).tolist())
+        for at in range(count)
+    ]
+
+
+def silent(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def open_model(folder: Path) -> tuple[ReferenceModel, UnitStore]:
+    return ReferenceModel(folder), UnitStore(lower(open_checkpoint(str(folder))), None, "rtn")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ReferenceModel, UnitStore]:
+    root = tmp_path_factory.mktemp("fisher") / "tiny"
+    if request.param == "mixtral":
+        return open_model(save_tiny_mixtral(root, TinyMixtral(width=64)))
+    return open_model(save_tiny_family(root, TINY_FAMILIES[request.param]))
+
+
+def test_predictions_are_what_is_measured(model: tuple[ReferenceModel, UnitStore]) -> None:
+    reference, store = model
+    texts = pairs()
+    predicted = FisherProxy(reference, store, SPECS).run(texts, seed=0, threads=2, progress=silent)
+    units = [UnitKey(*key, p) for key in store.model.expert_keys() for p in PROJECTIONS]
+    assert predicted.shape == (len(units), 2)
+    before = [log_softmax(rows) for rows in reference.forced_logits(texts)]
+    layers, last = np.array([unit.layer for unit in units]), store.model.expert_layers[-1]
+
+    def ratios(places: np.ndarray) -> np.ndarray:
+        """Predicted over measured KL of some of these units, those that no token reads left out."""
+        found = []
+        for at in places[:: max(1, len(places) // MEASURED_UNITS)]:
+            with reference.weights({units[at]: store.weight(units[at], SPECS[0])}):
+                measured = summarise_divergence(before, reference.forced_logits(texts)).mean
+            assert (predicted[at, 0] == 0) == (measured == 0)
+            found += [predicted[at, 0] / measured] if measured else []
+        return np.array(found)
+
+    fits = np.isfinite(predicted[:, 0])
+    # Behind the last layer no router can choose otherwise; in front of it, what flips of routers cost is not predicted.
+    behind = ratios(np.flatnonzero(fits & (layers == last)))
+    assert 0.75 < np.median(behind) < 1.33
+    assert np.abs(np.log(behind)).mean() < 0.45
+    if (fits & (layers < last)).any():
+        assert 0.3 < np.median(ratios(np.flatnonzero(fits & (layers < last)))) < 1.2
+
+
+def test_nothing_of_the_model_is_changed_and_threads_change_no_bit(tmp_path: Path) -> None:
+    reference, store = open_model(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(width=64)))
+    texts, network = pairs(), reference.network.model
+    logits, implementation = reference.forced_logits(texts), network.get_experts_implementation()
+    proxy = FisherProxy(reference, store, SPECS)
+    one, two = (proxy.run(texts, seed=3, threads=threads, progress=silent) for threads in (1, 2))
+    np.testing.assert_array_equal(one, two)
+    assert not np.array_equal(one, proxy.run(texts, seed=4, threads=2, progress=silent))
+    assert network.get_experts_implementation() == implementation
+    for before, after in zip(logits, reference.forced_logits(texts), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_what_does_not_fit_is_left_out_and_the_journal_is_asked_first(tmp_path: Path) -> None:
+    reference, store = open_model(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(width=96)))
+    specs = (QuantSpec(2, 64), QuantSpec(2, 32), QuantSpec.parse("bf16"))
+    journal = Journal(tmp_path / "tiny.work", "one", Disk())
+    found = predict_units(reference, store, specs, [pairs(4), pairs(6)], 0, journal, silent)
+    assert {spec for unit, spec in found if unit.projection == "down"} == {specs[1]}  # 96 columns are not groups of 64
+    assert {spec for unit, spec in found if unit.projection == "gate"} == set(specs[:2])
+
+    class Gone:
+        model = reference.model
+
+    assert predict_units(Gone(), store, specs, [pairs(4)], 0, journal, silent) == found  # type: ignore[arg-type]
+
+
+def test_the_graph_counts_in_memory() -> None:
+    small, deep = toy_model(), toy_model(layers=8)
+    assert gradient_bytes(deep, 2) > 2 * gradient_bytes(small, 2) > 2 * gradient_bytes(small, 1) > 0
+    assert torch.is_grad_enabled()

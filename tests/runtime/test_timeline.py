@@ -1,0 +1,222 @@
+"""Timelines worked out by hand, and the simulated cache beside the real one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.manifests.errors import MemoryBudgetExceeded
+from moec.runtime.advice import no_advice, recorded_advice
+from moec.runtime.eviction import SCORES, expert_records, warm_order
+from moec.runtime.expert_cache import LOADING, QUEUED, ExpertCache
+from moec.runtime.simulate import replay
+from moec.runtime.timeline import DeviceRates, Timeline, predict_timeline
+from moec.runtime.trace import Trace, TracedPass, TraceHeader
+from tests.runtime.test_simulate import MemoryStorage
+
+# One byte takes one nanosecond; a read waits 5 ns for its first.
+RATES = DeviceRates(storage_bytes_per_s=10**9, storage_latency_ns=5, readers=1, compute_scale=1.0)
+LAYERS, EXPERTS, TOP_K = 3, 4, 2
+COUNT = LAYERS * EXPERTS
+LAYER = np.repeat(np.arange(LAYERS), EXPERTS)
+
+
+def one_token(
+    chosen: list[list[int]], dense: int = 10, experts: int = 20, head: int = 0, advice: list[list[int]] | None = None
+) -> TracedPass:
+    layers = len(chosen)
+    kernels = layers * (dense + experts) + head
+    return TracedPass(
+        tokens=1,
+        chosen=tuple(map(tuple, chosen)),
+        advice=tuple(map(tuple, advice or [[]] * layers)),
+        dense_ns=(dense,) * layers,
+        experts_ns=(experts,) * layers,
+        shared_ns=(0,) * layers,
+        head_ns=head,
+        elapsed_ns=kernels,
+        stall_ns=0,
+    )
+
+
+def trace_of(passes: list[TracedPass], experts: list[int], top_k: int) -> Trace:
+    layers = len(experts)
+    header = TraceHeader("0" * 64, tuple(experts), (top_k,) * layers, passes[0].tokens, "lookahead", 1, 1, 1, 1)
+    return Trace(header, tuple(passes))
+
+
+def small(passes: list[TracedPass], capacity: int, rates: DeviceRates = RATES, pins: int = 0) -> Timeline:
+    """One or more layers of two experts of 100 bytes each, top-1, LRU, cold."""
+    layers = len(passes[0].chosen)
+    records = expert_records(np.repeat(np.arange(layers), 2), np.zeros(2 * layers), layers)
+    sizes = np.full(2 * layers, 100, np.int64)
+    trace = trace_of(passes, [2] * layers, 1)
+    return predict_timeline(trace, sizes, capacity, records, "lru", rates, recorded_advice, pins)
+
+
+def test_a_miss_waits_for_its_read_and_a_hit_does_not() -> None:
+    found = small([one_token([[0]]), one_token([[1]]), one_token([[0]]), one_token([[0]])], 100)
+    # Misses: 10 dense + 5 latency + 100 bytes + 20 expert = 135. The last is a hit: 30.
+    assert found.ttft_ns == 135
+    assert (found.tpot_p50_ns, found.tpot_p95_ns, found.tpot_mean_ns) == (135, 135, 100)
+    assert (found.misses, found.hits, found.evictions, found.rereads, found.bytes_read) == (3, 1, 2, 1, 300)
+    assert found.stall == pytest.approx(210 / 300) == found.busy
+    assert found.decode_bytes_read_per_token == pytest.approx(200 / 3) and found.tokens == 4
+    assert found.tokens_per_s == pytest.approx(1e7)
+
+
+def test_hits_compute_while_misses_are_read() -> None:
+    """Top-2: expert 0 is there and takes 10 of the 20 ns while expert 1 is read."""
+    passes = [one_token([[0, 2]]), one_token([[0, 1]], experts=200)]
+    records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
+    trace = trace_of(passes, [3], 2)
+    found = predict_timeline(trace, np.full(3, 100, np.int64), 200, records, "lru", RATES, no_advice, 0)
+    # 10 dense, then the read of 105 under the 100 of expert 0, 5 more of waiting, 100 of expert 1.
+    assert found.tpot_mean_ns == 10 + 105 + 100
+    # Cold: one reader, both reads after one another, the first expert's 10 ns under the second read.
+    assert found.ttft_ns == 10 + 105 + 105 + 10
+
+
+def test_two_readers_hide_a_latency_but_share_the_bandwidth() -> None:
+    records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
+    trace = trace_of([one_token([[0, 2]])], [3], 2)
+    sizes = np.full(3, 100, np.int64)
+    two = replace(RATES, readers=2)
+    assert predict_timeline(trace, sizes, 200, records, "lru", two, no_advice, 0).ttft_ns == 10 + 5 + 100 + 100 + 10
+
+
+def test_advice_is_read_while_a_layer_computes() -> None:
+    """Two layers. While layer 0 computes 200 ns, the expert of layer 1 arrives."""
+    passes = [one_token([[0], [0]], experts=200, advice=[[2], []])]
+    alone = small(passes, 400)
+    ahead = small(passes, 400, pins=400)
+    assert alone.ttft_ns == 2 * (10 + 105 + 200)
+    assert ahead.ttft_ns == (10 + 105 + 200) + (10 + 200)
+    assert (ahead.prefetch_reads, ahead.prefetch_used, ahead.hits, alone.prefetch_reads) == (1, 1, 1, 0)
+
+
+def test_demand_overtakes_advice_that_has_not_begun_and_waits_for_what_has() -> None:
+    # Layer 0 advises both experts of layer 1, layer 1 wants the second: the first is being read and goes on.
+    passes = [one_token([[0], [1]], experts=40, advice=[[2, 3], []])]
+    found = small(passes, 400, pins=400)
+    # Layer 0 reads until 115, computes until 155, layer 1 is ready at 165: expert 2 arrives at 220, then 105 for 3.
+    assert found.ttft_ns == 220 + 105 + 40
+    assert (found.late_hits, found.prefetch_reads, found.misses) == (0, 1, 2)
+    # One reader later the wanted one is under way already.
+    late = small([one_token([[0], [0]], experts=40, advice=[[2, 3], []])], 400, pins=400)
+    assert late.ttft_ns == 220 + 40 and late.late_hits == 1
+
+
+def test_a_slower_processor_takes_longer_and_hides_more() -> None:
+    passes = [one_token([[0], [0]], advice=[[2], []])]
+    slow = small(passes, 400, replace(RATES, compute_scale=10.0), pins=400)
+    assert slow.ttft_ns == (100 + 105 + 200) + (100 + 200)
+
+
+def test_shared_experts_compute_under_the_reads_and_the_rest_between_layers() -> None:
+    each = replace(one_token([[0]], head=7), shared_ns=(30,), elapsed_ns=10 + 20 + 30 + 7 + 3)
+    assert each.other_ns == 3
+    # 3 other, 10 dense, 105 read, 20 expert, 30 shared behind it, 7 head.
+    assert small([each], 100).ttft_ns == 3 + 10 + 105 + 20 + 30 + 7
+
+
+def test_what_cannot_fit_is_refused() -> None:
+    with pytest.raises(MemoryBudgetExceeded, match="an expert of 100 bytes does not fit into 99"):
+        small([one_token([[0]])], 99)
+
+
+@st.composite
+def traces(draw: st.DrawFn, prompt: int = 3) -> Trace:
+    choice = st.permutations(range(EXPERTS)).map(lambda order: order[:TOP_K])
+    passes = []
+    for tokens in (draw(st.integers(1, prompt)), *[1] * draw(st.integers(0, 8))):
+        chosen = [[e for _ in range(tokens) for e in draw(choice)] for _ in range(LAYERS)]
+        advice = draw(st.lists(st.lists(st.integers(0, COUNT - 1), max_size=4, unique=True), min_size=3, max_size=3))
+        each = one_token(chosen, dense=draw(st.integers(0, 300)), experts=draw(st.integers(0, 300)), advice=advice)
+        passes.append(replace(each, tokens=tokens))
+    return trace_of(passes, [EXPERTS] * LAYERS, TOP_K)
+
+
+rates = st.builds(
+    DeviceRates,
+    storage_bytes_per_s=st.sampled_from((10**7, 10**8, 10**9, 10**10)),
+    storage_latency_ns=st.integers(0, 200),
+    readers=st.integers(1, 3),
+    compute_scale=st.sampled_from((0.1, 1.0, 3.0)),
+)
+sizes_of = st.lists(st.integers(1, 9), min_size=COUNT, max_size=COUNT).map(lambda n: np.array(n, np.int64))
+popularities = st.lists(st.integers(0, 20), min_size=COUNT, max_size=COUNT).map(lambda n: np.array(n, np.float64))
+
+
+@settings(max_examples=80, deadline=None)
+@given(traces(), sizes_of, popularities, st.integers(0, 60), st.sampled_from((*sorted(SCORES), "optimum")), rates)
+def test_without_advice_time_changes_no_count(
+    trace: Trace, sizes: np.ndarray, popularity: np.ndarray, room: int, policy: str, device: DeviceRates
+) -> None:
+    """The counts of the replay, which are those of the real cache; faster storage is never slower."""
+    capacity, records = TOP_K * int(sizes.max()) + room, expert_records(LAYER, popularity, LAYERS)
+    warm = warm_order(records).tolist()
+    found = predict_timeline(trace, sizes, capacity, records, policy, device, no_advice, capacity, warm)
+    counts = replay(trace.accesses(), sizes, capacity, records, policy, warm)
+    for name in ("lookups", "hits", "misses", "rereads", "evictions", "bytes_read"):
+        assert getattr(found, name) == getattr(counts, name)
+    again = predict_timeline(trace, sizes, capacity, records, policy, device, no_advice, capacity, warm)
+    assert again == found
+    faster = replace(device, storage_bytes_per_s=2 * device.storage_bytes_per_s)
+    better = predict_timeline(trace, sizes, capacity, records, policy, faster, no_advice, capacity, warm)
+    assert better.ttft_ns <= found.ttft_ns and (better.tpot_mean_ns or 0) <= (found.tpot_mean_ns or 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), sizes_of, popularities, st.integers(0, 60), rates, st.integers(0, 80))
+def test_advice_keeps_the_ledger_and_bounds_the_time(
+    trace: Trace, sizes: np.ndarray, popularity: np.ndarray, room: int, device: DeviceRates, pins: int
+) -> None:
+    capacity, records = TOP_K * int(sizes.max()) + room, expert_records(LAYER, popularity, LAYERS)
+    found = predict_timeline(trace, sizes, capacity, records, "lrfu", device, recorded_advice, min(pins, capacity))
+    assert found.prefetch_used <= found.prefetch_reads and found.late_hits <= found.misses
+    assert 0 <= found.stall <= 1 and 0 <= found.busy <= 1
+    steps = (found.tpot_mean_ns or 0) * (found.tokens - 1) + found.ttft_ns
+    compute = sum(round(each.elapsed_ns * device.compute_scale) for each in trace.passes)
+    # Whatever is read ahead, computing takes its time; each of up to 10 rounded parts of a layer may lose half a unit.
+    assert steps >= compute - 10 * LAYERS * len(trace.passes)
+
+
+def wait_until_idle(cache: ExpertCache) -> None:
+    while True:
+        with cache._lock:
+            if not np.any((cache._state == LOADING) | (cache._state == QUEUED)):
+                return
+        time.sleep(0.0002)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    traces(prompt=1), sizes_of, popularities, st.integers(0, 60), st.sampled_from(sorted(SCORES)), st.integers(0, 80)
+)
+def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cache(
+    trace: Trace, sizes: np.ndarray, popularity: np.ndarray, room: int, policy: str, pins: int
+) -> None:
+    capacity = TOP_K * int(sizes.max()) + room
+    pins = min(pins, room)
+    fast = DeviceRates(storage_bytes_per_s=10**12, storage_latency_ns=0, readers=1, compute_scale=1.0)
+    slow = Trace(trace.header, tuple(replace(each, experts_ns=(10**6,) * LAYERS) for each in trace.passes))
+    records = expert_records(LAYER, popularity, LAYERS)
+    found = predict_timeline(slow, sizes, capacity, records, policy, fast, recorded_advice, pins)
+
+    score = SCORES[policy]  # type: ignore[index]
+    cache = ExpertCache(MemoryStorage(), sizes, capacity, expert_records(LAYER, popularity, LAYERS), score, pins)
+    for each in trace.passes:
+        for layer, experts in each.accesses(trace.header.first_expert):
+            for _ in cache.stream(layer, experts, each.advice[layer], together=True):
+                wait_until_idle(cache)
+    cache.close()
+    stats = cache.stats
+    for name in ("lookups", "hits", "misses", "late_hits", "rereads", "evictions", "bytes_read", "prefetch_reads"):
+        assert getattr(found, name) == getattr(stats, name), name
+    assert found.prefetch_used == stats.prefetch_used

@@ -1,0 +1,226 @@
+"""Traces go to a file and back; what is damaged is refused with one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moec.manifests.errors import InputError
+from moec.runtime.cache_statistics import CacheStats
+from moec.runtime.options import PREFETCHERS
+from moec.runtime.statistics import PhaseTimes
+from moec.runtime.trace import LEAST_READ_BYTES, Trace, TracedPass, TraceHeader, TraceRecorder
+from moec.runtime.trace_file import read_trace, write_trace
+
+NS = st.integers(0, 1 << 60)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    layers = draw(st.integers(1, 3))
+    experts = draw(st.lists(st.integers(0, 5), min_size=layers, max_size=layers))
+    top_k = [draw(st.integers(0, count)) for count in experts]
+    prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    tokens = [*prompt, *[1] * draw(st.integers(0, 3))]
+    total = sum(experts)
+    passes = []
+    for count in tokens:
+        chosen = []
+        for width, few in zip(experts, top_k, strict=True):
+            each = st.permutations(range(width)).map(lambda order, few=few: order[:few])
+            chosen.append(tuple(e for _ in range(count) for e in draw(each)))
+        advice = tuple(
+            tuple(draw(st.lists(st.integers(0, total - 1), max_size=3))) if total else () for _ in range(layers)
+        )
+        per_layer = st.lists(NS, min_size=layers, max_size=layers).map(tuple)
+        times = (draw(per_layer), draw(per_layer), draw(per_layer), draw(NS), draw(NS), draw(NS))
+        passes.append(TracedPass(count, tuple(chosen), advice, *times))
+    prefetch = draw(st.sampled_from(PREFETCHERS))
+    header = TraceHeader("0f" * 32, tuple(experts), tuple(top_k), sum(prompt), prefetch, 2, 10**10, 10**9, 64_000)
+    return Trace(header, tuple(passes))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(trace=traces())
+def test_a_trace_comes_back_as_it_was(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, trace)
+    assert read_trace(path) == trace
+    assert [item.name for item in tmp_path.iterdir()] == ["a.trace"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(trace=traces(), data=st.data())
+def test_damage_is_refused_or_harmless(trace: Trace, data: st.DataObject, tmp_path: Path) -> None:
+    """Any byte changed, or the file cut anywhere: a trace that holds its own rules, or one error."""
+    path = tmp_path / "a.trace"
+    write_trace(path, trace)
+    content = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[at] = data.draw(st.integers(0, 255))
+    else:
+        del content[at:]
+    path.write_bytes(bytes(content))
+    try:
+        found = read_trace(path)
+    except InputError as error:
+        assert error.message.startswith(f"`{path}`") and "\n" not in error.message and error.hint
+        return
+    assert found.prompt_passes >= 1
+    for each in found.passes:
+        for layer, asked in each.accesses(found.header.first_expert):
+            low, high = found.header.first_expert[layer], found.header.first_expert[layer + 1]
+            assert all(low <= expert < high for expert in asked) and len(set(asked)) == len(asked)
+
+
+HEADER: dict[str, Any] = {
+    "format": "moec-trace", "version": 1, "bundle": "0" * 64, "experts": [4, 4], "top_k": [2, 1], "prompt_tokens": 2,
+    "prefetch": "lookahead", "threads": 2, "memory_bytes_per_s": 1, "storage_bytes_per_s": 1, "storage_latency_ns": 1,
+}  # fmt: skip
+PROMPT: dict[str, Any] = {
+    "tokens": 2, "chosen": [[0, 1, 1, 2], [3, 3]], "advice": [[4, 7], []], "dense_ns": [1, 1], "experts_ns": [1, 1],
+    "shared_ns": [0, 0], "head_ns": 5, "elapsed_ns": 50, "stall_ns": 3,
+}  # fmt: skip
+TOKEN = {**PROMPT, "tokens": 1, "chosen": [[2, 0], [3]]}
+
+
+def written(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_trace_by_hand(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path / "t", HEADER, PROMPT, TOKEN))
+    assert trace.prompt_passes == 1 and trace.header.first_expert == [0, 4, 8]
+    assert trace.accesses() == [(0, (0, 1, 2)), (1, (7,)), (0, (2, 0)), (1, (7,))]
+    assert trace.passes[0].other_ns == 50 - 3 - 2 - 2 - 5
+
+
+def header(**changes: Any) -> Callable[[], list[Any]]:
+    return lambda: [{**HEADER, **changes}, PROMPT, TOKEN]
+
+
+def token(**changes: Any) -> Callable[[], list[Any]]:
+    return lambda: [HEADER, PROMPT, {**TOKEN, **changes}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (header(format="trace"), "line 1 is not of a routing trace: expected the format `moec-trace`, found 'trace'"),
+        (header(version=2), "expected version 1, found '2'"),
+        (header(version=True), "expected version 1"),
+        (header(extra=1), "unknown ['extra'], missing []"),
+        (header(bundle="x"), "`bundle`: expected a SHA-256"),
+        (header(prefetch="magic"), "`prefetch`: expected one of lookahead"),
+        (header(experts=[]), "`experts`: expected 1 to 4096 layers, found 0"),
+        (header(experts=[4, -1]), "`experts`: expected whole numbers of 0 to 65536, found '-1'"),
+        (header(top_k=[2]), "`top_k`: expected a list of 2"),
+        (header(top_k=[5, 1]), "`top_k`: expected at most a layer's experts"),
+        (header(threads=0), "`threads`: expected a whole number of 1 or more, found '0'"),
+        (header(storage_latency_ns=1.5), "`storage_latency_ns`: expected a whole number"),
+        (header(prompt_tokens=1), "no pass ends with the prompt, behind 1 tokens"),
+        (token(tokens=0), "line 3 is not of a routing trace: `tokens`: expected a whole number of 1 or more"),
+        (token(tokens=1 << 21), "`tokens`: expected at most 1048576"),
+        (token(chosen=[[2, 0]]), "`chosen`: expected a list of 2"),
+        (token(chosen=[[2, 4], [3]]), "`chosen[0]`: expected whole numbers of 0 to 3, found '4'"),
+        (token(chosen=[[2, None], [3]]), "`chosen[0]`: expected whole numbers of 0 to 3, found 'None'"),
+        (token(chosen=[[2, 2], [3]]), "`chosen[0]`: token 0 chooses an expert twice"),
+        (token(chosen=[[2], [3]]), "`chosen[0]`: expected 1 x 2 experts, found 1"),
+        (token(advice=[[8], []]), "`advice[0]`: expected whole numbers of 0 to 7, found '8'"),
+        (token(advice=[1, []]), "`advice[0]`: expected a list of experts"),
+        (token(dense_ns=[1, True]), "`dense_ns`: expected whole numbers"),
+        (token(head_ns=1 << 61), "`head_ns`: expected a whole number"),
+        (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token behind the prompt"),
+        (lambda: [HEADER], "no pass ends with the prompt"),
+        (lambda: [HEADER, [1]], "line 2 is not of a routing trace: expected a JSON object"),
+    ],
+)
+def test_what_breaks_the_rules_is_refused(lines: Callable[[], list[Any]], message: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "bad.trace", *lines())
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert message in caught.value.message and caught.value.message.startswith(f"`{path}`")
+
+
+def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
+    for content, message in ((b"", "expected JSON"), (b"\xff\xfe", "expected UTF-8"), (b"{", "expected JSON")):
+        path = tmp_path / "bad"
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            read_trace(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_trace(tmp_path / "none")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_trace(tmp_path / "none" / "t", Trace(TraceHeader("", (), (), 1, "off", 1, 1, 1, 1), ()))
+    path.write_bytes(b"[" * 100_000)
+    with pytest.raises(InputError, match="bad"):
+        read_trace(path)
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    with pytest.raises(InputError, match="expected at most 1073741824 bytes"):
+        read_trace(path)
+
+
+def test_times_go_to_the_layer_that_took_them() -> None:
+    """Two layers; a mark is taken when a layer has chosen, before its experts run."""
+    times, cache = PhaseTimes(), CacheStats()
+    recorder = TraceRecorder(times, cache)
+    times.dense_ns += 10
+    recorder.add_layer(0, np.array([[3, 1]], np.int32), [5])
+    times.experts_ns += 20
+    times.dense_ns += 7  # of it 4 the shared expert of layer 0
+    times.shared_ns += 4
+    cache.stall_ns += 9
+    recorder.add_layer(1, np.empty((1, 0), np.int32), [])
+    times.dense_ns += 6
+    recorder.end()
+    (found,) = recorder.passes
+    assert found.chosen == ((3, 1), ()) and found.advice == ((5,), ()) and found.tokens == 1
+    assert (found.dense_ns, found.experts_ns, found.shared_ns, found.head_ns) == ((10, 3), (20, 0), (4, 0), 6)
+    assert found.stall_ns == 9 and found.elapsed_ns > 0
+    recorder.add_layer(0, np.array([[0, 1]], np.int32), [])
+    recorder.add_layer(0, np.array([[2, 1]], np.int32), [])  # a long prompt: the next pass begins
+    recorder.begin()
+    assert [each.chosen for each in recorder.passes[1:]] == [((0, 1),)], "what was begun anew is dropped"
+
+
+def test_passes_of_an_encoder_and_of_the_decoder_behind_it_are_kept_apart(tmp_path: Path) -> None:
+    """One layer of an encoder, two of a decoder, four experts each."""
+    recorder = TraceRecorder(PhaseTimes(), CacheStats(), first_decoder_layer=1)
+    recorder.add_layer(0, np.array([[3], [1]], np.int32), [])
+    for _ in range(2):
+        for layer in (1, 2):
+            recorder.add_layer(layer, np.array([[layer]], np.int32), [])
+    recorder.end()
+    assert [(each.first_layer, each.tokens) for each in recorder.passes] == [(0, 2), (1, 1), (1, 1)]
+    accesses = [access for each in recorder.passes for access in each.accesses([0, 4, 8, 12])]
+    assert accesses == [(0, (1, 3)), (1, (5,)), (2, (10,)), (1, (5,)), (2, (10,))]
+    header = TraceHeader("0f" * 32, (4, 4, 4), (1, 1, 1), 2, "off", 2, 10**10, 10**9, 64_000)
+    with pytest.raises(ValueError, match="behind an encoder"):
+        write_trace(tmp_path / "a.trace", Trace(header, tuple(recorder.passes)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rate_of_storage_is_that_of_the_run_where_it_read_enough() -> None:
+    cache = CacheStats(bytes_read=1 << 40, busy_ns=1)
+    recorder = TraceRecorder(PhaseTimes(), cache)
+    assert recorder.read_bytes_per_s is None
+    cache.bytes_read += LEAST_READ_BYTES
+    assert recorder.read_bytes_per_s is None, "no time has passed"
+    cache.busy_ns += 10**9 // 2
+    assert recorder.read_bytes_per_s == 2 * LEAST_READ_BYTES
+    cache.bytes_read -= 1
+    assert recorder.read_bytes_per_s is None
