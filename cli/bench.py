@@ -15,7 +15,7 @@ from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .run import statistics_block
 from .runtime_options import build_options, bundle_folder, mode_text, open_engine, runtime_options
-from .traces import recorded_trace, replayed_bundle
+from .traces import check_traceable, recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
@@ -77,13 +77,12 @@ def bench_command(
     moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
     """
     from moec.profiles.probe import probe_host
-    from moec.runtime.bundle import open_bundle
     from moec.runtime.statistics import reset_peak_memory
     from moec.runtime.trace_file import write_trace
 
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
-    opened = open_bundle(bundle_folder(bundle))
+    opened = _opened(bundle, trace_out)
     options = build_options(values, bundle=bundle)
     host = probe_host(_probed_place(opened))
     if text_path is not None:
@@ -114,6 +113,15 @@ def bench_command(
         output.data_json({**told, "tokens": tokens, "host": host.to_plain()})
         return
     _print_measurement(statistics, ratio, advice, simulated)
+
+
+def _opened(bundle: Path, trace_out: Path | None) -> Bundle:
+    from moec.runtime.bundle import open_bundle
+
+    opened = open_bundle(bundle_folder(bundle))
+    if trace_out is not None:
+        check_traceable(opened)
+    return opened
 
 
 def _print_measurement(
@@ -162,8 +170,9 @@ def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, 
         layer = model.layers[entry.layer].experts
         seen = int(popularity[entry.layer].sum())
         share = int(popularity[entry.layer, entry.expert]) / seen if seen else 1 / layer.count
-        experts.append((entry.size_bytes, share * layer.top_k))
-        expert_bytes += entry.size_bytes * share * layer.top_k
+        reads_per_token = share * model.reads_per_token(entry.layer)
+        experts.append((entry.size_bytes, reads_per_token))
+        expert_bytes += entry.size_bytes * reads_per_token
     compute_bytes = round(_dense_bytes_per_token(bundle) + expert_bytes)
     missed_bytes, reads = expected_misses(experts, cache_bytes)
     compute, storage = compute_ns(host, compute_bytes), storage_ns(host, missed_bytes, reads)
@@ -181,6 +190,8 @@ def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, 
 def _dense_bytes_per_token(bundle: Bundle) -> int:
     total, model = 0, bundle.manifest.model
     for entry in bundle.manifest.dense:
+        if not model.is_decoded_with(entry.name):
+            continue
         rows = 1 if len(entry.shape) == 1 else entry.shape[0]
         if entry.name == "embedding" and not model.tie_embeddings:
             rows = 1

@@ -41,7 +41,7 @@ class BundleEngine:
                     f"a prompt has {len(prompt)} tokens, expected 1 to {context - 1}",
                     "shorten it or raise `--context`" if prompt else "write a prompt",
                 )
-            limits.append(min(request.max_new_tokens, context - len(prompt)))
+            limits.append(self.engine.new_tokens_limit(prompt, request.max_new_tokens + 1) - 1)
         answers = generate_many(
             self.engine, [prompt for prompt, _ in pairs], [draft for _, draft in pairs], limits, progress
         )
@@ -74,7 +74,8 @@ class BundleEngine:
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
         """Tokens of prompts and answers, see evaluation/text_pairs.py."""
-        return encode_pairs(self.engine.tokenizer, pairs)
+        has_encoder = self.engine.bundle.manifest.model.encoder is not None
+        return encode_pairs(self.engine.tokenizer, pairs, is_joint=not has_encoder)
 
 
 def _nll(logits: np.ndarray, targets: Sequence[int]) -> float:

@@ -113,7 +113,8 @@ def _calibration(manifest: BundleManifest) -> dict[str, Any] | None:
 def expert_weights(manifest: BundleManifest) -> int:
     """Number of weights in routed experts."""
     model = manifest.model
-    return sum(3 * layer.experts.count * layer.experts.width * model.hidden_size for layer in model.layers)
+    experts = [layer.experts for layer in model.layers]
+    return sum(len(each.projections) * each.count * each.width * model.hidden_size for each in experts)
 
 
 def dense_weights(manifest: BundleManifest) -> int:
@@ -137,18 +138,20 @@ def rows_by_layer(manifest: BundleManifest) -> list[list[ExpertEntry]]:
 
 def average_bits(manifest: BundleManifest, entry: ExpertEntry) -> float:
     """Stored bits of an expert's weights on average, scales included."""
-    from moec.manifests.model import PROJECTIONS
-
-    bits = (entry.spec(p).bits_per_weight(manifest.model.unit_shape(entry.layer, p)[1]) for p in PROJECTIONS)
-    # The three projections have the same number of weights.
-    return round(sum(bits) / len(PROJECTIONS), 4)
+    model = manifest.model
+    columns = {unit.projection: model.unit_shape(unit.layer, unit.projection)[1] for unit in model.units_of(entry.key)}
+    bits = (entry.spec(projection).bits_per_weight(width) for projection, width in columns.items())
+    # The projections have the same number of weights.
+    return round(sum(bits) / len(columns), 4)
 
 
 def format_counts(manifest: BundleManifest) -> dict[str, dict[str, int]]:
     """Projection -> format -> how many experts have it."""
-    from moec.manifests.model import PROJECTIONS
-
-    return {p: dict(Counter(str(entry.spec(p)) for entry in manifest.experts).most_common()) for p in PROJECTIONS}
+    counts: dict[str, Counter[str]] = {}
+    for entry in manifest.experts:
+        for unit in manifest.model.units_of(entry.key):
+            counts.setdefault(unit.projection, Counter())[str(entry.spec(unit.projection))] += 1
+    return {projection: dict(count.most_common()) for projection, count in counts.items()}
 
 
 def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:

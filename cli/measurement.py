@@ -40,13 +40,15 @@ def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
             f"a prompt of {len(sequence)} tokens and {tokens} more exceed the context of {engine.memory.context}",
             "lower `--tokens` or raise `--context`",
         )
-    hidden = _forward(engine, sequence, 0, len(sequence))
+    (text,) = engine.begin_texts([0], [sequence])
+    hidden = _forward(engine, text, 0, len(text))
     with output.Progress("making the sequence") as progress:
         for count in range(tokens):
             token = int(np.argmax(engine.model.logits(hidden[-1:])[0]))
             sequence.append(token)
+            text.append(token)
             if count + 1 < tokens:
-                hidden = _forward(engine, sequence, len(sequence) - 1, len(sequence))
+                hidden = _forward(engine, text, len(text) - 1, len(text))
             progress(count + 1, tokens)
     return sequence
 
@@ -84,15 +86,21 @@ def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> t
     from moec.runtime.statistics import RunRecorder
     from moec.runtime.trace import TraceRecorder
 
-    tracer = engine.model.trace = TraceRecorder(engine.model.times, engine.cache.stats)
+    first_decoder_layer = engine.model.spec.first_decoder_layer
+    tracer = engine.model.trace = TraceRecorder(engine.model.times, engine.cache.stats, first_decoder_layer)
     recorder = RunRecorder(prompt_tokens)
     with output.Progress("measuring") as progress:
+        text: list[int] = []
         for end in range(prompt_tokens, len(sequence)):
-            start = 0 if end == prompt_tokens else end - 1
             before, times = engine.cache.stats.copy(), engine.model.times.copy()
             tracer.begin()
             started_ns = time.perf_counter_ns()
-            hidden = _forward(engine, sequence, start, end)
+            done = len(text)
+            if end == prompt_tokens:
+                (text,) = engine.begin_texts([0], [sequence[:prompt_tokens]])
+            else:
+                text.append(sequence[end - 1])
+            hidden = _forward(engine, text, done, len(text))
             engine.model.logits(hidden[-1:])
             elapsed_ns = time.perf_counter_ns() - started_ns
             tracer.end()

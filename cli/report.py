@@ -12,11 +12,12 @@ _PROJECTIONS = ("gate", "up", "down")
 
 
 def plan_heat_map(quality: Quality) -> str:
-    """Bits of every unit: one line per layer, a group of three digits (gate, up, down) per expert."""
+    """Bits of every unit: one line per layer, a group of digits (gate where there is one, up, down) per expert."""
     units = quality["bits"]["units"]
     lines = ["bits per unit (whole bits of gate, up, down; one group per expert)"]
-    for layer, gates in enumerate(units["gate"]):
-        groups = ["".join(_digit(units[p][layer][expert]) for p in _PROJECTIONS) for expert in range(len(gates))]
+    for layer, experts in enumerate(units["down"]):
+        own = [units[projection][layer] for projection in _PROJECTIONS if units[projection][layer]]
+        groups = ["".join(_digit(bits[expert]) for bits in own) for expert in range(len(experts))]
         lines.append(f"layer {layer:>3}  " + (" ".join(groups) or "no routed experts"))
     formats = ", ".join(f"{name} x{count}" for name, count in quality["bits"]["formats"].items())
     lines.append(f"formats    {formats}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moec.manifests.errors import InputError
+from moec.manifests.errors import InputError, OptionError
 
 from . import output
 
@@ -57,6 +57,15 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     return ReplayedBundle(sizes, records, warm_order(records).tolist(), bundle.manifest.cost.minimum_expert_bytes)
 
 
+def check_traceable(bundle: Bundle) -> None:
+    """Refuse models that the trace format has no room for. Raises OptionError."""
+    if bundle.manifest.model.encoder is not None:
+        raise OptionError(
+            f"`{bundle.path}` holds a model with an encoder, and traces have passes over all layers alone",
+            "take `moec bench --policies all`, which needs no trace file",
+        )
+
+
 def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, host: DeviceProfile) -> Trace:
     """What an engine has done, as a trace. host: the rates measured just before.
 
@@ -83,13 +92,15 @@ def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, ho
 
 
 def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
-    """Read traces that fit a bundle. Raises InputError on a damaged file or one of another model.
+    """Read traces that fit a bundle. Raises InputError on a damaged file or one of another model, OptionError on a
+    model with an encoder.
 
     A trace of another compile of the same model has the same routes, nearly, and other times: that is said.
     """
     from moec.runtime.trace_file import read_trace
     from moec.runtime.tuning import bundle_sha256
 
+    check_traceable(bundle)
     digest = bundle_sha256(bundle.path)
     traces: list[Trace] = []
     shape = [(layer.experts.count, layer.experts.top_k) for layer in bundle.manifest.model.layers]

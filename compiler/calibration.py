@@ -46,7 +46,8 @@ class ActivationStatistics:
     """What calibration counted.
 
     num_tokens: tokens run; texts_sha256: digest of their ids, text by text; seed: of the choice of texts.
-    popularity: uint32 [L, E], each row of a layer with experts sums to num_tokens * K. transitions: uint32 [L-1, E, E].
+    popularity: uint32 [L, E], each row of a layer with experts sums to K for every token that its stack saw.
+    transitions: uint32 [L-1, E, E], from a layer that routes to the next one of its stack.
     path_*: see statistics_paths.PathDictionary. router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's
     largest router weight. second_moments: of every projection's inputs. path_report: what the paths predict.
     """
@@ -105,31 +106,48 @@ def calibrate(
     texts of about so many tokens, drawn with `seed`; None runs all. progress: texts done, texts in all.
     Equal input gives equal statistics. Raises DataError without a token.
     """
-    rows = chosen_texts(pairs, reference.model.max_positions, seed, max_tokens)
+    sources, decoded = reference.divide(pairs)
+    chosen = chosen_texts(decoded, reference.model.max_positions, seed, max_tokens, sources)
+    rows, prompts = [row for row, _ in chosen], [prompt for _, prompt in chosen]
     recorder = _Recorder(reference.model)
     handles = [
         module.register_forward_pre_hook(recorder.hook(layer)) for layer, module in reference.network.experts.items()
     ]
-    texts: list[int] = []
+    done: list[int] = []
     try:
-        for indices, _ in reference.hidden_batches(rows, before=recorder.start):
+        for indices, _ in reference.hidden_batches(rows, recorder.start, prompts):
             recorder.finish()
-            texts.extend(index for index in indices for _ in rows[index])
-            progress(len(set(texts)), len(rows))
+            done += indices
+            progress(len(done), len(rows))
     finally:
         for handle in handles:
             handle.remove()
-    routes, largest = recorder.routes(), recorder.largest_weights()
-    held_out = np.array(texts) < round(HELD_OUT_SHARE * len(rows))
-    return count_statistics(reference.model, recorder.moments, routes, largest, held_out, texts_digest(rows), seed)
+    texts = np.array([index for index in done for _ in rows[index]])
+    held_out = texts < round(HELD_OUT_SHARE * len(rows))
+    decoder, encoder = recorder.decoder.routes(held_out), recorder.encoder.routes()
+    digest = texts_digest([*rows, *prompts] if encoder is not None else rows)
+    if decoder is None:
+        raise DataError("no layer of the decoder routes, which calibration counts", "compile it with `--uniform`")
+    return count_statistics(reference.model, recorder.moments, decoder, digest, seed, encoder)
 
 
-def chosen_texts(pairs: Sequence[TokenPair], context: int, seed: int, max_tokens: int | None) -> list[list[int]]:
-    """The token rows that calibration runs, in an order drawn with `seed`. Raises DataError without a token."""
-    rows = [row for row in ((prompt + answer)[:context] for prompt, answer in pairs) if row]
+def chosen_texts(
+    pairs: Sequence[TokenPair],
+    context: int,
+    seed: int,
+    max_tokens: int | None,
+    sources: Sequence[list[int]] = (),
+) -> list[tuple[list[int], list[int]]]:
+    """The token rows that calibration runs, in an order drawn with `seed`, each with what an encoder reads of it.
+
+    sources: of each pair, empty where the model has no encoder. Raises DataError without a token.
+    """
+    read = list(sources) or [[] for _ in pairs]
+    rows = [((before + answer)[:context], s[:context]) for (before, answer), s in zip(pairs, read, strict=True)]
+    rows = [(row, source) for row, source in rows if row and (source or not any(sources))]
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     if max_tokens is not None:
-        ends = np.cumsum([len(rows[index]) for index in order])
+        ends = np.cumsum([sum(map(len, rows[index])) for index in order])
         order = order[: max(1, int(np.searchsorted(ends, max_tokens, side="right")))]
     rows = [rows[index] for index in order]
     if not rows:
@@ -137,46 +155,64 @@ def chosen_texts(pairs: Sequence[TokenPair], context: int, seed: int, max_tokens
     return rows
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Routes:
+    """Where the tokens went in the layers of a stack that route, M of them.
+
+    layers: [M], their indices. experts: uint16 [T, M, K]. largest: float32 [T, M], the largest router weight.
+    held_out: bool [T], the tokens of texts that the report on paths predicts.
+    """
+
+    layers: NDArray[np.int64]
+    experts: NDArray[np.uint16]
+    largest: NDArray[np.float32]
+    held_out: NDArray[np.bool_]
+
+
 def count_statistics(
     model: ModelSpec,
     moments: SecondMoments,
-    routes: NDArray[np.uint16],
-    largest: NDArray[np.float32],
-    held_out: NDArray[np.bool_],
+    decoder: Routes,
     digest: str,
     seed: int,
+    encoder: Routes | None = None,
 ) -> ActivationStatistics:
-    """Count the routes of all tokens. held_out: [T], the tokens of texts that the report predicts.
-
-    routes: [T, M, K] of the M layers that hold routed experts; largest: [T, M]. Other layers count nothing.
-    """
-    experts, layers = max(layer.experts.count for layer in model.layers), np.array(model.expert_layers)
-    paths = count_paths(routes, experts)
-    keys = paths.keys.copy()
-    keys[:, 0] = layers[keys[:, 0]]
-    steps = np.flatnonzero(np.diff(layers) == 1)  # from a routed layer to the next one
-    transitions = count_transitions(routes, experts)[steps]
-    quantiles = np.quantile(largest, np.linspace(0, 1, QUANTILES), axis=0).T.astype(np.float32)
+    """Count the routes of all tokens; the report speaks of the decoder's, which are the ones to predict."""
+    experts = max(layer.experts.count for layer in model.layers)
+    stacks = [decoder] if encoder is None else [encoder, decoder]
+    # An encoder's layers come first, so that keys stay sorted.
+    paths = [count_paths(stack.experts, experts) for stack in stacks]
+    keys = [found.keys.copy() for found in paths]
+    for own, stack in zip(keys, stacks, strict=True):
+        own[:, 0] = stack.layers[own[:, 0]]
+    sizes = np.concatenate([np.diff(found.offsets) for found in paths])
+    popularity = [count_popularity(stack.experts, experts) for stack in stacks]
+    transitions = [count_transitions(stack.experts, experts) for stack in stacks]
+    grid = np.linspace(0, 1, QUANTILES)
+    quantiles = [np.quantile(stack.largest, grid, axis=0).T.astype(np.float32) for stack in stacks]
+    layers, starts = [stack.layers for stack in stacks], [stack.layers[:-1] for stack in stacks]
+    routes, held_out = decoder.experts, decoder.held_out
     return ActivationStatistics(
-        num_tokens=len(routes),
+        num_tokens=sum(len(stack.experts) for stack in stacks),
         texts_sha256=digest,
         seed=seed,
-        popularity=_spread(count_popularity(routes, experts), layers, model.num_layers),
-        transitions=_spread(transitions, layers[steps], model.num_layers - 1),
-        path_keys=keys,
-        path_offsets=paths.offsets,
-        path_experts=paths.experts,
-        path_counts=paths.counts,
+        popularity=_spread(popularity, layers, model.num_layers),
+        transitions=_spread(transitions, starts, model.num_layers - 1),
+        path_keys=np.concatenate(keys),
+        path_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        path_experts=np.concatenate([found.experts for found in paths]),
+        path_counts=np.concatenate([found.counts for found in paths]),
         router_quantiles=_spread(quantiles, layers, model.num_layers),
         second_moments=moments,
         path_report=report_paths(routes[~held_out], routes[held_out], experts),
     )
 
 
-def _spread(rows: NDArray[Any], layers: NDArray[np.int64], count: int) -> NDArray[Any]:
+def _spread(stacks: Sequence[NDArray[Any]], layers: Sequence[NDArray[np.int64]], count: int) -> NDArray[Any]:
     """Rows of some layers among zeros for all the others."""
-    spread = np.zeros((count, *rows.shape[1:]), rows.dtype)
-    spread[layers] = rows
+    spread = np.zeros((count, *stacks[0].shape[1:]), stacks[0].dtype)
+    for rows, places in zip(stacks, layers, strict=True):
+        spread[places] = rows
     return spread
 
 
@@ -197,24 +233,25 @@ class _Recorder:
 
     def __init__(self, model: ModelSpec) -> None:
         self.moments = SecondMoments.zeros(model)
-        self._layers = model.expert_layers
-        self._real = torch.zeros(0, dtype=torch.bool)
-        self._chosen: dict[int, Tensor] = {}
-        self._largest: dict[int, Tensor] = {}
-        self._batches: list[tuple[NDArray[np.uint16], NDArray[np.float32]]] = []
+        self._model, first = model, model.first_decoder_layer
+        self.encoder = _StackRecorder([layer for layer in model.expert_layers if layer < first])
+        self.decoder = _StackRecorder([layer for layer in model.expert_layers if layer >= first])
 
-    def start(self, real: Tensor) -> None:
-        """A pass begins; real: [B * T] bool, which places hold tokens."""
-        self._real = real
+    def start(self, real: Tensor, real_prompts: Tensor) -> None:
+        """A pass begins; which places of rows and of prompts hold tokens, [B * T] bool each."""
+        self.decoder.real, self.encoder.real = real, real_prompts
 
     def hook(self, layer: int) -> Any:
         """The hook of one experts module: called with (x [N, D], experts [N, K], router weights [N, K])."""
+        stack = self.encoder if layer < self._model.first_decoder_layer else self.decoder
+        has_capacity = self._model.layers[layer].experts.router.capacity > 0
 
         def record(module: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
-            inputs, chosen, weights = (argument[self._real] for argument in arguments[:3])
-            self._chosen[layer], self._largest[layer] = chosen, weights.amax(1)
+            inputs, chosen, weights = (argument[stack.real] for argument in arguments[:3])
+            stack.add(layer, chosen, weights.amax(1))
             for expert in range(module.num_experts):
-                token, rank = torch.where(chosen == expert)
+                # Over the capacity a token has an expert that never sees it.
+                token, rank = torch.where((chosen == expert) & (weights > 0) if has_capacity else chosen == expert)
                 if len(token):
                     rows, weight = inputs[token], weights[token, rank].unsqueeze(1)
                     self.moments.add(layer, expert, rows * weight, intermediate(module, expert, rows) * weight)
@@ -223,17 +260,38 @@ class _Recorder:
 
     def finish(self) -> None:
         """A pass is over."""
-        chosen = torch.stack([self._chosen[layer] for layer in self._layers], dim=1)
-        largest = torch.stack([self._largest[layer] for layer in self._layers], dim=1)
-        self._batches.append((chosen.numpy().astype(np.uint16), largest.numpy().copy()))
+        self.encoder.finish()
+        self.decoder.finish()
 
-    def routes(self) -> NDArray[np.uint16]:
-        """[T, M, K] experts of every token in the layers that route."""
-        return np.concatenate([chosen for chosen, _ in self._batches])
 
-    def largest_weights(self) -> NDArray[np.float32]:
-        """[T, M] the largest router weight of every token."""
-        return np.concatenate([largest for _, largest in self._batches])
+class _StackRecorder:
+    """The routes of one stack of layers, batch by batch."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.real = torch.zeros(0, dtype=torch.bool)
+        self._layers = list(layers)
+        self._chosen: dict[int, Tensor] = {}
+        self._largest: dict[int, Tensor] = {}
+        self._batches: list[tuple[NDArray[np.uint16], NDArray[np.float32]]] = []
+
+    def add(self, layer: int, chosen: Tensor, largest: Tensor) -> None:
+        """Experts [N, K] and the largest weights [N] of one layer."""
+        self._chosen[layer], self._largest[layer] = chosen, largest
+
+    def finish(self) -> None:
+        """A pass is over."""
+        if self._layers:
+            chosen = torch.stack([self._chosen[layer] for layer in self._layers], dim=1)
+            largest = torch.stack([self._largest[layer] for layer in self._layers], dim=1)
+            self._batches.append((chosen.numpy().astype(np.uint16), largest.numpy().copy()))
+
+    def routes(self, held_out: NDArray[np.bool_] | None = None) -> Routes | None:
+        """Of all tokens, None where no layer routes. held_out: [T], none where it is not given."""
+        if not self._layers:
+            return None
+        experts, largest = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
+        held = np.zeros(len(experts), bool) if held_out is None else held_out
+        return Routes(np.array(self._layers), experts, largest, held)
 
 
 def texts_digest(rows: Sequence[Sequence[int]]) -> str:

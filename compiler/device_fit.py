@@ -27,12 +27,13 @@ def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple
     """((padded bytes, reads per token) of each expert, bytes that one token's arithmetic touches)."""
     model = plan.model
     experts: list[tuple[int, float]] = []
-    touched = float(plan.dense_packed_bytes)
+    shapes = model.dense_shapes()
+    touched = float(sum(plan.dense_bytes(name, shape) for name, shape in shapes.items() if model.is_decoded_with(name)))
     for key in model.expert_keys():
         layer = model.layers[key.layer].experts
         total = 0 if popularity is None else int(popularity[key.layer].sum())
         share = 1 / layer.count if popularity is None or not total else popularity[key.layer, key.expert] / total
-        experts.append((plan.expert_padded_bytes(key), float(layer.top_k * share)))
+        experts.append((plan.expert_padded_bytes(key), float(model.reads_per_token(key.layer) * share)))
         touched += experts[-1][0] * experts[-1][1]
     return experts, round(touched)
 

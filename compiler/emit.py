@@ -182,12 +182,12 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
     ]
     expected = Fraction(0)
     rows = Tables.empty(model).popularity if popularity is None else popularity
-    for layer, padded, row in zip(model.layers, sizes, rows.tolist(), strict=True):
+    for layer, (padded, row) in enumerate(zip(sizes, rows.tolist(), strict=True)):
         if not padded:
             continue
         counts = row[: len(padded)] if any(row) else [1] * len(padded)
         read = sum(count * size for count, size in zip(counts, padded, strict=True))
-        expected += Fraction(layer.experts.top_k * read, sum(counts))
+        expected += Fraction(model.reads_per_token(layer) * read, sum(counts))
     minimum = (sum(sorted(s)[-layer.experts.top_k :]) for layer, s in zip(model.layers, sizes, strict=True))
     return CostSummary(
         expert_packed_bytes=plan.expert_packed_bytes,
@@ -298,8 +298,10 @@ class _Emitter:
                 checksum = xxhash.xxh3_128_hexdigest(blob.data)
                 file.write(blob.data)
                 specs = self._plan.expert_specs(key)
-                formats = (specs[projection] for projection in PROJECTIONS)
-                entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, *formats))
+                gate, up, down = (specs.get(projection) for projection in PROJECTIONS)
+                if up is None or down is None:
+                    raise RuntimeError(f"{key}: the plan has no format of up or down")
+                entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, gate, up, down))
                 offset += size
         self._finished(name, file, offset)
         return entries
@@ -309,7 +311,7 @@ class _Emitter:
         specs = self._plan.expert_specs(key)
         offsets, size = unit_offsets(self._plan.model, key.layer, specs)
         blob = np.zeros(size, np.uint8)
-        for projection in PROJECTIONS:
+        for projection in specs:
             unit = UnitKey(*key, projection)
             source = self._lowering.units[unit].name
             (packed,) = self._translated(source, (unit_bytes(unit, spec) for spec in (specs[projection],)))

@@ -1,6 +1,7 @@
-"""The experts of transformers' models under one face, whether stored [outputs, inputs] or the other way round.
+"""The experts of transformers' models under one face, whether stored [outputs, inputs] or the other way round, stacked
+or one by one.
 
-Shapes: n tokens, D hidden, F expert width, E experts.
+Shapes: n tokens, D hidden, F expert width, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -11,8 +12,38 @@ import torch
 from torch import Tensor
 
 
+class SeparateExperts(torch.nn.Module):
+    """Experts of two projections and ReLU, one module each, called as stacked ones are."""
+
+    def __init__(self, experts: Any) -> None:
+        """experts: transformers' modules `expert_0`, ... with `wi` and `wo`, whose names stay."""
+        super().__init__()
+        self.num_experts = len(experts)
+        for name, expert in experts.items():
+            self.add_module(name, expert)
+
+    def projection(self, expert: int, projection: str) -> Tensor:
+        """A view of up [F, D] or down [D, F]. Raises KeyError for gate, which they do not have."""
+        layer = {"up": "wi", "down": "wo"}[projection]
+        weight: Tensor = self.get_parameter(f"expert_{expert}.{layer}.weight").data
+        return weight
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden [n, D], index and weights [n, K] -> [n, D]. What has the weight 0 is not computed."""
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, rank = torch.where((top_k_index == expert) & (top_k_weights != 0))
+            if len(token):
+                middle = intermediate(self, expert, hidden_states[token])
+                made = middle @ self.projection(expert, "down").T
+                out.index_add_(0, token, made * top_k_weights[token, rank].unsqueeze(1))
+        return out
+
+
 def projection_of(module: Any, expert: int, projection: str) -> Tensor:
-    """A view of gate or up [F, D], or of down [D, F]."""
+    """A view of gate or up [F, D], or of down [D, F]. Raises KeyError for one that the experts do not have."""
+    if isinstance(module, SeparateExperts):
+        return module.projection(expert, projection)
     if projection == "down":
         down: Tensor = module.down_proj.data[expert]
         return down.T if module.is_transposed else down
@@ -35,5 +66,7 @@ def gated(module: Any, expert: int, gate: Tensor, up: Tensor) -> Tensor:
 
 def intermediate(module: Any, expert: int, rows: Tensor) -> Tensor:
     """What down reads for inputs [n, D]. -> [n, F]."""
+    if isinstance(module, SeparateExperts):
+        return torch.relu(rows @ module.projection(expert, "up").T)
     gate, up = (rows @ projection_of(module, expert, name).T for name in ("gate", "up"))
     return gated(module, expert, gate, up)

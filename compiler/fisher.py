@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moec.evaluation.text_pairs import TokenPair, forced_rows
+from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 
@@ -180,8 +181,24 @@ def _sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
     return weighted - probabilities * weighted.sum(-1, keepdim=True)
 
 
+def can_predict(model: ModelSpec) -> bool:
+    """Whether the experts are stacked and gated, and texts go through a decoder alone."""
+    return model.encoder is None
+
+
+def check_sensitivity(kind: str, model: ModelSpec) -> None:
+    """Refuse what cannot be predicted. Raises OptionError."""
+    if kind == "fisher" and not can_predict(model):
+        raise OptionError(
+            "`--sensitivity fisher` takes gradients of a decoder alone, and the model has an encoder",
+            "take `--sensitivity proxy`",
+        )
+
+
 def gradient_bytes(model: ModelSpec, threads: int) -> int:
     """What the graphs of the passes side by side take at most, for texts of up to TOKENS_PER_BACKWARD tokens."""
+    if not can_predict(model):
+        return 0
     each = 0
     for layer in model.layers:
         experts = layer.experts

@@ -32,14 +32,17 @@ def byte_weights(model: ModelSpec, popularity: np.ndarray | None, reads: bool) -
     """Weights for `reads` (bytes per token) or for plain size; normalised so that a mean expert byte costs 1.
 
     popularity: uint32 [L, E] tokens per expert, None for even use. A dense byte costs as a mean expert byte: it is
-    never read again, but it takes a byte from the expert cache.
+    never read again, but it takes a byte from the expert cache. An encoder reads each of its experts once for a prompt,
+    popular or not: their bytes cost as a mean expert byte, too.
     """
     layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
     if not reads or popularity is None:
         return ByteWeights(np.ones((layers, experts)), 1.0)
     share = popularity / np.maximum(popularity.sum(axis=1, keepdims=True), 1)
     counts = np.array([[layer.experts.count] for layer in model.layers])
-    return ByteWeights((1 - SIZE_SHARE) * share * counts + SIZE_SHARE, 1.0)
+    weights = (1 - SIZE_SHARE) * share * counts + SIZE_SHARE
+    weights[: model.first_decoder_layer] = 1.0
+    return ByteWeights(weights, 1.0)
 
 
 def reads_decide(objective: Objective, compute_ns: float, missed_bytes: float, storage_bytes_per_s: float) -> bool:

@@ -31,7 +31,7 @@ from .device_fit import choose_objective, smallest_plan, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish, producer
 from .families import Lowering, TensorSource, lower
-from .fisher import TEXTS, predict_units
+from .fisher import TEXTS, check_sensitivity, predict_units
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
@@ -134,6 +134,7 @@ def _prepare(request: CompileRequest) -> _Stage:
     for note in report.notes:
         request.talk.note(note)
     stage.splits, stage.shots = load_task_data(options, request.talk.note)
+    check_sensitivity(options.sensitivity, lowering.model)
     if request.cluster is not None:
         check_cluster(kind, stage.lowering.model, stage.specs, request.memory_limit_bytes)
     if kind != "uniform":

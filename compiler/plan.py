@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moec.manifests.bundle import unit_offsets
-from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
+from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 
 
@@ -33,7 +33,7 @@ class CompilePlan:
 
     def expert_specs(self, key: ExpertKey) -> dict[str, QuantSpec]:
         """The formats of one expert's projections."""
-        return {p: self.units[UnitKey(key.layer, key.expert, p)] for p in PROJECTIONS}
+        return {unit.projection: self.units[unit] for unit in self.model.units_of(key)}
 
     def expert_padded_bytes(self, key: ExpertKey) -> int:
         """Bytes that one read of this expert takes from storage."""
@@ -57,12 +57,11 @@ class CompilePlan:
     @property
     def dense_packed_bytes(self) -> int:
         """Bytes of everything else, without padding."""
-        total = 0.0
-        for name, shape in self.model.dense_shapes().items():
-            columns = shape[-1]
-            rows = shape[0] if len(shape) == 2 else 1
-            total += rows * self.dense[name].row_bytes(columns)
-        return round(total)
+        return round(sum(self.dense_bytes(name, shape) for name, shape in self.model.dense_shapes().items()))
+
+    def dense_bytes(self, name: str, shape: tuple[int, ...]) -> float:
+        """Bytes of one dense weight, without padding. shape: as ModelSpec.dense_shapes has it."""
+        return (shape[0] if len(shape) == 2 else 1) * self.dense[name].row_bytes(shape[-1])
 
     @property
     def bits_per_weight(self) -> float:

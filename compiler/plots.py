@@ -42,7 +42,7 @@ def report_picture(name: str, quality: Mapping[str, Any]) -> bytes:
 def _bits_grid(quality: Mapping[str, Any]) -> np.ndarray:
     """[L, 3 E]: the three projections of an expert side by side; blank where a layer has fewer experts."""
     units = quality["bits"]["units"]
-    layers, experts = len(units[PROJECTIONS[0]]), max(map(len, units[PROJECTIONS[0]]))
+    layers, experts = len(units["down"]), max(map(len, units["down"]))
     grid = np.full((layers, experts, len(PROJECTIONS)), np.nan)
     for column, projection in enumerate(PROJECTIONS):
         for layer, bits in enumerate(units[projection]):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moec.manifests.errors import CheckpointError, TargetUnreachable
-from moec.manifests.model import PROJECTIONS, ModelSpec
+from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
 from .checkpoint import TOKENIZER_NAME, Checkpoint
@@ -76,7 +76,7 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec]) -> tuple[int
     formats = [*offered, QuantSpec(16, float_type="bfloat16")]
     least = greatest = 0.0
     for index, layer in enumerate(model.layers):
-        for projection in PROJECTIONS:
+        for projection in layer.experts.projections:
             rows, columns = model.unit_shape(index, projection)
             sizes = [spec.row_bytes(columns) for spec in formats if spec.fits(columns)]
             least += layer.experts.count * rows * min(sizes)
@@ -121,7 +121,7 @@ def _widths(model: ModelSpec) -> dict[int, list[str]]:
     """Columns of the routed projections -> which projections have them."""
     widths: dict[int, list[str]] = {}
     for index in model.expert_layers:
-        for projection in PROJECTIONS:
+        for projection in model.layers[index].experts.projections:
             names = widths.setdefault(model.unit_shape(index, projection)[1], [])
             if projection not in names:
                 names.append(projection)

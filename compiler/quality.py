@@ -94,7 +94,7 @@ def _bits(plan: CompilePlan) -> dict[str, Any]:
         grids[projection] = [
             [
                 plan.units[UnitKey(index, expert, projection)].bits_per_weight(model.unit_shape(index, projection)[1])
-                for expert in range(layer.experts.count)
+                for expert in range(layer.experts.count if projection in layer.experts.projections else 0)
             ]
             for index, layer in enumerate(model.layers)
         ]

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
-from moec.manifests.errors import ContextOverflow
+from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.model import ModelSpec
 
 from .checkpoint import open_checkpoint
 from .families import lower
 from .parallel import one_torch_thread, workers
 from .reference_decode import Continuation, GreedyDecoder
-from .reference_network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network
+from .reference_network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network, padded
+from .reference_seq2seq import load_seq2seq_network
 from .reference_weights import WeightName, WeightStore
 from .tokenizer import load_tokenizer
 
@@ -46,7 +47,8 @@ class ReferenceModel:
         self._threads = threads or torch.get_num_threads()
         lowering = lower(open_checkpoint(str(path)))
         self.model: ModelSpec = lowering.model
-        self.network: Network = load_network(lowering)
+        load = load_network if lowering.model.encoder is None else load_seq2seq_network
+        self.network: Network = load(lowering)
         self._tokenizer = load_tokenizer(lowering.checkpoint.root)
         self._weights = WeightStore(self.network, TORCH_TYPES[lowering.float_type])
 
@@ -63,7 +65,21 @@ class ReferenceModel:
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
         """Tokens of prompts and answers, see evaluation/text_pairs.py."""
-        return encode_pairs(self._tokenizer, pairs)
+        return encode_pairs(self._tokenizer, pairs, is_joint=self.model.encoder is None)
+
+    def divide(self, pairs: Sequence[TokenPair]) -> tuple[list[list[int]], list[TokenPair]]:
+        """What an encoder reads of each pair, and what is left for the decoder: without an encoder nothing and all.
+
+        Raises InputError where there is nothing for an encoder to read.
+        """
+        if self.model.encoder is None:
+            return [[] for _ in pairs], list(pairs)
+        if not all(prompt for prompt, _ in pairs):
+            raise InputError(
+                "a prompt is empty, and the model has an encoder that reads it", "take a task with prompts"
+            )
+        start = self.model.encoder.start_token_id
+        return [prompt for prompt, _ in pairs], [([start], answer) for _, answer in pairs]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""
@@ -84,15 +100,15 @@ class ReferenceModel:
         """The tokens of prompts and drafts, nothing decoded yet. Raises ContextOverflow."""
         pairs = self.encode_pairs([(request.prompt, request.draft or "") for request in requests])
         items = []
-        for request, (prompt, draft) in zip(requests, pairs, strict=True):
-            room = self.model.max_positions - len(prompt)
-            if not prompt or room < 1:
+        for prompt, _ in pairs:
+            if not 0 < len(prompt) < self.model.max_positions:
                 raise ContextOverflow(
                     f"a prompt has {len(prompt)} tokens, expected 1 to {self.model.max_positions - 1}",
                     "shorten the prompt" if prompt else "write a prompt",
                 )
-            limit = min(request.max_new_tokens, room)
-            items.append(Continuation(prompt, draft[:limit], limit, request.stop))
+        for request, source, (prompt, draft) in zip(requests, *self.divide(pairs), strict=True):
+            limit = min(request.max_new_tokens, self.model.max_positions - len(prompt))
+            items.append(Continuation(prompt, draft[:limit], limit, request.stop, source=source))
         return items
 
     def decoder(self) -> GreedyDecoder:
@@ -101,7 +117,9 @@ class ReferenceModel:
 
     def generations(self, items: Sequence[Continuation]) -> list[Generation]:
         """The texts of completed continuations."""
-        return [Generation(self.decode(item.tokens), len(item.tokens), len(item.prompt)) for item in items]
+        return [
+            Generation(self.decode(item.tokens), len(item.tokens), len(item.source or item.prompt)) for item in items
+        ]
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress = no_progress) -> list[AnswerScore]:
         """Score each answer given its prompt, teacher-forced, without the end token.
@@ -157,16 +175,17 @@ class ReferenceModel:
 
         Yields (pairs, scored tokens of each, what `score` made of them). Raises ContextOverflow.
         """
-        rows, answers, scored = forced_rows(pairs, self.model.eos_token_ids[:1] if with_end else ())
+        sources, decoded = self.divide(pairs)
+        rows, answers, scored = forced_rows(decoded, self.model.eos_token_ids[:1] if with_end else ())
         usable = [index for index, count in enumerate(scored) if count]
         done = len(pairs) - len(usable)
-        self._check_context(rows)
+        self._check_context([*rows, *sources])
 
         @torch.inference_mode()
         def scores(chosen: list[int]) -> tuple[list[int], list[int], Tensor]:
             indices = [usable[at] for at in chosen]
             counts = [scored[index] for index in indices]
-            hidden = self.network.hidden([rows[index] for index in indices])
+            hidden = self.network.hidden([rows[i] for i in indices], prompts=[sources[i] for i in indices])
             spans = [
                 states[len(rows[index]) - count : len(rows[index])]
                 for states, index, count in zip(hidden, indices, counts, strict=True)
@@ -174,7 +193,7 @@ class ReferenceModel:
             targets = [token for index, count in zip(indices, counts, strict=True) for token in answers[index][-count:]]
             return indices, counts, score(torch.cat(spans), torch.tensor(targets))
 
-        batches = length_batches([len(rows[index]) for index in usable], TOKENS_PER_FORWARD)
+        batches = length_batches([len(rows[at]) + len(sources[at]) for at in usable], TOKENS_PER_FORWARD)
         with workers(self._threads) as pool:
             for indices, counts, result in pool.in_order(scores, batches):
                 yield indices, counts, result
@@ -182,20 +201,24 @@ class ReferenceModel:
                 progress(done, len(pairs))
 
     def hidden_batches(
-        self, rows: Sequence[Sequence[int]], before: Callable[[Tensor], None]
+        self,
+        rows: Sequence[Sequence[int]],
+        before: Callable[[Tensor, Tensor], None],
+        prompts: Sequence[Sequence[int]] = (),
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Final hidden states [B, T, D] of token rows, longest first, one pass after the other, on one thread.
 
-        Rows are padded on the right. before: called ahead of each pass with the mask of real tokens, [B * T] bool.
-        Raises ContextOverflow.
+        Rows are padded on the right. prompts: what an encoder reads of each. before: called ahead of each pass with the
+        masks of real tokens, of rows and of prompts, [B * T] bool each. Raises ContextOverflow.
         """
-        self._check_context(rows)
-        for indices in length_batches([len(row) for row in rows], TOKENS_PER_FORWARD):
-            batch = [rows[index] for index in indices]
-            lengths = torch.tensor([len(row) for row in batch])
-            before((torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).reshape(-1))
+        sources = list(prompts) or [[] for _ in rows]
+        self._check_context([*rows, *sources])
+        lengths = [len(row) + len(source) for row, source in zip(rows, sources, strict=True)]
+        for indices in length_batches(lengths, TOKENS_PER_FORWARD):
+            batch, read = [rows[index] for index in indices], [sources[index] for index in indices]
+            before(padded(batch)[1].reshape(-1).bool(), padded(read)[1].reshape(-1).bool())
             with torch.inference_mode(), one_torch_thread():
-                hidden = self.network.hidden(batch)
+                hidden = self.network.hidden(batch, prompts=read)
             yield indices, hidden
 
     def _check_context(self, rows: Sequence[Sequence[int]]) -> None:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .parallel import Workers
-from .reference_network import TOKENS_PER_FORWARD, Network, length_batches
+from .reference_network import TOKENS_PER_FORWARD, Network, RowStates, length_batches
 
 ROWS_PER_STEP = 64
 """Rows decoded together: more gain little, since a step then costs what its products cost; two groups run at once."""
@@ -35,8 +34,9 @@ Decode = Callable[[list[int]], str]
 class Continuation:
     """One prompt and what greedy decoding has produced for it so far, the end token left out.
 
-    limit: most new tokens. draft: a guess of them. done: nothing more is to come. states: keys and values of every
-    layer, [H, T, head size] each, of all known tokens but the last.
+    limit: most new tokens. draft: a guess of them. done: nothing more is to come. states: of all known tokens but the
+    last. source: what an encoder reads, where the model has one; prompt is then what the decoder's text begins with.
+    source_states: what its layers see of that.
     """
 
     prompt: list[int]
@@ -45,7 +45,9 @@ class Continuation:
     stop: tuple[str, ...] = ()
     tokens: list[int] = field(default_factory=list)
     done: bool = False
-    states: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
+    source: list[int] = field(default_factory=list)
+    states: RowStates = field(default_factory=list, repr=False)
+    source_states: RowStates = field(default_factory=list, repr=False)
 
     @property
     def cached(self) -> int:
@@ -68,7 +70,8 @@ class GreedyDecoder:
         started = [item for item in items if item.limit > 0]
         for item in items:
             item.done = item.limit <= 0
-        batches = length_batches([len(item.prompt) + len(item.draft) for item in started], TOKENS_PER_FORWARD)
+        lengths = [len(item.source) + len(item.prompt) + len(item.draft) for item in started]
+        batches = length_batches(lengths, TOKENS_PER_FORWARD)
         waiting: list[Continuation] = []
         decoding: list[Future[None]] = []
         for chosen in pool.in_order(self.verify, [[started[index] for index in batch] for batch in batches]):
@@ -86,8 +89,9 @@ class GreedyDecoder:
     @torch.inference_mode()
     def verify(self, items: Sequence[Continuation]) -> Sequence[Continuation]:
         """One pass over prompts and drafts: keep what decoding would have produced, and one token more. The items."""
-        cache: Any = DynamicCache()
-        hidden = self._network.hidden([item.prompt + item.draft for item in items], cache)
+        cache = self._network.new_cache()
+        rows, sources = [item.prompt + item.draft for item in items], [item.source for item in items]
+        hidden = self._network.hidden(rows, cache, sources)
         spans = [hidden[row, item.cached : item.cached + len(item.draft) + 1] for row, item in enumerate(items)]
         best = self._network.best(torch.cat(spans))
         start = 0
@@ -97,10 +101,8 @@ class GreedyDecoder:
             same = next((i for i, token in enumerate(item.draft) if token != greedy[i]), len(item.draft))
             self._accept(item, greedy[: same + 1])
             if not item.done:
-                kept = slice(0, item.cached)
-                item.states = [
-                    (layer.keys[row, :, kept].clone(), layer.values[row, :, kept].clone()) for layer in cache.layers
-                ]
+                found = self._network.row_states(cache, row, item.cached, len(item.source))
+                item.states, item.source_states = found
         return items
 
     def _accept(self, item: Continuation, tokens: Sequence[int]) -> None:
@@ -139,9 +141,10 @@ class GreedyDecoder:
         layers: list[Any] = [
             _ReservedLayer([item.states[layer] for item in items], width) for layer in range(len(items[0].states))
         ]
+        cache = self._network.decoding_cache(layers, [item.source_states for item in items])
         for item in items:
             item.states.clear()
-        cache = Cache(layers=layers)
+            item.source_states.clear()
         tokens = torch.tensor([item.tokens[-1] for item in items])
         used = width
         while True:
@@ -160,6 +163,7 @@ class GreedyDecoder:
                 tokens, positions, mask = tokens[keep], positions[keep], mask[keep]
                 for layer in layers:
                     layer.batch_select_indices(keep)
+                self._network.keep_rows(cache, keep)
 
 
 class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]

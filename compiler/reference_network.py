@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -50,18 +50,34 @@ class Network:
     vocab_size: int
     logits_scale: float = 1.0
 
-    def hidden(self, rows: Sequence[Sequence[int]], cache: Any = None) -> Tensor:
+    def hidden(self, rows: Sequence[Sequence[int]], cache: Any = None, prompts: Sequence[Sequence[int]] = ()) -> Tensor:
         """Final hidden states of the rows, [B, T, D] with T the longest.
 
         Shorter rows are padded on the right, where the causal mask hides the padding from every real token; what
-        stands at padded places is meaningless. cache: a transformers cache to fill.
+        stands at padded places is meaningless. cache: of `new_cache`, to fill. prompts: what an encoder reads of each
+        row, where the model has one.
         """
-        return self._states(input_ids=_padded(rows), past_key_values=cache, use_cache=cache is not None)
+        return self._states(input_ids=padded(rows)[0], past_key_values=cache, use_cache=cache is not None)
 
     def hidden_with_graph(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """`hidden` with the graph that gradients of anything behind the embeddings go back through."""
-        embedded = self.model.get_input_embeddings()(_padded(rows)).detach().requires_grad_()
+        embedded = self.model.get_input_embeddings()(padded(rows)[0]).detach().requires_grad_()
         return self._states(inputs_embeds=embedded, use_cache=False)
+
+    def new_cache(self) -> Any:
+        """A cache for `hidden` to fill."""
+        return DynamicCache()
+
+    def row_states(self, cache: Any, row: int, kept: int, prompt: int) -> tuple[RowStates, RowStates]:
+        """Keys and values of one row: of its first `kept` tokens, and of the `prompt` tokens an encoder has read."""
+        return [kept_states(layer, row, kept) for layer in cache.layers], []
+
+    def decoding_cache(self, layers: list[Any], prompts: Sequence[RowStates]) -> Any:
+        """The cache of rows that are decoded together. layers: of their texts; prompts: of `row_states`, per row."""
+        return Cache(layers=layers)
+
+    def keep_rows(self, cache: Any, keep: Tensor) -> None:
+        """Forget all other rows of a decoding cache's prompts; its layers are the caller's."""
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Hidden states [B, D] of one more token per row; tokens and positions [B], mask [B, cached + 1] of 0 and 1."""
@@ -93,12 +109,22 @@ class Network:
         return states
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Token rows with zeros on the right, [B, T] int64."""
-    ids = torch.zeros((len(rows), max(len(row) for row in rows)), dtype=torch.long)
+RowStates = list[tuple[Tensor, Tensor]]
+"""Keys and values of one row in each layer, [H, T, head size]."""
+
+
+def kept_states(layer: Any, row: int, kept: int) -> tuple[Tensor, Tensor]:
+    """The first positions of one row of a layer's cache, copied."""
+    return layer.keys[row, :, :kept].clone(), layer.values[row, :, :kept].clone()
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids [B, T] with zeros on the right, and which places are real, [B, T] of 0 and 1."""
+    width = max(len(row) for row in rows)
+    ids, real = torch.zeros((len(rows), width), dtype=torch.long), torch.zeros((len(rows), width), dtype=torch.long)
     for at, row in enumerate(rows):
-        ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
-    return ids
+        ids[at, : len(row)], real[at, : len(row)] = torch.tensor(row, dtype=torch.long), 1
+    return ids, real
 
 
 def length_batches(lengths: Sequence[int], tokens: int, max_rows: int | None = None) -> list[list[int]]:
@@ -122,8 +148,16 @@ def load_network(lowering: Lowering) -> Network:
 
     Raises CheckpointError if transformers cannot build the model, or if a weight is missing or has another shape.
     """
+    model = load_model(lowering, AutoModelForCausalLM)
+    return _network(model, lowering, list(lowering.model.expert_layers))
+
+
+def load_model(lowering: Lowering, loader: Any) -> Any:
+    """The transformers model of a checkpoint, its own 16-bit weights in float32. loader: an AutoModel class.
+
+    Raises CheckpointError as `load_network`.
+    """
     root = lowering.checkpoint.root
-    loader: Any = AutoModelForCausalLM
     try:
         with _quiet():
             model, report = loader.from_pretrained(
@@ -141,7 +175,7 @@ def load_network(lowering: Lowering) -> Network:
             "copy the checkpoint again",
         )
     _round_to_16_bits(model, lowering)
-    return _network(model, lowering, list(lowering.model.expert_layers))
+    return model
 
 
 # What transformers' configurations call the first and last routed layer, and what keeps layers plain.

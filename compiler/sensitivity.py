@@ -17,6 +17,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
+from .fisher import can_predict
 from .options import Sensitivity, Talk
 from .plan import CompilePlan
 from .search.baselines import fits_all, importance_list
@@ -79,7 +80,7 @@ def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
 
 def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> CompilePlan:
     """Everything at the checkpoint's own 16 bits."""
-    units = {UnitKey(*key, p): spec_16bit for key in model.expert_keys() for p in PROJECTIONS}
+    units = dict.fromkeys(model.unit_keys(), spec_16bit)
     return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)
 
 
@@ -91,8 +92,7 @@ def measure_gains(
     A projection that none of unit_specs below 16 bits fits has nothing to lose: its gain is 0.
     """
     model, store = plain.model, trials.store
-    places = [(layer, projection) for layer in model.expert_layers for projection in PROJECTIONS]
-    probes = {place: probed(plain, *place, unit_specs) for place in places}
+    probes = {place: probed(plain, *place, unit_specs) for place in _places(model)}
     fitting = {place: (own, probe) for place, (own, probe) in probes.items() if probe is not None}
 
     def plans() -> Iterator[tuple[CompilePlan, str]]:
@@ -117,13 +117,17 @@ def predicted_gains(
 ) -> np.ndarray:
     """What `measure_gains` would find if predictions were measurements, [L, 3]."""
     gains = np.zeros((plain.model.num_layers, len(PROJECTIONS)))
-    for layer in plain.model.expert_layers:
-        for column, projection in enumerate(PROJECTIONS):
-            own, probe = probed(plain, layer, projection, unit_specs)
-            if probe is not None:
-                error = sum(store.error(unit, probe) for unit in own)
-                gains[layer, column] = sum(predicted[(unit, probe)] for unit in own) / error if error > 0 else 0.0
+    for layer, projection in _places(plain.model):
+        own, probe = probed(plain, layer, projection, unit_specs)
+        if probe is not None:
+            error, kl = sum(store.error(unit, probe) for unit in own), sum(predicted[(unit, probe)] for unit in own)
+            gains[layer, PROJECTIONS.index(projection)] = kl / error if error > 0 else 0.0
     return gains
+
+
+def _places(model: ModelSpec) -> list[tuple[int, str]]:
+    """Every projection of every layer that routes: no gate where experts have none."""
+    return [(layer, name) for layer in model.expert_layers for name in model.layers[layer].experts.projections]
 
 
 def probed(
@@ -167,7 +171,7 @@ def correct_by_expert(
     predicted = {
         key: sum(
             table.unit_loss(store, UnitKey(*key, p), low) - table.unit_loss(store, UnitKey(*key, p), high)
-            for p in PROJECTIONS
+            for p in store.model.layers[key.layer].experts.projections
         )
         for key in measured
     }
@@ -202,7 +206,8 @@ def measure_sensitivity(
     predict: Predict,
     talk: Talk,
 ) -> SensitivityTable:
-    """The table of this search. `auto` is `fisher`; `exact` corrects it by expert. predict: fisher.predict_units.
+    """The table of this search. `auto` is `fisher`, or `proxy` where fisher.py cannot go; `exact` corrects it by
+    expert. predict: fisher.predict_units.
 
     Without data nothing is measured: all gains are 1, so plain weight errors decide.
     """
@@ -212,7 +217,7 @@ def measure_sensitivity(
         ones = np.ones((plain.model.num_layers, len(PROJECTIONS)))
         return SensitivityTable(ones, {group.name: 1.0 for group in dense_groups(plain.model)}, corrections)
     predicted = None
-    if kind == "proxy":
+    if kind == "proxy" or not can_predict(plain.model):
         gains = measure_gains(trials, plain, unit_specs, talk.progress("measuring sensitivity"))
     else:
         predicted = predict(talk.progress("predicting what each unit costs"))
@@ -227,7 +232,8 @@ def measure_sensitivity(
     if not fitting:
         raise OptionError(
             "`--sensitivity exact` puts whole experts below 16 bits, and no format on offer fits all their matrices",
-            "take `--sensitivity fisher`, or offer others with `--bits` and `--group-size`",
+            f"take `--sensitivity {'fisher' if can_predict(plain.model) else 'proxy'}`, or offer others with `--bits` "
+            "and `--group-size`",
         )
     low, high = nearest_format(fitting, 2), nearest_format(fitting, 4)
     progress = talk.progress("measuring each expert alone")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moec.manifests.errors import PlanError
-from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
+from moec.manifests.model import ModelSpec
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
 
 from .plan import CompilePlan
@@ -28,8 +28,8 @@ def uniform_plan(
     """
     plain = QuantSpec(16, float_type=float_type)
     spec = own or (plain if bitwidth == 16 else QuantSpec(bitwidth, group_size, symmetric))
-    units = {UnitKey(*key, projection): spec for key in model.expert_keys() for projection in PROJECTIONS}
-    shapes = {model.unit_shape(layer, projection) for layer in model.expert_layers for projection in PROJECTIONS}
+    units = dict.fromkeys(model.unit_keys(), spec)
+    shapes = {model.unit_shape(unit.layer, unit.projection) for unit in units}
     wrong = sorted({columns for _, columns in shapes if not spec.fits(columns)})
     if wrong:
         raise PlanError(

@@ -50,7 +50,7 @@ class UnitStore:
         jobs = [
             (layer, projection, spec)
             for layer in self.model.expert_layers
-            for projection in ("gate", "up", "down")
+            for projection in self.model.layers[layer].experts.projections
             for spec in specs
             if spec.bitwidth < 16 and spec.fits(self.model.unit_shape(layer, projection)[1])
         ]

@@ -10,11 +10,16 @@ TokenPair = tuple[list[int], list[int]]
 """Token ids of a prompt and of its answer."""
 
 
-def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], is_joint: bool = True) -> list[TokenPair]:
     """Tokens of prompts and answers: the answer's are those that the joint text adds to the prompt's.
 
-    Where the two texts share a token, the answer is encoded by itself.
+    Where the two texts share a token, or where the prompt goes to an encoder (is_joint False), the answer is encoded by
+    itself, without special tokens.
     """
+    if not is_joint:
+        prompt_ids = [encoding.ids for encoding in tokenizer.encode_batch([prompt for prompt, _ in pairs])]
+        answers = tokenizer.encode_batch([answer for _, answer in pairs], add_special_tokens=False)
+        return [(ids, answer.ids) for ids, answer in zip(prompt_ids, answers, strict=True)]
     prompts = [encoding.ids for encoding in tokenizer.encode_batch([prompt for prompt, _ in pairs])]
     joint = [encoding.ids for encoding in tokenizer.encode_batch([prompt + answer for prompt, answer in pairs])]
     encoded = []

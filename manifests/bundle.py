@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from .model import MAX_EXPERTS, PROJECTIONS, ExpertKey, ModelSpec
+from .model import MAX_EXPERTS, ExpertKey, ModelSpec
 from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSpec, round_up
 
 FORMAT_VERSION = 1
@@ -59,7 +59,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExpertEntry:
-    """Where one routed expert lies and how its three projections are stored.
+    """Where one routed expert lies and how its projections are stored; gate: None where experts have none.
 
     offset_bytes counts from the start of the file. The units lie in the order gate, up, down, each start rounded up
     to UNIT_ALIGNMENT_BYTES; the whole is padded with zeros to EXPERT_ALIGNMENT_BYTES (`size_bytes`). xxh3: of those
@@ -72,7 +72,7 @@ class ExpertEntry:
     offset_bytes: int
     size_bytes: int
     xxh3: str
-    gate: QuantSpec
+    gate: QuantSpec | None
     up: QuantSpec
     down: QuantSpec
 
@@ -91,8 +91,9 @@ class ExpertEntry:
         return ExpertKey(self.layer, self.expert)
 
     def spec(self, projection: str) -> QuantSpec:
-        """The format of one projection."""
-        return {"gate": self.gate, "up": self.up, "down": self.down}[projection]
+        """The format of one projection. Raises KeyError for one that the expert does not have."""
+        own = {"up": self.up, "down": self.down}
+        return (own if self.gate is None else {"gate": self.gate, **own})[projection]
 
 
 def unit_offsets(model: ModelSpec, layer: int, specs: dict[str, QuantSpec]) -> tuple[dict[str, int], int]:
@@ -101,7 +102,7 @@ def unit_offsets(model: ModelSpec, layer: int, specs: dict[str, QuantSpec]) -> t
     Source: docs/format.md, Expert files. Raises ValueError if a format cannot hold the projection.
     """
     offsets, end = {}, 0
-    for projection in PROJECTIONS:
+    for projection in model.layers[layer].experts.projections:
         offsets[projection] = round_up(end, UNIT_ALIGNMENT_BYTES)
         end = offsets[projection] + specs[projection].packed_bytes(*model.unit_shape(layer, projection))
     return offsets, round_up(end, EXPERT_ALIGNMENT_BYTES)
@@ -125,7 +126,7 @@ class CostSummary:
     """What the bundle weighs.
 
     packed bytes count scales and leave padding out; padded bytes are what storage reads.
-    expected_read_bytes_per_token: sum over layers of popularity x padded bytes, cold cache, no reuse.
+    expected_read_bytes_per_token: sum over layers of popularity x padded bytes, cold cache, no reuse; decoder alone.
     minimum_expert_bytes: the largest top-k experts of any one layer, padded: less cannot run.
     """
 
@@ -220,7 +221,10 @@ class BundleManifest:
         end: dict[str, int] = {}
         for entry in self.experts:
             place = f"experts[{entry.layer}, {entry.expert}]"
-            specs = {projection: entry.spec(projection) for projection in PROJECTIONS}
+            projections = self.model.layers[entry.layer].experts.projections
+            if (entry.gate is None) == ("gate" in projections):
+                raise ValueError(f"{place}: expected formats of {', '.join(projections)}")
+            specs = {projection: entry.spec(projection) for projection in projections}
             _, size = unit_offsets(self.model, entry.layer, specs)
             if size != entry.size_bytes:
                 raise ValueError(f"{place}: its formats take {size} bytes, size_bytes says {entry.size_bytes}")
@@ -252,11 +256,12 @@ class BundleManifest:
         packed = weights = 0
         for entry in self.experts:
             padded[entry.layer].append(entry.size_bytes)
-            for projection in PROJECTIONS:
+            for projection in model.layers[entry.layer].experts.projections:
                 rows, columns = model.unit_shape(entry.layer, projection)
                 packed += rows * round(entry.spec(projection).row_bytes(columns))
                 weights += rows * columns
         top_k = [layer.experts.top_k for layer in model.layers]
+        decoded = [model.reads_per_token(layer) for layer in range(model.num_layers)]
         dense = sum(
             (entry.shape[0] if len(entry.shape) == 2 else 1) * round(entry.spec.row_bytes(entry.shape[-1]))
             for entry in self.dense
@@ -273,6 +278,6 @@ class BundleManifest:
                 raise ValueError(f"cost.{name}: the formats give {value}, found {getattr(cost, name)}")
         if not math.isclose(cost.expert_bits_per_weight, 8 * packed / weights, rel_tol=1e-9):
             raise ValueError(f"cost.expert_bits_per_weight: the formats give {8 * packed / weights}")
-        most = sum(k * max(sizes, default=0) for sizes, k in zip(padded, top_k, strict=True))
+        most = sum(k * max(sizes, default=0) for sizes, k in zip(padded, decoded, strict=True))
         if not 0 <= cost.expected_read_bytes_per_token <= most:
             raise ValueError("cost.expected_read_bytes_per_token: out of range")

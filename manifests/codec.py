@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from .bundle import FORMAT_VERSION, BundleManifest
 from .errors import ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
+from .optional_fields import is_left_out, is_optional
 from .quant import QuantSpec
 
 MAX_MANIFEST_BYTES = 256 << 20
@@ -31,7 +32,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, QuantSpec):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: to_plain(item) for f, item in fields if not is_left_out(f, item)}
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -88,12 +90,16 @@ def _dataclass(declared: Any, value: Any, path: str) -> Any:
     if not isinstance(value, dict):
         raise DecodeError(path, f"expected an object, found {type(value).__name__}")
     hints = get_type_hints(declared)
-    names = [field.name for field in dataclasses.fields(declared)]
-    unknown, missing = sorted(set(value) - set(names)), sorted(set(names) - set(value))
+    fields = {field.name: field for field in dataclasses.fields(declared)}
+    needed = {name for name, field in fields.items() if not is_optional(field)}
+    unknown, missing = sorted(set(value) - set(fields)), sorted(needed - set(value))
     if unknown or missing:
         raise DecodeError(path, f"unknown {[name[:80] for name in unknown[:5]]}, missing {missing[:5]}")
     prefix = f"{path}." if path else ""
-    built = {name: from_plain(hints[name], value[name], f"{prefix}{name}") for name in names}
+    built = {name: from_plain(hints[name], value[name], f"{prefix}{name}") for name in fields if name in value}
+    for name, item in built.items():
+        if is_left_out(fields[name], item):
+            raise DecodeError(f"{prefix}{name}", "expected no field where it has its default")
     try:
         return declared(**built)
     except ValueError as error:
@@ -188,7 +194,7 @@ def json_schema(declared: Any) -> dict[str, Any]:
         return {
             "type": "object",
             "properties": fields,
-            "required": list(fields),
+            "required": [f.name for f in dataclasses.fields(declared) if not is_optional(f)],
             "additionalProperties": False,
         }
     if origin is tuple:

@@ -28,7 +28,7 @@ def no_advice(each: TracedPass, layer: int) -> Sequence[int]:
 def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec) -> Advice:
     """What a bundle's tables say of the layers that have run. Raises KeyError for `lookahead`, which asks routers."""
     first = [0, *np.cumsum([layer.experts.count for layer in model.layers]).tolist()]
-    advisor = Advisor(model, first, table_predictor(kind, tables))
+    advisor = Advisor(model, first, table_predictor(kind, tables, model))
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:
         chosen = [np.array(part, np.int32).reshape(each.tokens, -1) for part in each.chosen[: layer + 1]]

@@ -24,23 +24,39 @@ class Attention(Protocol):
     """Attention of one layer."""
 
     def __call__(
-        self, normed: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
+        self,
+        normed: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        ends: np.ndarray | None = None,
     ) -> np.ndarray:
         """Store what T tokens leave in the cache, and return what they see. normed [T, D] -> [T, D].
 
-        slots, positions: int32 [T]; keys, values: [S, cache heads, C, cache size].
+        slots, positions: int32 [T]; keys, values: [S, cache heads, C, cache size]. ends: int32 [T], of an encoder:
+        where the token's sequence ends, all of which it sees.
         """
         ...
 
 
-def make_attention(spec: AttentionSpec, weights: Weights, norm_eps: float, rotary: RotaryTables) -> Attention:
-    """The attention that a layer asks for."""
+def make_attention(
+    spec: AttentionSpec,
+    weights: Weights,
+    norm_eps: float,
+    rotary: RotaryTables | None = None,
+    bias: np.ndarray | None = None,
+) -> Attention:
+    """The attention that a layer asks for. bias: [H, 2 C - 1], see relative_bias.bias_by_distance."""
     if spec.latent is not None:
+        if rotary is None:
+            raise ValueError("latent attention needs a rotary embedding")
         return LatentAttention(spec, spec.latent, weights, rotary)
-    return HeadAttention(spec, weights, norm_eps, rotary)
+    return HeadAttention(spec, weights, norm_eps, rotary, bias)
 
 
-def _linear(matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+def linear_rows(matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """x W^T, with the bias where there is one. [T, K] -> [T, N]."""
     out = np.empty((len(x), matrix.rows), np.float32)
     kernels.linear(matrix, x, out)
     if bias is not None:
@@ -51,13 +67,27 @@ def _linear(matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.nd
 class HeadAttention:
     """Grouped heads with their own keys and values; biases and norms of queries and keys where the model has them."""
 
-    def __init__(self, spec: AttentionSpec, weights: Weights, norm_eps: float, rotary: RotaryTables) -> None:
-        self._spec, self._weights, self._norm_eps, self._rotary = spec, weights, norm_eps, rotary
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        norm_eps: float,
+        rotary: RotaryTables | None,
+        bias: np.ndarray | None = None,
+    ) -> None:
+        self._spec, self._weights, self._norm_eps = spec, weights, norm_eps
+        self._rotary, self._bias = rotary, bias
         self._matrices = [weights[name] for name in ("query", "key", "value")]
         self._biases = [weights.get(f"{name}_bias") for name in ("query", "key", "value")]
 
     def __call__(
-        self, normed: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
+        self,
+        normed: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        ends: np.ndarray | None = None,
     ) -> np.ndarray:
         spec, count = self._spec, len(normed)
         query = np.empty((count, spec.num_heads, spec.head_size), np.float32)
@@ -72,7 +102,8 @@ class HeadAttention:
             for name, heads in (("query_norm", query), ("key_norm", key)):
                 rows = heads.reshape(count, -1) if spec.query_key_norm == "full" else heads.reshape(-1, spec.head_size)
                 kernels.rms_norm(rows, self._weights[name], self._norm_eps, rows)
-        query, key = self._rotary.rotate(query, positions), self._rotary.rotate(key, positions)
+        if self._rotary is not None:
+            query, key = self._rotary.rotate(query, positions), self._rotary.rotate(key, positions)
         kernels.store_kv(key, value, keys, values, slots, positions)
         mixed = np.empty_like(query)
         kernels.attention(
@@ -85,8 +116,10 @@ class HeadAttention:
             spec.sliding_window,
             mixed,
             self._weights.get("sinks"),
+            ends,
+            self._bias,
         )
-        return _linear(self._weights["output"], mixed.reshape(count, -1), self._weights.get("output_bias"))
+        return linear_rows(self._weights["output"], mixed.reshape(count, -1), self._weights.get("output_bias"))
 
 
 class LatentAttention:
@@ -102,33 +135,39 @@ class LatentAttention:
         self._value_up = _by_head(weights["value_up"], spec.num_heads)
 
     def __call__(
-        self, normed: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
+        self,
+        normed: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        ends: np.ndarray | None = None,
     ) -> np.ndarray:
         spec, rank, count = self._spec, self._latent.rank, len(normed)
         plain, size = self._latent.plain_size, self._spec.cache_size
         heads = self._queries(normed).reshape(count, spec.num_heads, spec.head_size)
         query = np.empty((count, spec.num_heads, size), np.float32)
         for head, matrix in enumerate(self._key_up):
-            query[:, head, :rank] = _linear(matrix, np.ascontiguousarray(heads[:, head, :plain]))
+            query[:, head, :rank] = linear_rows(matrix, np.ascontiguousarray(heads[:, head, :plain]))
         query[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(heads[:, :, plain:]), positions)
 
-        shared = _linear(self._weights["latent_down"], normed)
+        shared = linear_rows(self._weights["latent_down"], normed)
         key = np.empty((count, 1, size), np.float32)
         key[:, 0, :rank] = self._normed(np.ascontiguousarray(shared[:, :rank]), "latent_norm")
         key[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(shared[:, None, rank:]), positions)
         keys[slots, :, positions] = key
 
         mixed = np.empty_like(query)
-        kernels.attention(query, keys, keys, slots, positions, spec.score_scale, 0, mixed)
+        kernels.attention(query, keys, keys, slots, positions, spec.score_scale, 0, mixed, None, ends)
         out = np.empty((count, spec.num_heads, self._latent.value_size), np.float32)
         for head, matrix in enumerate(self._value_up):
-            out[:, head] = _linear(matrix, np.ascontiguousarray(mixed[:, head, :rank]))
-        return _linear(self._weights["output"], out.reshape(count, -1))
+            out[:, head] = linear_rows(matrix, np.ascontiguousarray(mixed[:, head, :rank]))
+        return linear_rows(self._weights["output"], out.reshape(count, -1))
 
     def _queries(self, normed: np.ndarray) -> np.ndarray:
         if self._latent.query_rank:
-            normed = self._normed(_linear(self._weights["query_down"], normed), "query_down_norm")
-        return _linear(self._weights["query"], normed)
+            normed = self._normed(linear_rows(self._weights["query_down"], normed), "query_down_norm")
+        return linear_rows(self._weights["query"], normed)
 
     def _normed(self, rows: np.ndarray, name: str) -> np.ndarray:
         kernels.rms_norm(rows, self._weights[name], self._latent.norm_eps, rows)

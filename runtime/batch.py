@@ -18,7 +18,7 @@ from .engine import Engine
 
 @dataclass(slots=True)
 class RunningSequence:
-    """One sequence on its way. produced: greedy tokens so far; pending: token whose pass comes next."""
+    """One sequence on its way. prompt: of the decoder's text, once it has begun. produced: greedy tokens so far."""
 
     index: int
     prompt: list[int]
@@ -70,7 +70,7 @@ def generate_many(
 
 
 def _begin(engine: Engine, index: int, prompt: list[int], draft: list[int], limit: int) -> RunningSequence:
-    limit = min(limit, engine.memory.context - len(prompt) + 1)
+    limit = engine.new_tokens_limit(prompt, limit)
     # The draft may fill the room that is left, never more.
     return RunningSequence(index, prompt, draft[: max(0, limit - 1)], limit)
 
@@ -96,6 +96,9 @@ def _finished(item: RunningSequence, eos: set[int]) -> bool:
 def _prefill(engine: Engine, items: list[RunningSequence], eos: set[int]) -> None:
     """Run prompts and drafts; keep the agreed part of each draft and the first token after it."""
     engine.begin_sequence()
+    texts = engine.begin_texts([item.slot for item in items], [item.prompt for item in items])
+    for item, text in zip(items, texts, strict=True):
+        item.prompt = text
     for part, hidden in _passes(engine, [(item.slot, item.prompt + item.draft) for item in items]):
         for which, first, rows in part:
             item = items[which]
@@ -169,7 +172,7 @@ def forced_logits(
     for index, (prompt, answer) in enumerate(pairs):
         need = len(prompt) + len(answer)
         # Plain text is scored behind an empty prompt.
-        engine.check_tokens([*prompt, *answer], room=0)
+        engine.check_pair(prompt, answer)
         if group and (tokens + need > MAX_PASS_TOKENS or len(group) == engine.options.slots):
             yield from _forced_group(engine, pairs, group)
             group, tokens = [], 0
@@ -184,11 +187,11 @@ def _forced_group(
 ) -> Iterator[tuple[int, np.ndarray]]:
     engine.begin_sequence()
     collected: dict[int, list[np.ndarray]] = {index: [] for index in group}
-    sequences = [(slot, [*pairs[index][0], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
+    texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
+    sequences = [(slot, [*texts[slot], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
     for part, hidden in _passes(engine, sequences):
         for which, first, rows in part:
-            prompt = pairs[group[which]][0]
-            wanted = [row for row in range(rows.shape[0]) if first + row >= len(prompt) - 1]
+            wanted = [row for row in range(rows.shape[0]) if first + row >= len(texts[which]) - 1]
             step = LOGITS_ROWS_PER_SLOT * engine.options.slots
             for start in range(0, len(wanted), step):
                 collected[group[which]].append(engine.model.logits(hidden[rows[wanted[start : start + step]]]))

@@ -59,7 +59,7 @@ def beam_search(engine: Engine, prompt: Sequence[int], max_new_tokens: int, opti
             f"{options.beams} beams need as many slots, the engine has {engine.options.slots}",
             f"load the bundle with slots={options.beams}",
         )
-    limit = min(max_new_tokens, engine.memory.context - len(tokens) + 1)
+    limit = engine.new_tokens_limit(tokens, max_new_tokens)
     return _Search(engine, tokens, limit, options).run()
 
 
@@ -76,7 +76,7 @@ class _Search:
     def run(self) -> list[Beam]:
         engine, beams = self._engine, self._options.beams
         engine.begin_sequence()
-        prompt = self._prompt
+        (prompt,) = engine.begin_texts([0], [self._prompt])
         hidden = engine.prefill(prompt)[-1:]
         engine.copy_slots([0] * beams, len(prompt))
         log_probs = np.repeat(self._log_probs(hidden), beams, axis=0)

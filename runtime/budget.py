@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.manifests.model import ModelSpec
 from moec.profiles.probe import memory_limit_bytes
 
 from .options import RuntimeOptions, parse_bytes, parse_cache
@@ -68,19 +69,30 @@ def available_memory_bytes() -> int:
     return max(0, min(available))
 
 
+def longest_pass(model: ModelSpec, slots: int, context: int) -> int:
+    """Most tokens that go through a layer at once: an encoder takes a prompt whole, however long."""
+    tokens = min(MAX_PASS_TOKENS, slots * context)
+    return tokens if model.encoder is None else max(tokens, context)
+
+
 def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
     """Largest working memory of one pass: residual, norms, attention, expert parts and logits, float32."""
-    tokens, vocabulary = min(MAX_PASS_TOKENS, slots * context), manifest.model.vocab_size
+    model = manifest.model
+    tokens, vocabulary = longest_pass(model, slots, context), model.vocab_size
     # Cosines and sines of every position, once per kind of rotary embedding.
-    rope = sum(4 * context * spec.rotary_size for spec in {layer.attention.rope for layer in manifest.model.layers})
+    kinds = {layer.attention.rope for layer in model.layers}
+    positions = sum(4 * context * spec.rotary_size for spec in kinds if spec is not None)
+    # Biases by distance, once for encoder and decoder each.
+    for layer in {0, model.first_decoder_layer}:
+        attention = model.layers[layer].attention
+        positions += 8 * context * attention.num_heads if attention.relative_bias is not None else 0
     # Norms and biases are kept in float32, beside the 16 bits they came as.
     vectors = sum(4 * entry.shape[0] for entry in manifest.dense if len(entry.shape) == 1)
     # A slot's keys that a beam puts aside.
-    attentions = [layer.attention for layer in manifest.model.layers]
-    aside = max(4 * a.cache_heads * a.cache_size * context for a in attentions) if slots > 1 else 0
+    aside = max(4 * a.cache_heads * a.cache_size * context for a in model.cached_attentions) if slots > 1 else 0
     # They are there twice while a maximum or a softmax is taken.
     logits = 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots
-    return pass_bytes(manifest, tokens) + logits + rope + vectors + aside
+    return pass_bytes(manifest, tokens) + logits + positions + vectors + aside
 
 
 def pass_bytes(manifest: BundleManifest, tokens: int) -> int:

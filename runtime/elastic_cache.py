@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from moec.manifests.bundle import BundleManifest
 
-from .budget import MAX_PASS_TOKENS, MemoryPlan, pass_bytes
+from .budget import MemoryPlan, longest_pass, pass_bytes
 from .expert_cache import ExpertCache
 
 _KV_ELEMENT_BYTES = 4
@@ -29,11 +29,11 @@ class ElasticCache:
     def __init__(self, manifest: BundleManifest, plan: MemoryPlan, slots: int, cache: ExpertCache) -> None:
         """plan: with budget_bytes; its cache_bytes is the size beside a full context and the longest pass."""
         self._plan, self._cache = plan, cache
-        attentions = [layer.attention for layer in manifest.model.layers]
+        attentions = manifest.model.cached_attentions
         self._heads = Counter((a.cache_arrays * a.cache_heads, a.cache_size) for a in attentions)
         self._longest = [0] * slots  # positions ever written: their pages stay
         self._token_bytes = pass_bytes(manifest, 1)
-        self._longest_pass = min(MAX_PASS_TOKENS, slots * plan.context)
+        self._longest_pass = longest_pass(manifest.model, slots, plan.context)
         self._experts_bytes = manifest.cost.expert_padded_bytes
         self._trim_allocator = _allocator_trim()
 

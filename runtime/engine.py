@@ -69,7 +69,8 @@ def bundle_records(bundle: Bundle, tables: Tables) -> ExpertRecords:
     entries = bundle.manifest.experts
     layer = np.array([entry.layer for entry in entries], np.int32)
     popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
-    return expert_records(layer, popularity, bundle.manifest.model.num_layers)
+    model = bundle.manifest.model
+    return expert_records(layer, popularity, model.num_layers, model.first_decoder_layer)
 
 
 def _check_cpu_features(manifest: BundleManifest) -> None:
@@ -176,14 +177,15 @@ class Engine:
         self.check_tokens(tokens)
         if max_new_tokens < 1:
             raise OptionError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
-        limit = min(max_new_tokens, self.memory.context - len(tokens) + 1)
+        limit = self.new_tokens_limit(tokens, max_new_tokens)
         return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()), StopTexts(stop))
 
     def _decode(self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts) -> Iterator[GenerationStep]:
-        stream, eos = TextStream(self.tokenizer, tokens), self.bundle.manifest.model.eos_token_ids
-        mine = self.begin_sequence()
+        eos, mine = self.bundle.manifest.model.eos_token_ids, self.begin_sequence()
         before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
-        hidden, position, known = self.prefill(tokens), len(tokens), list(tokens)
+        (known,) = self.begin_texts([0], [tokens])
+        stream = TextStream(self.tokenizer, known)
+        hidden, position = self.prefill(known), len(known)
         for count in range(1, limit + 1):
             token = sampler(self.model.logits(hidden[-1:])[0], known)
             known.append(token)
@@ -216,8 +218,44 @@ class Engine:
         self._sequence += 1
         return self._sequence
 
+    def begin_texts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What the decoder's text begins with in these slots: the prompt, or with an encoder, which reads it here, the
+        start token. Prompts share a pass as far as MAX_PASS_TOKENS goes; each is in one whole.
+        """
+        encoder = self.model.spec.encoder
+        if encoder is None:
+            return [list(prompt) for prompt in prompts]
+        group, waiting = list[tuple[int, Sequence[int]]](), 0
+        for slot, prompt in zip(slots, prompts, strict=True):
+            if group and waiting + len(prompt) > MAX_PASS_TOKENS:
+                self._encode(group)
+                group, waiting = [], 0
+            group.append((slot, prompt))
+            waiting += len(prompt)
+        if group:
+            self._encode(group)
+        return [[encoder.start_token_id] for _ in prompts]
+
+    def _encode(self, group: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """One pass of the encoder over whole prompts."""
+        tokens = [token for _, prompt in group for token in prompt]
+        slots = [slot for slot, prompt in group for _ in prompt]
+        positions = [position for _, prompt in group for position in range(len(prompt))]
+        if self._elastic is not None:
+            self._elastic.before_pass(slots, positions)
+        for slot, prompt in group:
+            self.kv.begin_prompt(slot, len(prompt))
+        self.model.encode(np.array(tokens, np.int64), np.array(slots, np.int32), np.array(positions, np.int32), self.kv)
+        if self._elastic is not None:
+            self._elastic.after_pass(len(tokens))
+
+    def new_tokens_limit(self, prompt: Sequence[int], wanted: int) -> int:
+        """How many of the wanted new tokens the context has room for; an encoder has its own."""
+        own = len(prompt) if self.model.spec.encoder is None else 1
+        return min(wanted, self.memory.context - own + 1)
+
     def prefill(self, tokens: Sequence[int]) -> np.ndarray:
-        """Run a prompt in the first slot. Returns the residual stream of its last pass."""
+        """Run the beginning of a text in the first slot. Returns the residual stream of its last pass."""
         hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
         for start in range(0, len(tokens), MAX_PASS_TOKENS):
             part = tokens[start : start + MAX_PASS_TOKENS]
@@ -225,7 +263,12 @@ class Engine:
         return hidden
 
     def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits."""
+        """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits.
+
+        Raises ExecutionError for a slot whose prompt no encoder has read, of models with one.
+        """
+        if self.model.spec.encoder is not None and not self.kv.prompt_lengths[list(slots)].all():
+            raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
         hidden = self.model.forward(
@@ -235,11 +278,17 @@ class Engine:
             self._elastic.after_pass(len(tokens))
         return hidden
 
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logits after every token of one sequence, float32 [T, V]. Raises ContextOverflow, InputError."""
+    def logits(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> np.ndarray:
+        """Logits after every token of one sequence, float32 [T, V]. prompt: what an encoder reads, of models with one.
+
+        Raises ContextOverflow, InputError.
+        """
         tokens = [int(token) for token in token_ids]
         self.check_tokens(tokens, room=0)
         self.begin_sequence()
+        if self.model.spec.encoder is not None:
+            self.check_tokens(prompt, room=0)
+            self.begin_texts([0], [prompt])
         out = np.empty((len(tokens), self.model.spec.vocab_size), np.float32)
         for start in range(0, len(tokens), MAX_PASS_TOKENS):
             part = tokens[start : start + MAX_PASS_TOKENS]
@@ -250,7 +299,8 @@ class Engine:
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
         """Slot i goes on from the first positions of slot parents[i]; all at once."""
         if self._elastic is not None:
-            self._elastic.before_pass(range(len(parents)), [positions - 1] * len(parents))
+            longest = max(positions, int(self.kv.prompt_lengths.max()))
+            self._elastic.before_pass(range(len(parents)), [longest - 1] * len(parents))
         self.kv.copy_slots(parents, positions)
 
     def check_tokens(self, tokens: Sequence[int], room: int = 1) -> None:
@@ -263,6 +313,15 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the context holds {self.memory.context}",
                 "shorten it or raise `--context`",
             )
+
+    def check_pair(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Refuse a prompt and an answer that cannot be scored, for the reasons of `check_tokens`."""
+        if self.model.spec.encoder is None:
+            self.check_tokens([*prompt, *answer], room=0)
+            return
+        self.check_tokens(prompt)
+        if answer:
+            self.check_tokens(answer)
 
     def check_vocabulary(self, tokens: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary."""

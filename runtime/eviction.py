@@ -28,6 +28,7 @@ class ExpertRecords:
 
     Arrays are [N]; last_used, int64, counts acquisitions of the cache, 0 is never; uses, int64. heat, float64: the uses
     so far, each halved for every HALF_LIFE_TOKENS up to the last one; it starts with what calibration saw.
+    encoder_layers: so many of the layers, the first, are an encoder's.
     clock: acquisitions so far. What counts within a sequence counts from the last `begin_sequence`.
     """
 
@@ -37,6 +38,7 @@ class ExpertRecords:
     uses: np.ndarray
     heat: np.ndarray
     num_layers: int
+    encoder_layers: int = 0
     clock: int = 0
     _sequence_start: int = 0
     _uses_before: np.ndarray = field(init=False)
@@ -45,7 +47,7 @@ class ExpertRecords:
     def __post_init__(self) -> None:
         self._uses_before = self.uses.copy()
         layers = np.arange(self.num_layers)
-        self._nearness = 1 - (layers - layers[:, None] - 1) % self.num_layers / self.num_layers
+        self._nearness = 1 - (self._distance(layers, layers[:, None]) - 1) / self.decoder_layers
 
     def use(self, indices: Sequence[int], clock: int) -> None:
         """Count one use of each at this acquisition of the cache."""
@@ -63,12 +65,22 @@ class ExpertRecords:
 
     @property
     def sequence_passes(self) -> int:
-        """Passes of the sequence so far, the running one included; at least 1."""
-        return max(0, self.clock - self._sequence_start - 1) // self.num_layers + 1
+        """Passes of the decoder in the sequence so far, the running one included; at least 1."""
+        return max(0, self.clock - self._first_pass) // self.decoder_layers + 1
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers that run for every token."""
+        return self.num_layers - self.encoder_layers
+
+    @property
+    def _first_pass(self) -> int:
+        """The first acquisition of the decoder in the sequence, behind one pass of an encoder."""
+        return self._sequence_start + self.encoder_layers + 1
 
     def last_passes(self) -> np.ndarray:
-        """The pass of the sequence, from 1, that used each expert last; int64 [N], 0 where none did."""
-        last: np.ndarray = np.maximum(self.last_used - (self._sequence_start + 1), -1) // self.num_layers + 1
+        """The pass of the decoder in the sequence, from 1, that used each expert last; int64 [N], 0 where none did."""
+        last: np.ndarray = np.maximum(self.last_used - self._first_pass, -1) // self.decoder_layers + 1
         return last
 
     def sequence_uses(self) -> np.ndarray:
@@ -87,41 +99,61 @@ class ExpertRecords:
 
     def unused(self) -> ExpertRecords:
         """The same experts before the first use."""
-        return _unused(self.layer, self.frequency, self.num_layers)
+        return _unused(self.layer, self.frequency, self.num_layers, self.encoder_layers)
+
+    def turn(self, running_layer: int) -> np.ndarray:
+        """What goes first whatever the policy, int [N]: 0 an encoder's layer that is over, of no use before the next
+        prompt; 1 one that is still to come, which can be read ahead in order; 2 the decoder's, which every token needs.
+
+        Source: EdgeMoE, expert buffer management: the encoder's experts go first (docs/experiments.md, Eviction with an
+        encoder).
+        """
+        is_ahead = self.layer > running_layer
+        return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 1, 0), 2)
 
     def layer_nearness(self, running_layer: int) -> np.ndarray:
-        """1 - (d - 1)/L for every layer, float64 [L], d its distance: 1 for the next one, 1/L for the running one."""
+        """1 - (d - 1)/L for every layer, d its `layer_distance`: 1 for the next one, 1/L for the running one."""
         nearness: np.ndarray = self._nearness[running_layer]
         return nearness
 
     def layer_distance(self, running_layer: int) -> np.ndarray:
         """How many MoE layers ahead each expert's layer runs next: 1 for the next layer, L for the running one.
 
-        d = ((l - I - 1) mod L) + 1. Source: EdgeMoE, expert buffer management; the printed modulus is the other way
-        round and contradicts the text around it.
+        d = ((l - I - 1) mod L) + 1, L without the encoder's. Source: EdgeMoE, expert buffer management; the printed
+        modulus is the other way round and contradicts the text around it.
         """
-        distance: np.ndarray = (self.layer - running_layer - 1) % self.num_layers + 1
+        return self._distance(self.layer, np.int64(running_layer))
+
+    def _distance(self, layer: np.ndarray, running: np.ndarray | np.int64) -> np.ndarray:
+        # Behind any layer of an encoder comes the decoder's first.
+        distance: np.ndarray = (layer - np.maximum(running, self.encoder_layers - 1) - 1) % self.decoder_layers + 1
         return distance
 
 
-def expert_records(layer: np.ndarray, popularity: np.ndarray, num_layers: int) -> ExpertRecords:
+def expert_records(
+    layer: np.ndarray, popularity: np.ndarray, num_layers: int, encoder_layers: int = 0
+) -> ExpertRecords:
     """Records of experts that nothing has used yet. layer: int [N]; popularity: counts [N] over the same experts.
 
     A layer whose counts are all zero gives frequency 0 to all of its experts.
     """
     totals = np.maximum(np.bincount(layer, weights=popularity, minlength=num_layers), 1)
-    return _unused(layer.astype(np.int32), popularity / totals[layer], num_layers)
+    return _unused(layer.astype(np.int32), popularity / totals[layer], num_layers, encoder_layers)
 
 
-def _unused(layer: np.ndarray, frequency: np.ndarray, num_layers: int) -> ExpertRecords:
+def _unused(layer: np.ndarray, frequency: np.ndarray, num_layers: int, encoder_layers: int) -> ExpertRecords:
     """Heat as if each of the last HALF_LIFE_TOKENS tokens had used one expert of a layer, as calibration saw it."""
     zeros = np.zeros(len(layer), np.int64)
-    return ExpertRecords(layer, frequency, zeros, zeros.copy(), frequency * HALF_LIFE_TOKENS, num_layers)
+    heat = frequency * HALF_LIFE_TOKENS
+    return ExpertRecords(layer, frequency, zeros, zeros.copy(), heat, num_layers, encoder_layers)
 
 
 def warm_order(records: ExpertRecords) -> np.ndarray:
-    """Expert indices in the order of the initial fill: what calibration saw most often first. Source: EdgeMoE."""
-    return np.lexsort((np.arange(len(records.layer)), -records.frequency))
+    """Expert indices in the order of the initial fill: what calibration saw most often first; before that an encoder,
+    layer by layer, as it runs. Source: EdgeMoE.
+    """
+    encoder = np.minimum(records.layer, records.encoder_layers)
+    return np.lexsort((np.arange(len(records.layer)), -records.frequency, encoder))
 
 
 PolicyScore = Callable[[ExpertRecords, int], np.ndarray]
@@ -199,6 +231,9 @@ def policy_score(policy: str, weights: str | None = None) -> PolicyScore:
 def eviction_order(
     records: ExpertRecords, score: PolicyScore, running_layer: int, candidates: np.ndarray
 ) -> np.ndarray:
-    """Candidates (int indices), first to evict first; ties by least recent use, then by index."""
-    scores = score(records, running_layer)[candidates]
-    return candidates[np.lexsort((candidates, records.last_used[candidates], scores))]
+    """Candidates (int indices), first to evict first; ties by least recent use, then by index.
+
+    An encoder's turn comes before every score (ExpertRecords.turn).
+    """
+    scores, turns = score(records, running_layer)[candidates], records.turn(running_layer)[candidates]
+    return candidates[np.lexsort((candidates, records.last_used[candidates], scores, turns))]

@@ -16,30 +16,61 @@ class KVCache:
     """float32 [S, Hkv, C, Dh] keys and values per layer; S slots (sequences), C context positions.
 
     What one head reads is one run of memory. Positions become resident as they are written. Latent attention has one
-    array for both: its values are the first features of its keys.
+    array for both: its values are the first features of its keys. The layers of an encoder take turns with one pair.
+    cross_keys, cross_values: of the prompt, for each layer of a decoder behind an encoder; prompt_lengths: int32 [S],
+    how many positions of them each slot has.
     """
 
     def __init__(self, model: ModelSpec, slots: int, context: int) -> None:
         self.slots, self.context = slots, context
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
-        for layer in model.layers:
+        self.cross_keys: dict[int, np.ndarray] = {}
+        self.cross_values: dict[int, np.ndarray] = {}
+        self.prompt_lengths = np.zeros(slots, np.int32)
+        self._prompts, self._known_prompts = np.zeros(slots, np.int64), 0
+        self._first = model.first_decoder_layer
+        for index, layer in enumerate(model.layers):
+            if 0 < index < self._first:
+                self.keys.append(self.keys[0])
+                self.values.append(self.values[0])
+                continue
             attention = layer.attention
             shape = (slots, attention.cache_heads, context, attention.cache_size)
             self.keys.append(_zeros(shape))
             self.values.append(_zeros(shape) if attention.cache_arrays == 2 else self.keys[-1])
+            if layer.cross is not None:
+                shape = (slots, layer.cross.cache_heads, context, layer.cross.cache_size)
+                self.cross_keys[index], self.cross_values[index] = _zeros(shape), _zeros(shape)
+
+    def begin_prompt(self, slot: int, length: int) -> None:
+        """The slot's prompt is another one, of so many tokens."""
+        self._known_prompts += 1
+        self._prompts[slot], self.prompt_lengths[slot] = self._known_prompts, length
 
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
-        """Slot i takes the first positions of slot parents[i]; all at once."""
+        """Slot i takes the first positions of slot parents[i], and its prompt; all at once."""
         steps = _copies(parents)
-        for keys, values in zip(self.keys, self.values, strict=True) if steps else ():
-            for array in (keys,) if values is keys else (keys, values):
-                kept = array[0, :, :0]
-                for source, target in steps:
-                    if target is None:
-                        kept = array[source, :, :positions].copy()
-                    else:
-                        array[target, :, :positions] = kept if source is None else array[source, :, :positions]
+        for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True) if steps else ():
+            _copy_runs(keys, steps, positions)
+            if values is not keys:
+                _copy_runs(values, steps, positions)
+        order = np.arange(len(self._prompts))
+        order[: len(parents)] = parents
+        if not np.array_equal(self._prompts[order], self._prompts):  # beams of one prompt have it already
+            for array in (*self.cross_keys.values(), *self.cross_values.values()):
+                _copy_runs(array, steps, int(self.prompt_lengths.max()))
+            self._prompts, self.prompt_lengths = self._prompts[order], self.prompt_lengths[order]
+
+
+def _copy_runs(array: np.ndarray, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
+    """Take the steps of `_copies` with the first positions of [S, H, C, Dh]."""
+    kept = array[0, :, :0]
+    for source, target in steps:
+        if target is None:
+            kept = array[source, :, :positions].copy()
+        else:
+            array[target, :, :positions] = kept if source is None else array[source, :, :positions]
 
 
 def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:

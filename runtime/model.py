@@ -11,21 +11,25 @@ import xxhash
 
 from moec.manifests.bundle import DENSE_NAME, unit_offsets
 from moec.manifests.errors import ChecksumMismatch
-from moec.manifests.model import PROJECTIONS, ExpertsSpec
+from moec.manifests.model import PROJECTIONS, ExpertsSpec, ModelSpec
 
 from . import kernels
 from .address_space import map_anonymous
 from .attention import make_attention
 from .bundle import Bundle
+from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
+from .relative_bias import bias_by_distance
 from .rotary import RotaryTables
-from .routing import Router
+from .routing import Router, within_capacity
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
 from .trace import TraceRecorder
+
+_NOBODY = -1  # in the place of the expert that a token passes by
 
 
 def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
@@ -65,17 +69,17 @@ def bind_experts(bundle: Bundle, storage: ExpertStorage, dense: dict[str, Any]) 
     """One kernels.Expert per manifest entry, over its fixed place in storage. Touches no page."""
     model, bound = bundle.manifest.model, []
     for index, entry in enumerate(bundle.manifest.experts):
-        specs = {projection: entry.spec(projection) for projection in PROJECTIONS}
+        spec = model.layers[entry.layer].experts
+        specs = {projection: entry.spec(projection) for projection in spec.projections}
         offsets, _ = unit_offsets(model, entry.layer, specs)
         block, matrices = storage.block(index), dict[str, kernels.PackedMatrix]()
-        for projection in PROJECTIONS:
+        for projection in spec.projections:
             rows, columns = model.unit_shape(entry.layer, projection)
             end = offsets[projection] + specs[projection].packed_bytes(rows, columns)
             part = block[offsets[projection] : end]
             matrices[projection] = kernels.PackedMatrix(part, rows, columns, specs[projection])
-        spec = model.layers[entry.layer].experts
         biases = _expert_biases(dense, entry.layer, entry.expert, spec.count) if spec.has_bias else ()
-        gate, up, down = (matrices[projection] for projection in PROJECTIONS)
+        gate, up, down = matrices.get("gate"), matrices["up"], matrices["down"]
         bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases))
     return bound
 
@@ -102,6 +106,18 @@ def _layer_weights(dense: dict[str, Any], index: int) -> dict[str, Any]:
     return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
 
 
+def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> dict[bool, np.ndarray]:
+    """Biases by distance of the encoder (True) and of the decoder (False), as far as there are any."""
+    found = {}
+    for sees_ahead in (True, False) if model.encoder is not None else (False,):
+        first = 0 if sees_ahead else model.first_decoder_layer
+        spec = model.layers[first].attention.relative_bias
+        if spec is not None:
+            table = dense[f"layers.{first}.relative_bias"]
+            found[sees_ahead] = bias_by_distance(table, spec, context, sees_ahead)
+    return found
+
+
 def _router(experts: ExpertsSpec, weights: dict[str, Any]) -> Router | None:
     return Router(experts, weights["router"], weights.get("router_bias")) if experts.count else None
 
@@ -115,12 +131,26 @@ class Model:
         self.spec = bundle.manifest.model
         self._dense, self._experts, self._cache = dense, experts, cache
         self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
-        rotary = {layer.attention.rope: RotaryTables(layer.attention.rope, context) for layer in self.spec.layers}
+        ropes = {layer.attention.rope for layer in self.spec.layers if layer.attention.rope is not None}
+        rotary = {rope: RotaryTables(rope, context) for rope in ropes}
+        biases = _relative_biases(self.spec, dense, context)
+        self._first_decoder = self.spec.first_decoder_layer
         weights = [_layer_weights(dense, at) for at in range(self.spec.num_layers)]
         self._attentions = [
-            make_attention(layer.attention, weights[at], self.spec.norm_eps, rotary[layer.attention.rope])
+            make_attention(
+                layer.attention,
+                weights[at],
+                self.spec.norm_eps,
+                None if layer.attention.rope is None else rotary[layer.attention.rope],
+                biases.get(at < self._first_decoder),
+            )
             for at, layer in enumerate(self.spec.layers)
         ]
+        self._cross = {
+            at: CrossAttention(layer.cross, weights[at])
+            for at, layer in enumerate(self.spec.layers)
+            if layer.cross is not None
+        }
         self._routers = [_router(layer.experts, weights[at]) for at, layer in enumerate(self.spec.layers)]
         self._shared = [
             SharedExpert(weights[at], layer.experts.activation) if layer.shared else None
@@ -145,23 +175,53 @@ class Model:
         return self._routers
 
     def forward(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> np.ndarray:
-        """Run T tokens of any sequences through all layers and store their keys and values.
+        """Run T tokens of any sequences through the decoder's layers and store their keys and values.
 
         tokens int64 [T]; slots, positions int32 [T]; a sequence's tokens come in order of position.
         Returns the residual stream after the last layer, float32 [T, D]; `logits` takes rows of it.
         """
+        hidden = self._embed(tokens)
+        unrouted = np.empty((len(tokens), 0), np.int32)
+        state = PassState(0, hidden, [unrouted] * self._first_decoder)
+        predicted: np.ndarray | None = None
+        for index in range(self._first_decoder, self.spec.num_layers):
+            started_ns = time.perf_counter_ns()
+            self._attend(index, hidden, slots, positions, kv)
+            if index in self._cross:
+                self._attend_to_prompt(index, hidden, slots, kv)
+            self.times.dense_ns += time.perf_counter_ns() - started_ns
+            state.layer = index
+            predicted = self._experts_layer(state, predicted, slots)
+        return hidden
+
+    def encode(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
+        """Run the whole prompts of some slots through the encoder, and keep what the decoder will see of them.
+
+        tokens int64 [T]; slots, positions int32 [T]; the tokens of a prompt lie together and in order. Every expert
+        that they need is asked for once.
+        """
+        hidden = self._embed(tokens)
+        ends = kv.prompt_lengths[slots]
+        state = PassState(0, hidden, [])
+        predicted: np.ndarray | None = None
+        for index in range(self._first_decoder):
+            started_ns = time.perf_counter_ns()
+            self._attend(index, hidden, slots, positions, kv, ends)
+            self.times.dense_ns += time.perf_counter_ns() - started_ns
+            state.layer = index
+            predicted = self._experts_layer(state, predicted, slots)
+        started_ns = time.perf_counter_ns()
+        normed = np.empty_like(hidden)
+        kernels.rms_norm(hidden, self._dense["encoder_norm"], self.spec.norm_eps, normed)
+        for index, attention in self._cross.items():
+            attention.store(normed, slots, positions, kv.cross_keys[index], kv.cross_values[index])
+        self.times.dense_ns += time.perf_counter_ns() - started_ns
+
+    def _embed(self, tokens: np.ndarray) -> np.ndarray:
         hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)
         kernels.dequantize_rows(self._dense["embedding"], tokens, hidden)
         if self.spec.embedding_scale != 1.0:
             hidden *= np.float32(self.spec.embedding_scale)
-        state = PassState(0, hidden, [])
-        predicted: np.ndarray | None = None
-        for index in range(self.spec.num_layers):
-            started_ns = time.perf_counter_ns()
-            self._attend(index, hidden, slots, positions, kv)
-            self.times.dense_ns += time.perf_counter_ns() - started_ns
-            state.layer = index
-            predicted = self._experts_layer(state, predicted)
         return hidden
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
@@ -176,11 +236,26 @@ class Model:
         self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
 
-    def _attend(self, index: int, hidden: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
+    def _attend(
+        self,
+        index: int,
+        hidden: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        kv: KVCache,
+        ends: np.ndarray | None = None,
+    ) -> None:
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense[f"layers.{index}.attention_norm"], self.spec.norm_eps, normed)
-        out = self._attentions[index](normed, slots, positions, kv.keys[index], kv.values[index])
+        out = self._attentions[index](normed, slots, positions, kv.keys[index], kv.values[index], ends)
         self._add(hidden, out)
+
+    def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
+        normed = np.empty_like(hidden)
+        norm = self._dense[f"layers.{index}.cross_attention_norm"]
+        kernels.rms_norm(hidden, norm, self.spec.norm_eps, normed)
+        ends = kv.prompt_lengths[slots]
+        self._add(hidden, self._cross[index](normed, slots, ends, kv.cross_keys[index], kv.cross_values[index]))
 
     def _add(self, hidden: np.ndarray, out: np.ndarray) -> None:
         """Into the residual stream."""
@@ -188,7 +263,7 @@ class Model:
             out *= np.float32(self.spec.residual_scale)
         hidden += out
 
-    def _experts_layer(self, state: PassState, predicted: np.ndarray | None) -> np.ndarray | None:
+    def _experts_layer(self, state: PassState, predicted: np.ndarray | None, slots: np.ndarray) -> np.ndarray | None:
         """Route, advise, compute, add in router-rank order. Returns the candidates predicted for the next layer."""
         index, hidden = state.layer, state.hidden
         count = len(state.hidden)
@@ -203,12 +278,17 @@ class Model:
         state.chosen.append(chosen)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
+        capacity = self.spec.layers[index].experts.router.capacity
+        if capacity:
+            chosen = np.where(within_capacity(chosen, slots, capacity), chosen, np.int32(_NOBODY))
         groups = _places_by_expert(chosen)
+        groups.pop(_NOBODY, None)
         if predicted is not None:
             self.prefetch_quality.observe(index, set(predicted.tolist()), groups)
         following, advice = self.advisor.advise(state)
         if self.trace is not None:
-            self.trace.add_layer(index, chosen, advice)
+            # Before a capacity drops tokens: it never drops all that chose an expert.
+            self.trace.add_layer(index, state.chosen[index], advice)
         self._compute(index, groups, normed, weights, hidden, advice)
         return following
 
@@ -224,7 +304,9 @@ class Model:
         first, shared, chosen_count = self._first_expert[index], self._shared[index], weights.shape[1]
         if shared is not None:  # one more rank, behind the routed ones
             weights = np.concatenate([weights, shared.weights(normed)], axis=1)
-        parts = np.empty((len(hidden), weights.shape[1], hidden.shape[1]), np.float32)
+        # With a capacity, some rows are nobody's.
+        allocate = np.zeros if self.spec.layers[index].experts.router.capacity else np.empty
+        parts = allocate((len(hidden), weights.shape[1], hidden.shape[1]), np.float32)
         is_one = len(hidden) == 1
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
         with closing(self._cache.stream(index, [first + e for e in groups], advice, together=is_one)) as ready:

@@ -94,46 +94,50 @@ class PrefetchQuality:
 
 
 class PopularityPredictor:
-    """The experts that calibration saw most often in the next layer."""
+    """The experts that calibration saw most often in the layer."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._popularity = tables.popularity.astype(np.float64)
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        self._popularity, self._model = tables.popularity.astype(np.float64), model
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        following: np.ndarray = self._popularity[(state.layer + ahead) % len(self._popularity)]
+        following: np.ndarray = self._popularity[self._model.layer_after(state.layer, ahead)]
         return following
 
 
 class PathPredictor:
     """EdgeMoE's dictionary: the experts of two layers predict those of the next, with back-off.
 
-    score(e) sums over pairs (a in layer l-1, b in layer l) the counts of e in layer l+1; pairs seen fewer than
-    MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity. Source: EdgeMoE, activation-path dictionary.
+    Only layers that route count. score(e) sums over pairs (a two layers back, b one layer back) the counts of e; pairs
+    seen fewer than MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity.
+    Source: EdgeMoE, activation-path dictionary.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._popularity = PopularityPredictor(tables)
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        self._tables, self._model = tables, model
+        self._popularity = PopularityPredictor(tables, model)
         self._rows = {tuple(key): row for row, key in enumerate(tables.path_keys.tolist())}
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        if ahead > 1:
+        following, routed = self._model.layer_after(state.layer, ahead), self._model.expert_layers
+        start = self._model.first_decoder_layer if following >= self._model.first_decoder_layer else 0
+        past = [layer for layer in routed if start <= layer <= state.layer]
+        if following <= state.layer or not past:  # the next token's first, or nothing behind it
+            return self._popularity.scores(state, ahead)
+        if any(state.layer < layer < following for layer in routed):
             return None
-        tables, layer = self._tables, state.layer
-        if layer + 1 >= len(tables.popularity):
-            return self._popularity.scores(state)
-        total = np.zeros(tables.popularity.shape[1])
-        for token in range(len(state.chosen[layer])):
-            total += self._token_scores(state, token)
-        return total if total.any() else self._popularity.scores(state)
+        total = np.zeros(self._tables.popularity.shape[1])
+        for token in range(len(state.chosen[past[-1]])):
+            before = state.chosen[past[-2]][token].tolist() if len(past) > 1 else []
+            total += self._token_scores(following, before, past[-1], state.chosen[past[-1]][token].tolist())
+        return total if total.any() else self._popularity.scores(state, ahead)
 
-    def _token_scores(self, state: PassState, token: int) -> np.ndarray:
-        tables, layer = self._tables, state.layer
+    def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
+        """Of the experts of layer `following`, for one token that chose these in `layer` and those before it."""
+        tables = self._tables
         scores = np.zeros(tables.popularity.shape[1])
-        before = state.chosen[layer - 1][token].tolist() if layer > 0 else []
-        for last in state.chosen[layer][token].tolist():
+        for last in chosen:
             for first in before:
-                row = self._rows.get((layer + 1, first, last))
+                row = self._rows.get((following, first, last))
                 if row is None:
                     continue
                 part = slice(tables.path_offsets[row], tables.path_offsets[row + 1])
@@ -141,7 +145,7 @@ class PathPredictor:
                 if counts.sum() >= MINIMUM_PAIR_COUNT:
                     scores[tables.path_experts[part]] += counts / counts.sum()
         if not scores.any():
-            for last in state.chosen[layer][token].tolist():
+            for last in chosen:
                 counts = tables.transitions[layer, last].astype(np.float64)
                 scores += counts / max(counts.sum(), 1)
         return scores
@@ -155,12 +159,12 @@ class LookaheadPredictor:
 
     def __init__(self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[Router | None]) -> None:
         self._model, self._norms, self._routers = model, norms, routers
-        self._fallback = PopularityPredictor(tables)
+        self._fallback = PopularityPredictor(tables, model)
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        following = state.layer + ahead
-        router = self._routers[following] if following < len(self._routers) else None
-        if router is None:
+        following, first = self._model.layer_after(state.layer, ahead), self._model.first_decoder_layer
+        router = self._routers[following] if following > state.layer else None
+        if router is None or state.layer < first <= following:  # an encoder's stream says nothing to a decoder
             return self._fallback.scores(state, ahead)
         normed = np.empty_like(state.hidden)
         kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
@@ -177,7 +181,7 @@ def make_predictor(
     """The predictor of an option; None for `off`."""
     if kind == "lookahead":
         return LookaheadPredictor(tables, model, norms, routers)
-    return table_predictor(kind, tables)
+    return table_predictor(kind, tables, model)
 
 
 def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
@@ -198,7 +202,8 @@ def candidates(scores: np.ndarray, count: int) -> np.ndarray:
 class Advisor:
     """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
 
-    layers: how far ahead it looks. experts: of the next layer, per token; 0: three eighths of the top-k.
+    layers: how many of those that route it looks ahead. experts: of the next one, per token; 0: three eighths of the
+    top-k.
     """
 
     spec: ModelSpec
@@ -206,34 +211,46 @@ class Advisor:
     predictor: Predictor | None = None
     layers: int = 2
     experts: int = 0
+    _routed_ahead: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._routed_ahead = [routed_ahead(self.spec, layer) for layer in range(self.spec.num_layers)]
 
     def advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
-        """The candidates predicted for the next layer, and experts to read ahead, those of the furthest layer last.
+        """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
 
         More than one layer only for a single token: many tokens ask for most experts of the next layer already.
         """
-        following, advice = self._predict(state, 1), list[int]()
-        layers = self.spec.num_layers
-        depth = min(self.layers, layers - 1 - state.layer) if len(state.hidden) == 1 else 1
-        for ahead in range(1, max(depth, 1) + 1):
-            experts = following if ahead == 1 else self._predict(state, ahead)
+        following, advice = None, list[int]()
+        depth = max(self.layers, 1) if len(state.hidden) == 1 else 1
+        for rank, ahead in enumerate(self._routed_ahead[state.layer][:depth], 1):
+            experts = self._predict(state, ahead, rank)
+            following = experts if rank == 1 else following
             if experts is not None:
-                advice += (experts + self.first_expert[(state.layer + ahead) % layers]).tolist()
+                advice += (experts + self.first_expert[self.spec.layer_after(state.layer, ahead)]).tolist()
         return following, advice
 
-    def _predict(self, state: PassState, ahead: int) -> np.ndarray | None:
-        following = self.spec.layers[(state.layer + ahead) % self.spec.num_layers].experts
-        each = advised_experts(following.top_k, ahead, self.experts)
+    def _predict(self, state: PassState, ahead: int, rank: int) -> np.ndarray | None:
+        """Candidates of the layer so far ahead, the rank-th of those that route."""
+        following = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts
+        each = advised_experts(following.top_k, rank, self.experts)
         scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
         # Tables are as wide as the largest layer.
         return None if scores is None else candidates(scores[: following.count], len(state.hidden) * each)
 
 
-def table_predictor(kind: Prefetch, tables: Tables) -> Predictor | None:
+def routed_ahead(model: ModelSpec, layer: int) -> list[int]:
+    """How far ahead the layers behind this one lie that route; behind the last of them, the next token's first."""
+    ahead = [following - layer for following in model.expert_layers if following > layer]
+    decoder = [following for following in model.expert_layers if following >= model.first_decoder_layer]
+    return ahead or [model.num_layers - layer + following - model.first_decoder_layer for following in decoder[:1]]
+
+
+def table_predictor(kind: Prefetch, tables: Tables, model: ModelSpec) -> Predictor | None:
     """The predictors that a trace alone can feed; None for `off`. Raises KeyError for `lookahead`."""
-    makers: dict[str, Callable[[Tables], Predictor | None]] = {
+    makers: dict[str, Callable[[Tables, ModelSpec], Predictor | None]] = {
         "path": PathPredictor,
         "popularity": PopularityPredictor,
-        "off": lambda tables: None,
+        "off": lambda tables, model: None,
     }
-    return makers[kind](tables)
+    return makers[kind](tables, model)

@@ -49,6 +49,19 @@ class RoutingRule:
         return _without_other_groups(corrected, self._experts.router)
 
 
+def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) -> np.ndarray:
+    """Whether each choice is among the first `capacity` of its sequence for that expert, bool [T, K].
+
+    chosen: int32 [T, K]; sequences: int [T], tokens of one in their order. Source: Switch Transformers, section 2.2.
+    """
+    keys = (sequences.astype(np.int64)[:, None] * (int(chosen.max(initial=0)) + 1) + chosen).reshape(-1)
+    order = np.argsort(keys, kind="stable")
+    _, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
+    places = np.empty(len(keys), np.int64)
+    places[order] = np.arange(len(keys)) - np.repeat(first, counts)
+    return np.asarray(places < capacity).reshape(chosen.shape)
+
+
 class Router:
     """From a layer's normed residual stream to the logits of its experts, and the rule that these go by."""
 

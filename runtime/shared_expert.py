@@ -17,8 +17,11 @@ class SharedExpert:
     """One shared expert; with a router of its own, its output is weighed by a sigmoid."""
 
     def __init__(self, weights: Mapping[str, Any], activation: str) -> None:
-        """weights: `shared_gate`, `shared_up`, `shared_down`, and `shared_router` where there is one."""
-        gate, up, down = (weights[f"shared_{name}"] for name in ("gate", "up", "down"))
+        """weights: `shared_gate`, `shared_up`, `shared_down`, and `shared_router` where there is one.
+
+        activation: as of kernels.Expert; `relu` has no gate.
+        """
+        gate, up, down = weights.get("shared_gate"), weights["shared_up"], weights["shared_down"]
         self._expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
         self._router = weights.get("shared_router")
 

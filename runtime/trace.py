@@ -55,7 +55,8 @@ class TracedPass:
     chosen: per layer T x K experts of that layer, token by token, best first. advice: per layer the experts that were
     to be read ahead, likeliest first, counted over all layers. dense_ns: what a layer computed in front of its routed
     experts; shared_ns: its shared expert; experts_ns: its routed experts. head_ns: behind the last layer.
-    elapsed_ns: the whole pass; stall_ns: the part in which it waited for reads.
+    elapsed_ns: the whole pass; stall_ns: the part in which it waited for reads. first_layer: where it began, which is 0
+    but for decoders behind an encoder; a pass of the encoder ends there. Layers above are counted from it.
     """
 
     tokens: int
@@ -67,6 +68,7 @@ class TracedPass:
     head_ns: int
     elapsed_ns: int
     stall_ns: int
+    first_layer: int = 0
 
     @property
     def other_ns(self) -> int:
@@ -77,7 +79,7 @@ class TracedPass:
     def accesses(self, first_expert: Sequence[int]) -> list[Access]:
         """What each layer asked the cache for, in the order in which the model asks."""
         asked = []
-        for layer, chosen in enumerate(self.chosen):
+        for layer, chosen in enumerate(self.chosen, self.first_layer):
             experts = chosen if self.tokens == 1 else sorted(set(chosen))
             asked.append((layer, tuple(first_expert[layer] + expert for expert in experts)))
         return asked
@@ -107,10 +109,14 @@ class Trace:
 
 
 class TraceRecorder:
-    """Notes passes while they run. times, cache: the counters of the running model, which go on counting."""
+    """Notes passes while they run. times, cache: the counters of the running model, which go on counting.
 
-    def __init__(self, times: PhaseTimes, cache: CacheStats) -> None:
+    first_decoder_layer: the passes of an encoder end there.
+    """
+
+    def __init__(self, times: PhaseTimes, cache: CacheStats, first_decoder_layer: int = 0) -> None:
         self._times, self._cache, self._before = times, cache, cache.copy()
+        self._first_layers = {0, first_decoder_layer}
         self._layers: list[tuple[int, np.ndarray, tuple[int, ...], PhaseTimes]] = []
         self.passes: list[TracedPass] = []
         self.begin()
@@ -130,10 +136,10 @@ class TraceRecorder:
         self._start_times = self._times.copy()
 
     def add_layer(self, layer: int, chosen: np.ndarray, advice: Sequence[int]) -> None:
-        """The next layer has chosen its experts, int32 [T, K]. Layer 0 ends the pass before, if it has not ended."""
-        if layer == 0 and self._layers:
+        """The next layer has chosen its experts, int32 [T, K]. A first layer ends the pass under way, if any."""
+        if layer in self._first_layers and self._layers:
             self.end()
-        self._layers.append((len(chosen), chosen, tuple(advice), self._times.copy()))
+        self._layers.append((layer, chosen, tuple(advice), self._times.copy()))
 
     def end(self) -> None:
         """The pass is over, the head included where it ran."""
@@ -145,7 +151,7 @@ class TraceRecorder:
         dense = [marks[0].since(self._start_times).dense_ns, *(each.dense_ns - each.shared_ns for each in gained)]
         self.passes.append(
             TracedPass(
-                tokens=self._layers[0][0],
+                tokens=len(self._layers[0][1]),
                 chosen=tuple(tuple(chosen.reshape(-1).tolist()) for _, chosen, _, _ in self._layers),
                 advice=tuple(advice for _, _, advice, _ in self._layers),
                 dense_ns=tuple(dense[:-1]),
@@ -154,6 +160,7 @@ class TraceRecorder:
                 head_ns=dense[-1],
                 elapsed_ns=time.perf_counter_ns() - self._started_ns,
                 stall_ns=self._cache.stall_ns - self._stall_ns,
+                first_layer=self._layers[0][0],
             )
         )
         self.begin()

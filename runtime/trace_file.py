@@ -28,16 +28,20 @@ MAX_TOKENS = 1 << 20
 _MAX_NUMBER = 1 << 60
 _RATES = ("memory_bytes_per_s", "storage_bytes_per_s", "storage_latency_ns")
 _HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader))}
-_PASS_KEYS = {item.name for item in fields(TracedPass)}
+_PASS_KEYS = {item.name for item in fields(TracedPass)} - {"first_layer"}  # 0: no traces of models with an encoder
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, whole or not at all. Raises InputError if the place cannot be written."""
+    """Write a trace, whole or not at all. Raises InputError if the place cannot be written, ValueError on passes that
+    begin behind an encoder.
+    """
+    if any(each.first_layer for each in trace.passes):
+        raise ValueError("the format has no passes that begin behind an encoder")
     part = path.with_name(path.name + ".new")
     header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
     try:
         with part.open("w", encoding="utf-8") as file:
-            for line in (header, *map(asdict, trace.passes)):
+            for line in (header, *map(_pass_plain, trace.passes)):
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
         os.replace(part, path)
     except OSError as error:
@@ -67,6 +71,12 @@ def read_trace(path: Path) -> Trace:
         remedy = "record it with `moec bench BUNDLE --trace-out FILE`"
         raise InputError(f"`{path}`{place} is not of a routing trace: {error}", remedy) from error
     return trace
+
+
+def _pass_plain(each: TracedPass) -> dict[str, Any]:
+    plain = asdict(each)
+    del plain["first_layer"]
+    return plain
 
 
 def _object(data: bytes) -> dict[str, Any]:

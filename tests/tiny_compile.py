@@ -19,6 +19,7 @@ from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 SPLITS = {"train": 8, "validation": 8, "test": 40}
 WORDS = ("a", "pen", "box", "lamp", "green", "red", "seven", "two", "of", "the", "and", "with", "under", "near", "tall")
+SUMMARY = "lamp box"  # no letter twice
 # One group size and no search over dense weights keep a compile under two seconds.
 QUICK: dict[str, Any] = {"bits": (2, 4, 16), "group_sizes": (32,), "dense_bits": 8, "comparisons": False}
 
@@ -46,6 +47,13 @@ def save_problems(folder: Path, **counts: int) -> Path:
         for n in range(sum(wanted.values()))
     ]
     return _save(folder, rows, wanted)
+
+
+def save_dialogues(folder: Path, **counts: int) -> Path:
+    """Dialogues in SAMSum's form, no two equal, whose summary is always the same."""
+    wanted = SPLITS | counts
+    lines = [f"{at}: {' '.join(random.Random(at).choices(WORDS, k=4))}" for at in range(sum(wanted.values()))]
+    return _save(folder, [{"dialogue": line, "summary": SUMMARY} for line in lines], wanted)
 
 
 def _save(folder: Path, rows: list[dict[str, str]], counts: dict[str, int]) -> Path:

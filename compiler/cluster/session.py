@@ -35,6 +35,10 @@ def check_cluster(kind: str, model: ModelSpec, specs: Sequence[QuantSpec], memor
     """Raise OptionError where a cluster would have nothing to do, or every worker more than it can hold."""
     if kind == "uniform":
         raise OptionError("`--cluster` has no effect beside `--uniform`, which searches nothing", "leave it out")
+    if model.encoder is not None:
+        raise OptionError(
+            "`--cluster` hands out passes of a decoder alone, and the model has an encoder", "leave it out"
+        )
     if goes_layer_by_layer(model, specs, torch.get_num_threads(), memory_limit_bytes):
         raise OptionError(
             "`--cluster` holds the whole model on every worker, and this one goes through memory one layer at a time",

@@ -85,7 +85,7 @@ class DecoderParts:
     """What a family reads of config.json itself. more: further fields of ModelSpec."""
 
     layers: tuple[LayerSpec, ...]
-    more: Mapping[str, float] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def alike(

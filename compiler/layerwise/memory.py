@@ -31,7 +31,7 @@ def layer_weights(model: ModelSpec, layer: int) -> int:
 
 
 def _expert_weights(model: ModelSpec, layer: int) -> int:
-    return sum(prod(model.unit_shape(layer, projection)) for projection in ("gate", "up", "down"))
+    return sum(prod(model.unit_shape(layer, projection)) for projection in model.layers[layer].experts.projections)
 
 
 def _moments(model: ModelSpec, layer: int) -> int:

@@ -48,6 +48,11 @@ def check_layerwise(
 ) -> None:
     """Refuse what cannot be compiled layer by layer. Raises OptionError with the memory that would do."""
     whole, need = whole_bytes(model, specs, threads), need_bytes(model, specs, threads, tasks)
+    if model.encoder is not None:
+        raise OptionError(
+            f"a model with an encoder is searched in memory as a whole, {whole} bytes, found {limit_bytes}",
+            "take `--uniform`, or raise `--memory`",
+        )
     if target.kind == "loss":
         raise OptionError(
             f"a loss target needs generated answers of the whole model, {whole} bytes of memory, found {limit_bytes}",
@@ -92,7 +97,7 @@ def sweep_inputs(
         test = [(task.prompt(item, examples), task.answer(item)) for item in split.test.items]
         held_out[task.name] = _answers(encode_pairs(tokenizer, test), lowering, task.name, ANSWER_TOKENS)
     context = lowering.model.max_positions
-    rows = chosen_texts(encode_pairs(tokenizer, train), context, seed, CALIBRATION_TOKENS)
+    rows = [row for row, _ in chosen_texts(encode_pairs(tokenizer, train), context, seed, CALIBRATION_TOKENS)]
     formats = tuple(spec for spec in specs if spec.bitwidth < 16)
     return SweepInputs(rows, validation, held_out, formats, dense_probe, quantizer, seed)
 

@@ -22,7 +22,7 @@ from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..calibration import HELD_OUT_SHARE, ActivationStatistics, count_statistics, texts_digest
+from ..calibration import HELD_OUT_SHARE, ActivationStatistics, Routes, count_statistics, texts_digest
 from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
@@ -314,7 +314,8 @@ class Sweep:
         empty = [torch.empty(0)] * len(counts)
         held_out = texts < round(HELD_OUT_SHARE * len(rows))
         moments = SecondMoments(empty, empty, counts)
-        return count_statistics(self._model, moments, routes, largest, held_out, texts_digest(rows), self._inputs.seed)
+        decoder = Routes(np.array(self._model.expert_layers), routes, largest, held_out)
+        return count_statistics(self._model, moments, decoder, texts_digest(rows), self._inputs.seed)
 
     def _sensitivity(self, travellers: _Travellers) -> SensitivityTable:
         """Gains from the KL of every variant on the probe texts."""

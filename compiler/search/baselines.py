@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 
 from ..plan import CompilePlan
@@ -152,7 +152,8 @@ def edgemoe(
 
 
 def _counted(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:
-    return replace(base, units={**base.units, **{UnitKey(*key, p): lower for key in keys for p in PROJECTIONS}})
+    lowered = {unit: lower for key in keys for unit in base.model.units_of(key)}
+    return replace(base, units={**base.units, **lowered})
 
 
 def bytes_at_kl(frontier: Sequence[tuple[int, float]], kl: float) -> float | None:

@@ -149,13 +149,13 @@ class PackedMatrix(packed_matrix.PackedMatrix):
 
 
 class Expert(reference.Expert):
-    """The three projections of one expert, as `reference.Expert` takes and checks them, bound to the extension."""
+    """The projections of one expert, as `reference.Expert` takes and checks them, bound to the extension."""
 
     __slots__ = ("native",)
 
     def _bind(self) -> None:
         extension, code = _extension(), reference.ACTIVATIONS.index(self.activation)
-        parts = [getattr(matrix, "native", None) for matrix in (self.gate, self.up, self.down)]
+        parts = [getattr(matrix, "native", None) for matrix in (self.gate, self.up, self.down)]  # no gate: None
         self.native = extension.Expert(*parts, code, self.limit, list(self.biases)) if extension else None
 
 
@@ -252,15 +252,19 @@ def attention(
     window: int,
     out: Floats,
     sinks: Floats | None = None,
+    ends: Int32s | None = None,
+    bias: Floats | None = None,
 ) -> None:
-    """Causal attention of each token over the cache of its slot, with grouped heads.
-
-    sinks: [H], one more score per head that takes its share of the softmax and adds nothing.
+    """Attention of each token over the cache of its slot, with grouped heads, causal unless `ends` says otherwise.
 
     q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
+    sinks: [H], one more score per head that takes its share of the softmax and adds nothing. ends: int32[T], 1 to C, a
+    token sees positions 0 to its end - 1 instead; window must be 0. bias: [H, 2 C - 1], added to the scaled score of
+    position j seen from p at C - 1 + j - p.
     """
-    (_compiled() or reference).attention(q, k_cache, v_cache, slots, positions, scale, window, out, sinks)
+    kernels = _compiled() or reference
+    kernels.attention(q, k_cache, v_cache, slots, positions, scale, window, out, sinks, ends, bias)
 
 
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:

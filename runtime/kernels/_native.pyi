@@ -14,11 +14,14 @@ class PackedMatrix:
     def columns(self) -> int: ...
 
 class Expert:
-    """activation: 0 silu, 1 clamped SwiGLU with its limit. biases: none, or those of gate, up and down."""
+    """activation: 0 silu, 1 clamped SwiGLU with its limit, 2 ReLU, which has no gate.
+
+    biases: none, or those of gate, up and down.
+    """
 
     def __init__(
         self,
-        gate: PackedMatrix,
+        gate: PackedMatrix | None,
         up: PackedMatrix,
         down: PackedMatrix,
         activation: int = 0,
@@ -48,6 +51,8 @@ def attention(
     window: int,
     out: Floats,
     sinks: Floats | None = None,
+    ends: Int32s | None = None,
+    bias: Floats | None = None,
 ) -> None: ...
 def route(logits: Floats, renormalize: bool, experts: Int32s, weights: Floats) -> None: ...
 def exp(x: Floats, out: Floats) -> None:

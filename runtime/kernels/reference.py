@@ -26,15 +26,16 @@ from .packed_matrix import (
     unpack,
 )
 
-ACTIVATIONS = ("silu", "clamped_swiglu")
+ACTIVATIONS = ("silu", "clamped_swiglu", "relu")
 SWIGLU_SLOPE = np.float32(1.702)
 _SMALLEST_ROUNDED = np.float32(2.0**-110)  # of a tile; 127 divided by less could overflow
 
 
 class Expert:
-    """The three projections of one expert: down(activation(gate x) * (up x)), each product with its bias if it has one.
+    """The projections of one expert: down(activation(gate x) * (up x)), each product with its bias if it has one.
 
     gate, up: F x D. down: D x F. biases: none, or float32 [F], [F], [D]. clamped_swiglu: see `gated`, with its limit.
+    relu: down(max(up x, 0)), gate None and no biases.
     Raises ValueError if the shapes do not fit or the activation is unknown.
     """
 
@@ -42,22 +43,25 @@ class Expert:
 
     def __init__(
         self,
-        gate: PackedMatrix,
+        gate: PackedMatrix | None,
         up: PackedMatrix,
         down: PackedMatrix,
         activation: str = "silu",
         limit: float = 0.0,
         biases: Sequence[Floats] = (),
     ) -> None:
-        fits = (gate.rows, gate.columns) == (up.rows, up.columns) == (down.columns, down.rows)
-        shapes = ", ".join(f"{matrix.rows} x {matrix.columns}" for matrix in (gate, up, down))
+        is_right = (gate is None) == (activation == "relu") and not (gate is None and biases)
+        require(is_right, "gate: expected a matrix, or None and no biases with the activation relu")
+        first = up if gate is None else gate
+        fits = (first.rows, first.columns) == (up.rows, up.columns) == (down.columns, down.rows)
+        shapes = ", ".join(f"{matrix.rows} x {matrix.columns}" for matrix in (first, up, down))
         require(fits, f"gate, up and down: expected F x D, F x D and D x F, found {shapes}")
         require(activation in ACTIVATIONS, f"activation: expected one of {ACTIVATIONS}, found `{activation}`")
         self.gate = gate
         self.up = up
         self.down = down
         require(len(biases) in (0, 3), f"biases: expected none or three, found {len(biases)}")
-        for bias, matrix in zip(biases, (gate, up, down), strict=False):
+        for bias, matrix in zip(biases, (first, up, down), strict=False):
             check_array(bias, "bias", np.float32, 1)
             check_shape(bias, "bias", (matrix.rows,))
         self.activation = activation
@@ -132,12 +136,16 @@ def silu(x: Floats) -> Floats:
 
 
 def gated(gate: Floats, up: Floats, activation: str, limit: float) -> Floats:
-    """What down reads: silu(gate) * up; or (u + 1) g / (1 + exp(-1.702 g)), g = min(gate, limit), u = up in +-limit.
+    """What down reads: silu(gate) * up; max(up, 0), whatever gate is; or a clamped form.
 
-    Source of the second: gpt-oss model card, section 2.
+    The last is (u + 1) g / (1 + exp(-1.702 g)) with g = min(gate, limit) and u = up within +-limit.
+
+    Source: gpt-oss model card, section 2.
     """
     if activation == "silu":
         return silu(gate) * up
+    if activation == "relu":
+        return np.asarray(np.maximum(up, np.float32(0)), np.float32)
     bound = np.float32(limit)
     g, u = np.minimum(gate, bound), np.clip(up, -bound, bound)
     with np.errstate(over="ignore"):
@@ -153,15 +161,15 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
     check_array(tokens, "tokens", np.int32, 1)
     check_array(ranks, "ranks", np.int32, 1)
     check_array(out, "out", np.float32, 3)
-    check_shape(x, "x", (x.shape[0], expert.gate.columns))
+    check_shape(x, "x", (x.shape[0], expert.up.columns))
     check_shape(ranks, "ranks", tokens.shape)
     check_shape(out, "out", (x.shape[0], out.shape[1], expert.down.rows))
     check_indices(tokens, "tokens", x.shape[0])
     check_indices(ranks, "ranks", out.shape[1])
-    gate, up, down = _weights(expert.gate), _weights(expert.up), _weights(expert.down)
-    gate_inputs, up_inputs = _inputs(expert.gate, x[tokens]), _inputs(expert.up, x[tokens])
+    first = [(_weights(m), _inputs(m, x[tokens])) for m in (expert.gate or expert.up, expert.up)]
+    down = _weights(expert.down)
     for at, (token, rank) in enumerate(zip(tokens, ranks, strict=True)):
-        products = [gate @ gate_inputs[at], up @ up_inputs[at]]
+        products = [weights @ inputs[at] for weights, inputs in first]
         if expert.biases:
             products = [product + bias for product, bias in zip(products, expert.biases, strict=False)]
         hidden = gated(products[0], products[1], expert.activation, expert.limit)
@@ -178,11 +186,11 @@ def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: F
     """
     check_array(ranks, "ranks", np.int32, 1)
     check_shape(ranks, "ranks", (len(experts),))
-    sizes = {(expert.gate.rows, expert.gate.columns) for expert in experts}
+    sizes = {(expert.up.rows, expert.up.columns) for expert in experts}
     require(len(sizes) <= 1, "experts: expected one size for all")
     if experts:
         check_array(x, "x", np.float32, 2)
-        check_shape(x, "x", (1, experts[0].gate.columns))
+        check_shape(x, "x", (1, experts[0].up.columns))
     for expert, rank in zip(experts, ranks, strict=True):
         expert_ffn(expert, x, np.zeros(1, np.int32), np.array([rank], np.int32), out)
 
@@ -270,13 +278,16 @@ def attention(
     window: int,
     out: Floats,
     sinks: Floats | None = None,
+    ends: Int32s | None = None,
+    bias: Floats | None = None,
 ) -> None:
-    """Causal attention of each token over the cache of its slot, with grouped heads.
-
-    sinks: [H], one more score per head that takes its share of the softmax and adds nothing.
+    """Attention of each token over the cache of its slot, with grouped heads, causal unless `ends` says otherwise.
 
     q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
+    sinks: [H], one more score per head that takes its share of the softmax and adds nothing. ends: int32[T], 1 to C, a
+    token sees positions 0 to its end - 1 instead; window must be 0. bias: [H, 2 C - 1], added to the scaled score of
+    position j seen from p at C - 1 + j - p.
     """
     check_array(q, "q", np.float32, 3)
     check_array(out, "out", np.float32, 3)
@@ -289,11 +300,24 @@ def attention(
     if sinks is not None:
         check_array(sinks, "sinks", np.float32, 1)
         check_shape(sinks, "sinks", (q.shape[1],))
-    for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        first = max(0, int(position) - window + 1) if window else 0
-        keys = k_cache[slot, :, first : position + 1].transpose(0, 2, 1)  # [Hkv, Dh, positions]
-        values = v_cache[slot, :, first : position + 1]  # [Hkv, positions, Dh]
+    context = k_cache.shape[2]
+    if ends is not None:
+        check_array(ends, "ends", np.int32, 1)
+        check_shape(ends, "ends", positions.shape)
+        check_indices(ends, "ends", context + 1)
+        require(window == 0 and bool(np.all(ends > 0)), "ends: expected at least 1, and no window")
+    if bias is not None:
+        check_array(bias, "bias", np.float32, 2)
+        check_shape(bias, "bias", (q.shape[1], 2 * context - 1))
+    for token, (slot, position) in enumerate(zip(slots, positions.tolist(), strict=True)):
+        first = max(0, position - window + 1) if window else 0
+        end = position + 1 if ends is None else int(ends[token])
+        keys = k_cache[slot, :, first:end].transpose(0, 2, 1)  # [Hkv, Dh, positions]
+        values = v_cache[slot, :, first:end]  # [Hkv, positions, Dh]
         scores = q[token].reshape(kv_heads, -1, head_size) @ keys * np.float32(scale)
+        if bias is not None:
+            offset = context - 1 - position
+            scores = scores + bias[:, offset + first : offset + end].reshape(kv_heads, -1, end - first)
         peak = scores.max(axis=-1, keepdims=True)
         own = None if sinks is None else sinks.reshape(kv_heads, -1, 1)
         peak = peak if own is None else np.maximum(peak, own)

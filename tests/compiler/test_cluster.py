@@ -135,7 +135,8 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
         killed.add(process)
         os.kill(process, signal.SIGKILL)
 
-    listener, output = Listener({"quantizing with gptq", "measuring sensitivity"}, kill), tmp_path / "tiny-moec"
+    stages = {"quantizing with gptq", "measuring sensitivity of dense weights"}
+    listener, output = Listener(stages, kill), tmp_path / "tiny-moec"
     compile_tiny(checkpoint, output, data=str(problems), cluster=address, talk=listener.talk(), **OPTIONS)
     assert contents(output) == alone
     assert len(killed) == 2 and len(listener.processes) > 2, "other processes took the places of those killed"

@@ -111,7 +111,7 @@ void check_matrix(Check& check, MatrixView matrix, int64_t tokens) {
     other.data = others.data();
     const std::vector<float> x = random_floats(tokens * matrix.columns);
     const InputRows floats{x.data(), matrix.columns, nullptr};
-    std::vector<float> products[2], hidden[2], clamped[2], row[2];
+    std::vector<float> products[2], hidden[2], clamped[2], cut[2], row[2];
     const std::vector<float> gate_bias = random_floats(matrix.rows), up_bias = random_floats(matrix.rows);
     const Gating gating{Activation::kSilu, 0.0f, nullptr, nullptr};
     const Gating clamping{Activation::kClampedSwiglu, 3.0f, gate_bias.data(), up_bias.data()};
@@ -128,12 +128,16 @@ void check_matrix(Check& check, MatrixView matrix, int64_t tokens) {
         clamped[i].assign(hidden[i].size(), -1.0f);
         tables[i]->expert_hidden(matrix, other, clamping, inputs, tokens, {clamped[i].data(), matrix.rows, nullptr}, 0,
                                  blocks_of(matrix));
+        cut[i].assign(hidden[i].size(), -1.0f);
+        tables[i]->expert_hidden(other, other, {Activation::kRelu, 0.0f, nullptr, nullptr}, inputs, tokens,
+                                 {cut[i].data(), matrix.rows, nullptr}, 0, blocks_of(matrix));
         row[i].resize(static_cast<size_t>(matrix.columns));
         tables[i]->dequantize_row(matrix, matrix.rows - 1, row[i].data());
     }
     check.equal(products[0], products[1], "linear, " + name_of(matrix, tokens));
     check.equal(hidden[0], hidden[1], "expert_hidden, " + name_of(matrix, tokens));
     check.equal(clamped[0], clamped[1], "expert_hidden, clamped, " + name_of(matrix, tokens));
+    check.equal(cut[0], cut[1], "expert_hidden without a gate, " + name_of(matrix, tokens));
     check.equal(row[0], row[1], "dequantize_row, " + name_of(matrix, tokens));
 }
 
@@ -208,12 +212,13 @@ void check_attention(Check& check) {
         for (int64_t window : {0, 1, 7}) {
             const std::vector<float> q = random_floats(kHeads * size), keys = random_floats(kKvHeads * kContext * size);
             const std::vector<float> values = random_floats(kKvHeads * kContext * size);
-            const std::vector<float> sinks = random_floats(kHeads);
+            const std::vector<float> sinks = random_floats(kHeads), bias = random_floats(kHeads * (2 * kContext - 1));
             for (int32_t position : {0, 6, 7, 38}) {
-                const int32_t slot = 0;
+                const int32_t slot = 0, end = kContext - position;
                 std::vector<float> expected(q.size()), found(q.size()), scores(kContext);
                 AttentionCall call{q.data(), keys.data(), values.data(), &slot, &position, expected.data(),
-                                   kHeads,   kKvHeads,    size,          kContext, window,  0.3f, position % 2 ? nullptr : sinks.data()};
+                                   kHeads,   kKvHeads,    size,          kContext, window,  0.3f, position % 2 ? nullptr : sinks.data(),
+                                   window == 0 && position > 6 ? &end : nullptr, position > 6 ? bias.data() : nullptr};
                 for (int64_t head = 0; head < kHeads; ++head) {
                     call.out = expected.data();
                     scalar.attention(call, 0, head, scores.data());

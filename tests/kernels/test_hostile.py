@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,10 +90,12 @@ def ffn(x: np.ndarray, tokens: list[int], ranks: list[int], out: np.ndarray) -> 
     kernels.expert_ffn(expert, x, np.array(tokens, I32), np.array(ranks, I32), out)
 
 
-def attend(heads: int = 4, size: int = 8, slot: int = 0, position: int = 0, window: int = 0, kv_heads: int = 2) -> None:
+def attend(
+    heads: int = 4, size: int = 8, slot: int = 0, position: int = 0, window: int = 0, kv_heads: int = 2, **more: Any
+) -> None:
     cache = zeros(2, kv_heads, 5, 8)
-    q = zeros(1, heads, size)
-    kernels.attention(q, cache, cache.copy(), np.array([slot], I32), np.array([position], I32), 1.0, window, q.copy())
+    q, places = zeros(1, heads, size), (np.array([slot], I32), np.array([position], I32))
+    kernels.attention(q, cache, cache.copy(), *places, 1.0, window, q.copy(), **more)
 
 
 def store(slot: int, position: int, heads: int = 2) -> None:
@@ -144,6 +147,14 @@ CASES: dict[str, Callable[[], object]] = {
     "attention: position": lambda: attend(position=5),
     "attention: negative": lambda: attend(position=-1),
     "attention: window": lambda: attend(window=-1),
+    "attention: no end": lambda: attend(ends=np.array([0], I32)),
+    "attention: end behind the cache": lambda: attend(ends=np.array([6], I32)),
+    "attention: ends": lambda: attend(ends=np.array([1, 1], I32)),
+    "attention: ends and a window": lambda: attend(ends=np.array([1], I32), window=2),
+    "attention: bias of other positions": lambda: attend(bias=zeros(4, 10)),
+    "attention: bias of other heads": lambda: attend(bias=zeros(2, 9)),
+    "expert: a gate too many": lambda: kernels.Expert(*(matrix_of(part) for part in FFN), activation="relu"),
+    "expert: no gate": lambda: kernels.Expert(None, *(matrix_of(part) for part in FFN[1:])),
     "route: too many": lambda: kernels.route(zeros(2, 4), 5, True),
     "route: none": lambda: kernels.route(zeros(2, 4), 0, True),
     "route: dtype": lambda: kernels.route(zeros(2, 4, dtype=np.float64), 1, True),

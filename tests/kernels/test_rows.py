@@ -100,10 +100,15 @@ class Cache:
             assert np.array_equal(self.values[slot, :, position], v[t])
         self.slots = np.array([0, 2, 1, 1, 0], np.int32)
         self.positions = np.array([0, 39, 6, 7, 21], np.int32)
+        self.ends: np.ndarray | None = None
 
-    def attend(self, q: np.ndarray, window: int = 0, sinks: np.ndarray | None = None) -> np.ndarray:
+    def attend(
+        self, q: np.ndarray, window: int = 0, sinks: np.ndarray | None = None, bias: np.ndarray | None = None
+    ) -> np.ndarray:
         out = np.empty_like(q)
-        kernels.attention(q, self.keys, self.values, self.slots, self.positions, 0.3, window, out, sinks)
+        kernels.attention(
+            q, self.keys, self.values, self.slots, self.positions, 0.3, window, out, sinks, self.ends, bias
+        )
         return out
 
 
@@ -132,12 +137,36 @@ def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int
 
 
 @gate
+@pytest.mark.parametrize("has_ends", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5)])
+def test_attention_with_a_bias_of_distances(every: str, heads: int, kv_heads: int, size: int, has_ends: bool) -> None:
+    """Every pair of positions has a bias of its own, so that a wrong offset shows; ends lie before and behind."""
+    cache, q, bias = Cache(kv_heads, size), normal(5, heads, size), normal(heads, 2 * 40 - 1, seed=9)
+    ends = [3, 40, 7, 1, 40] if has_ends else [int(position) + 1 for position in cache.positions]
+    cache.ends = np.array(ends, np.int32) if has_ends else None
+    out = cache.attend(q, bias=bias)
+    for t, (slot, position) in enumerate(zip(cache.slots, cache.positions.tolist(), strict=True)):
+        for head in range(heads):
+            keys = cache.keys[slot, head * kv_heads // heads, : ends[t]].astype(np.float64)
+            values = cache.values[slot, head * kv_heads // heads, : ends[t]].astype(np.float64)
+            scores = keys @ q[t, head] * 0.3 + [bias[head, 39 + at - position] for at in range(ends[t])]
+            shares = np.exp(scores - scores.max())
+            shares /= shares.sum()
+            shift = (size + 5) * UNIT * ((np.abs(keys) @ np.abs(q[t, head])).max() * 0.3 + np.abs(bias).max())
+            relative = 4 * shift + 2 * EXP_ERROR + (2 * len(keys) + 4) * UNIT
+            assert (np.abs(out[t, head] - shares @ values) <= relative * (shares @ np.abs(values))).all()
+
+
+@gate
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5)])
 def test_attention_agrees(pair: tuple[str, str], heads: int, kv_heads: int, size: int) -> None:
     cache = Cache(kv_heads, size)
     for window in (0, 3):
         agree(pair, lambda window=window: cache.attend(normal(5, heads, size), window))
     agree(pair, lambda: cache.attend(normal(5, heads, size), 0, normal(heads, seed=4)))
+    cache.ends = np.array([1, 13, 40, 8, 7], np.int32)
+    agree(pair, lambda: cache.attend(normal(5, heads, size), bias=normal(heads, 79, seed=9)))
+    cache.ends = None
     cache.slots, cache.positions = np.arange(100, dtype=np.int32) % 3, np.arange(100, dtype=np.int32) % 40
     agree(pair, lambda: cache.attend(normal(100, heads, size)))
 

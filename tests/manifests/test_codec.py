@@ -50,7 +50,7 @@ WRONG_FIELDS = [
     ("model.norm_eps", "0", "model.norm_eps", "expected float, found str"),
     ("model.layers", {}, "model.layers", "expected a list, found dict"),
     ("model.layers[0]", [], "model.layers[0]", "expected an object, found list"),
-    ("model.layers[0].experts.activation", "relu", "model.layers[0].experts.activation", "expected one of ['silu'"),
+    ("model.layers[0].experts.activation", "tanh", "model.layers[0].experts.activation", "expected one of ['silu'"),
     ("model.layers[0].experts.activation", ["silu"], "model.layers[0].experts.activation", "expected one of"),
     ("model.eos_token_ids[0]", "2", "model.eos_token_ids[0]", "expected int, found str"),
     ("experts[0].gate", "q5", "experts[0].gate", "not a format: `q5`"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from moec.manifests.model import ModelSpec, SharedSpec
 from moec.runtime import load
 from moec.runtime.bundle import Tables
 from moec.runtime.prefetch import (
@@ -22,9 +22,14 @@ from moec.runtime.prefetch import (
     advised_experts,
     candidates,
     make_predictor,
+    routed_ahead,
 )
+from tests.manifests.encoder_examples import MODEL as ENCODER_DECODER
+from tests.manifests.examples import layer_spec, model_spec
 
 NOTHING = np.zeros((1, 1), np.float32)
+MODEL = model_spec((layer_spec(experts=4),) * 3)
+PLAIN = replace(layer_spec(), experts=replace(layer_spec().experts, count=0, top_k=0), shared=SharedSpec(64))
 
 
 def tables(pairs: dict[tuple[int, int, int], dict[int, int]], transitions: dict[tuple[int, int], list[int]]) -> Tables:
@@ -56,7 +61,7 @@ def scores(predictor: PathPredictor, *chosen: list[list[int]]) -> list[float]:
 
 
 def test_pairs_vote_with_their_shares() -> None:
-    predictor = PathPredictor(tables({(2, 0, 1): {2: 6, 3: 2}, (2, 0, 2): {3: 10}, (2, 1, 1): {0: 9}}, {}))
+    predictor = PathPredictor(tables({(2, 0, 1): {2: 6, 3: 2}, (2, 0, 2): {3: 10}, (2, 1, 1): {0: 9}}, {}), MODEL)
     assert scores(predictor, [[0, 3]], [[1, 2]]) == pytest.approx([0, 0, 0.75, 0.25 + 1])
     # Two tokens: each votes for itself.
     assert scores(predictor, [[0, 3], [1, 3]], [[1, 2], [1, 3]]) == pytest.approx([1, 0, 0.75, 1.25])
@@ -64,24 +69,24 @@ def test_pairs_vote_with_their_shares() -> None:
 
 def test_rare_pairs_fall_back_to_the_last_expert_alone() -> None:
     rare = {1: MINIMUM_PAIR_COUNT - 2, 2: 1}
-    predictor = PathPredictor(tables({(2, 0, 1): rare}, {(1, 1): [1, 0, 0, 3], (1, 2): [0, 2, 0, 0]}))
+    predictor = PathPredictor(tables({(2, 0, 1): rare}, {(1, 1): [1, 0, 0, 3], (1, 2): [0, 2, 0, 0]}), MODEL)
     assert scores(predictor, [[0, 3]], [[1, 2]]) == pytest.approx([0.25, 1, 0, 0.75])
     enough = {1: MINIMUM_PAIR_COUNT - 1, 2: 1}
-    predictor = PathPredictor(tables({(2, 0, 1): enough}, {(1, 1): [1, 0, 0, 3], (1, 2): [0, 2, 0, 0]}))
+    predictor = PathPredictor(tables({(2, 0, 1): enough}, {(1, 1): [1, 0, 0, 3], (1, 2): [0, 2, 0, 0]}), MODEL)
     assert scores(predictor, [[0, 3]], [[1, 2]]) == pytest.approx([0, 0.875, 0.125, 0])
 
 
 def test_unknown_experts_fall_back_to_popularity() -> None:
-    assert scores(PathPredictor(tables({}, {})), [[0, 3]], [[1, 2]]) == [1, 2, 3, 4]
+    assert scores(PathPredictor(tables({}, {}), MODEL), [[0, 3]], [[1, 2]]) == [1, 2, 3, 4]
 
 
 def test_the_first_layer_has_no_pair_yet() -> None:
-    predictor = PathPredictor(tables({(1, 0, 0): {3: 99}}, {(0, 2): [0, 0, 5, 5]}))
+    predictor = PathPredictor(tables({(1, 0, 0): {3: 99}}, {(0, 2): [0, 0, 5, 5]}), MODEL)
     assert scores(predictor, [[2, 1]]) == pytest.approx([0, 0, 0.5, 0.5])
 
 
 def test_after_the_last_layer_comes_the_first() -> None:
-    for predictor in (PathPredictor(tables({}, {})), PopularityPredictor(tables({}, {}))):
+    for predictor in (PathPredictor(tables({}, {}), MODEL), PopularityPredictor(tables({}, {}), MODEL)):
         found = predictor.scores(state([[0, 1]], [[0, 1]], [[0, 1]]))
         assert found is not None and found.tolist() == [9, 1, 1, 1]
 
@@ -153,25 +158,22 @@ def test_recall_counts_demanded_experts() -> None:
     assert quality.recall == 0.5 and dict(quality.demanded) == {1: 2, 2: 2}
 
 
+def advising(spec: ModelSpec, known: Tables) -> Advisor:
+    first_expert = np.cumsum([0, *(layer.experts.count for layer in spec.layers)]).tolist()
+    return Advisor(spec, first_expert, PopularityPredictor(known, spec))
+
+
 def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     """Tables are as wide as the largest layer; what they say of experts that a smaller one lacks is not asked for."""
-    from types import SimpleNamespace
-
     wide = np.array([[1, 2, 3, 4], [9, 8, 7, 6]], np.uint32)
-    layers = tuple(SimpleNamespace(experts=SimpleNamespace(count=count, top_k=1)) for count in (4, 2))
-    spec: Any = SimpleNamespace(layers=layers, num_layers=2)
-    advisor = Advisor(spec, [0, 4, 6], PopularityPredictor(replace(tables({}, {}), popularity=wide)))
+    spec = model_spec((layer_spec(experts=4, top_k=1), layer_spec(experts=2, top_k=1)))
+    advisor = advising(spec, replace(tables({}, {}), popularity=wide))
     following, _ = advisor.advise(PassState(0, np.zeros((8, 1), np.float32), []))
     assert following is not None and following.tolist() == [0, 1]
 
 
 def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> None:
-    from types import SimpleNamespace
-
-    known = tables({}, {})
-    layers = (SimpleNamespace(experts=SimpleNamespace(count=4, top_k=4)),) * 3
-    spec: Any = SimpleNamespace(layers=layers, num_layers=3)
-    advisor = Advisor(spec, [0, 4, 8, 12], PopularityPredictor(known), layers=2)
+    advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}, {}))
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
     following, advice = advisor.advise(PassState(0, one, []))
     assert following is not None and following.tolist() == [1, 0] and advice == [5, 4, 11]
@@ -179,6 +181,30 @@ def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> N
     assert advisor.advise(PassState(1, one, []))[1] == [11, 10]
     advisor.layers, advisor.experts = 1, 3
     assert advisor.advise(PassState(0, one, []))[1] == [5, 4, 6]
+
+
+def test_layers_that_route_nothing_are_looked_past() -> None:
+    routed = layer_spec(experts=4, top_k=4)
+    spec = model_spec((routed, PLAIN, routed))
+    advisor, one = advising(spec, tables({}, {})), np.zeros((1, 1), np.float32)
+    assert advisor.advise(PassState(0, one, []))[1] == [7, 6]  # layer 2, the next that routes
+    assert advisor.advise(PassState(1, one, []))[1] == [7, 6]
+    assert advisor.advise(PassState(2, one, []))[1] == [0, 1]  # the next token's first
+    assert [routed_ahead(spec, layer) for layer in range(3)] == [[2], [1], [1]]
+    # And the dictionary goes from routed layer to routed layer.
+    predictor = PathPredictor(tables({}, {(0, 1): [0, 0, 0, 8]}), spec)
+    routes, nothing = np.array([[1]], np.int32), np.zeros((1, 0), np.int32)
+    for running, ahead in ((PassState(0, NOTHING, [routes]), 2), (PassState(1, NOTHING, [routes, nothing]), 1)):
+        found = predictor.scores(running, ahead)
+        assert found is not None and found.tolist() == [0, 0, 0, 1]
+
+
+def test_behind_the_last_layer_comes_the_decoders_first() -> None:
+    spec = ENCODER_DECODER  # of five layers, those that route are 1 in the encoder, 3 and 4 in the decoder
+    assert [routed_ahead(spec, layer) for layer in range(5)] == [[1, 3, 4], [2, 3], [1, 2], [1], [2]]
+    known = replace(tables({}, {}), popularity=np.diag([1, 2, 3, 4, 5]).astype(np.uint32))
+    found = PopularityPredictor(known, spec).scores(PassState(4, NOTHING, []), 2)
+    assert found is not None and found.tolist() == [0, 0, 0, 4, 0]
 
 
 def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:

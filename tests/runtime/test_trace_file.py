@@ -197,6 +197,23 @@ def test_times_go_to_the_layer_that_took_them() -> None:
     assert [each.chosen for each in recorder.passes[1:]] == [((0, 1),)], "what was begun anew is dropped"
 
 
+def test_passes_of_an_encoder_and_of_the_decoder_behind_it_are_kept_apart(tmp_path: Path) -> None:
+    """One layer of an encoder, two of a decoder, four experts each."""
+    recorder = TraceRecorder(PhaseTimes(), CacheStats(), first_decoder_layer=1)
+    recorder.add_layer(0, np.array([[3], [1]], np.int32), [])
+    for _ in range(2):
+        for layer in (1, 2):
+            recorder.add_layer(layer, np.array([[layer]], np.int32), [])
+    recorder.end()
+    assert [(each.first_layer, each.tokens) for each in recorder.passes] == [(0, 2), (1, 1), (1, 1)]
+    accesses = [access for each in recorder.passes for access in each.accesses([0, 4, 8, 12])]
+    assert accesses == [(0, (1, 3)), (1, (5,)), (2, (10,)), (1, (5,)), (2, (10,))]
+    header = TraceHeader("0f" * 32, (4, 4, 4), (1, 1, 1), 2, "off", 2, 10**10, 10**9, 64_000)
+    with pytest.raises(ValueError, match="behind an encoder"):
+        write_trace(tmp_path / "a.trace", Trace(header, tuple(recorder.passes)))
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_rate_of_storage_is_that_of_the_run_where_it_read_enough() -> None:
     cache = CacheStats(bytes_read=1 << 40, busy_ns=1)
     recorder = TraceRecorder(PhaseTimes(), cache)

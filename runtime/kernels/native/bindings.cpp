@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -35,7 +36,7 @@ struct PackedMatrix {
     }
 };
 
-// Three matrices and up to three biases, kept alive.
+// Two or three matrices and up to three biases, kept alive. The gate is None with kRelu.
 struct Expert {
     nb::object gate, up, down;
     std::unique_ptr<Array> biases[3];
@@ -43,9 +44,13 @@ struct Expert {
 
     Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix, int activation, float limit, nb::list bias_objects)
         : gate(gate_matrix), up(up_matrix), down(down_matrix) {
-        view = {nb::cast<const PackedMatrix&>(gate).view, nb::cast<const PackedMatrix&>(up).view,
+        const bool has_gate = activation != static_cast<int>(Activation::kRelu);
+        if (has_gate == gate.is_none() || (!has_gate && bias_objects.size() != 0)) {
+            refuse("gate: expected a matrix, or None and no biases with the activation relu");
+        }
+        view = {nb::cast<const PackedMatrix&>(has_gate ? gate : up).view, nb::cast<const PackedMatrix&>(up).view,
                 nb::cast<const PackedMatrix&>(down).view, {static_cast<Activation>(activation), limit, nullptr, nullptr}, nullptr};
-        const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kClampedSwiglu);
+        const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kRelu);
         if (!is_known || (bias_objects.size() != 0 && bias_objects.size() != 3)) {
             refuse("activation or biases: expected a known activation, and no biases or three");
         }
@@ -234,7 +239,8 @@ void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_
 }
 
 void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v_cache_object, nb::handle slots_object,
-                    nb::handle positions_object, float scale, int64_t window, nb::handle out_object, nb::handle sinks_object) {
+                    nb::handle positions_object, float scale, int64_t window, nb::handle out_object, nb::handle sinks_object,
+                    nb::handle ends_object, nb::handle bias_object) {
     const Array q(q_object, "q", Kind::kFloat32, 3), out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
     const Array k_cache(k_cache_object, "k_cache", Kind::kFloat32, 4), v_cache(v_cache_object, "v_cache", Kind::kFloat32, 4);
     const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
@@ -265,6 +271,22 @@ void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v
         sinks = std::make_unique<Array>(sinks_object, "sinks", Kind::kFloat32, 1);
         sinks->expect({q.size(1)});
         call.sinks = sinks->data<const float>();
+    }
+    std::unique_ptr<Array> ends;
+    if (!ends_object.is_none()) {
+        ends = std::make_unique<Array>(ends_object, "ends", Kind::kInt32, 1);
+        ends->expect({q.size(0)});
+        ends->expect_indices(k_cache.size(2) + 1);
+        call.ends = ends->data<const int32_t>();
+        if (window != 0 || std::any_of(call.ends, call.ends + q.size(0), [](int32_t end) { return end < 1; })) {
+            refuse("ends: expected at least 1, and no window");
+        }
+    }
+    std::unique_ptr<Array> bias;
+    if (!bias_object.is_none()) {
+        bias = std::make_unique<Array>(bias_object, "bias", Kind::kFloat32, 2);
+        bias->expect({q.size(1), 2 * k_cache.size(2) - 1});
+        call.bias = bias->data<const float>();
     }
     bool has_memory;
     {
@@ -338,7 +360,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("rows", [](const PackedMatrix& matrix) { return matrix.view.rows; })
         .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; });
     nb::class_<Expert>(module, "Expert")
-        .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list>(), "gate"_a, "up"_a, "down"_a, "activation"_a = 0,
+        .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list>(), "gate"_a.none(), "up"_a, "down"_a, "activation"_a = 0,
              "limit"_a = 0.0f, "biases"_a = nb::list());
     module.def("available", available_names);
     module.def("active", [] { return active_kernels().name; });
@@ -353,7 +375,7 @@ NB_MODULE(_native, module) {
     module.def("rope", bind_rope, "x"_a, "cos"_a, "sin"_a, "positions"_a);
     module.def("store_kv", bind_store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a);
     module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a,
-               "sinks"_a = nb::none());
+               "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
     module.def("route", bind_route, "logits"_a, "renormalize"_a, "experts"_a, "weights"_a);
     module.def("exp", bind_exp, "x"_a, "out"_a);
 }

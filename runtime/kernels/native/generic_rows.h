@@ -45,6 +45,9 @@ MOEC_INLINE Floats gated_lanes(Floats gate, Floats up, const Gating& gating) {
     if (gating.activation == Activation::kSilu) {
         return mul(silu_lanes(gate), up);
     }
+    if (gating.activation == Activation::kRelu) {
+        return larger(zero(), up);  // NaN stays: the second operand wins
+    }
     const Floats limit = broadcast(gating.limit), one = broadcast(1.0f);
     const Floats g = smaller(limit, gate), u = smaller(limit, larger(sub(zero(), limit), up));
     return mul(add(u, one), div(g, add(one, exp_lanes(mul(broadcast(-1.702f), g)))));
@@ -67,28 +70,33 @@ inline void store_hidden(float* out, const float* gate, const float* up, int64_t
 
 inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x, int64_t tokens,
                           OutputRows out, int64_t begin, int64_t end) {
+    const bool has_gate = gating.activation != Activation::kRelu;
     const Product gate_product(gate, x), up_product(up, x);
     alignas(64) float gate_acc[kChunkTokens * kRowsPerBlock];
     alignas(64) float up_acc[kChunkTokens * kRowsPerBlock];
     if (tokens == 1) {  // one matrix after the other: each is a single stream of memory
         float* row = row_of(out, 0);
-        multiply_one(gate_product, begin, end, [&](int64_t block, const float* acc) {
-            store_rows(row + block * kRowsPerBlock, acc, rows_in_block(gate, block));
-        });
+        if (has_gate) {
+            multiply_one(gate_product, begin, end, [&](int64_t block, const float* acc) {
+                store_rows(row + block * kRowsPerBlock, acc, rows_in_block(up, block));
+            });
+        }
         multiply_one(up_product, begin, end, [&](int64_t block, const float* acc) {
             float* place = row + block * kRowsPerBlock;
-            store_hidden(place, place, acc, rows_in_block(gate, block), gating, block * kRowsPerBlock);
+            store_hidden(place, has_gate ? place : acc, acc, rows_in_block(up, block), gating, block * kRowsPerBlock);
         });
         return;
     }
     for (int64_t first = 0; first < tokens; first += kChunkTokens) {
         const int count = static_cast<int>(tokens - first < kChunkTokens ? tokens - first : kChunkTokens);
         for (int64_t block = begin; block < end; ++block) {
-            gate_product.multiply_chunk(block, first, count, gate_acc);
+            if (has_gate) {
+                gate_product.multiply_chunk(block, first, count, gate_acc);
+            }
             up_product.multiply_chunk(block, first, count, up_acc);
             for (int i = 0; i < count; ++i) {
-                store_hidden(row_of(out, first + i) + block * kRowsPerBlock, gate_acc + i * kRowsPerBlock,
-                             up_acc + i * kRowsPerBlock, rows_in_block(gate, block), gating, block * kRowsPerBlock);
+                store_hidden(row_of(out, first + i) + block * kRowsPerBlock, (has_gate ? gate_acc : up_acc) + i * kRowsPerBlock,
+                             up_acc + i * kRowsPerBlock, rows_in_block(up, block), gating, block * kRowsPerBlock);
             }
         }
     }
@@ -222,11 +230,18 @@ inline void weigh_partial_rows(const float* shares, const float* rows, int64_t s
     store_partial(out, div(sum, broadcast(total)), count);
 }
 
+inline void add_row(float* x, const float* other, int64_t size) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left(size, i);
+        store_partial(x + i, add(load_partial(x + i, count), load_partial(other + i, count)), count);
+    }
+}
+
 inline void attention(const AttentionCall& call, int64_t token, int64_t head, float* scores) {
     constexpr int kRowsAtOnce = 4, kVectorsAtOnce = 8;
     const int64_t size = call.head_size, position = call.positions[token];
     const int64_t first = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
-    const int64_t count = position - first + 1;
+    const int64_t count = call.ends != nullptr ? call.ends[token] : position - first + 1;
     const int64_t kv_head = call.slots[token] * call.kv_heads + head / (call.heads / call.kv_heads);
     const int64_t start = (kv_head * call.context + first) * size;
     const float* q = call.q + (token * call.heads + head) * size;
@@ -239,6 +254,9 @@ inline void attention(const AttentionCall& call, int64_t token, int64_t head, fl
     }
     for (; p < count; ++p) {
         dot_rows<1>(q, keys + p * size, size, size, call.scale, scores + p);
+    }
+    if (call.bias != nullptr) {
+        add_row(scores, call.bias + (head + 1) * (2 * call.context - 1) - call.context + first - position, count);
     }
     const float total = exponentiate(scores, count, call.sinks == nullptr ? nullptr : call.sinks + head);
     int64_t d = 0;

@@ -308,7 +308,7 @@ bool attention(const AttentionCall& call, int64_t tokens) {
     double pairs = 0;
     for (int64_t t = 0; t < tokens; ++t) {
         const int64_t seen = int64_t{call.positions[t]} + 1;
-        const int64_t count = call.window > 0 ? std::min(seen, call.window) : seen;
+        const int64_t count = call.ends != nullptr ? call.ends[t] : call.window > 0 ? std::min(seen, call.window) : seen;
         longest = std::max(longest, count);
         pairs += static_cast<double>(count);
     }

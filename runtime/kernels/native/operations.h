@@ -9,6 +9,7 @@
 
 namespace moec {
 
+// Without a gate, `gate` is `up` once more.
 struct ExpertView {
     MatrixView gate, up, down;
     Gating gating;

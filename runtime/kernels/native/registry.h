@@ -33,7 +33,8 @@ struct Activations {
     RoundedRows rounded;
 };
 
-enum class Activation { kSilu = 0, kClampedSwiglu = 1 };
+// kRelu has no gate: the expert's hidden values are max(up x, 0).
+enum class Activation { kSilu = 0, kClampedSwiglu = 1, kRelu = 2 };
 
 // What becomes of the products of gate and up, to which biases are added first where there are any.
 struct Gating {
@@ -54,6 +55,8 @@ struct AttentionCall {
     int64_t window;  // 0: no window
     float scale;
     const float* sinks;  // [H], scores without a value that every softmax counts; may be null
+    const int32_t* ends;  // [T], where the positions that a token sees end, whatever its own; null: with its own
+    const float* bias;    // [H, 2 C - 1], added to the score of position j at C - 1 + j - own position; may be null
 };
 
 struct RopeCall {
@@ -78,7 +81,7 @@ struct KernelTable {
     bool (*is_supported)();
     // Row blocks [begin, end) of out = x W^T, for `tokens` rows.
     void (*linear)(const MatrixView&, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end);
-    // Row blocks [begin, end) of the gated products, silu(gate x) * (up x) or another gating.
+    // Row blocks [begin, end) of the gated products, silu(gate x) * (up x) or another gating; `gate` is not read where there is none.
     void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
                           int64_t tokens, OutputRows out, int64_t begin, int64_t end);
     // One row rounded to 8 bits: [columns] codes, [columns / 32] steps and sums.

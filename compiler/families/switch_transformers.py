@@ -1,0 +1,199 @@
+"""Switch Transformers: a T5 encoder and decoder, every few layers routed to one expert of two projections and ReLU.
+
+Positions are biases of the scores, which are not scaled; experts lie one by one on disk, in old and new releases alike.
+Capacity drops tokens of an encoder only: transformers counts it within one call, and a decoder that generates is called
+with one token at a time.
+Source: transformers, models/switch_transformers; Switch Transformers, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moec.manifests.errors import CheckpointError
+from moec.manifests.model import (
+    MAX_LAYERS,
+    AttentionSpec,
+    EncoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    RelativeBiasSpec,
+    RouterSpec,
+    SharedSpec,
+    UnitKey,
+)
+
+from ..checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
+from .lowering import Lowering, TensorSource, common_float_type
+from .settings import Settings
+
+_FAMILY = "switch_transformers"
+_EMBEDDING, _HEAD = "shared.weight", "lm_head.weight"
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # of old T5 checkpoints
+_POSITIONS = 512  # of the published checkpoints, where config.json has no `n_positions`
+_SPARSE_LAYERS = 3  # transformers' default, encoder and decoder each
+_CAPACITY = 64
+_MAX_EXPERTS_PER_LAYER = 4096  # bounds what a hostile config.json can make a family allocate
+_PROJECTIONS = {"up": "wi", "down": "wo"}
+_ATTENTION = {"query": "q", "key": "k", "value": "v", "output": "o"}
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a Switch Transformers checkpoint. Raises CheckpointError naming the key that stands against it."""
+    settings = Settings(checkpoint)
+    try:
+        model = _model_spec(settings)
+    except ValueError as error:
+        raise CheckpointError(f"`{checkpoint.root / CONFIG_NAME}` contradicts itself: {error}", "repair it") from error
+    settings.finish()
+    return _find_weights(checkpoint, model)
+
+
+def _model_spec(settings: Settings) -> ModelSpec:
+    """Raises CheckpointError, ValueError on a contradiction."""
+    _check_fixed(settings)
+    encoder = settings.integer("num_layers", MAX_LAYERS)
+    decoder = settings.optional_integer("num_decoder_layers") or encoder
+    if decoder > MAX_LAYERS:
+        settings.fail("num_decoder_layers", f"a whole number from 1 to {MAX_LAYERS}")
+    hidden, is_tied = settings.integer("d_model"), settings.boolean("tie_word_embeddings", True)
+    layers = [
+        *_stack(settings, "encoder", encoder, settings.optional_integer("expert_capacity") or _CAPACITY),
+        *_stack(settings, "decoder", decoder, 0),
+    ]
+    return ModelSpec(
+        family=_FAMILY,
+        hidden_size=hidden,
+        vocab_size=settings.integer("vocab_size"),
+        max_positions=settings.optional_integer("n_positions") or _POSITIONS,
+        norm_eps=settings.number("layer_norm_epsilon", 1e-6),
+        tie_embeddings=is_tied and not _differs(settings.checkpoint, _HEAD),
+        layers=tuple(layers),
+        eos_token_ids=settings.eos_token_ids(),
+        logits_scale=hidden**-0.5 if is_tied else 1.0,  # by the key, whatever the weights are
+        encoder=EncoderSpec(encoder, _start_token(settings)),
+    )
+
+
+def _check_fixed(settings: Settings) -> None:
+    """Keys that must have one value, keys that change nothing. Raises CheckpointError."""
+    settings.passed_over("dropout_rate", "initializer_factor", "router_z_loss_coef", "add_router_probs", "output_past")
+    # transformers reads none of these when it is not training.
+    settings.passed_over("router_ignore_padding_tokens", "router_type", "batch_prioritized_routing")
+    for key, value in (("dense_act_fn", "relu"), ("feed_forward_proj", "relu"), ("router_dtype", "float32")):
+        if settings.raw(key) is not None:
+            settings.one_of(key, (value,))
+    for key, wanted in (("is_gated_act", False), ("is_encoder_decoder", True)):
+        if settings.boolean(key, wanted) is not wanted:
+            settings.fail(key, "false" if not wanted else "true", "compile another checkpoint")
+
+
+def _stack(settings: Settings, kind: str, count: int, capacity: int) -> Iterator[LayerSpec]:
+    """The layers of encoder or decoder. Raises CheckpointError, ValueError."""
+    heads, head_size, width = (settings.integer(key) for key in ("num_heads", "d_kv", "d_ff"))
+    bias = RelativeBiasSpec(
+        settings.optional_integer("relative_attention_num_buckets") or 32,
+        settings.optional_integer("relative_attention_max_distance") or 128,
+    )
+    own = AttentionSpec(heads, heads, head_size, None, scale=1.0, relative_bias=bias)
+    cross = AttentionSpec(heads, heads, head_size, None, scale=1.0) if kind == "decoder" else None
+    router = RouterSpec("softmax", False, has_bias=settings.boolean("router_bias", False), capacity=capacity)
+    routed = ExpertsSpec(settings.integer("num_experts", _MAX_EXPERTS_PER_LAYER), 1, width, "relu", router)
+    plain = ExpertsSpec(0, 0, width, "relu", RouterSpec("softmax", False))
+    step = _sparse_step(settings, kind, count)
+    for index in range(count):
+        is_routed = step == 1 or index % step == 1
+        yield LayerSpec(own, routed if is_routed else plain, None if is_routed else SharedSpec(width), cross)
+
+
+def _sparse_step(settings: Settings, kind: str, layers: int) -> int:
+    """Every how many layers one routes. Raises CheckpointError where the two keys that say so disagree."""
+    key, count_key = f"{kind}_sparse_step", f"num_sparse_{kind}_layers"
+    routed = settings.raw(count_key)
+    routed = _SPARSE_LAYERS if routed is None else routed
+    if type(routed) is not int or not 0 <= routed <= layers:
+        settings.fail(count_key, f"at most the {layers} layers there are")
+    step = layers // routed if routed else layers
+    if settings.raw(key) not in (None, step):
+        settings.fail(key, f"{step}, by the {routed} of `{count_key}` and {layers} layers")
+    return step
+
+
+def _start_token(settings: Settings) -> int:
+    """What the decoder's text begins with, generation_config.json first. Raises CheckpointError without one."""
+    key = "decoder_start_token_id"
+    own, generation = settings.raw(key), settings.checkpoint.generation_config.get(key)
+    start = own if generation is None else generation
+    if type(start) is not int:
+        settings.fail(key, f"a token id, here or in {GENERATION_CONFIG_NAME}")
+    return int(start)
+
+
+def _differs(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether the checkpoint holds this matrix beside the embedding, and it is another."""
+    if name not in checkpoint.tensors or _EMBEDDING not in checkpoint.tensors:
+        return False
+    return not torch.equal(checkpoint.tensor(name), checkpoint.tensor(_EMBEDDING))
+
+
+def _find_weights(checkpoint: Checkpoint, model: ModelSpec) -> Lowering:
+    """Find every weight of the model. Raises CheckpointError for embeddings of encoder or decoder alone."""
+    for name in _COPIES:
+        if _differs(checkpoint, name):
+            raise CheckpointError(
+                f"tensor `{name}` in `{checkpoint.root}` differs from `{_EMBEDDING}`, expected one embedding for all",
+                "compile another checkpoint",
+            )
+    names = {"embedding": _EMBEDDING, "lm_head": _HEAD}
+    names |= {"encoder_norm": "encoder.final_layer_norm.weight", "final_norm": "decoder.final_layer_norm.weight"}
+    units: dict[UnitKey, TensorSource] = {}
+    for index in range(model.num_layers):
+        names |= {f"layers.{index}.{name}": found for name, found in _layer_names(model, index).items()}
+    for key in model.unit_keys():
+        tensor = f"{_feed_forward(model, key.layer)}.experts.expert_{key.expert}.{_PROJECTIONS[key.projection]}.weight"
+        units[key] = TensorSource(tensor, model.unit_shape(key.layer, key.projection))
+    dense = {name: _source(names[name], name, shape, model) for name, shape in model.dense_shapes().items()}
+    read = [source.name for source in (*dense.values(), *units.values())]
+    float_type, notes = common_float_type(checkpoint, read)
+    ignored = {*_COPIES, _UNREAD, *((_HEAD,) if model.tie_embeddings else ())} & checkpoint.tensors.keys()
+    loaded = {name: names[name] for name in dense}
+    return Lowering(checkpoint, model, dense, units, loaded, frozenset(ignored), frozenset(), float_type, notes)
+
+
+def _source(tensor: str, name: str, shape: tuple[int, ...], model: ModelSpec) -> TensorSource:
+    if not name.endswith(".relative_bias"):
+        return TensorSource(tensor, shape)
+    heads = model.layers[0].attention.num_heads
+    return TensorSource(tensor, (shape[0] // heads, heads), is_flat=True)
+
+
+def _block(model: ModelSpec, index: int) -> str:
+    first = model.first_decoder_layer
+    return f"encoder.block.{index}" if index < first else f"decoder.block.{index - first}"
+
+
+def _feed_forward(model: ModelSpec, index: int) -> str:
+    return f"{_block(model, index)}.layer.{1 if index < model.first_decoder_layer else 2}.mlp"
+
+
+def _layer_names(model: ModelSpec, index: int) -> dict[str, str]:
+    """Canonical names of one layer -> tensors on disk, which transformers' model calls the same."""
+    block, feed_forward = _block(model, index), _feed_forward(model, index)
+    own, cross = f"{block}.layer.0", f"{block}.layer.1"
+    names = {"attention_norm": f"{own}.layer_norm.weight", "cross_attention_norm": f"{cross}.layer_norm.weight"}
+    for name, letter in _ATTENTION.items():
+        names[name] = f"{own}.SelfAttention.{letter}.weight"
+        names[f"cross_{name}"] = f"{cross}.EncDecAttention.{letter}.weight"
+    return {
+        **names,
+        "relative_bias": f"{own}.SelfAttention.relative_attention_bias.weight",
+        "experts_norm": feed_forward.removesuffix("mlp") + "layer_norm.weight",
+        "router": f"{feed_forward}.router.classifier.weight",
+        "router_bias": f"{feed_forward}.router.classifier.bias",
+        "shared_up": f"{feed_forward}.wi.weight",
+        "shared_down": f"{feed_forward}.wo.weight",
+    }

@@ -1,0 +1,200 @@
+"""What the attention of a layer is made of, and its weights.
+
+Shape letters: D hidden, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .optional_fields import OPTIONAL
+from .quant import ROWS_PER_BLOCK
+
+MAX_POSITIONS = 1 << 28
+Shapes = dict[str, tuple[int, ...]]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding over the first `rotary_size` of each head.
+
+    interleaved: neighbours are rotated against each other; otherwise the first half against the second.
+    frequencies: radians per position of each pair, of a scaled embedding; empty: theta ** (-2 i / rotary_size).
+    magnitude: what cosines and sines are multiplied with.
+    """
+
+    theta: float
+    rotary_size: int
+    interleaved: bool = False
+    frequencies: tuple[float, ...] = ()
+    magnitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(1 <= self.theta <= 1e15, f"rope theta must be 1 to 1e15, found {self.theta}")
+        require(0 < self.rotary_size <= 4096 and self.rotary_size % 2 == 0, "rotary_size must be even, 2 to 4096")
+        require(
+            len(self.frequencies) in (0, self.rotary_size // 2) and all(0 <= f <= 1 for f in self.frequencies),
+            "frequencies: expected rotary_size / 2 numbers from 0 to 1, or none",
+        )
+        require(0 < self.magnitude <= 100, f"rope magnitude out of range: {self.magnitude}")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Keys and values of all heads made from one small vector per position, which is what the cache holds.
+
+    query_rank: of the queries' own bottleneck, 0: none. rank: of the shared vector. plain_size: features of a key that
+    are not rotated. value_size: features of a value. norm_eps: of the norms behind both bottlenecks.
+    Source: DeepSeek-V2, section 2.1.
+    """
+
+    query_rank: int
+    rank: int
+    plain_size: int
+    value_size: int
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.query_rank <= 1 << 20, f"query_rank out of range: {self.query_rank}")
+        require(0 <= self.norm_eps < 1, f"norm_eps out of range: {self.norm_eps}")
+        for name, size in (("rank", self.rank), ("plain_size", self.plain_size), ("value_size", self.value_size)):
+            # Heads are cut out of packed matrices, whose rows come in blocks.
+            whole = size % ROWS_PER_BLOCK == 0
+            require(0 < size <= 4096 and whole, f"{name} must be a multiple of {ROWS_PER_BLOCK} up to 4096: {size}")
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBiasSpec:
+    """A bias per head on every score, by how far the key is from the query: one table for all layers of a stack.
+
+    Distances fall into buckets: one each up to half of them, then ever wider ones up to max_distance, and the last for
+    all beyond. An encoder has half of the buckets for each direction. Source: T5, section 2.1.
+    """
+
+    buckets: int
+    max_distance: int
+
+    def __post_init__(self) -> None:
+        require(4 <= self.buckets <= 4096 and self.buckets % 4 == 0, "buckets must be a multiple of 4 up to 4096")
+        exact = self.buckets // 2
+        require(exact < self.max_distance <= MAX_POSITIONS, f"max_distance must exceed {exact}: {self.max_distance}")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Causal attention with grouped key/value heads; sliding_window 0 means the whole context.
+
+    query_key_norm: `full` norms queries and keys over all their heads together, `head` each head by itself, both before
+    the rotary embedding. bias: of query, key and value (`inputs`), or of the output as well (`all`). scale: of scores,
+    0: head_size ** -0.5. latent: keys and values come from a shared vector; head_size is then that of a whole key, its
+    rotated features last. sinks: each head has one more score, of its own, that takes its share and adds nothing.
+    rope, relative_bias: how it knows positions, None: not this way. In an encoder every token sees all the others.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rope: RopeSpec | None
+    sliding_window: int = 0
+    query_key_norm: Literal["none", "full", "head"] = "none"
+    bias: Literal["none", "inputs", "all"] = "none"
+    scale: float = 0.0
+    latent: LatentSpec | None = None
+    sinks: bool = False
+    relative_bias: RelativeBiasSpec | None = field(default=None, metadata=OPTIONAL)
+
+    def __post_init__(self) -> None:
+        require(0 < self.num_heads <= 4096 and 0 < self.head_size <= 4096, "heads and head_size must be 1 to 4096")
+        require(
+            0 < self.num_kv_heads <= self.num_heads and self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}",
+        )
+        require(0 <= self.sliding_window <= MAX_POSITIONS, f"sliding_window out of range: {self.sliding_window}")
+        require(self.rotary_size <= self.head_size, "rotary_size must not exceed head_size")
+        require(0 <= self.scale <= 1e3, f"attention scale out of range: {self.scale}")
+        if self.latent is not None:
+            fits = self.latent.plain_size + self.rotary_size == self.head_size
+            require(fits, f"head_size {self.head_size} must be the plain and the rotated features of a key")
+            extras = self.sliding_window or self.sinks or self.relative_bias
+            plain = (self.num_kv_heads, self.query_key_norm, self.bias, bool(extras))
+            require(
+                plain == (self.num_heads, "none", "none", False),
+                "latent attention has no groups, norms, biases, window",
+            )
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that rotate."""
+        return 0 if self.rope is None else self.rope.rotary_size
+
+    @property
+    def is_bare(self) -> bool:
+        """Heads and a scale, nothing else: what attention over another sequence may be made of."""
+        extras = self.rope or self.relative_bias or self.latent or self.sliding_window or self.sinks
+        return not extras and (self.query_key_norm, self.bias) == ("none", "none")
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with."""
+        return self.scale or self.head_size**-0.5
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads that the cache of keys and values holds."""
+        return 1 if self.latent is not None else self.num_kv_heads
+
+    @property
+    def cache_size(self) -> int:
+        """Features of a head in the cache."""
+        return self.head_size if self.latent is None else self.latent.rank + self.rotary_size
+
+    @property
+    def cache_arrays(self) -> int:
+        """2: keys and values; 1: one vector serves as both."""
+        return 2 if self.latent is None else 1
+
+
+def attention_shapes(attention: AttentionSpec, hidden: int) -> Shapes:
+    """Weights of one layer's attention, its norm in front."""
+    query = attention.num_heads * attention.head_size
+    key_value = attention.num_kv_heads * attention.head_size
+    if attention.latent is not None:
+        return _latent_shapes(attention, attention.latent, hidden)
+    shapes: Shapes = {"attention_norm": (hidden,)}
+    for name, rows in (("query", query), ("key", key_value), ("value", key_value)):
+        shapes[name] = (rows, hidden)
+    if attention.bias != "none":
+        shapes.update({"query_bias": (query,), "key_bias": (key_value,), "value_bias": (key_value,)})
+    if attention.query_key_norm != "none":
+        is_full = attention.query_key_norm == "full"
+        shapes["query_norm"] = (query if is_full else attention.head_size,)
+        shapes["key_norm"] = (key_value if is_full else attention.head_size,)
+    if attention.sinks:
+        shapes["sinks"] = (attention.num_heads,)
+    shapes["output"] = (hidden, query)
+    if attention.bias == "all":
+        shapes["output_bias"] = (hidden,)
+    return shapes
+
+
+def _latent_shapes(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> Shapes:
+    """key_up: of each head what turns a query's plain features into those of the shared vector; value_up: back."""
+    heads, query = attention.num_heads, attention.num_heads * attention.head_size
+    shapes: Shapes = {"attention_norm": (hidden,)}
+    if latent.query_rank:
+        shapes["query_down"] = (latent.query_rank, hidden)
+        shapes["query_down_norm"] = (latent.query_rank,)
+    shapes["query"] = (query, latent.query_rank or hidden)
+    shapes["latent_down"] = (latent.rank + attention.rotary_size, hidden)
+    shapes["latent_norm"] = (latent.rank,)
+    shapes["key_up"] = (heads * latent.rank, latent.plain_size)
+    shapes["value_up"] = (heads * latent.value_size, latent.rank)
+    shapes["output"] = (hidden, heads * latent.value_size)
+    return shapes

@@ -1,0 +1,39 @@
+"""Biases of scores by distance: from a learned table of buckets to a number for every distance.
+
+Shapes: B buckets, H heads, C context. Source: T5, section 2.1; transformers, models/switch_transformers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from moec.manifests.model import RelativeBiasSpec
+
+
+def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: bool) -> np.ndarray:
+    """The bucket of each distance, key position - query position, int64 in and out.
+
+    sees_ahead: of an encoder, half of the buckets for keys behind the query; otherwise such keys count as distance 0.
+    Logarithms in float32, as reference models take them: where a distance falls on the edge of a bucket, they decide.
+    """
+    buckets, first = spec.buckets, np.zeros_like(distances)
+    if sees_ahead:
+        buckets //= 2
+        first = np.where(distances > 0, buckets, 0)
+        away = np.abs(distances)
+    else:
+        away = -np.minimum(distances, 0)
+    exact = buckets // 2
+    ratio = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
+    wide = ratio / np.float32(math.log(spec.max_distance / exact)) * np.float32(buckets - exact)
+    far = np.minimum(exact + wide.astype(np.int64), buckets - 1)
+    return np.asarray(first + np.where(away < exact, away, far), np.int64)
+
+
+def bias_by_distance(table: np.ndarray, spec: RelativeBiasSpec, context: int, sees_ahead: bool) -> np.ndarray:
+    """What `kernels.attention` adds to scores: float32 [H, 2 C - 1], the distance 0 at C - 1. table: float32 [B H]."""
+    distances = np.arange(1 - context, context, dtype=np.int64)
+    heads = table.reshape(spec.buckets, -1)
+    return np.ascontiguousarray(heads[distance_buckets(distances, spec, sees_ahead)].T, dtype=np.float32)

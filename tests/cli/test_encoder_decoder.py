@@ -1,0 +1,95 @@
+"""Every command on a bundle with an encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moec.runtime import load
+from tests.tiny_compile import compile_tiny, save_dialogues, save_texts
+from tests.tiny_switch import TINY_SWITCHES, Oracle, save_tiny_switch
+
+from .conftest import Invoke
+
+PROMPT = "Dialogue:\na lamp\nSummary:"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("encoder")
+    folder = save_tiny_switch(root / "model", TINY_SWITCHES["switch"])
+    data = save_dialogues(root / "samsum", train=4, validation=4, test=5)
+    for split in ("train", "validation", "test"):
+        rows = (data / f"{split}.jsonl").read_text().replace('"dialogue"', '"document"')
+        (root / "xsum").mkdir(exist_ok=True)
+        (root / "xsum" / f"{split}.jsonl").write_text(rows)
+    save_texts(root / "texts")
+    compile_tiny(folder, root / "bundle", "bits_per_weight", 4.5, data=str(data), tasks=("samsum",))
+    compile_tiny(folder, root / "plain", "uniform", 16, dense_bits=16)
+    return root
+
+
+def test_run_prints_what_transformers_generates(invoke: Invoke, made: Path) -> None:
+    result = invoke("run", made / "plain", "--prompt", PROMPT, "--max-new-tokens", 12, "--expert-cache", "50%")
+    assert result.exit_code == 0, result.stderr
+    with load(made / "plain", expert_cache="100%") as engine:
+        tokens = Oracle(made / "model").greedy(engine.encode(PROMPT), 12)
+        expected = engine.tokenizer.decode([token for token in tokens if token != 2])
+    assert result.stdout == expected + "\n" and "streaming" in result.stderr
+    beams = invoke("run", made / "plain", "--prompt", PROMPT, "--max-new-tokens", 6, "--beams", 3, "--json")
+    assert len(json.loads(beams.stdout)["beams"]) == 3
+
+
+@pytest.mark.parametrize("task", ["samsum", "xsum"])
+def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
+    """The same answers from the bundle of 16 bits and from the checkpoint in transformers."""
+    found = {}
+    for name in ("plain", "model"):
+        lines = made / f"{name}-{task}.jsonl"
+        result = invoke("eval", made / name, "--task", task, "--data", made / task, "--json", "--per-item", lines)
+        assert result.exit_code == 0, result.stderr
+        values = json.loads(result.stdout)
+        assert values["metric"] == "rouge2" and values["n"] == 5
+        found[name] = [json.loads(line)["prediction"] for line in lines.read_text().splitlines()]
+    assert found["plain"] == found["model"] and any(found["plain"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect",), ("inspect", "--json"), ("verify",),
+        ("bench", "--expert-cache", "50%", "--tokens", 4), ("bench", "--expert-cache", "50%", "--tokens", 4, "--json"),
+        ("bench", "--expert-cache", "50%", "--tokens", 4, "--policies", "all", "--json"),
+        ("tune", "--expert-cache", "50%", "--tokens", 4, "--json"),
+        ("eval", "--task", "samsum", "--data", "samsum", "--expert-cache", "50%"),
+        ("compile", "--data", "samsum", "--task", "samsum", "--bits-per-weight", 4.5, "--bits", "2,4,16",
+         "--group-size", "32", "--dense-bits", 8, "--plan-only"),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[:4])),
+)  # fmt: skip
+def test_commands(invoke: Invoke, made: Path, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    command, *options = arguments
+    result = invoke(command, "model" if command == "compile" else "bundle", *options)
+    assert result.exit_code == 0, result.stderr
+    if "--json" in options:
+        json.loads(result.stdout)
+    elif command in ("inspect", "compile"):
+        assert "layer 0  no routed experts" in result.stdout.replace("layer   0", "layer 0")
+
+
+def test_text_without_a_prompt_is_refused_in_one_sentence(invoke: Invoke, made: Path) -> None:
+    for name in ("bundle", "model"):
+        result = invoke("eval", made / name, "--task", "perplexity", "--data", made / "texts")
+        assert result.exit_code == 1 and "prompt is empty" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_traces_are_refused(invoke: Invoke, made: Path, tmp_path: Path) -> None:
+    """Their format has no passes of an encoder."""
+    result = invoke("bench", made / "bundle", "--tokens", 4, "--trace-out", tmp_path / "a.trace")
+    assert result.exit_code == 1 and "traces have passes over all layers alone" in result.stderr
+    result = invoke("simulate", made / "bundle", "--trace", tmp_path / "a.trace")
+    assert result.exit_code == 1 and "traces have passes over all layers alone" in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,384 @@
+"""Switch Transformers through the whole compile: names, settings, statistics, search and certificate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import SwitchTransformersForConditionalGeneration
+
+from moec.compiler.calibration import calibrate
+from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.families import Lowering, lower
+from moec.compiler.objective import byte_weights
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.reference_weights import WeightStore
+from moec.evaluation.engine import GenerationRequest
+from moec.manifests.errors import CheckpointError, InputError, OptionError
+from moec.manifests.model import RelativeBiasSpec, UnitKey
+from moec.runtime import load
+from moec.runtime.bundle import open_bundle
+from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts
+from tests.tiny_models import VOCABULARY, tiny_tokenizer
+from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
+
+TEXTS = [
+    ("a lamp near a ", "box"),
+    ("seven green pens and two red ones", "two red ones"),
+    ("tall", " of the box under"),
+]
+TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
+
+
+@pytest.fixture(scope="module", params=["switch", "switch-capacity", "switch-all-routed-half"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_switch(tmp_path_factory.mktemp(request.param) / "model", TINY_SWITCHES[request.param])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_switch(tmp_path_factory.mktemp("plain") / "model")
+
+
+@pytest.fixture
+def copy(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "copy"))
+
+
+def lowered(path: Path) -> Lowering:
+    return lower(open_checkpoint(str(path)))
+
+
+def configured(path: Path, **changes: Any) -> Path:
+    """Change keys of config.json; ... removes a key."""
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return path
+
+
+# -- lowering ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_what_the_configuration_says(tmp_path: Path) -> None:
+    tiny = TINY_SWITCHES["switch-capacity"]
+    lowering = lowered(save_tiny_switch(tmp_path / "model", tiny))
+    model = lowering.model
+    assert (model.family, model.num_layers, model.first_decoder_layer) == ("switch_transformers", 8, 3)
+    assert model.expert_layers == (1, 3, 4, 5, 6, 7) and model.tie_embeddings and model.logits_scale == 64**-0.5
+    routers = [model.layers[layer].experts.router for layer in model.expert_layers]
+    assert [router.capacity for router in routers] == [6, 0, 0, 0, 0, 0]
+    assert all(router.has_bias and not router.renormalize for router in routers)
+    attention = model.layers[0].attention
+    assert (attention.num_heads, attention.head_size, attention.score_scale) == (3, 32, 1.0)
+    assert attention.relative_bias == RelativeBiasSpec(32, 128) and attention.rope is None
+    assert model.max_positions == 512 and model.eos_token_ids == (2,)
+    untied = lowered(save_tiny_switch(tmp_path / "untied", TINY_SWITCHES["switch-all-routed-half"])).model
+    assert not untied.tie_embeddings and untied.logits_scale == 1.0 and untied.expert_layers == (0, 1, 2, 3, 4)
+
+
+def test_units_are_the_tensors_on_disk(plain: Path) -> None:
+    lowering, on_disk = lowered(plain), load_file(plain / WEIGHTS_NAME)
+    places = {1: "encoder.block.1.layer.1", 3: "encoder.block.3.layer.1", 5: "decoder.block.1.layer.2"}
+    places[7] = "decoder.block.3.layer.2"
+    assert {key.layer for key in lowering.units} == set(places)
+    for key in lowering.units:
+        letter = {"up": "wi", "down": "wo"}[key.projection]
+        name = f"{places[key.layer]}.mlp.experts.expert_{key.expert}.{letter}.weight"
+        assert torch.equal(lowering.unit(key), on_disk[name])
+    for name, shape in lowering.model.dense_shapes().items():
+        assert lowering.dense_weight(name).shape == shape
+    assert {source.name for source in (*lowering.dense.values(), *lowering.units.values())} == set(on_disk)
+
+
+def test_older_checkpoints_hold_copies_of_the_embedding(plain: Path, copy: Path) -> None:
+    """And a table that no release of transformers reads; a copy that is another matrix is refused."""
+    tensors = load_file(plain / WEIGHTS_NAME)
+    shared = tensors["shared.weight"]
+    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    copies = {name: shared.clone() for name in names}
+    save_file({**tensors, **copies, unread: torch.ones(32, 4)}, copy / WEIGHTS_NAME)
+    lowering = lowered(copy)
+    assert lowering.model == lowered(plain).model and lowering.ignored == {*names, unread}
+    save_file({**tensors, "encoder.embed_tokens.weight": shared + 1}, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=r"`encoder.embed_tokens.weight` .* differs from `shared.weight`"):
+        lowered(copy)
+    save_file({**tensors, "lm_head.weight": shared + 1}, copy / WEIGHTS_NAME)
+    model = lowered(copy).model
+    assert not model.tie_embeddings and model.logits_scale == 64**-0.5  # the key scales, whatever the weights are
+
+
+def test_keys_of_older_configurations(copy: Path) -> None:
+    before = lowered(copy).model
+    older = {
+        "n_positions": 77, "feed_forward_proj": "relu", "is_gated_act": False, "output_past": True,
+        "batch_prioritized_routing": False, "router_type": "tokens_masked", "encoder_sparse_step": ...,
+    }  # fmt: skip
+    model = lowered(configured(copy, **older)).model
+    assert model.max_positions == 77 and model.layers == before.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dense_act_fn": "gated-gelu"}, "key `dense_act_fn`"), ({"is_gated_act": True}, "key `is_gated_act`"),
+        ({"feed_forward_proj": "gelu"}, "key `feed_forward_proj`"), ({"d_kv": 0}, "key `d_kv`"),
+        ({"is_encoder_decoder": False}, "key `is_encoder_decoder`"), ({"mystery": 1}, "key `mystery`"),
+        ({"encoder_sparse_step": 1}, "key `encoder_sparse_step`"), ({"num_experts": ...}, "key `num_experts`"),
+        ({"decoder_sparse_step": 4}, "key `decoder_sparse_step`"), ({"expert_capacity": -1}, "key `expert_capacity`"),
+        ({"num_sparse_decoder_layers": 5}, "key `num_sparse_decoder_layers`"),
+        ({"num_decoder_layers": 1025}, "key `num_decoder_layers`"), ({"router_dtype": "float16"}, "key `router_dtype`"),
+        ({"relative_attention_max_distance": 9}, "max_distance must exceed 16"),
+        ({"tie_encoder_decoder": True}, "key `tie_encoder_decoder`"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        lowered(configured(copy, **changes))
+
+
+def test_a_start_token_is_needed(copy: Path) -> None:
+    (copy / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match="key `decoder_start_token_id`"):
+        lowered(configured(copy, decoder_start_token_id=...))
+
+
+# -- reference and statistics ------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path) -> None:
+    """Counted anew from what transformers' own routers say: prompts to the encoder, answers to the decoder."""
+    model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = ReferenceModel(folder)
+    spec, pairs = reference.model, reference.encode_pairs(TEXTS)
+    seen: dict[int, list[np.ndarray]] = {}
+    received: dict[int, np.ndarray] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".router"):
+            layer = int(name.split(".")[2]) + (spec.first_decoder_layer if name.startswith("decoder") else 0)
+            if layer >= spec.first_decoder_layer:
+                module.expert_capacity = 1 << 30  # called with whole answers here, with single tokens by `generate`
+
+            def record(_: Any, __: Any, found: tuple[torch.Tensor, ...], at: int = layer) -> None:
+                seen.setdefault(at, []).append(found[2][0].argmax(-1).numpy())
+                received[at] = received.get(at, 0) + found[0][0].sum(0).numpy()
+
+            module.register_forward_hook(record)
+    for prompt, answer in pairs:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[START, *answer]]))
+    found = calibrate(reference, pairs)
+    assert tuple(sorted(seen)) == spec.expert_layers
+    assert found.num_tokens == sum(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
+    chosen = {layer: np.concatenate(rows) for layer, rows in seen.items()}
+    for layer in range(spec.num_layers):
+        own = chosen.get(layer, np.zeros(0, np.int64))
+        assert np.array_equal(found.popularity[layer], np.bincount(own, minlength=found.popularity.shape[1]))
+    for before in range(spec.num_layers - 1):
+        stack = [
+            at for at in spec.expert_layers if (at < spec.first_decoder_layer) == (before < spec.first_decoder_layer)
+        ]
+        after = next((at for at in stack if at > before), None)
+        expected = np.zeros(found.transitions.shape[1:], np.int64)
+        if before in chosen and after is not None:
+            np.add.at(expected, (chosen[before], chosen[after]), 1)
+        assert np.array_equal(found.transitions[before], expected)
+    for layer in spec.expert_layers:  # what an expert was too full for taught it nothing
+        assert found.second_moments.tokens(layer).tolist() == received[layer].tolist()
+    if spec.layers[spec.expert_layers[0]].experts.router.capacity < 20:
+        assert received[spec.expert_layers[0]].sum() < len(chosen[spec.expert_layers[0]])
+
+
+def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
+    """A weight set to what another model holds changes the reference as it changes a bundle."""
+    reference, lowering = ReferenceModel(folder), lowered(folder)
+    weights = WeightStore(reference.network, torch.bfloat16 if lowering.float_type == "bfloat16" else torch.float16)
+
+    def hidden() -> torch.Tensor:
+        return reference.network.logits(reference.network.hidden([[START, *TOKENS[:20]]], prompts=[TOKENS[20:]])[0])
+
+    with torch.no_grad():
+        before = hidden()
+        for name in lowering.model.dense_shapes():
+            own = lowering.dense_weight(name).float()
+            assert torch.equal(weights.original(name), own), name
+            weights.set(name, own * 1.5 + 0.01)
+            # A softmax is the same for biases that are all raised; these are stretched as well.
+            assert not torch.equal(hidden(), before), name
+            weights.restore()
+        for layer in lowering.model.expert_layers:
+            for projection in ("up", "down"):
+                units = [UnitKey(layer, e, projection) for e in range(lowering.model.layers[layer].experts.count)]
+                for unit in units:
+                    assert torch.equal(weights.original(unit), lowering.unit(unit).float())
+                    weights.set(unit, weights.original(unit) * 2)
+                assert not torch.equal(hidden(), before)
+                weights.restore()
+        assert torch.equal(hidden(), before)
+
+
+def test_the_reference_generates_what_transformers_generates(folder: Path) -> None:
+    """Whatever drafts say, in batches of unequal prompts."""
+    reference, oracle = ReferenceModel(folder, threads=2), Oracle(folder)
+    prompts, ends = [prompt for prompt, _ in TEXTS], set(reference.model.eos_token_ids)
+    answers = [[token for token in oracle.greedy(reference.encode(p), 12) if token not in ends] for p in prompts]
+    expected = [reference.decode(answer) for answer in answers]
+    for drafts in ([None] * 3, expected, [text[:4] + "x" for text in expected]):
+        requests = [GenerationRequest(p, draft, 12) for p, draft in zip(prompts, drafts, strict=True)]
+        found = reference.generate(requests)
+        assert [generation.text for generation in found] == expected
+        assert [generation.prompt_tokens for generation in found] == [len(reference.encode(p)) for p in prompts]
+
+
+def test_forced_logits_are_those_of_single_steps(folder: Path) -> None:
+    reference, oracle = ReferenceModel(folder), Oracle(folder)
+    pairs = reference.encode_pairs(TEXTS)
+    for (prompt, answer), found in zip(pairs, reference.forced_logits(pairs), strict=True):
+        expected = oracle.logits(prompt, [START, *answer])
+        assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    with pytest.raises(InputError, match="a prompt is empty"):
+        reference.forced_logits([([], [5, 6])])
+
+
+def test_bytes_of_an_encoder_are_paid_once(plain: Path) -> None:
+    model = lowered(plain).model
+    popularity = np.zeros((model.num_layers, 4), np.uint32)
+    popularity[list(model.expert_layers)] = [9, 1, 0, 0]
+    weights = byte_weights(model, popularity, reads=True).experts
+    assert weights[1].tolist() == weights[3].tolist() == [1, 1, 1, 1]
+    assert weights[5, 0] > weights[5, 1] > weights[5, 2]
+
+
+# -- compiles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint that answers every dialogue with its summary, and the dialogues.
+
+    No training: the output matrix turns the embedding of each letter, which the layers disturb, into the next letter.
+    """
+    root = tmp_path_factory.mktemp("answering")
+    folder = save_tiny_switch(root / "model", TinySwitch({"tie_word_embeddings": False}, seed=5))
+    tensors, tokenizer = load_file(folder / WEIGHTS_NAME), tiny_tokenizer()
+    chain = [START, *tokenizer.encode(SUMMARY, add_special_tokens=False), 2]
+    assert len({*chain}) == len(chain)
+    for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens"):
+        tensors[f"{name}.weight"] *= 5
+    tensors["lm_head.weight"] *= 0.1
+    for before, after in pairwise(chain):
+        tensors["lm_head.weight"][after] = tensors["shared.weight"][before]
+    save_file(tensors, folder / WEIGHTS_NAME)
+    return folder, save_dialogues(root / "samsum", validation=24)
+
+
+def test_a_loss_target_is_searched_and_certified(answering: tuple[Path, Path], tmp_path: Path) -> None:
+    model, data = answering
+    result = compile_tiny(model, tmp_path / "out", "loss", 0.3, data=str(data), tasks=("samsum",))
+    quality = check_bundle(tmp_path / "out")
+    assert quality["tasks"]["samsum"]["baseline"] > 0.9
+    assert quality["tasks"]["samsum"]["verdict"]["status"] == "supported"
+    assert result.plan.bits_per_weight < 12, result.plan.bits_per_weight
+    assert {unit.projection for unit in result.plan.units} == {"up", "down"}
+
+
+@pytest.mark.gate("G3")
+@pytest.mark.gate("G1")
+def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp_path: Path) -> None:
+    data = save_dialogues(tmp_path / "samsum")
+    result = compile_tiny(folder, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("samsum",))
+    assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
+    manifest = open_bundle(tmp_path / "out").manifest
+
+    def logits(cache: str, prefetch: str) -> tuple[np.ndarray, int, int]:
+        with load(tmp_path / "out", expert_cache=cache, prefetch=prefetch, context=64) as engine:
+            engine.cache.finish_warming()
+            steps = [engine.logits([START, *TOKENS[:9]], TOKENS)]
+            for position, token in enumerate(TOKENS[20:], 10):
+                steps.append(engine.model.logits(engine.step([token], [0], [position])))
+            return np.concatenate(steps), engine.cache.stats.evictions, engine.cache.stats.prefetch_used
+
+    whole, none, _ = logits("100%", "off")
+    assert whole.shape == (30, VOCABULARY) and none == 0
+    least = manifest.cost.minimum_expert_bytes
+    for prefetch in ("off", "lookahead", "path", "popularity"):
+        part, evictions, _ = logits(f"{least}", prefetch)
+        assert evictions > 0 and np.array_equal(part, whole)
+        # With room for what the next layer that routes may ask for, advice is of use, and changes nothing.
+        part, evictions, used = logits(f"{3 * least}", prefetch)
+        assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (prefetch != "off")
+
+
+@pytest.mark.gate("G4")
+def test_compiling_twice_gives_the_same_bytes(plain: Path, tmp_path: Path) -> None:
+    """With one thread and with two, whose passes go through the same routers side by side."""
+    data, before = save_dialogues(tmp_path / "samsum", test=6), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            out = tmp_path / f"threads-{threads}" / "out"
+            out.parent.mkdir()
+            compile_tiny(plain, out, "bits_per_weight", 4.5, data=str(data), tasks=("samsum",))
+    finally:
+        torch.set_num_threads(before)
+    assert contents(tmp_path / "threads-1") == contents(tmp_path / "threads-2")
+
+
+def test_layer_by_layer_is_refused(plain: Path, tmp_path: Path) -> None:
+    data = save_dialogues(tmp_path / "samsum")
+    with pytest.raises(OptionError, match="a model with an encoder is searched in memory as a whole"):
+        compile_tiny(
+            plain,
+            tmp_path / "out",
+            "bits_per_weight",
+            4.5,
+            data=str(data),
+            tasks=("samsum",),
+            memory_bytes=1 << 20,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
+    data = save_texts(tmp_path / "texts")
+    with pytest.raises(InputError, match="a prompt is empty"):
+        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("perplexity",))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sensitivity": "fisher"}, "gradients of a decoder alone, .*take `--sensitivity proxy`"),
+        ({"cluster": "auto"}, "`--cluster` hands out passes of a decoder alone"),
+    ],
+)
+def test_what_takes_a_decoder_alone_is_refused(
+    plain: Path, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    save_dialogues(tmp_path / "data")
+    with pytest.raises(OptionError, match=message):
+        compile_tiny(
+            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",), **values
+        )
+    assert names(tmp_path) == {"data"}
+
+
+def test_auto_is_proxy_and_exact_corrects_it(plain: Path, tmp_path: Path) -> None:
+    save_dialogues(tmp_path / "data", train=4, validation=4, test=4)
+    told = {}
+    for kind in ("auto", "proxy", "exact"):
+        result = compile_tiny(
+            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",),
+            sensitivity=kind, plan_only=True,
+        )  # fmt: skip
+        told[kind] = result.quality["sensitivity"]
+    assert told["auto"] == told["proxy"] and not any(told["auto"]["gains"]["gate"])
+    assert told["exact"]["gains"] == told["proxy"]["gains"] and told["exact"] != told["proxy"]
