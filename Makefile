@@ -45,7 +45,7 @@ demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show 
 	$(BIN)/moec demo
 
 test: $(READY) lint typecheck contracts  ## Set up and run the whole fast suite
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .
