@@ -7,6 +7,7 @@ features of the latent vector that keys and values share, R rotated features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,22 +21,25 @@ Weights = Mapping[str, Any]
 """Of one layer by the last part of their names: kernels.PackedMatrix, or a vector as float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """Where the T tokens of a pass stand. slots, positions: int32 [T].
+
+    ends: int32 [T], of an encoder: where the token's sequence ends, all of which it sees; None: what is behind it.
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+    ends: np.ndarray | None = None
+
+
 class Attention(Protocol):
     """Attention of one layer."""
 
-    def __call__(
-        self,
-        normed: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        ends: np.ndarray | None = None,
-    ) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Store what T tokens leave in the cache, and return what they see. normed [T, D] -> [T, D].
 
-        slots, positions: int32 [T]; keys, values: [S, cache heads, C, cache size]. ends: int32 [T], of an encoder:
-        where the token's sequence ends, all of which it sees.
+        keys, values: [S, cache heads, C, cache size].
         """
         ...
 
@@ -80,15 +84,7 @@ class HeadAttention:
         self._matrices = [weights[name] for name in ("query", "key", "value")]
         self._biases = [weights.get(f"{name}_bias") for name in ("query", "key", "value")]
 
-    def __call__(
-        self,
-        normed: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        ends: np.ndarray | None = None,
-    ) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         spec, count = self._spec, len(normed)
         query = np.empty((count, spec.num_heads, spec.head_size), np.float32)
         key = np.empty((count, spec.num_kv_heads, spec.head_size), np.float32)
@@ -103,20 +99,20 @@ class HeadAttention:
                 rows = heads.reshape(count, -1) if spec.query_key_norm == "full" else heads.reshape(-1, spec.head_size)
                 kernels.rms_norm(rows, self._weights[name], self._norm_eps, rows)
         if self._rotary is not None:
-            query, key = self._rotary.rotate(query, positions), self._rotary.rotate(key, positions)
-        kernels.store_kv(key, value, keys, values, slots, positions)
+            query, key = (self._rotary.rotate(rows, places.positions) for rows in (query, key))
+        kernels.store_kv(key, value, keys, values, places.slots, places.positions)
         mixed = np.empty_like(query)
         kernels.attention(
             query,
             keys,
             values,
-            slots,
-            positions,
+            places.slots,
+            places.positions,
             spec.score_scale,
             spec.sliding_window,
             mixed,
             self._weights.get("sinks"),
-            ends,
+            places.ends,
             self._bias,
         )
         return linear_rows(self._weights["output"], mixed.reshape(count, -1), self._weights.get("output_bias"))
@@ -134,31 +130,24 @@ class LatentAttention:
         self._key_up = _by_head(weights["key_up"], spec.num_heads)
         self._value_up = _by_head(weights["value_up"], spec.num_heads)
 
-    def __call__(
-        self,
-        normed: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        ends: np.ndarray | None = None,
-    ) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         spec, rank, count = self._spec, self._latent.rank, len(normed)
         plain, size = self._latent.plain_size, self._spec.cache_size
         heads = self._queries(normed).reshape(count, spec.num_heads, spec.head_size)
         query = np.empty((count, spec.num_heads, size), np.float32)
         for head, matrix in enumerate(self._key_up):
             query[:, head, :rank] = linear_rows(matrix, np.ascontiguousarray(heads[:, head, :plain]))
-        query[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(heads[:, :, plain:]), positions)
+        query[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(heads[:, :, plain:]), places.positions)
 
         shared = linear_rows(self._weights["latent_down"], normed)
         key = np.empty((count, 1, size), np.float32)
         key[:, 0, :rank] = self._normed(np.ascontiguousarray(shared[:, :rank]), "latent_norm")
-        key[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(shared[:, None, rank:]), positions)
-        keys[slots, :, positions] = key
+        key[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(shared[:, None, rank:]), places.positions)
+        keys[places.slots, :, places.positions] = key
 
         mixed = np.empty_like(query)
-        kernels.attention(query, keys, keys, slots, positions, spec.score_scale, 0, mixed, None, ends)
+        where = places.slots, places.positions
+        kernels.attention(query, keys, keys, *where, spec.score_scale, 0, mixed, None, places.ends)
         out = np.empty((count, spec.num_heads, self._latent.value_size), np.float32)
         for head, matrix in enumerate(self._value_up):
             out[:, head] = linear_rows(matrix, np.ascontiguousarray(mixed[:, head, :rank]))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from .prefetch import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage, page_bytes
 from .text import TOKENIZER_NAME, StopTexts, TextStream, load_tokenizer
+
+_Result = TypeVar("_Result")
 
 FinishReason = Literal["stop", "length"]
 
@@ -241,13 +243,9 @@ class Engine:
         tokens = [token for _, prompt in group for token in prompt]
         slots = [slot for slot, prompt in group for _ in prompt]
         positions = [position for _, prompt in group for position in range(len(prompt))]
-        if self._elastic is not None:
-            self._elastic.before_pass(slots, positions)
         for slot, prompt in group:
             self.kv.begin_prompt(slot, len(prompt))
-        self.model.encode(np.array(tokens, np.int64), np.array(slots, np.int32), np.array(positions, np.int32), self.kv)
-        if self._elastic is not None:
-            self._elastic.after_pass(len(tokens))
+        self._pass(self.model.encode, tokens, slots, positions)
 
     def new_tokens_limit(self, prompt: Sequence[int], wanted: int) -> int:
         """How many of the wanted new tokens the context has room for; an encoder has its own."""
@@ -269,14 +267,24 @@ class Engine:
         """
         if self.model.spec.encoder is not None and not self.kv.prompt_lengths[list(slots)].all():
             raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
+        return self._pass(self.model.forward, tokens, slots, positions)
+
+    def _pass(
+        self,
+        run: Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result],
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+    ) -> _Result:
+        """A stack of the model over a flat batch, with the cache of experts sized for it."""
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
-        hidden = self.model.forward(
+        result = run(
             np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32), self.kv
         )
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
-        return hidden
+        return result
 
     def logits(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> np.ndarray:
         """Logits after every token of one sequence, float32 [T, V]. prompt: what an encoder reads, of models with one.

@@ -235,5 +235,7 @@ def eviction_order(
 
     An encoder's turn comes before every score (ExpertRecords.turn).
     """
-    scores, turns = score(records, running_layer)[candidates], records.turn(running_layer)[candidates]
-    return candidates[np.lexsort((candidates, records.last_used[candidates], scores, turns))]
+    keys = [candidates, records.last_used[candidates], score(records, running_layer)[candidates]]
+    if records.encoder_layers:
+        keys.append(records.turn(running_layer)[candidates])
+    return candidates[np.lexsort(keys)]

@@ -15,7 +15,7 @@ from moec.manifests.model import PROJECTIONS, ExpertsSpec, ModelSpec
 
 from . import kernels
 from .address_space import map_anonymous
-from .attention import make_attention
+from .attention import TokenPlaces, make_attention
 from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
@@ -180,19 +180,7 @@ class Model:
         tokens int64 [T]; slots, positions int32 [T]; a sequence's tokens come in order of position.
         Returns the residual stream after the last layer, float32 [T, D]; `logits` takes rows of it.
         """
-        hidden = self._embed(tokens)
-        unrouted = np.empty((len(tokens), 0), np.int32)
-        state = PassState(0, hidden, [unrouted] * self._first_decoder)
-        predicted: np.ndarray | None = None
-        for index in range(self._first_decoder, self.spec.num_layers):
-            started_ns = time.perf_counter_ns()
-            self._attend(index, hidden, slots, positions, kv)
-            if index in self._cross:
-                self._attend_to_prompt(index, hidden, slots, kv)
-            self.times.dense_ns += time.perf_counter_ns() - started_ns
-            state.layer = index
-            predicted = self._experts_layer(state, predicted, slots)
-        return hidden
+        return self._run(range(self._first_decoder, self.spec.num_layers), tokens, TokenPlaces(slots, positions), kv)
 
     def encode(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
         """Run the whole prompts of some slots through the encoder, and keep what the decoder will see of them.
@@ -200,22 +188,29 @@ class Model:
         tokens int64 [T]; slots, positions int32 [T]; the tokens of a prompt lie together and in order. Every expert
         that they need is asked for once.
         """
-        hidden = self._embed(tokens)
-        ends = kv.prompt_lengths[slots]
-        state = PassState(0, hidden, [])
-        predicted: np.ndarray | None = None
-        for index in range(self._first_decoder):
-            started_ns = time.perf_counter_ns()
-            self._attend(index, hidden, slots, positions, kv, ends)
-            self.times.dense_ns += time.perf_counter_ns() - started_ns
-            state.layer = index
-            predicted = self._experts_layer(state, predicted, slots)
+        places = TokenPlaces(slots, positions, kv.prompt_lengths[slots])
+        hidden = self._run(range(self._first_decoder), tokens, places, kv)
         started_ns = time.perf_counter_ns()
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense["encoder_norm"], self.spec.norm_eps, normed)
         for index, attention in self._cross.items():
             attention.store(normed, slots, positions, kv.cross_keys[index], kv.cross_values[index])
         self.times.dense_ns += time.perf_counter_ns() - started_ns
+
+    def _run(self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache) -> np.ndarray:
+        """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D]."""
+        hidden = self._embed(tokens)
+        state = PassState(0, hidden, [np.empty((len(tokens), 0), np.int32)] * layers.start)
+        predicted: np.ndarray | None = None
+        for index in layers:
+            started_ns = time.perf_counter_ns()
+            self._attend(index, hidden, places, kv)
+            if index in self._cross:
+                self._attend_to_prompt(index, hidden, places.slots, kv)
+            self.times.dense_ns += time.perf_counter_ns() - started_ns
+            state.layer = index
+            predicted = self._experts_layer(state, predicted, places.slots)
+        return hidden
 
     def _embed(self, tokens: np.ndarray) -> np.ndarray:
         hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)
@@ -236,18 +231,10 @@ class Model:
         self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
 
-    def _attend(
-        self,
-        index: int,
-        hidden: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        kv: KVCache,
-        ends: np.ndarray | None = None,
-    ) -> None:
+    def _attend(self, index: int, hidden: np.ndarray, places: TokenPlaces, kv: KVCache) -> None:
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense[f"layers.{index}.attention_norm"], self.spec.norm_eps, normed)
-        out = self._attentions[index](normed, slots, positions, kv.keys[index], kv.values[index], ends)
+        out = self._attentions[index](normed, places, kv.keys[index], kv.values[index])
         self._add(hidden, out)
 
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
@@ -282,7 +269,8 @@ class Model:
         if capacity:
             chosen = np.where(within_capacity(chosen, slots, capacity), chosen, np.int32(_NOBODY))
         groups = _places_by_expert(chosen)
-        groups.pop(_NOBODY, None)
+        if capacity:
+            groups.pop(_NOBODY, None)
         if predicted is not None:
             self.prefetch_quality.observe(index, set(predicted.tolist()), groups)
         following, advice = self.advisor.advise(state)

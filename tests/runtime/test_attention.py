@@ -8,7 +8,7 @@ import pytest
 from moec.manifests.model import AttentionSpec, LatentSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
-from moec.runtime.attention import LatentAttention
+from moec.runtime.attention import LatentAttention, TokenPlaces
 from moec.runtime.rotary import RotaryTables
 from tests.kernels.packer import pack_16_bit
 
@@ -50,10 +50,8 @@ def test_it_is_attention_over_keys_and_values_that_are_never_made(query_rank: in
     x = draw.normal(size=(CONTEXT, HIDDEN)).astype(np.float32)
     slots = np.zeros(CONTEXT, np.int32)
     positions = np.arange(CONTEXT, dtype=np.int32)
-    found = np.concatenate([
-        run(x[:5], slots[:5], positions[:5], cache, cache),
-        *(run(x[at : at + 1], slots[:1], positions[at : at + 1], cache, cache) for at in range(5, CONTEXT)),
-    ])  # fmt: skip
+    parts = [slice(5), *(slice(at, at + 1) for at in range(5, CONTEXT))]
+    found = np.concatenate([run(x[part], TokenPlaces(slots[part], positions[part]), cache, cache) for part in parts])
 
     def norm(rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return weight * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6)

@@ -82,10 +82,11 @@ static inline bool is_valid(const MatrixView& matrix) {
         return matrix.group_size == 0 && !matrix.is_symmetric &&
                (matrix.float_type == FloatType::kBfloat16 || matrix.float_type == FloatType::kFloat16);
     }
-    const bool is_known = (matrix.bitwidth == 1 && !matrix.is_symmetric) || matrix.bitwidth == 2 || matrix.bitwidth == 3 || matrix.bitwidth == 4 || matrix.bitwidth == 8;
+    const int bits = matrix.bitwidth;
+    const bool is_known = (bits == 1 && !matrix.is_symmetric) || bits == 2 || bits == 3 || bits == 4 || bits == 8;
     const bool is_group = matrix.group_size >= 0 && matrix.group_size % kColumnsPerTile == 0 &&
                           matrix.columns % group_columns(matrix) == 0;
-    const bool is_mxfp4 = matrix.float_type == FloatType::kMxfp4 && matrix.bitwidth == 4 && matrix.group_size == kColumnsPerTile &&
+    const bool is_mxfp4 = matrix.float_type == FloatType::kMxfp4 && bits == 4 && matrix.group_size == kColumnsPerTile &&
                           !matrix.is_symmetric;
     return is_known && is_group && matrix.columns % kColumnsPerTile == 0 && (is_mxfp4 || matrix.float_type == FloatType::kNone);
 }
