@@ -14,7 +14,7 @@ from moec.manifests.errors import OptionError
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .run import statistics_block
-from .runtime_options import build_options, bundle_folder, mode_text, open_engine, runtime_options
+from .runtime_options import build_options, bundle_folder, mode_options, mode_text, open_engine, runtime_options
 from .traces import check_traceable, recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ SHARES = (0.25, 0.5, 0.75)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
+@mode_options
 def bench_command(
     bundle: Path,
     tokens: int,

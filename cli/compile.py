@@ -97,6 +97,12 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     metavar="SHARE",
     help="With --loss: stop certifying as soon as a verdict has it, at 500, 1,000, 2,000, ... items.",
 )
+@click.option(
+    "--fallback-bits",
+    type=int,
+    metavar="BITS",
+    help="Store a second version of every larger expert in 1 to 4 bits, for `moec run --dynamic-precision`.",
+)
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
@@ -211,6 +217,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         comparisons=not values["no_comparisons"],
         symmetric=values["symmetric"],
         confidence=values["confidence"],
+        fallback_bits=values["fallback_bits"],
     )
 
 

@@ -15,7 +15,16 @@ import click
 from moec.manifests.errors import InputError
 
 from . import output
-from .runtime_options import OPTION_NAMES, build_options, is_bundle, mode_text, refuse_given, runtime_options
+from .runtime_options import (
+    MODE_NAMES,
+    OPTION_NAMES,
+    build_options,
+    is_bundle,
+    mode_options,
+    mode_text,
+    refuse_given,
+    runtime_options,
+)
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import TextEngine
@@ -43,6 +52,7 @@ _FOR_CHECKPOINTS = ("threads",)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @runtime_options
+@mode_options
 @click.pass_context
 def eval_command(
     ctx: click.Context,
@@ -99,7 +109,7 @@ def _engine(
             output.say(bundle.engine.mode)
             yield bundle, {"engine": "runtime", "slots": bundle.engine.options.slots}
         return
-    without_effect = [name for name in (*OPTION_NAMES, "slots") if name not in _FOR_CHECKPOINTS]
+    without_effect = [name for name in (*OPTION_NAMES, *MODE_NAMES, "slots") if name not in _FOR_CHECKPOINTS]
     refuse_given(ctx, without_effect, f"`{model}` is a checkpoint, which transformers runs")
     output.say("mode: checkpoint in transformers, float32")
     yield checkpoint_engine(model, values["threads"]), {"engine": "transformers"}

@@ -12,7 +12,7 @@ import click
 from moec.manifests.errors import OptionError
 
 from . import output
-from .runtime_options import build_options, mode_text, open_engine, runtime_options
+from .runtime_options import build_options, mode_options, mode_text, open_engine, runtime_options
 
 if TYPE_CHECKING:
     from moec.runtime.beam import BeamOptions
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
 @runtime_options
+@mode_options
 def run_command(
     bundle: Path,
     prompt: str,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moec.manifests.errors import BundleIncomplete, InputError, OptionError
+from moec.runtime.modes.settings import CACHE_STATES
 from moec.runtime.options import IO_MODES, POLICIES, PREFETCHERS, RuntimeOptions
 
 from . import output
@@ -76,6 +77,41 @@ _OPTIONS = (
 )
 
 
+MODE_NAMES = ("dynamic_precision", "big_little", "cache_routing", "cache_state")
+
+_MODES = (
+    click.option(
+        "--dynamic-precision",
+        metavar="T1,T2",
+        help="LOSSY: a missed expert less important than T1 is read in its low version, than T2 not at all.",
+    ),
+    click.option(
+        "--big-little",
+        metavar="gamma=G,k=N",
+        help="LOSSY: decode with N experts per token (`K/2`: half), and again with all where p < G.",
+    ),
+    click.option(
+        "--cache-routing",
+        metavar="margin=M,drop=D",
+        help="LOSSY: in place of a miss a cached expert scored within M of it, or none if its weight is below D.",
+    ),
+    click.option(
+        "--cache-state",
+        type=click.Choice(CACHE_STATES),
+        default="warm",
+        show_default=True,
+        help="Start with the most popular experts in memory, or with none.",
+    ),
+)
+
+
+def mode_options(command: F) -> F:
+    """Add the lossy modes to a command that has `runtime_options`."""
+    for option in reversed(_MODES):
+        command = option(command)
+    return command
+
+
 def runtime_options(command: F) -> F:
     """Add the options to a command; they arrive as keyword arguments of these names."""
     for option in reversed(_OPTIONS):
@@ -104,6 +140,7 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
         threads=values["threads"],
         slots=slots,
         verify=not values["no_verify"],
+        **{name: values[name] for name in MODE_NAMES if name in values},
     )
 
 

@@ -53,7 +53,7 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     from moec.runtime.storage import page_bytes
 
     sizes = np.array([page_bytes(entry.size_bytes) for entry in bundle.manifest.experts], np.int64)
-    records = bundle_records(bundle, bundle.tables())
+    records = bundle_records(bundle, bundle.tables(), bundle.manifest.experts)
     return ReplayedBundle(sizes, records, warm_order(records).tolist(), bundle.manifest.cost.minimum_expert_bytes)
 
 

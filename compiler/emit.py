@@ -36,6 +36,7 @@ from moec.manifests.bundle import (
     FileEntry,
     SourceSummary,
     experts_file_name,
+    low_experts_file_name,
     unit_offsets,
 )
 from moec.manifests.codec import encode_manifest
@@ -109,7 +110,7 @@ def emit(
         with _removed_on_failure(disk, partial):
             disk.make_directory(partial)
             dense = emitter.write_dense()
-            experts = emitter.write_experts(quantizer(plan.quantizer), second_moments, packed_units)
+            written = emitter.write_experts(quantizer(plan.quantizer), second_moments, packed_units)
             for file_name, data in small_files.items():
                 emitter.write_small(file_name, data)
             manifest = BundleManifest(
@@ -121,7 +122,8 @@ def emit(
                 source=source,
                 options=dict(sorted((options or {}).items())),
                 dense=tuple(dense),
-                experts=experts,
+                experts=written[0],
+                low_experts=written[1],
                 files=tuple(sorted(emitter.files, key=lambda entry: entry.name)),
                 **_fixed_fields(plan),
             )
@@ -224,15 +226,16 @@ class _Emitter:
     ) -> None:
         self._lowering, self._plan, self._partial, self._disk = lowering, plan, partial, disk
         self._progress = progress
-        self._done, self._total = 0, len(plan.dense) + len(plan.units)
+        self._done, self._total = 0, len(plan.dense) + len(plan.units) + len(plan.low_units)
         self.files: list[FileEntry] = []
 
     def weight_bytes(self) -> int:
         """Bytes on disk of weights and manifest, rounded up."""
         keys = self._plan.model.expert_keys()
         total = sum(self._plan.expert_padded_bytes(key) for key in keys)
+        total += sum(self._plan.expert_padded_bytes(key, is_low=True) for key in self._plan.low_experts)
         total += sum(_dense_bytes(shape, self._plan.dense[n]) for n, shape in self._plan.model.dense_shapes().items())
-        return total + len(keys) * _MANIFEST_BYTES_PER_EXPERT + _MANIFEST_BASE_BYTES
+        return total + (len(keys) + len(self._plan.low_experts)) * _MANIFEST_BYTES_PER_EXPERT + _MANIFEST_BASE_BYTES
 
     def write_small(self, name: str, data: bytes) -> None:
         """One whole small file."""
@@ -267,8 +270,8 @@ class _Emitter:
 
     def write_experts(
         self, quantize: Quantizer, second_moments: SecondMoments | None, packed_units: PackedUnits | None
-    ) -> tuple[ExpertEntry, ...]:
-        """All expert files, one per layer. Source: docs/format.md, Expert files."""
+    ) -> tuple[tuple[ExpertEntry, ...], tuple[ExpertEntry, ...]]:
+        """All expert files, one per layer, then those of low versions. Source: docs/format.md, Expert files."""
 
         def unit_bytes(key: UnitKey, spec: QuantSpec) -> np.ndarray:
             if spec.bitwidth == 16:
@@ -279,25 +282,31 @@ class _Emitter:
             moment, tokens = second_moments(key) if second_moments is not None else (None, 0)
             return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
 
-        entries: list[ExpertEntry] = []
+        entries, low = list[ExpertEntry](), list[ExpertEntry]()
         for layer in self._plan.model.expert_layers:
-            entries += self._write_layer(layer, unit_bytes)
-        return tuple(entries)
+            entries += self._write_layer(layer, unit_bytes, is_low=False)
+        for layer in sorted({key.layer for key in self._plan.low_experts}):
+            low += self._write_layer(layer, unit_bytes, is_low=True)
+        return tuple(entries), tuple(low)
 
-    def _write_layer(self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray]) -> list[ExpertEntry]:
+    def _write_layer(
+        self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray], is_low: bool
+    ) -> list[ExpertEntry]:
         """One expert file; blobs are built one at a time."""
-        keys = [ExpertKey(layer, expert) for expert in range(self._plan.model.layers[layer].experts.count)]
-        sizes = [self._plan.expert_padded_bytes(key) for key in keys]
+        every = self._plan.low_experts if is_low else self._plan.model.expert_keys()
+        keys = [key for key in every if key.layer == layer]
+        sizes = [self._plan.expert_padded_bytes(key, is_low) for key in keys]
         names = [expert_tensor_name(key.expert) for key in keys]
         header = build_header({name: ("U8", (size,)) for name, size in zip(names, sizes, strict=True)})
-        name, offset, entries = experts_file_name(layer), len(header), []
+        name = low_experts_file_name(layer) if is_low else experts_file_name(layer)
+        offset, entries = len(header), list[ExpertEntry]()
         with self._disk.create(self._partial / name) as file:
             file.write(header)
             for key, size in zip(keys, sizes, strict=True):
-                blob = self._expert_blob(key, unit_bytes)
+                specs = self._plan.expert_specs(key, is_low)
+                blob = self._expert_blob(key, specs, unit_bytes)
                 checksum = xxhash.xxh3_128_hexdigest(blob.data)
                 file.write(blob.data)
-                specs = self._plan.expert_specs(key)
                 gate, up, down = (specs.get(projection) for projection in PROJECTIONS)
                 if up is None or down is None:
                     raise RuntimeError(f"{key}: the plan has no format of up or down")
@@ -306,9 +315,10 @@ class _Emitter:
         self._finished(name, file, offset)
         return entries
 
-    def _expert_blob(self, key: ExpertKey, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray]) -> np.ndarray:
-        """One expert, padded, uint8."""
-        specs = self._plan.expert_specs(key)
+    def _expert_blob(
+        self, key: ExpertKey, specs: dict[str, QuantSpec], unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray]
+    ) -> np.ndarray:
+        """One expert in these formats, padded, uint8."""
         offsets, size = unit_offsets(self._plan.model, key.layer, specs)
         blob = np.zeros(size, np.uint8)
         for projection in specs:

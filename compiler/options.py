@@ -18,6 +18,7 @@ Search = Literal["knapsack", "edgemoe"]
 Progress = Callable[[int, int], None]
 DEFAULT_GROUP_SIZES = (32, 64, 128)
 DENSE_BITS = (4, 8, 16)
+FALLBACK_BITS = (1, 2, 3, 4)
 UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
 # Options and their defaults: what only task data gives a meaning to, and what only a search does.
@@ -40,6 +41,7 @@ class CompileOptions:
     dense_bits None: searched (8 with a uniform target). group_sizes: 0 is one scale per row. objective None: the
     device profile's. limit: items per split. symmetric, of a uniform target: no minima; None: the format decides.
     confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
+    fallback_bits: of a second version of every expert that is larger; None: there is none.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -59,6 +61,7 @@ class CompileOptions:
     comparisons: bool = True
     symmetric: bool | None = None
     confidence: float | None = None
+    fallback_bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -81,6 +84,7 @@ class CompileOptions:
             raise OptionError(f"`--limit {self.limit}` must be at least 1", "leave it out to take all items")
         if len(set(self.tasks)) < len(self.tasks):
             raise OptionError(f"`--task` names a task twice: {', '.join(self.tasks)}", "name each once")
+        self._check_fallback()
         self._check_effects()
         if self.target.kind == "uniform":
             self._check_uniform()
@@ -89,6 +93,12 @@ class CompileOptions:
                 f"a target of {self.target} is measured on text, and none was given",
                 "add `--data DIR_OR_JSONL`, or take `--bits-per-weight`, `--size` or `--uniform`",
             )
+
+    def _check_fallback(self) -> None:
+        if self.fallback_bits is not None and self.fallback_bits not in FALLBACK_BITS:
+            raise OptionError(f"`--fallback-bits {self.fallback_bits}` is not on offer", "choose 1, 2, 3 or 4")
+        if self.quantizer == "quanto" and self.fallback_bits in (1, 3):
+            raise OptionError(f"optimum-quanto has no {self.fallback_bits} bits", "take `--fallback-bits 2` or 4")
 
     def _check_effects(self) -> None:
         """Raise OptionError for an option that changes nothing beside the others."""
@@ -121,6 +131,13 @@ class CompileOptions:
             raise OptionError("`--uniform` takes one `--group-size`", "give it once")
         if self.data is not None:
             raise OptionError("`--data` has no effect with `--uniform`", "leave it out; `moec eval` measures a bundle")
+
+    @property
+    def low_spec(self) -> QuantSpec | None:
+        """The format of low versions; None: there are none."""
+        if self.fallback_bits is None:
+            return None
+        return QuantSpec(self.fallback_bits, self.group_sizes[0] if self.group_sizes else UNIFORM_GROUP_SIZE)
 
     @property
     def uniform_group(self) -> int:
@@ -187,6 +204,7 @@ class CompileOptions:
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
+            **({} if self.fallback_bits is None else {"fallback_bits": str(self.fallback_bits)}),
         }
 
 

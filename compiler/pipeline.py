@@ -37,6 +37,7 @@ from .layerwise import planning
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
+from .low_versions import with_low_versions
 from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE
 from .plan import CompilePlan
@@ -50,7 +51,7 @@ from .sensitivity import Progress, SensitivityTable, dense_formats, measure_sens
 from .tables import Tables
 from .task_data import Shots, load_task_data, train_texts
 from .trials import TaskData, Trials
-from .uniform import uniform_plan
+from .uniform import uniform_plan, uniform_spec
 from .unit_store import UnitStore
 from .work_folder import check_partial, planning_journal, removed_on_failure, work_journal
 
@@ -125,7 +126,7 @@ def _prepare(request: CompileRequest) -> _Stage:
     report = preflight(
         checkpoint,
         lowering,
-        required=(_uniform_spec(stage),) if kind == "uniform" else (),
+        required=_required_specs(stage),
         offered=() if kind == "uniform" else stage.specs,
         group_sizes=() if kind == "uniform" else options.group_sizes,
         bits_per_weight=value if kind == "bits_per_weight" else None,
@@ -149,7 +150,7 @@ def _choose_way(stage: _Stage) -> None:
     threads = torch.get_num_threads()
     stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, threads, limit)
     if stage.is_layerwise:
-        planning.check_layerwise(model, request.options.target, stage.specs, threads, limit, len(stage.splits))
+        planning.check_layerwise(model, request.options, stage.specs, threads, limit, len(stage.splits))
         need = planning.need_bytes(model, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
@@ -167,14 +168,11 @@ def _check_weights(stage: _Stage) -> None:
         progress(done, len(sources))
 
 
-def _uniform_spec(stage: _Stage) -> QuantSpec:
-    """The format of all experts; 4 bits of a checkpoint of 4-bit floats are those, unless groups are asked for."""
-    options, bits = stage.request.options, int(stage.request.options.target.value)
-    if bits == 16:
-        return stage.lowering.spec_16bit
-    if bits == 4 and stage.lowering.own_unit_spec.is_mxfp4 and not options.group_sizes and options.symmetric is None:
-        return stage.lowering.own_unit_spec
-    return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
+def _required_specs(stage: _Stage) -> tuple[QuantSpec, ...]:
+    """Formats that every expert must fit."""
+    options = stage.request.options
+    low = () if options.low_spec is None else (options.low_spec,)
+    return (uniform_spec(options, stage.lowering), *low) if options.target.kind == "uniform" else low
 
 
 def _identity(stage: _Stage) -> str:
@@ -190,11 +188,16 @@ def _identity(stage: _Stage) -> str:
 
 
 def _make_plan(stage: _Stage) -> CompilePlan:
+    options, plan = stage.request.options, _make_high_plan(stage)
+    return plan if options.low_spec is None else with_low_versions(plan, options.low_spec)
+
+
+def _make_high_plan(stage: _Stage) -> CompilePlan:
     options, model = stage.request.options, stage.lowering.model
     if options.target.kind == "uniform":
         # There is no data that GPTQ could work from.
         quantizer = "rtn" if options.quantizer == "gptq" else options.quantizer
-        spec, dense = _uniform_spec(stage), options.dense_bits or UNIFORM_DENSE_BITS
+        spec, dense = uniform_spec(options, stage.lowering), options.dense_bits or UNIFORM_DENSE_BITS
         plan = uniform_plan(
             model, spec.bitwidth, options.uniform_group, dense, stage.lowering.float_type, quantizer,
             options.is_uniform_symmetric and spec.bitwidth < 16, spec,

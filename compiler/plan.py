@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moec.manifests.bundle import unit_offsets
 from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
@@ -18,12 +18,14 @@ class CompilePlan:
     units: UnitKey -> QuantSpec for all routed experts.
     dense: canonical name -> QuantSpec, names as in ModelSpec.dense_shapes.
     quantizer: `gptq`, `rtn` or `quanto`, used for units below 16 bits; dense weights are always rounded to nearest.
+    low_units: formats of second, smaller versions, for the experts that have one.
     """
 
     model: ModelSpec
     units: Mapping[UnitKey, QuantSpec]
     dense: Mapping[str, QuantSpec]
     quantizer: str
+    low_units: Mapping[UnitKey, QuantSpec] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -31,13 +33,19 @@ class CompilePlan:
         parts = [self.quantizer, *map(str, self.units.values()), *(f"{n}={s}" for n, s in self.dense.items())]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
 
-    def expert_specs(self, key: ExpertKey) -> dict[str, QuantSpec]:
-        """The formats of one expert's projections."""
-        return {unit.projection: self.units[unit] for unit in self.model.units_of(key)}
+    def expert_specs(self, key: ExpertKey, is_low: bool = False) -> dict[str, QuantSpec]:
+        """The formats of one expert's projections; is_low: of its low version. Raises KeyError where it has none."""
+        units = self.low_units if is_low else self.units
+        return {unit.projection: units[unit] for unit in self.model.units_of(key)}
 
-    def expert_padded_bytes(self, key: ExpertKey) -> int:
-        """Bytes that one read of this expert takes from storage."""
-        return unit_offsets(self.model, key.layer, self.expert_specs(key))[1]
+    def expert_padded_bytes(self, key: ExpertKey, is_low: bool = False) -> int:
+        """Bytes that one read of this expert, or of its low version, takes from storage."""
+        return unit_offsets(self.model, key.layer, self.expert_specs(key, is_low))[1]
+
+    @property
+    def low_experts(self) -> tuple[ExpertKey, ...]:
+        """The experts that have a low version, in order."""
+        return tuple(key for key in self.model.expert_keys() if self.model.units_of(key)[0] in self.low_units)
 
     @property
     def expert_packed_bytes(self) -> int:

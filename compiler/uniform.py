@@ -6,7 +6,19 @@ from moec.manifests.errors import PlanError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
 
+from .families import Lowering
+from .options import CompileOptions
 from .plan import CompilePlan
+
+
+def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
+    """The format of all experts; 4 bits of a checkpoint of 4-bit floats are those, unless groups are asked for."""
+    bits = int(options.target.value)
+    if bits == 16:
+        return lowering.spec_16bit
+    if bits == 4 and lowering.own_unit_spec.is_mxfp4 and not options.group_sizes and options.symmetric is None:
+        return lowering.own_unit_spec
+    return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
 
 
 def uniform_plan(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from .model import MAX_EXPERTS, ExpertKey, ModelSpec
+from .optional_fields import OPTIONAL
 from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSpec, round_up
 
 FORMAT_VERSION = 1
@@ -25,6 +27,11 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 def experts_file_name(layer: int) -> str:
     """The file that holds the routed experts of one layer."""
     return f"experts-{layer:05d}.safetensors"
+
+
+def low_experts_file_name(layer: int) -> str:
+    """The file that holds the low versions of one layer's routed experts."""
+    return f"low-experts-{layer:05d}.safetensors"
 
 
 def _check_digest(text: str) -> None:
@@ -202,6 +209,12 @@ class BundleManifest:
     dense: tuple[DenseEntry, ...]
     experts: tuple[ExpertEntry, ...]
     files: tuple[FileEntry, ...]
+    low_experts: tuple[ExpertEntry, ...] = field(default=(), metadata=OPTIONAL)
+
+    @property
+    def stored_experts(self) -> tuple[ExpertEntry, ...]:
+        """All that expert files hold: every expert, and behind them the low versions."""
+        return (*self.experts, *self.low_experts)
 
     def __post_init__(self) -> None:
         if self.layout != LAYOUT:
@@ -209,7 +222,9 @@ class BundleManifest:
         names = [entry.name for entry in self.files]
         if len(set(names)) != len(names) or MANIFEST_NAME in names:
             raise ValueError("files: a name occurs twice, or the manifest lists itself")
-        self._check_experts({entry.name: entry.size_bytes for entry in self.files})
+        sizes = {entry.name: entry.size_bytes for entry in self.files}
+        self._check_experts(sizes)
+        self._check_low_experts(sizes)
         self._check_dense()
         self._check_cost()
 
@@ -218,9 +233,28 @@ class BundleManifest:
         # The count comes first: what the model claims may be far more than what the manifest lists.
         if len(self.experts) != count or tuple(entry.key for entry in self.experts) != self.model.expert_keys():
             raise ValueError(f"experts: expected all {count} of the model once each, in order")
+        self._check_entries("experts", self.experts, experts_file_name, file_sizes)
+
+    def _check_low_experts(self, file_sizes: dict[str, int]) -> None:
+        sizes = {entry.key: entry.size_bytes for entry in self.experts}
+        keys = [entry.key for entry in self.low_experts]
+        if keys != sorted(set(keys)):
+            raise ValueError("low_experts: expected each at most once, in order")
+        for entry in self.low_experts:
+            if entry.size_bytes >= sizes.get(entry.key, 0):
+                raise ValueError(f"low_experts[{entry.layer}, {entry.expert}]: not smaller than the expert itself")
+        self._check_entries("low_experts", self.low_experts, low_experts_file_name, file_sizes)
+
+    def _check_entries(
+        self,
+        field_name: str,
+        entries: tuple[ExpertEntry, ...],
+        file_name: Callable[[int], str],
+        file_sizes: dict[str, int],
+    ) -> None:
         end: dict[str, int] = {}
-        for entry in self.experts:
-            place = f"experts[{entry.layer}, {entry.expert}]"
+        for entry in entries:
+            place = f"{field_name}[{entry.layer}, {entry.expert}]"
             projections = self.model.layers[entry.layer].experts.projections
             if (entry.gate is None) == ("gate" in projections):
                 raise ValueError(f"{place}: expected formats of {', '.join(projections)}")
@@ -228,8 +262,8 @@ class BundleManifest:
             _, size = unit_offsets(self.model, entry.layer, specs)
             if size != entry.size_bytes:
                 raise ValueError(f"{place}: its formats take {size} bytes, size_bytes says {entry.size_bytes}")
-            if entry.file != experts_file_name(entry.layer):
-                raise ValueError(f"{place}: expected file `{experts_file_name(entry.layer)}`, found `{entry.file}`")
+            if entry.file != file_name(entry.layer):
+                raise ValueError(f"{place}: expected file `{file_name(entry.layer)}`, found `{entry.file}`")
             if entry.offset_bytes < end.get(entry.file, 0):
                 raise ValueError(f"{place}: overlaps the expert before it in `{entry.file}`")
             end[entry.file] = entry.offset_bytes + entry.size_bytes

@@ -37,10 +37,13 @@ def generate_many(
 ) -> list[list[int]]:
     """Greedy answers, eos left out, in the order of the prompts. An empty draft is no draft.
 
-    limits: most new tokens of each. Raises ContextOverflow for a prompt that does not fit, InputError for an empty one
+    limits: most new tokens of each. Under lossy modes drafts are left aside: a pass that verifies one is lossless.
+    Raises ContextOverflow for a prompt that does not fit, InputError for an empty one
     and for ids outside the vocabulary.
     """
     eos = set(engine.bundle.manifest.model.eos_token_ids)
+    if not engine.is_lossless:
+        drafts = [()] * len(prompts)
     for prompt, draft in zip(prompts, drafts, strict=True):
         engine.check_tokens(prompt)
         engine.check_vocabulary(draft)
@@ -155,8 +158,8 @@ def _accept(item: RunningSequence, position: int, greedy: list[int], eos: set[in
 def _decode_once(engine: Engine, running: list[RunningSequence]) -> None:
     tokens = [item.produced[-1] for item in running]
     positions = [len(item.prompt) + len(item.produced) - 1 for item in running]
-    hidden = engine.step(tokens, [item.slot for item in running], positions)
-    for item, token in zip(running, _greedy(engine, hidden), strict=True):
+    logits = engine.decode(tokens, [item.slot for item in running], positions)
+    for item, token in zip(running, np.argmax(logits, axis=1).tolist(), strict=True):
         item.produced.append(token)
 
 
@@ -165,8 +168,10 @@ def forced_logits(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Logits that predict each answer token, float32 [A, V], as (index of the pair, logits).
 
-    pairs: (prompt ids, answer ids). Several sequences go through a pass together.
+    pairs: (prompt ids, answer ids). Several sequences go through a pass together; under lossy modes only the prompts,
+    and the answers token by token.
     """
+    run_group = _forced_group if engine.is_lossless else _decoded_group
     group: list[int] = []
     tokens = 0
     for index, (prompt, answer) in enumerate(pairs):
@@ -174,12 +179,12 @@ def forced_logits(
         # Plain text is scored behind an empty prompt.
         engine.check_pair(prompt, answer)
         if group and (tokens + need > MAX_PASS_TOKENS or len(group) == engine.options.slots):
-            yield from _forced_group(engine, pairs, group)
+            yield from run_group(engine, pairs, group)
             group, tokens = [], 0
         group.append(index)
         tokens += need
     if group:
-        yield from _forced_group(engine, pairs, group)
+        yield from run_group(engine, pairs, group)
 
 
 def _forced_group(
@@ -198,3 +203,30 @@ def _forced_group(
     for index in group:
         nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
         yield index, np.concatenate([nothing, *collected[index]])
+
+
+def _decoded_group(
+    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """As `_forced_group`, with the answers decoded as a generation would decode them."""
+    engine.begin_sequence()
+    texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
+    answers = [list(pairs[index][1]) for index in group]
+    starts = [max(len(text), 1) for text in texts]  # behind an empty prompt the first token is not scored
+    sequences = [[*text, *answer] for text, answer in zip(texts, answers, strict=True)]
+    collected: list[list[np.ndarray]] = [[] for _ in group]
+    for part, hidden in _passes(engine, [(at, each[: starts[at]]) for at, each in enumerate(sequences)]):
+        for which, first, rows in part:
+            if first + len(rows) == starts[which] < len(sequences[which]):
+                collected[which].append(engine.model.logits(hidden[rows[-1:]]))
+    longest = max((len(each) - start for each, start in zip(sequences, starts, strict=True)), default=0)
+    for step in range(longest - 1):
+        running = [at for at, each in enumerate(sequences) if starts[at] + step < len(each) - 1]
+        positions = [starts[at] + step for at in running]
+        tokens = [sequences[at][place] for at, place in zip(running, positions, strict=True)]
+        logits = engine.decode(tokens, running, positions)
+        for row, at in enumerate(running):
+            collected[at].append(logits[row : row + 1])
+    nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
+    for at, index in enumerate(group):
+        yield index, np.concatenate([nothing, *collected[at]])

@@ -79,7 +79,7 @@ class _Search:
         (prompt,) = engine.begin_texts([0], [self._prompt])
         hidden = engine.prefill(prompt)[-1:]
         engine.copy_slots([0] * beams, len(prompt))
-        log_probs = np.repeat(self._log_probs(hidden), beams, axis=0)
+        log_probs = np.repeat(self._log_probs(engine.model.logits(hidden)), beams, axis=0)
         while True:
             parents = self._advance(log_probs)
             length = len(self._running[0])
@@ -88,11 +88,10 @@ class _Search:
             positions = len(prompt) + length - 1
             engine.copy_slots(parents, positions)
             last = [tokens[-1] for tokens in self._running]
-            log_probs = self._log_probs(engine.step(last, range(beams), [positions] * beams))
+            log_probs = self._log_probs(engine.decode(last, range(beams), [positions] * beams))
 
-    def _log_probs(self, hidden: np.ndarray) -> np.ndarray:
-        """[B, V] float32."""
-        logits = self._engine.model.logits(hidden)
+    def _log_probs(self, logits: np.ndarray) -> np.ndarray:
+        """[B, V] float32, of logits [B, V]."""
         if not np.isfinite(logits.max()):
             raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
         shifted = logits - logits.max(axis=1, keepdims=True)

@@ -123,7 +123,7 @@ def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
         raise BundleIncomplete(f"`{manifest_path}` is not certified", "run the compile again with `--resume`")
     _check_file_list(path, manifest)
     headers = {}
-    for name in sorted({DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.experts)}):
+    for name in sorted({DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.stored_experts)}):
         try:
             headers[name] = read_header(path / name)
         except HeaderError as error:
@@ -135,7 +135,7 @@ def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
 
 def _check_file_list(path: Path, manifest: BundleManifest) -> None:
     listed = {entry.name: entry for entry in manifest.files}
-    for required in (DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.experts)):
+    for required in (DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.stored_experts)):
         if required not in listed:
             raise ManifestInvalid(f"`{path / MANIFEST_NAME}` does not list `{required}`", "compile the bundle again")
     for entry in manifest.files:
@@ -153,7 +153,7 @@ def _check_file_list(path: Path, manifest: BundleManifest) -> None:
 
 
 def _check_headers(bundle: Bundle) -> None:
-    for expert in bundle.manifest.experts:
+    for expert in bundle.manifest.stored_experts:
         tensor = bundle.headers[expert.file].get(expert_tensor_name(expert.expert))
         place = f"`{bundle.path / expert.file}`, expert {expert.expert}"
         if tensor is None or tensor.dtype != "U8":
@@ -238,7 +238,7 @@ def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = 
         if file_digest(bundle.path / entry.name, report) != entry.sha256:
             raise ChecksumMismatch(f"{_damaged_place(bundle, entry)} differs from its digest", "copy the bundle again")
         before += entry.size_bytes
-    for expert in bundle.manifest.experts:
+    for expert in bundle.manifest.stored_experts:
         if _checksum(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.xxh3:
             raise ChecksumMismatch(
                 f"`{bundle.path / expert.file}`, expert {expert.expert}: differs from its checksum", "compile it again"
@@ -268,7 +268,7 @@ def _checksum(bundle: Bundle, file: str, offset_bytes: int, size_bytes: int) -> 
 
 def _damaged_place(bundle: Bundle, entry: FileEntry) -> str:
     """The expert that is damaged, if the file holds experts; otherwise the file."""
-    for expert in bundle.manifest.experts:
+    for expert in bundle.manifest.stored_experts:
         if (
             expert.file == entry.name
             and _checksum(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.xxh3

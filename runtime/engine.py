@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from moec.manifests.bundle import TABLES_NAME, BundleManifest
+from moec.manifests.bundle import TABLES_NAME, BundleManifest, ExpertEntry
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, KernelUnavailable, OptionError
 
 from . import kernels
@@ -27,6 +28,9 @@ from .eviction import ExpertRecords, expert_records, policy_score, warm_order
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .model import Model, bind_experts, load_dense
+from .modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
+from .modes.decoder import LossyDecoder, check_modes
+from .modes.logical_cache import LogicalCache
 from .options import MAX_THREADS, RuntimeOptions
 from .prefetch import make_predictor
 from .sampling import Sampler, SamplingOptions
@@ -34,6 +38,7 @@ from .storage import open_storage, page_bytes
 from .text import TOKENIZER_NAME, StopTexts, TextStream, load_tokenizer
 
 _Result = TypeVar("_Result")
+_RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
 
 FinishReason = Literal["stop", "length"]
 
@@ -66,9 +71,11 @@ def load(path: str | Path, **options: Any) -> Engine:
     return Engine(open_bundle(Path(path)), chosen)
 
 
-def bundle_records(bundle: Bundle, tables: Tables) -> ExpertRecords:
-    """What is known of the experts before the first token: their layers and how often calibration saw them."""
-    entries = bundle.manifest.experts
+def bundle_records(bundle: Bundle, tables: Tables, entries: Sequence[ExpertEntry]) -> ExpertRecords:
+    """What is known of stored experts before the first token: their layers and how often calibration saw them.
+
+    A low version counts as often as the expert.
+    """
     layer = np.array([entry.layer for entry in entries], np.int32)
     popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
     model = bundle.manifest.model
@@ -98,17 +105,21 @@ class Engine:
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
         tables = bundle.tables()
         dense = load_dense(bundle, options.verify)
-        sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.experts], np.int64)
-        self._holds_all = int(sizes.sum()) <= self.memory.cache_bytes
-        self._storage = open_storage(bundle, options.io, options.verify, evicts=not self._holds_all)
-        self._records = records = bundle_records(bundle, tables)
+        modes, stored = options.modes, manifest.stored_experts
+        check_modes(modes, manifest.model, len(manifest.low_experts))
+        sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
+        count = len(manifest.experts)
+        self._holds_all = int(sizes[:count].sum()) <= self.memory.cache_bytes
+        is_never_full = self._holds_all and modes.dynamic_precision is None
+        self._storage = open_storage(bundle, options.io, options.verify, evicts=not is_never_full)
+        self._records = records = bundle_records(bundle, tables, stored)
         score = policy_score(options.policy, options.policy_weights)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
         self.cache = ExpertCache(
             self._storage, sizes, self.memory.cache_bytes, records, score, pin_limit, options.readers
         )
         self.kv = KVCache(manifest.model, options.slots, self.memory.context)
-        experts = bind_experts(bundle, self._storage, dense)
+        experts = bind_experts(bundle, stored, self._storage, dense)
         self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
         if not self._holds_all:
             self.model.advisor.predictor = make_predictor(
@@ -117,7 +128,14 @@ class Engine:
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
         self.model.advisor.layers, self.model.advisor.experts = options.prefetch_layers, options.prefetch_experts
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
-        self.cache.warm(warm_order(records).tolist())
+        # Low versions come with a miss.
+        warm = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
+        self.cache.warm(warm)
+        self._lossy = None
+        if not modes.is_lossless:
+            logical = LogicalCache(sizes, self.memory.cache_bytes, records, score, pin_limit, warm)
+            versions = Versions(self.model.first_expert, low_version_indices(manifest))
+            self._lossy = LossyDecoder(modes, self.model, versions, logical if modes.reads_cache else None)
         self._sequence = 0
 
     def __enter__(self) -> Engine:
@@ -147,12 +165,26 @@ class Engine:
         weights = f" {self.options.policy_weights}" if self.options.policy_weights else ""
         advice = "off (all fit)" if self._holds_all else self.options.prefetch
         return (
-            f"mode: {'resident' if self._holds_all else 'streaming'}, lossless; expert cache "
+            f"mode: {'resident' if self._holds_all else 'streaming'}, {self._loss_text()}; expert cache "
             f"{'' if self._elastic is None else 'from '}{self.memory.cache_bytes / 2**20:.1f} MiB "
             f"({share:.0%} of experts), policy {self.options.policy}{weights}, "
             f"prefetch {advice}, io {self._storage.mode}, readers {self.options.readers}, "
             f"kernels {kernels.active()}, threads {kernels.threads()}"
         )
+
+    def _loss_text(self) -> str:
+        cold = "" if self.options.cache_state == "warm" else ", cold start"
+        return f"lossless{cold}" if self._lossy is None else f"LOSSY ({self.options.modes.to_text()}){cold}"
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every token is the model's own."""
+        return self._lossy is None
+
+    @property
+    def mode_counts(self) -> ModeCounts | None:
+        """What the lossy modes decided so far; None where all are off."""
+        return None if self._lossy is None else self._lossy.counts
 
     # -- generation --------------------------------------------------------------------------------------------
 
@@ -187,9 +219,9 @@ class Engine:
         before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
         (known,) = self.begin_texts([0], [tokens])
         stream = TextStream(self.tokenizer, known)
-        hidden, position = self.prefill(known), len(known)
+        logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
         for count in range(1, limit + 1):
-            token = sampler(self.model.logits(hidden[-1:])[0], known)
+            token = sampler(logits, known)
             known.append(token)
             reason: FinishReason | None = "stop" if token in eos else ("length" if count == limit else None)
             text = "" if token in eos else stream.push(token)
@@ -208,7 +240,7 @@ class Engine:
                     "another call has taken over the keys and values of this generation",
                     "finish one generation before the next, or load a second engine",
                 )
-            hidden = self.step([token], [0], [position])
+            logits = self.decode([token], [0], [position])[0]
             position += 1
 
     def begin_sequence(self) -> int:
@@ -217,6 +249,8 @@ class Engine:
         Policies that count within a sequence begin anew, also where others go on beside it.
         """
         self._records.begin_sequence()
+        if self._lossy is not None:
+            self._lossy.begin_sequence()
         self._sequence += 1
         return self._sequence
 
@@ -267,11 +301,28 @@ class Engine:
         """
         if self.model.spec.encoder is not None and not self.kv.prompt_lengths[list(slots)].all():
             raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
-        return self._pass(self.model.forward, tokens, slots, positions)
+        return self._pass(self._forward(None if self._lossy is None else self._lossy.prefill), tokens, slots, positions)
+
+    def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """Logits [T, V] behind the next token of some sequences, one each: where lossy modes decide.
+
+        Raises ExecutionError as `step`.
+        """
+        if self._lossy is None:
+            return self.model.logits(self.step(tokens, slots, positions))
+
+        def run(tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, choice: PassChoice) -> np.ndarray:
+            return self._pass(self._forward(choice), tokens.tolist(), slots.tolist(), positions.tolist())
+
+        arrays = (np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32))
+        return self._lossy.decode(run, *arrays)
+
+    def _forward(self, choice: PassChoice | None) -> _RunStack[np.ndarray]:
+        return self.model.forward if choice is None else partial(self.model.forward, choice=choice)
 
     def _pass(
         self,
-        run: Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result],
+        run: _RunStack[_Result],
         tokens: Sequence[int],
         slots: Sequence[int],
         positions: Sequence[int],

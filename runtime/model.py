@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from moec.manifests.bundle import DENSE_NAME, unit_offsets
+from moec.manifests.bundle import DENSE_NAME, ExpertEntry, unit_offsets
 from moec.manifests.errors import ChecksumMismatch
 from moec.manifests.model import PROJECTIONS, ExpertsSpec, ModelSpec
 
@@ -20,6 +21,7 @@ from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
+from .modes.choice import NOBODY, PassChoice
 from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
 from .relative_bias import bias_by_distance
 from .rotary import RotaryTables
@@ -28,8 +30,6 @@ from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
 from .trace import TraceRecorder
-
-_NOBODY = -1  # in the place of the expert that a token passes by
 
 
 def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
@@ -65,10 +65,12 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
     return weights
 
 
-def bind_experts(bundle: Bundle, storage: ExpertStorage, dense: dict[str, Any]) -> list[Any]:
+def bind_experts(
+    bundle: Bundle, entries: Sequence[ExpertEntry], storage: ExpertStorage, dense: dict[str, Any]
+) -> list[Any]:
     """One kernels.Expert per manifest entry, over its fixed place in storage. Touches no page."""
     model, bound = bundle.manifest.model, []
-    for index, entry in enumerate(bundle.manifest.experts):
+    for index, entry in enumerate(entries):
         spec = model.layers[entry.layer].experts
         specs = {projection: entry.spec(projection) for projection in spec.projections}
         offsets, _ = unit_offsets(model, entry.layer, specs)
@@ -156,11 +158,16 @@ class Model:
             SharedExpert(weights[at], layer.experts.activation) if layer.shared else None
             for at, layer in enumerate(self.spec.layers)
         ]
-        self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
+        self._first_expert: list[int] = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         self.advisor = Advisor(self.spec, self._first_expert)
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
+
+    @property
+    def first_expert(self) -> list[int]:
+        """[L + 1]: where each layer's experts begin when they are counted over all layers."""
+        return self._first_expert
 
     def advice_by_layer(self) -> list[LayerAdvice]:
         """What prefetching was worth so far."""
@@ -174,13 +181,26 @@ class Model:
         """The routers; None where a layer routes nothing."""
         return self._routers
 
-    def forward(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> np.ndarray:
+    def prefetch(self, experts: Sequence[int]) -> None:
+        """Read stored experts ahead, likeliest first."""
+        self._cache.prefetch(experts)
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        kv: KVCache,
+        choice: PassChoice | None = None,
+    ) -> np.ndarray:
         """Run T tokens of any sequences through the decoder's layers and store their keys and values.
 
-        tokens int64 [T]; slots, positions int32 [T]; a sequence's tokens come in order of position.
+        tokens int64 [T]; slots, positions int32 [T]; a sequence's tokens come in order of position. choice: what lossy
+        modes make of the routers' choice.
         Returns the residual stream after the last layer, float32 [T, D]; `logits` takes rows of it.
         """
-        return self._run(range(self._first_decoder, self.spec.num_layers), tokens, TokenPlaces(slots, positions), kv)
+        layers = range(self._first_decoder, self.spec.num_layers)
+        return self._run(layers, tokens, TokenPlaces(slots, positions), kv, choice)
 
     def encode(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
         """Run the whole prompts of some slots through the encoder, and keep what the decoder will see of them.
@@ -197,10 +217,12 @@ class Model:
             attention.store(normed, slots, positions, kv.cross_keys[index], kv.cross_values[index])
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
-    def _run(self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache) -> np.ndarray:
+    def _run(
+        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: PassChoice | None = None
+    ) -> np.ndarray:
         """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D]."""
         hidden = self._embed(tokens)
-        state = PassState(0, hidden, [np.empty((len(tokens), 0), np.int32)] * layers.start)
+        state = PassState(0, hidden, [np.empty((len(tokens), 0), np.int32)] * layers.start, choice)
         predicted: np.ndarray | None = None
         for index in layers:
             started_ns = time.perf_counter_ns()
@@ -253,58 +275,74 @@ class Model:
     def _experts_layer(self, state: PassState, predicted: np.ndarray | None, slots: np.ndarray) -> np.ndarray | None:
         """Route, advise, compute, add in router-rank order. Returns the candidates predicted for the next layer."""
         index, hidden = state.layer, state.hidden
-        count = len(state.hidden)
         started_ns = time.perf_counter_ns()
         normed = np.empty_like(hidden)
         kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
-        router = self._routers[index]
-        if router is not None:
-            chosen, weights = router.rule.route(router.logits(normed))
-        else:
-            chosen, weights = np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
-        state.chosen.append(chosen)
+        asked, weights = self._route(state, normed, slots)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
-        capacity = self.spec.layers[index].experts.router.capacity
-        if capacity:
-            chosen = np.where(within_capacity(chosen, slots, capacity), chosen, np.int32(_NOBODY))
-        groups = _places_by_expert(chosen)
-        if capacity:
-            groups.pop(_NOBODY, None)
         if predicted is not None:
-            self.prefetch_quality.observe(index, set(predicted.tolist()), groups)
+            routed = set(state.chosen[index].reshape(-1).tolist())
+            self.prefetch_quality.observe(index, set(predicted.tolist()), routed)
         following, advice = self.advisor.advise(state)
         if self.trace is not None:
             # Before a capacity drops tokens: it never drops all that chose an expert.
             self.trace.add_layer(index, state.chosen[index], advice)
-        self._compute(index, groups, normed, weights, hidden, advice)
+        if state.choice is not None:
+            state.choice.requested(index, list(asked), advice)
+        has_nobody = state.choice is not None or bool(self.spec.layers[index].experts.router.capacity)
+        self._compute(index, asked, normed, weights, hidden, advice, has_nobody)
         return following
+
+    def _route(
+        self, state: PassState, normed: np.ndarray, slots: np.ndarray
+    ) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The stored experts that the layer asks for, each with its places (token x top-k + rank), and the weights."""
+        index, router, choice = state.layer, self._routers[state.layer], state.choice
+        first, experts = self._first_expert[index], self.spec.layers[index].experts
+        if router is None:
+            state.chosen.append(np.empty((len(normed), 0), np.int32))
+            return {}, np.empty((len(normed), 0), np.float32)
+        logits = router.logits(normed)
+        chosen, weights = router.rule.route(logits, state.top_k(experts.top_k))
+        state.chosen.append(chosen)
+        if choice is not None:
+            chosen, weights = choice.select(index, router.rule, logits, chosen, weights)
+        if experts.router.capacity:
+            chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NOBODY))
+        groups = _places_by_expert(chosen)
+        groups.pop(NOBODY, None)
+        if choice is None:
+            return {first + expert: places for expert, places in groups.items()}, weights
+        return {choice.index(index, expert): places for expert, places in groups.items()}, weights
 
     def _compute(
         self,
         index: int,
-        groups: dict[int, np.ndarray],
+        asked: dict[int, np.ndarray],
         normed: np.ndarray,
         weights: np.ndarray,
         hidden: np.ndarray,
         advice: list[int],
+        has_nobody: bool,
     ) -> None:
-        first, shared, chosen_count = self._first_expert[index], self._shared[index], weights.shape[1]
+        """asked: stored experts and their places. has_nobody: whether some places may be computed by none of them."""
+        shared, chosen_count = self._shared[index], weights.shape[1]
         if shared is not None:  # one more rank, behind the routed ones
             weights = np.concatenate([weights, shared.weights(normed)], axis=1)
-        # With a capacity, some rows are nobody's.
-        allocate = np.zeros if self.spec.layers[index].experts.router.capacity else np.empty
+        # What nobody computes is added as well, with weight 0.
+        allocate = np.zeros if has_nobody else np.empty
         parts = allocate((len(hidden), weights.shape[1], hidden.shape[1]), np.float32)
         is_one = len(hidden) == 1
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
-        with closing(self._cache.stream(index, [first + e for e in groups], advice, together=is_one)) as ready:
+        with closing(self._cache.stream(index, list(asked), advice, together=is_one)) as ready:
             for experts in ready:
                 started_ns = time.perf_counter_ns()
                 if is_one:
-                    ranks = np.concatenate([groups[expert - first] for expert in experts])
+                    ranks = np.concatenate([asked[expert] for expert in experts])
                     kernels.experts_of_token([self._experts[expert] for expert in experts], normed, ranks, parts)
                 else:
-                    self._compute_expert(experts[0], groups[experts[0] - first], chosen_count, normed, parts)
+                    self._compute_expert(experts[0], asked[experts[0]], chosen_count, normed, parts)
                 self.times.experts_ns += time.perf_counter_ns() - started_ns
                 if shared is not None:  # while misses are read
                     self._compute_shared(shared, normed, parts)

@@ -1,13 +1,15 @@
-"""RuntimeOptions: everything a user can set about how a bundle runs. Lossless all: none changes a logit."""
+"""RuntimeOptions: everything a user can set about how a bundle runs. Only the lossy modes change a logit."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
 from moec.manifests.errors import OptionError
+
+from .modes.settings import CACHE_STATES, CacheState, LossyModes, parse_modes
 
 POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
 WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
@@ -83,7 +85,9 @@ class RuntimeOptions:
     policy_weights: `LRU,LFU,LHU,FLD` of the policies `hobbit` and `hobbit-printed`.
     readers: reads of experts under way at once, at most. prefetch_layers: how far ahead experts are guessed.
     prefetch_experts: of the next layer, for each token; 0: three eighths of the top-k.
-    verify: compare every expert with its digest when it is first read.
+    verify: compare every expert with its digest when it is first read. cache_state: `warm` fills the cache before the
+    first token with what calibration saw most often, `cold` leaves it empty.
+    dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
     """
 
     memory: str | None = None
@@ -99,6 +103,10 @@ class RuntimeOptions:
     readers: int = 2
     prefetch_layers: int = 2
     prefetch_experts: int = 0
+    cache_state: CacheState = "warm"
+    dynamic_precision: str | None = None
+    big_little: str | None = None
+    cache_routing: str | None = None
 
     def __post_init__(self) -> None:
         for text in (self.memory, self.expert_cache):
@@ -107,6 +115,9 @@ class RuntimeOptions:
         if self.policy not in POLICIES:
             raise OptionError(f"unknown policy `{self.policy}`", f"choose one of {', '.join(POLICIES)}")
         self._check_weights()
+        if self.cache_state not in CACHE_STATES:
+            raise OptionError(f"unknown cache state `{self.cache_state}`", f"choose one of {', '.join(CACHE_STATES)}")
+        _ = self.modes
         if self.prefetch not in PREFETCHERS:
             raise OptionError(f"unknown prefetch `{self.prefetch}`", f"choose one of {', '.join(PREFETCHERS)}")
         if self.io not in IO_MODES:
@@ -127,6 +138,15 @@ class RuntimeOptions:
             )
         if self.threads > MAX_THREADS:
             raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")
+
+    @property
+    def modes(self) -> LossyModes:
+        """The lossy modes. Raises OptionError for what they cannot mean."""
+        return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing)
+
+    def lossless(self) -> RuntimeOptions:
+        """The same without lossy modes."""
+        return replace(self, dynamic_precision=None, big_little=None, cache_routing=None)
 
     def _check_weights(self) -> None:
         if self.policy_weights is None:

@@ -14,6 +14,7 @@ from moec.manifests.model import ModelSpec
 
 from . import kernels
 from .bundle import Tables
+from .modes.choice import PassChoice
 from .options import Prefetch
 from .routing import Router
 
@@ -26,12 +27,18 @@ MINIMUM_PAIR_COUNT = 8
 class PassState:
     """What a predictor may look at while layer `layer` of a pass runs.
 
-    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far.
+    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
+    choice: what lossy modes make of that.
     """
 
     layer: int
     hidden: np.ndarray
     chosen: list[np.ndarray]
+    choice: PassChoice | None = None
+
+    def top_k(self, top_k: int) -> int:
+        """Experts per token of this pass in a layer of so many."""
+        return top_k if self.choice is None else self.choice.top_k(top_k)
 
 
 class Predictor(Protocol):
@@ -224,19 +231,26 @@ class Advisor:
         following, advice = None, list[int]()
         depth = max(self.layers, 1) if len(state.hidden) == 1 else 1
         for rank, ahead in enumerate(self._routed_ahead[state.layer][:depth], 1):
-            experts = self._predict(state, ahead, rank)
+            experts, stored = self._predict(state, ahead, rank)
             following = experts if rank == 1 else following
-            if experts is not None:
-                advice += (experts + self.first_expert[self.spec.layer_after(state.layer, ahead)]).tolist()
+            advice += stored
         return following, advice
 
-    def _predict(self, state: PassState, ahead: int, rank: int) -> np.ndarray | None:
-        """Candidates of the layer so far ahead, the rank-th of those that route."""
-        following = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts
-        each = advised_experts(following.top_k, rank, self.experts)
+    def _predict(self, state: PassState, ahead: int, rank: int) -> tuple[np.ndarray | None, list[int]]:
+        """Candidates of the layer so far ahead, the rank-th of those that route, and what is stored of them."""
+        layer = self.spec.layer_after(state.layer, ahead)
+        following = self.spec.layers[layer].experts
+        top_k = state.top_k(following.top_k)
+        each = advised_experts(top_k, rank, self.experts)
         scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
+        if scores is None:
+            return None, []
         # Tables are as wide as the largest layer.
-        return None if scores is None else candidates(scores[: following.count], len(state.hidden) * each)
+        scores = scores[: following.count]
+        experts = candidates(scores, len(state.hidden) * each)
+        if state.choice is not None and len(state.hidden) == 1:
+            return experts, state.choice.advised(layer, scores, experts, top_k)
+        return experts, (experts + self.first_expert[layer]).tolist()
 
 
 def routed_ahead(model: ModelSpec, layer: int) -> list[int]:

@@ -21,12 +21,12 @@ class RoutingRule:
         self._is_plain = router.is_plain
         self._correction = np.array(router.correction, np.float32) if router.correction else None
 
-    def route(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def route(self, logits: np.ndarray, top_k: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
 
-        Equal scores: the lowest expert wins.
+        top_k: so many in the place of the layer's own. Equal scores: the lowest expert wins.
         """
-        router, top_k = self._experts.router, self._experts.top_k
+        router, top_k = self._experts.router, top_k or self._experts.top_k
         if self._is_plain:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
         else:
@@ -43,6 +43,25 @@ class RoutingRule:
         """How much tokens ask for each expert, all together, float32 [E]; for predictions."""
         ranked = self._ranked(expert_scores(logits, self._experts.router))
         return np.asarray(ranked.clip(min=0).sum(axis=0), np.float32)
+
+    def scores(self, logits: np.ndarray) -> np.ndarray:
+        """The score of every expert, which its weight is made of. [T, E] -> float32 [T, E]."""
+        return expert_scores(logits, self._experts.router)
+
+    def allowed(self, scores: np.ndarray) -> np.ndarray:
+        """Which experts a token may choose: those of its best groups. scores: [E] -> bool [E]."""
+        allowed: np.ndarray = self._ranked(scores[None])[0] > -np.inf
+        return allowed
+
+    def weigh(self, scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Weights, float32 [T, K], of a choice that is not the router's own, as the router would give them.
+
+        scores: [T, E]; chosen: int32 [T, K], negative for nobody, whose weight is 0.
+        """
+        weights = np.where(chosen >= 0, np.take_along_axis(scores, np.maximum(chosen, 0), axis=1), np.float32(0))
+        if self._experts.router.renormalize:
+            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)
+        return np.asarray(weights * np.float32(self._experts.router.scale), np.float32)
 
     def _ranked(self, scores: np.ndarray) -> np.ndarray:
         corrected = scores if self._correction is None else scores + self._correction

@@ -50,6 +50,14 @@ class SimulatedCache:
                 self._is_seen[index] = True
                 self._used_bytes += self.sizes[index]
 
+    def holds(self, index: int) -> bool:
+        """Whether an expert is resident."""
+        return bool(self._state[index] == RESIDENT)
+
+    def begin_sequence(self) -> None:
+        """What the policy counts within a sequence counts from here."""
+        self._records.begin_sequence()
+
     def ask(
         self, layer: int, experts: Sequence[int], next_use: np.ndarray | None = None
     ) -> tuple[list[int], list[int]]:

@@ -30,7 +30,7 @@ _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class ExpertStorage(Protocol):
-    """Blocks of expert bytes; indices count the manifest's experts in order."""
+    """Blocks of expert bytes; indices count what the manifest's expert files hold, in order."""
 
     mode: str
 
@@ -53,7 +53,7 @@ class ExpertStorage(Protocol):
 def open_storage(bundle: Bundle, io: IoMode, verify: bool, evicts: bool = True) -> ExpertStorage:
     """`auto` is direct reads where the file system allows them, else buffered reads that drop what they read.
 
-    evicts: false where the cache holds all experts, so that none is ever released.
+    evicts: false where the cache holds all that is ever asked for, so that none is released.
     """
     if io == "mmap":
         return MappedStorage(bundle, verify)
@@ -65,7 +65,7 @@ class _Verifier:
 
     def __init__(self, bundle: Bundle, enabled: bool) -> None:
         self._path = bundle.path
-        self._pending = set(range(len(bundle.manifest.experts))) if enabled else set()
+        self._pending = set(range(len(bundle.manifest.stored_experts))) if enabled else set()
 
     def check(self, index: int, entry: ExpertEntry, block: np.ndarray) -> None:
         if index not in self._pending:
@@ -141,7 +141,7 @@ class ReadStorage:
     """
 
     def __init__(self, bundle: Bundle, io: IoMode, verify: bool, evicts: bool = True) -> None:
-        self._entries, self._path = bundle.manifest.experts, bundle.path
+        self._entries, self._path = bundle.manifest.stored_experts, bundle.path
         self._verifier = _Verifier(bundle, verify)
         sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
         self._starts = [0, *np.cumsum(sizes).tolist()]
@@ -220,7 +220,7 @@ class MappedStorage:
     mode = "mmap"
 
     def __init__(self, bundle: Bundle, verify: bool) -> None:
-        self._entries = bundle.manifest.experts
+        self._entries = bundle.manifest.stored_experts
         self._verifier = _Verifier(bundle, verify)
         self._maps: dict[str, mmap.mmap] = {}
         self._views: dict[str, np.ndarray] = {}

@@ -17,8 +17,7 @@ from moec.manifests.quant import QuantSpec
 from ..calibration import chosen_texts
 from ..certify import LOGITS_AT_ONCE, BundleEngine, DivergenceCertificate, certify_divergence
 from ..families import Lowering
-from ..options import Talk
-from ..targets import Target
+from ..options import CompileOptions, Talk
 from ..tokenizer import load_tokenizer
 from .memory import RUNTIME_CONTEXT, certifying_bytes, streamed_bytes, whole_bytes
 from .slot import logits, output_matrix
@@ -44,7 +43,7 @@ def need_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int, tasks
 
 
 def check_layerwise(
-    model: ModelSpec, target: Target, specs: Sequence[QuantSpec], threads: int, limit_bytes: int, tasks: int
+    model: ModelSpec, options: CompileOptions, specs: Sequence[QuantSpec], threads: int, limit_bytes: int, tasks: int
 ) -> None:
     """Refuse what cannot be compiled layer by layer. Raises OptionError with the memory that would do."""
     whole, need = whole_bytes(model, specs, threads), need_bytes(model, specs, threads, tasks)
@@ -53,7 +52,7 @@ def check_layerwise(
             f"a model with an encoder is searched in memory as a whole, {whole} bytes, found {limit_bytes}",
             "take `--uniform`, or raise `--memory`",
         )
-    if target.kind == "loss":
+    if options.target.kind == "loss":
         raise OptionError(
             f"a loss target needs generated answers of the whole model, {whole} bytes of memory, found {limit_bytes}",
             "take `--kl`, `--bits-per-weight` or `--size`, or raise `--memory`",
@@ -62,6 +61,11 @@ def check_layerwise(
         raise OptionError(
             f"a search without data holds the whole model, {whole} bytes of memory, found {limit_bytes}",
             "add `--data`, or take `--uniform`",
+        )
+    if options.low_spec is not None and options.low_spec not in specs:
+        raise OptionError(
+            f"layer by layer, low versions are among the formats that are searched, and {options.low_spec} is not",
+            f"add {options.low_spec.bitwidth} to `--bits`",
         )
     if need > limit_bytes:
         raise OptionError(

@@ -9,6 +9,7 @@ from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk, publish_directory
 from moec.compiler.emit import emit, finish
 from moec.compiler.families import lower
+from moec.compiler.low_versions import with_low_versions
 from moec.compiler.plan import CompilePlan
 from moec.compiler.uniform import uniform_plan
 from moec.manifests.bundle import DeviceSummary
@@ -25,14 +26,19 @@ def mixed_formats(plan: CompilePlan) -> CompilePlan:
     return replace(plan, units=units)
 
 
-def emit_bundle(checkpoint_folder: Path, target: Path, bitwidth: int = 16, mixed: bool = False) -> Path:
-    """Compile with one format for all experts, or with many; dense weights at 16 bits."""
+def emit_bundle(
+    checkpoint_folder: Path, target: Path, bitwidth: int = 16, mixed: bool = False, low: str | None = None
+) -> Path:
+    """Compile with one format for all experts, or with many; dense weights at 16 bits. low: format of low versions."""
     checkpoint = open_checkpoint(str(checkpoint_folder))
     lowering = lower(checkpoint)
     group = 0 if bitwidth == 16 else 32
     plan = uniform_plan(lowering.model, bitwidth, group, 16, lowering.float_type)
+    plan = mixed_formats(plan) if mixed else plan
+    if low is not None:
+        plan = with_low_versions(plan, QuantSpec.parse(low))
     partial, disk = target.with_name(target.name + ".partial"), Disk()
-    manifest = emit(checkpoint, lowering, mixed_formats(plan) if mixed else plan, partial, device=DEVICE, disk=disk)
+    manifest = emit(checkpoint, lowering, plan, partial, device=DEVICE, disk=disk)
     finish(partial, manifest, b"{}\n", b"# test\n", disk)
     publish_directory(disk, partial, target)
     return target

@@ -1,0 +1,31 @@
+"""A second, lower version of every expert, for runtimes that take it in place of a miss (dynamic precision)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moec.manifests.bundle import unit_offsets
+from moec.manifests.errors import PlanError
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+
+from .plan import CompilePlan
+
+
+def with_low_versions(plan: CompilePlan, spec: QuantSpec) -> CompilePlan:
+    """The plan with a version in this format beside every expert that is larger than that.
+
+    Raises PlanError if no expert is.
+    """
+    low: dict[UnitKey, QuantSpec] = {}
+    for key in plan.model.expert_keys():
+        units = plan.model.units_of(key)
+        specs = {unit.projection: spec for unit in units}
+        if unit_offsets(plan.model, key.layer, specs)[1] < plan.expert_padded_bytes(key):
+            low.update(dict.fromkeys(units, spec))
+    if not low:
+        raise PlanError(
+            f"`--fallback-bits {spec.bitwidth}`: no expert is larger than its version in {spec}",
+            "leave it out, or take fewer bits",
+        )
+    return dataclasses.replace(plan, low_units=low)

@@ -1,0 +1,254 @@
+"""What the experts of a pass become under the lossy modes: cached ones in their place, low versions, none.
+
+Shapes: T tokens, E experts, K ranks. A chosen expert is its number in the layer, plus E where its low version is meant,
+or NOBODY. Ranks go from the largest weight down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from moec.manifests.bundle import BundleManifest
+
+from ..routing import RoutingRule
+from .logical_cache import LogicalCache
+from .settings import CacheRouting, DynamicPrecision, LossyModes
+
+NOBODY = -1
+ABSENT = -1
+
+
+@dataclass(slots=True)
+class ModeCounts:
+    """What the modes decided so far. ranks: experts that decode passes chose, over all tokens and layers.
+
+    replaced, dropped: by cache routing. low, skipped: by dynamic precision; low counts low versions that were cached as
+    well. tokens: decoded; fallback_tokens: computed again with all experts. foretold: experts of passes done again that
+    the discarded pass had chosen; foretold_right: of these, those that were chosen again.
+    """
+
+    ranks: int = 0
+    replaced: int = 0
+    dropped: int = 0
+    low: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    fallback_tokens: int = 0
+    foretold: int = 0
+    foretold_right: int = 0
+
+    def to_plain(self) -> dict[str, int | float | None]:
+        """For `--json`: the counts, and their shares."""
+        plain: dict[str, int | float | None] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("replaced", "dropped", "low", "skipped"):
+            plain[f"{name}_share"] = getattr(self, name) / self.ranks if self.ranks else None
+        plain["fallback_share"] = self.fallback_tokens / self.tokens if self.tokens else None
+        plain["foretold_right_share"] = self.foretold_right / self.foretold if self.foretold else None
+        return plain
+
+
+class Versions:
+    """Where the versions of a layer's experts lie among all that are stored.
+
+    first_expert: [L + 1], where each layer's experts begin. low: int [N], the index of each expert's low version,
+    ABSENT where it has none.
+    """
+
+    def __init__(self, first_expert: Sequence[int], low: np.ndarray) -> None:
+        self._first, self._low = first_expert, low
+
+    def index(self, layer: int, expert: int) -> int:
+        """Of a chosen expert, high or low."""
+        first, count = self._first[layer], self._count(layer)
+        return first + expert if expert < count else int(self._low[first + expert - count])
+
+    def low(self, layer: int, expert: int) -> int | None:
+        """The low version of an expert, as a chosen one; None where it has none."""
+        return expert + self._count(layer) if self._low[self._first[layer] + expert] != ABSENT else None
+
+    def _count(self, layer: int) -> int:
+        return self._first[layer + 1] - self._first[layer]
+
+
+def low_version_indices(manifest: BundleManifest) -> np.ndarray:
+    """Where the low version of every expert lies among all that are stored, int [N]; ABSENT where it has none."""
+    place = {entry.key: at for at, entry in enumerate(manifest.low_experts, len(manifest.experts))}
+    return np.array([place.get(entry.key, ABSENT) for entry in manifest.experts], np.int64)
+
+
+class PassChoice:
+    """Of one kind of pass: how many experts a token has, and which of them are computed.
+
+    decides: false for prefill, which is lossless and only tells the logical cache what it asks for. is_little: with as
+    many experts as the little model has.
+    """
+
+    def __init__(
+        self,
+        modes: LossyModes,
+        versions: Versions,
+        cache: LogicalCache | None,
+        counts: ModeCounts,
+        decides: bool = True,
+        is_little: bool = False,
+    ) -> None:
+        self._modes, self._versions, self._cache, self._counts = modes, versions, cache, counts
+        self._decides, self._is_little = decides, is_little
+        self.recorded: dict[int, np.ndarray] | None = None
+        """Logits [T, E] of every layer that routes, where somebody wants them kept."""
+        self.foretold: dict[int, np.ndarray] | None = None
+        """The experts [T, K] of every layer that a discarded pass would have chosen with all K."""
+
+    def top_k(self, top_k: int) -> int:
+        """Experts per token in a layer of so many."""
+        if self._is_little and self._modes.big_little is not None:
+            return self._modes.big_little.little_top_k(top_k)
+        return top_k
+
+    def select(
+        self, layer: int, rule: RoutingRule, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What is computed of the experts that the router chose. logits: [T, E]; chosen, weights: [T, K], both kept.
+
+        Weights are those that the router gives a choice of just these experts.
+        """
+        if self.recorded is not None:
+            self.recorded[layer] = logits
+        if not self._decides:
+            return chosen, weights
+        self._counts.ranks += chosen.size
+        if self.foretold is not None:
+            self._count_foretold(self.foretold[layer], chosen)
+        if self._cache is None:
+            return chosen, weights
+        if self._modes.cache_routing is not None:
+            chosen, weights = self._with_cached(layer, rule, logits, chosen, weights, self._modes.cache_routing)
+        if self._modes.dynamic_precision is not None:
+            chosen, weights = self._with_versions(layer, rule, logits, chosen, weights, self._modes.dynamic_precision)
+        return chosen, weights
+
+    def requested(self, layer: int, experts: Sequence[int], advice: Sequence[int]) -> None:
+        """Tell the logical cache what a layer asks for, as stored indices, and what is read ahead behind it."""
+        if self._cache is not None:
+            self._cache.request(layer, experts, advice)
+
+    def index(self, layer: int, expert: int) -> int:
+        """The stored index of a chosen expert."""
+        return self._versions.index(layer, expert)
+
+    def advised(self, layer: int, scores: np.ndarray, experts: np.ndarray, top_k: int) -> list[int]:
+        """Stored indices of the versions that predicted experts ask for, likeliest first; none where a skip is likely.
+
+        scores: [E] of the layer; experts: the likeliest, best first. Source: HOBBIT, layer-level prediction.
+        """
+        dynamic = self._modes.dynamic_precision
+        if dynamic is None or not self._decides:
+            return [self._versions.index(layer, expert) for expert in experts.tolist()]
+        total, found = float(np.sort(scores)[-top_k:].sum()) or 1.0, list[int]()
+        unimportance = 0.0
+        for expert in experts.tolist():
+            version = self._version(layer, expert, unimportance, dynamic, is_missed=True)
+            if version != NOBODY:
+                found.append(self._versions.index(layer, version))
+            unimportance += float(scores[expert]) / total
+        return found
+
+    # -- cache routing -----------------------------------------------------------------------------------------------
+
+    def _with_cached(
+        self,
+        layer: int,
+        rule: RoutingRule,
+        logits: np.ndarray,
+        chosen: np.ndarray,
+        weights: np.ndarray,
+        routing: CacheRouting,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Misses behind the first rank replaced by cached experts within the margin, or dropped."""
+        found, scores = chosen.copy(), rule.scores(logits)
+        for token, row in enumerate(found):
+            total = float(weights[token].sum()) or 1.0
+            for rank in range(1, len(row)):
+                expert = int(row[rank])
+                if self._is_cached(layer, expert):
+                    continue
+                stand_in = self._stand_in(layer, rule, scores[token], row, expert, routing.margin)
+                if stand_in is not None:
+                    row[rank] = stand_in
+                    self._counts.replaced += 1
+                elif weights[token, rank] < routing.drop * total:
+                    row[rank] = NOBODY
+                    self._counts.dropped += 1
+        return (chosen, weights) if np.array_equal(found, chosen) else (found, rule.weigh(scores, found))
+
+    def _stand_in(
+        self, layer: int, rule: RoutingRule, scores: np.ndarray, row: np.ndarray, missed: int, margin: float
+    ) -> int | None:
+        """The best cached expert that the token has not chosen, within the margin of the one that is missed."""
+        least = (1 - margin) * float(scores[missed])
+        if not margin or least <= 0:
+            return None
+        near = np.flatnonzero(rule.allowed(scores) & (scores >= least))
+        for expert in near[np.argsort(-scores[near], kind="stable")].tolist():
+            if expert not in row and self._is_cached(layer, expert):
+                return int(expert)
+        return None
+
+    def _is_cached(self, layer: int, expert: int) -> bool:
+        """Whether a version that may be computed is there."""
+        low = self._versions.low(layer, expert) if self._modes.dynamic_precision is not None else None
+        return self._holds(layer, expert) or (low is not None and self._holds(layer, low))
+
+    def _holds(self, layer: int, version: int) -> bool:
+        return self._cache is not None and self._cache.holds(self._versions.index(layer, version))
+
+    # -- dynamic precision -------------------------------------------------------------------------------------------
+
+    def _with_versions(
+        self,
+        layer: int,
+        rule: RoutingRule,
+        logits: np.ndarray,
+        chosen: np.ndarray,
+        weights: np.ndarray,
+        dynamic: DynamicPrecision,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """High, low or no version of each, by how much weight the experts ranked before it have."""
+        found = chosen.copy()
+        for token, row in enumerate(found):
+            shares = weights[token] / (weights[token].sum() or np.float32(1))
+            unimportance = 0.0
+            for rank in np.argsort(-shares, kind="stable").tolist():
+                if row[rank] != NOBODY:
+                    is_missed = self._cache is None or not self._cache.holds(
+                        self._versions.index(layer, int(row[rank]))
+                    )
+                    row[rank] = self._version(layer, int(row[rank]), unimportance, dynamic, is_missed)
+                unimportance += float(shares[rank])
+        is_skipped = (found == NOBODY) & (chosen != NOBODY)
+        count = logits.shape[1]
+        self._counts.low += int((found >= count).sum())
+        self._counts.skipped += int(is_skipped.sum())
+        if not is_skipped.any():
+            return found, weights
+        kept = np.where(found == NOBODY, np.int32(NOBODY), chosen)
+        return found, rule.weigh(rule.scores(logits), kept)
+
+    def _version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
+        """Source: HOBBIT, token-level dynamic loading: on a miss, high up to T1, low up to T2, else nothing.
+
+        A low version that is there costs nothing to take, so that nothing cached is skipped.
+        """
+        if not is_missed or unimportance <= dynamic.low_above:
+            return expert
+        low = self._versions.low(layer, expert)
+        if unimportance <= dynamic.skip_above:
+            return expert if low is None else low
+        return low if low is not None and self._holds(layer, low) else NOBODY
+
+    def _count_foretold(self, foretold: np.ndarray, chosen: np.ndarray) -> None:
+        self._counts.foretold += foretold.size
+        self._counts.foretold_right += int((foretold[:, :, None] == chosen[:, None, :]).any(axis=2).sum())

@@ -1,0 +1,130 @@
+"""LossyDecoder: decode passes under the lossy modes of one engine, and what the logical cache sees of all passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moec.manifests.errors import OptionError
+from moec.manifests.model import ModelSpec
+
+from ..model import Model
+from ..prefetch import PassState, Predictor
+from .choice import ModeCounts, PassChoice, Versions
+from .logical_cache import LogicalCache
+from .settings import LossyModes
+
+RunPass = Callable[[np.ndarray, np.ndarray, np.ndarray, PassChoice], np.ndarray]
+"""Tokens, slots, positions and how experts are chosen -> residual stream [T, D]."""
+
+
+class ForetoldPredictor:
+    """The routers of a discarded pass over the same tokens. Source: MoBiLE, prefetching on fallback."""
+
+    def __init__(self, model: Model, recorded: dict[int, np.ndarray]) -> None:
+        self._spec, self._routers, self._recorded = model.spec, model.routers(), recorded
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        following = self._spec.layer_after(state.layer, ahead)
+        router, logits = self._routers[following], self._recorded.get(following)
+        if router is None or logits is None or following <= state.layer:
+            return None
+        return router.rule.demand(logits)
+
+
+class LossyDecoder:
+    """prefill: the choice of passes that decide nothing. counts: what decode passes decided."""
+
+    def __init__(self, modes: LossyModes, model: Model, versions: Versions, cache: LogicalCache | None) -> None:
+        self._modes, self._model, self._cache = modes, model, cache
+        self.counts = ModeCounts()
+        self.prefill = PassChoice(modes, versions, cache, self.counts, decides=False)
+        self._full = PassChoice(modes, versions, cache, self.counts)
+        self._little = PassChoice(modes, versions, cache, self.counts, is_little=True)
+
+    def begin_sequence(self) -> None:
+        """What the policy of the logical cache counts within a sequence counts from here."""
+        if self._cache is not None:
+            self._cache.begin_sequence()
+
+    def decode(self, run: RunPass, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Logits [T, V] behind one token each of some sequences."""
+        self.counts.tokens += len(tokens)
+        big_little = self._modes.big_little
+        if big_little is None:
+            return self._model.logits(run(tokens, slots, positions, self._full))
+        recorded: dict[int, np.ndarray] = {}
+        self._little.recorded = recorded
+        logits = self._model.logits(run(tokens, slots, positions, self._little))
+        unsure = np.flatnonzero(_confidence(logits) < big_little.gamma)
+        if len(unsure):
+            self.counts.fallback_tokens += len(unsure)
+            kept = {layer: found[unsure] for layer, found in recorded.items()}
+            hidden = self._again(run, kept, tokens[unsure], slots[unsure], positions[unsure])
+            logits[unsure] = self._model.logits(hidden)
+        return logits
+
+    def _again(
+        self,
+        run: RunPass,
+        recorded: dict[int, np.ndarray],
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+    ) -> np.ndarray:
+        """With all K experts, which overwrites keys and values; experts are read ahead as the first pass routed."""
+        model, advisor = self._model, self._model.advisor
+        routers, spec = model.routers(), model.spec
+        foretold = {layer: router.rule.route(recorded[layer])[0] for layer in recorded if (router := routers[layer])}
+        self._full.foretold = foretold
+        before: tuple[Predictor | None, int] = (advisor.predictor, advisor.experts)
+        if advisor.predictor is not None:
+            advisor.predictor = ForetoldPredictor(model, recorded)
+            advisor.experts = max(layer.experts.top_k for layer in spec.layers)
+            first = min(foretold)
+            self._read_ahead([self._full.index(first, expert) for expert in np.unique(foretold[first]).tolist()])
+        try:
+            return run(tokens, slots, positions, self._full)
+        finally:
+            self._full.foretold = None
+            advisor.predictor, advisor.experts = before
+
+    def _read_ahead(self, experts: list[int]) -> None:
+        self._model.prefetch(experts)
+        if self._cache is not None:
+            self._cache.advise(experts)
+
+
+def _confidence(logits: np.ndarray) -> np.ndarray:
+    """The greatest probability of each row, before any temperature. float32 [T, V] -> [T]."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    confidence: np.ndarray = 1 / np.exp(shifted).sum(axis=1)
+    return confidence
+
+
+def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:
+    """Refuse modes that mean nothing for a model. low_versions: experts that have one. Raises OptionError."""
+    if modes.is_lossless:
+        return
+    if model.encoder is not None:
+        raise OptionError(
+            f"lossy modes ({modes.to_text()}) are for decoders, and this model has an encoder", "leave them out"
+        )
+    most = max(layer.experts.top_k for layer in model.layers)
+    if most < 2:
+        raise OptionError(
+            f"lossy modes ({modes.to_text()}) never touch a token's best expert, and this model has no other",
+            "leave them out",
+        )
+    if modes.big_little is not None and modes.big_little.experts >= most:
+        raise OptionError(
+            f"a little model of {modes.big_little.experts} experts is the whole one, which has {most}",
+            f"write k=K/2, or less than {most}",
+        )
+    dynamic = modes.dynamic_precision
+    if dynamic is not None and dynamic.needs_low_versions and not low_versions:
+        raise OptionError(
+            f"`--dynamic-precision {dynamic.to_text()}` asks for low versions, and the bundle has none",
+            "compile it with `--fallback-bits 2`, or take T1 = T2, which skips only",
+        )

@@ -1,0 +1,77 @@
+"""LogicalCache: what would be in memory if every read took no time.
+
+Lossy decisions read this and never the cache itself, where arrival is a matter of luck: the same requests in the same
+order give the same decisions on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moec.manifests.errors import MemoryBudgetExceeded
+
+from ..eviction import ExpertRecords, PolicyScore
+from ..simulated_cache import SimulatedCache
+
+
+class LogicalCache:
+    """Residency of N experts, all their versions counted, as demand and advice would have it.
+
+    sizes: bytes, int64 [N]. records: layers and calibration frequencies; counts of its own. warm: what it starts with,
+    as far as that fits, first index first. The capacity is that of a full context: what a short sequence leaves free
+    is not counted.
+    """
+
+    def __init__(
+        self,
+        sizes: np.ndarray,
+        capacity_bytes: int,
+        records: ExpertRecords,
+        policy: PolicyScore,
+        pin_limit_bytes: int,
+        warm: Sequence[int],
+    ) -> None:
+        self._cache = SimulatedCache(sizes, capacity_bytes, records, policy, np.empty(0, np.int64), pin_limit_bytes)
+        self._cache.fill(warm)
+
+    def holds(self, index: int) -> bool:
+        """Whether an expert is there."""
+        return self._cache.holds(index)
+
+    def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
+        """One layer of one pass asks for experts, and behind them for others that may be needed next.
+
+        Raises MemoryBudgetExceeded if one does not fit.
+        """
+        hits, misses = self._cache.ask(layer, experts)
+        self._cache.issue(misses)
+        self.advise(advice)
+        self._cache.unlease(hits)
+        while misses:
+            self._cache.issue(misses)
+            self._read()
+            ready = self._cache.ready(misses)
+            if not ready:
+                raise MemoryBudgetExceeded(
+                    f"an expert of {self._cache.sizes[misses[0]]} bytes does not fit into the expert cache of "
+                    f"{self._cache.capacity_bytes}",
+                    "raise `--memory` or `--expert-cache`",
+                )
+            self._cache.unlease(ready)
+            misses = [index for index in misses if index not in ready]
+
+    def advise(self, advice: Sequence[int]) -> None:
+        """Experts that are read ahead, likeliest first."""
+        if advice:
+            self._cache.advise(advice)
+        self._read()
+
+    def begin_sequence(self) -> None:
+        """What the policy counts within a sequence counts from here."""
+        self._cache.begin_sequence()
+
+    def _read(self) -> None:
+        while (index := self._cache.next_read()) is not None:
+            self._cache.arrive(index)

@@ -1,0 +1,236 @@
+"""Lossy modes: what each changes, what it must not, and that a run repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moec.manifests.errors import OptionError
+from moec.runtime import load
+from moec.runtime.batch import forced_logits, generate_many
+from moec.runtime.bundle import open_bundle
+from moec.runtime.modes.choice import ModeCounts
+
+Decoded = Callable[..., tuple[np.ndarray, ModeCounts | None]]
+ALL_MODES = {
+    "big_little": "gamma=0.055,k=K/2",
+    "cache_routing": "margin=0.3,drop=0.1",
+    "dynamic_precision": "0.4,0.8",
+}
+PROMPTS = [[5, 60, 31, 7], [90, 2, 8], [17, 33, 4, 9, 12]]
+
+
+def same(one: np.ndarray, other: np.ndarray) -> bool:
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def counts_of(found: ModeCounts | None) -> ModeCounts:
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def lossless(decoded: Decoded) -> np.ndarray:
+    logits, counts = decoded(expert_cache="100%")
+    assert counts is None
+    return logits
+
+
+@pytest.mark.parametrize("modes", [{"dynamic_precision": "0,0.5"}, {"cache_routing": "margin=1,drop=1"}])
+def test_where_nothing_is_missed_nothing_changes(decoded: Decoded, lossless: np.ndarray, modes: dict[str, str]) -> None:
+    logits, counts = decoded(expert_cache="100%", **modes)
+    assert same(logits, lossless)
+    found = counts_of(counts)
+    assert found.ranks == 20 * 3 * 4 and found.low == found.skipped == found.replaced == found.dropped == 0
+
+
+def test_a_token_computed_again_is_the_models_own(decoded: Decoded, lossless: np.ndarray) -> None:
+    """Also what it leaves in the KV cache: all tokens behind it are equal as well."""
+    logits, counts = decoded(expert_cache="60%", big_little="gamma=1")
+    assert same(logits, lossless)
+    found = counts_of(counts)
+    assert found.fallback_tokens == found.tokens == 20
+    assert 0 < found.foretold_right < found.foretold == 20 * 3 * 4
+
+
+def test_the_little_model_has_half_the_experts(decoded: Decoded, two_version_bundle: Path) -> None:
+    with load(two_version_bundle, context=64, expert_cache="100%", big_little="gamma=0") as engine:
+        engine.prefill([5, 6, 7])
+        before = engine.cache.stats.copy()
+        engine.decode([9], [0], [3])
+        assert engine.cache.stats.since(before).lookups == 3 * 2
+    one, counts = decoded(expert_cache="100%", big_little="gamma=0,k=1")
+    assert counts_of(counts).ranks == 20 * 3 and counts_of(counts).fallback_tokens == 0
+    three, counts = decoded(expert_cache="100%", big_little="gamma=0,k=3")
+    assert counts_of(counts).ranks == 20 * 3 * 3 and not np.array_equal(one, three)
+
+
+def test_misses_become_low_versions_or_nothing(decoded: Decoded, lossless: np.ndarray) -> None:
+    start = {"expert_cache": "50%", "cache_state": "cold", "prefetch": "off"}
+    low, counts = decoded(**start, dynamic_precision="0,1")
+    found = counts_of(counts)
+    assert found.low > 20 and found.skipped == 0
+    skipping, counts = decoded(**start, dynamic_precision="0,0")
+    found = counts_of(counts)
+    assert found.low == 0 and found.skipped > 20
+    distance = [float(np.abs(logits - lossless).mean()) for logits in (low, skipping)]
+    assert 0 < distance[0] < distance[1]
+    high, counts = decoded(**start, dynamic_precision="1,1")
+    assert counts_of(counts).low == counts_of(counts).skipped == 0 and same(high, lossless)
+
+
+def test_misses_become_cached_experts_or_nothing(decoded: Decoded, lossless: np.ndarray) -> None:
+    start = {"expert_cache": "50%", "prefetch": "off"}
+    replaced, counts = decoded(**start, cache_routing="margin=0.9")
+    found = counts_of(counts)
+    assert found.replaced > 10 and found.dropped == 0 and not np.array_equal(replaced, lossless)
+    _, counts = decoded(**start, cache_routing="drop=0.2")
+    assert counts_of(counts).dropped > 5 and counts_of(counts).replaced == 0
+    _, counts = decoded(**start, cache_routing="margin=0.01,drop=0.01")
+    assert counts_of(counts).replaced < found.replaced
+
+
+def test_fewer_misses_are_what_it_is_for(two_version_bundle: Path) -> None:
+    reads = {}
+    for name, modes in {"lossless": {}, "routing": {"cache_routing": "margin=0.9,drop=0.3"}}.items():
+        with load(two_version_bundle, context=64, expert_cache="50%", prefetch="off", **modes) as engine:
+            engine.cache.finish_warming()
+            engine.begin_sequence()
+            engine.prefill([5, 6, 7])
+            before = engine.cache.stats.copy()
+            for at in range(3, 40):
+                engine.decode([4 + 7 * at % 200], [0], [at])
+            reads[name] = engine.cache.stats.since(before).bytes_read
+    assert reads["routing"] < 0.7 * reads["lossless"]
+
+
+@pytest.mark.parametrize("other", [{"readers": 4}, {"io": "mmap"}, {"threads": 1}, {"kernels": "scalar"}])
+def test_a_run_repeats_whatever_the_machine_does(decoded: Decoded, other: dict[str, Any]) -> None:
+    from moec.runtime import kernels
+
+    options: dict[str, Any] = {**ALL_MODES, "expert_cache": "50%", "cache_state": "cold"}
+    first, counts = decoded(**options)
+    name = other.pop("kernels", None)
+    before = kernels.active()
+    try:
+        if name is not None:
+            kernels.select(name)
+        again, repeated = decoded(**options, **other)
+    finally:
+        kernels.select(before)
+    assert same(first, again) and counts == repeated
+    found = counts_of(counts)
+    assert found.low and found.skipped and found.replaced and 0 < found.fallback_tokens < found.tokens
+
+
+def test_a_cold_start_misses_more(two_version_bundle: Path) -> None:
+    low = {}
+    for state in ("warm", "cold"):
+        options: dict[str, Any] = {"dynamic_precision": "0,1", "prefetch": "off", "cache_state": state}
+        with load(two_version_bundle, context=64, expert_cache="90%", **options) as engine:
+            engine.prefill([5])
+            engine.decode([9], [0], [1])
+            low[state] = counts_of(engine.mode_counts).low
+    assert low["cold"] > low["warm"]
+
+
+def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -> None:
+    """With one reader and nothing read ahead, arrival has no part in it: both hold the same after every pass."""
+    options: dict[str, Any] = {"expert_cache": "50%", "prefetch": "off", "readers": 1, "dynamic_precision": "0.2,0.6"}
+    with load(two_version_bundle, context=64, **options) as engine:
+        engine.cache.finish_warming()
+        engine.begin_sequence()
+        engine.prefill([5, 6, 7])
+        logical = engine._lossy.prefill._cache  # type: ignore[union-attr]
+        assert logical is not None
+        for at in range(3, 30):
+            engine.decode([4 + 7 * at % 200], [0], [at])
+            held = [index for index in range(48) if logical.holds(index)]
+            assert held == engine.cache.resident().tolist()
+        assert any(index >= 24 for index in held), "low versions take part"
+
+
+def test_side_by_side_is_as_alone(two_version_bundle: Path) -> None:
+    """Big-little reads no cache: what a sequence gives does not depend on those beside it, forced or free."""
+    alone: list[list[int]] = []
+    options: dict[str, Any] = {"context": 64, "expert_cache": "60%", "big_little": "gamma=0.055"}
+    with load(two_version_bundle, **options) as engine:
+        for prompt in PROMPTS:
+            alone += [[step.token_id for step in engine.generate(prompt, 10)]]
+        rows = dict(forced_logits(engine, [(prompt, [7, 8, 9]) for prompt in PROMPTS]))
+        assert 0 < counts_of(engine.mode_counts).fallback_tokens < counts_of(engine.mode_counts).tokens
+    with load(two_version_bundle, slots=3, **options) as engine:
+        drafts = [list(range(10, 20))] * 3  # left aside
+        assert generate_many(engine, PROMPTS, drafts, [10] * 3) == alone
+        together = dict(forced_logits(engine, [(prompt, [7, 8, 9]) for prompt in PROMPTS]))
+        assert all(same(together[at], rows[at]) and len(rows[at]) == 3 for at in range(3))
+
+
+def test_forced_answers_are_decoded(two_version_bundle: Path) -> None:
+    prompt, answer = PROMPTS[2], [7, 8, 9, 10]
+    options: dict[str, Any] = {"context": 64, "expert_cache": "50%", "dynamic_precision": "0,1", "prefetch": "off"}
+    with load(two_version_bundle, **options) as engine:
+        engine.cache.finish_warming()
+        engine.begin_sequence()
+        rows = [engine.model.logits(engine.prefill(prompt)[-1:])]
+        rows += [engine.decode([token], [0], [len(prompt) + at]) for at, token in enumerate(answer[:-1])]
+        assert counts_of(engine.mode_counts).low
+    with load(two_version_bundle, **options) as engine:
+        engine.cache.finish_warming()
+        ((_, found),) = forced_logits(engine, [(prompt, answer)])
+        assert same(found, np.concatenate(rows))
+        ((_, behind_nothing),) = forced_logits(engine, [([], answer)])
+        assert len(behind_nothing) == len(answer) - 1
+
+
+def test_the_mode_line_names_what_is_lossy(two_version_bundle: Path) -> None:
+    with load(two_version_bundle, context=64, expert_cache="50%", cache_state="cold", **ALL_MODES) as engine:
+        assert "LOSSY (big-little gamma=0.055,k=K/2; cache-routing margin=0.3,drop=0.1; dynamic-precision 0.4,0.8)" in (
+            engine.mode
+        )
+        assert "cold start" in engine.mode and not engine.is_lossless
+    with load(two_version_bundle, context=64, expert_cache="50%") as engine:
+        assert ", lossless;" in engine.mode and engine.is_lossless and engine.mode_counts is None
+
+
+@pytest.mark.parametrize(
+    ("modes", "told"),
+    [
+        ({"big_little": "gamma=2"}, "`2` is not a number from 0 to 1"),
+        ({"big_little": "alpha=1"}, "`alpha=1` is not one of gamma, k"),
+        ({"big_little": "gamma=.5,gamma=.6"}, "is not one of"),
+        ({"big_little": "k=0"}, "k is `0`"),
+        ({"big_little": "k=4"}, "is the whole one, which has 4"),
+        ({"cache_routing": "margin=0"}, "changes nothing"),
+        ({"cache_routing": "0.5"}, "is not one of margin, drop"),
+        ({"dynamic_precision": "0.9"}, "is not two thresholds"),
+        ({"dynamic_precision": "0.9,0.5"}, "T1 is above T2"),
+        ({"dynamic_precision": "a,b"}, "is not a number"),
+        ({"cache_state": "hot"}, "unknown cache state"),
+    ],
+)
+def test_modes_that_mean_nothing_are_refused(two_version_bundle: Path, modes: dict[str, str], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        load(two_version_bundle, context=64, **modes)
+
+
+def test_low_versions_must_be_there(tiny_bundle: Path) -> None:
+    with pytest.raises(OptionError, match="the bundle has none"):
+        load(tiny_bundle, dynamic_precision="0.5,0.9")
+    with load(tiny_bundle, context=64, expert_cache="50%", dynamic_precision="0.5,0.5") as engine:
+        assert not engine.is_lossless, "skipping needs none"
+
+
+def test_a_budget_holds_both_versions(two_version_bundle: Path) -> None:
+    options: dict[str, Any] = {"expert_cache": "100%", "dynamic_precision": "0,1", "cache_state": "cold"}
+    with load(two_version_bundle, context=64, **options) as engine:
+        engine.begin_sequence()
+        engine.prefill([5, 6, 7])
+        for at in range(3, 40):
+            engine.decode([4 + 7 * at % 200], [0], [at])
+            engine.cache.check_invariants()
+        assert engine.cache.used_bytes <= open_bundle(two_version_bundle).manifest.cost.expert_padded_bytes
