@@ -36,9 +36,9 @@ from moec.compiler.reference import ReferenceModel
 from moec.compiler.request import CompileRequest
 from moec.compiler.second_moments import SecondMoments
 from moec.compiler.targets import Target
-from moec.compiler.trials import divergence, log_softmax
 from moec.compiler.unit_store import UnitStore
 from moec.evaluation.data import SplitData, load_splits
+from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import UnitKey
 from moec.profiles.device import load_profile

@@ -13,6 +13,7 @@ from moec.manifests.errors import OptionError
 
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
+from .mode_sweep import speed_page, speed_sweep, sweep_options
 from .run import statistics_block
 from .runtime_options import build_options, bundle_folder, mode_options, mode_text, open_engine, runtime_options
 from .traces import check_traceable, recorded_trace, replayed_bundle
@@ -52,6 +53,7 @@ SHARES = (0.25, 0.5, 0.75)
     metavar="FILE",
     help="Write the run's routing trace, for `moec simulate` and `moec tune`.",
 )
+@click.option("--modes", type=click.Choice(("sweep",)), help="Measure every lossy mode against the lossless run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
 @mode_options
@@ -63,6 +65,7 @@ def bench_command(
     prompt_tokens: int,
     policies: str,
     trace_out: Path | None,
+    modes: str | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -85,12 +88,20 @@ def bench_command(
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     opened = _opened(bundle, trace_out)
     options = build_options(values, bundle=bundle)
+    if modes is not None:
+        options = sweep_options(options)
+    elif not options.modes.is_lossless and (trace_out is not None or policies != "none"):
+        raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
     host = probe_host(_probed_place(opened))
     if text_path is not None:
         sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
     else:
-        sequence = continuation(bundle, options, values["kernels"], prompt, tokens)
+        sequence = continuation(bundle, options.lossless(), values["kernels"], prompt, tokens)
     prompt_length = len(sequence) - tokens
+    if modes is not None:
+        rows = speed_sweep(bundle, options, values["kernels"], sequence, prompt_length)
+        output.data_json({"rows": rows}) if as_json else output.data(speed_page(rows, options))
+        return
     gc.collect()  # an engine that made the sequence is not the one that is measured
     host = _with_read_bandwidth(host, opened, options.threads or host.threads)
     reset_peak_memory()
@@ -110,6 +121,7 @@ def bench_command(
     if as_json:
         told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
         told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
+        told |= {"decisions": None if engine.mode_counts is None else engine.mode_counts.to_plain()}
         told["prefetch_by_layer"] = [each.to_plain() for each in advice]
         output.data_json({**told, "tokens": tokens, "host": host.to_plain()})
         return

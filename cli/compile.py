@@ -15,6 +15,7 @@ from .compile_log import CompileLog, stage_table
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
+    from moec.compiler.certify import MeasureModes
     from moec.compiler.loss_curve import LossCurve
     from moec.compiler.options import CompileOptions
     from moec.compiler.request import CompileResult
@@ -103,6 +104,11 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     metavar="BITS",
     help="Store a second version of every larger expert in 1 to 4 bits, for `moec run --dynamic-precision`.",
 )
+@click.option(
+    "--modes",
+    type=click.Choice(("sweep",)),
+    help="Measure the runtime's lossy modes on up to 500 held-out items, for quality.json.",
+)
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
@@ -160,6 +166,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         options=options,
         profile=_profile(values["device"], destination),
         open_runtime=open_partial,
+        measure_modes=_modes_measurement(values, options),
         talk=Talk(log.note, log.progress),
         resume=values["resume"],
         overwrite=values["overwrite"],
@@ -179,6 +186,22 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         output.data_json(result.quality)
         return
     print_result(result, stage_table(log.stages()) if values["plan_only"] else "")
+
+
+def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:
+    """What `--modes sweep` measures. Raises OptionError where there is nothing to measure it on."""
+    from moec.manifests.errors import OptionError
+
+    from .mode_sweep import measure_partial
+
+    if values["modes"] is None:
+        return None
+    if options.data is None or values["plan_only"] or values["memory"] is not None:
+        raise OptionError(
+            "`--modes sweep` is measured on held-out items of a whole bundle",
+            "add `--data`, leave out `--plan-only` and `--memory`; `moec eval --modes sweep` measures any bundle",
+        )
+    return measure_partial
 
 
 def _sweep(values: dict[str, Any]) -> tuple[float, ...]:

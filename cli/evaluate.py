@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.errors import InputError
+from moec.manifests.errors import InputError, OptionError
 
 from . import output
 from .runtime_options import (
     MODE_NAMES,
     OPTION_NAMES,
     build_options,
+    bundle_folder,
     is_bundle,
     mode_options,
     mode_text,
@@ -29,6 +30,7 @@ from .runtime_options import (
 if TYPE_CHECKING:
     from moec.evaluation.engine import TextEngine
     from moec.evaluation.results import EvaluationResult
+    from moec.evaluation.tasks import Item, Task
 
 DEFAULT_SLOTS = 32
 _FOR_CHECKPOINTS = ("threads",)
@@ -50,6 +52,11 @@ _FOR_CHECKPOINTS = ("threads",)
 @click.option(
     "--per-item", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write JSONL, a line per item."
 )
+@click.option(
+    "--modes",
+    type=click.Choice(("sweep",)),
+    help="Measure every lossy mode against the lossless run, and keep that beside the bundle, `NAME.modes.json`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @runtime_options
 @mode_options
@@ -66,6 +73,7 @@ def eval_command(
     seed: int,
     slots: int | None,
     per_item: Path | None,
+    modes: str | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -76,6 +84,7 @@ def eval_command(
     \b
     moec eval mixtral-moec --data data/gsm8k --json
     moec eval mixtral      --data data/gsm8k --limit 500 --per-item reference.jsonl
+    moec eval mixtral-moec --data data/gsm8k --limit 500 --modes sweep --expert-cache 25%
     """
     from moec.evaluation.data import load_items
     from moec.evaluation.run import evaluate
@@ -84,6 +93,12 @@ def eval_command(
         raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
     items, examples = load_items(source, task, split, shots, seed)
     items = items.limit(limit, seed)
+    if modes is not None:
+        for name, given in (("slots", slots), ("per-item", per_item)):
+            if given is not None:
+                raise OptionError(f"`--{name}` has no effect beside `--modes sweep`", "leave it out")
+        _sweep(model, items.task, items.items, examples, values, as_json)
+        return
     with _engine(ctx, model, slots, values) as (engine, facts):
         with output.Progress(f"{items.task.name}, {len(items)} items") as progress:
             result = evaluate(items.task, items.items, engine, shots=examples, progress=progress)
@@ -94,6 +109,26 @@ def eval_command(
         output.data_json({**result.to_json(), "skipped": items.skipped, **told})
     else:
         output.data(_page(result))
+
+
+def _sweep(
+    model: Path, task: Task, items: Sequence[Item], shots: Sequence[Item], values: dict[str, Any], as_json: bool
+) -> None:
+    """`--modes sweep`: the table, and the record beside the bundle."""
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.modes.record import write_record
+
+    from .mode_sweep import QualitySweep, quality_page, sweep_options, sweep_settings
+
+    settings = sweep_settings(open_bundle(bundle_folder(model)).manifest)
+    options = sweep_options(build_options(values, bundle=model))
+    record = QualitySweep(model, options, values["kernels"], task, items, shots).run(settings)
+    path = write_record(model, record)
+    if as_json:
+        output.data_json(record)
+    else:
+        output.data(quality_page(record))
+    output.say(f"kept in `{path}`")
 
 
 @contextmanager
@@ -123,7 +158,9 @@ def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
     facts: dict[str, Any] = {"peak_memory_bytes": peak_memory_bytes()}
     if isinstance(engine, BundleEngine):
         stats = engine.engine.cache.stats
+        counts = engine.engine.mode_counts
         facts |= {"mode": mode_text(engine.engine), "hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
+        facts |= {} if counts is None else {"decisions": counts.to_plain()}
     return facts
 
 

@@ -81,8 +81,13 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
     return hidden
 
 
-def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> tuple[RunStatistics, TraceRecorder]:
-    """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of."""
+def measure_decode(
+    engine: Engine, sequence: list[int], prompt_tokens: int, logits: list[np.ndarray] | None = None
+) -> tuple[RunStatistics, TraceRecorder]:
+    """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of.
+
+    logits: takes those of every step [1, V], if it is there.
+    """
     from moec.runtime.statistics import RunRecorder
     from moec.runtime.trace import TraceRecorder
 
@@ -98,13 +103,15 @@ def measure_decode(engine: Engine, sequence: list[int], prompt_tokens: int) -> t
             done = len(text)
             if end == prompt_tokens:
                 (text,) = engine.begin_texts([0], [sequence[:prompt_tokens]])
+                found = engine.model.logits(_forward(engine, text, done, len(text))[-1:])
             else:
                 text.append(sequence[end - 1])
-            hidden = _forward(engine, text, done, len(text))
-            engine.model.logits(hidden[-1:])
+                found = engine.decode(text[-1:], [0], [done])
             elapsed_ns = time.perf_counter_ns() - started_ns
             tracer.end()
             recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
+            if logits is not None:
+                logits.append(found)
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)
     engine.model.trace = None
     return recorder.finish(engine.model.prefetch_quality.recall), tracer

@@ -12,7 +12,8 @@ import click
 from moec.manifests.errors import OptionError
 
 from . import output
-from .runtime_options import build_options, mode_options, mode_text, open_engine, runtime_options
+from .mode_sweep import decisions_text
+from .runtime_options import build_options, mode_cost, mode_options, mode_text, open_engine, runtime_options
 
 if TYPE_CHECKING:
     from moec.runtime.beam import BeamOptions
@@ -80,6 +81,8 @@ def run_command(
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_engine(bundle, replace(options, slots=beams), values["kernels"]) as engine:
         output.say(engine.mode)
+        if (cost := mode_cost(bundle, engine)) is not None:
+            output.say(cost)
         tokens = _chat_tokens(engine, text, system) if chat else engine.encode(text)
         if search is not None:
             _print_beams(engine, tokens, max_new_tokens, search, as_json)
@@ -88,7 +91,7 @@ def run_command(
         if as_json:
             output.data_json(result[0])
         else:
-            output.say(statistics_block(result[1]))
+            output.say(statistics_block(result[1], result[0].get("decisions")))
 
 
 def _chat_tokens(engine: Engine, text: str, system: str | None) -> list[int]:
@@ -168,12 +171,13 @@ def _generate(
         "mode": mode_text(engine),
         "memory": engine.memory.to_plain(),
         "statistics": statistics.to_plain(),
+        **({} if engine.mode_counts is None else {"decisions": engine.mode_counts.to_plain()}),
     }
     return values, statistics
 
 
-def statistics_block(statistics: RunStatistics) -> str:
-    """The statistics of one generation for people."""
+def statistics_block(statistics: RunStatistics, decisions: dict[str, Any] | None = None) -> str:
+    """The statistics of one generation for people. decisions: of lossy modes."""
     rate = "-" if statistics.tokens_per_s is None else f"{statistics.tokens_per_s:.1f} tokens/s"
     return output.facts(
         [
@@ -196,6 +200,7 @@ def statistics_block(statistics: RunStatistics) -> str:
                 f"precision {output.human_share(statistics.prefetch_precision)}, recall "
                 f"{output.human_share(statistics.prefetch_recall)}, {statistics.prefetch_hits} hits",
             ),
+            *([] if decisions is None else [("decisions", decisions_text(decisions))]),
             ("peak memory", output.human_bytes(statistics.peak_memory_bytes)),
         ]
     )

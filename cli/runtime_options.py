@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,8 +84,10 @@ _MODES = (
     click.option(
         "--dynamic-precision",
         metavar="T1,T2",
-        help="LOSSY: a missed expert less important than T1 is read in its low version, than T2 not at all.",
+        help="LOSSY: a missed expert less important than T1 is read in its low version, than T2 not at all. "
+        "`auto`: the thresholds measured to read least within `--mode-loss`.",
     ),
+    click.option("--mode-loss", default="1%", show_default=True, metavar="SHARE", help="What `auto` may cost."),
     click.option(
         "--big-little",
         metavar="gamma=G,k=N",
@@ -126,6 +129,8 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
     """
     if bundle is not None:
         values = {**values, **_without_given(_tuned(bundle))}
+        if values.get("dynamic_precision") == "auto":
+            values["dynamic_precision"] = _chosen_thresholds(bundle, values["mode_loss"])
     return RuntimeOptions(
         memory=values["memory"],
         expert_cache=values["expert_cache"],
@@ -174,6 +179,42 @@ def _tuned(bundle: Path) -> dict[str, Any]:
         output.say(f"warning: `{tuning_path(bundle)}` {problem}; it is left aside, `moec tune` makes a new one")
         return {}
     return tuning.options
+
+
+def _chosen_thresholds(bundle: Path, text: str) -> str:
+    """Those of `--dynamic-precision auto`. Raises OptionError where none was measured to be within the loss."""
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.modes.record import choose_thresholds, measured_rows
+
+    match = re.fullmatch(r"([0-9]{1,2}(?:\.[0-9]{1,6})?)%", text.strip())
+    if match is None:
+        raise OptionError(f"`--mode-loss {text[:20]}` is not a share", "write it like `1%`")
+    cost = open_bundle(bundle_folder(bundle)).manifest
+    low = sum(entry.size_bytes for entry in cost.low_experts) / max(cost.cost.expert_padded_bytes, 1)
+    rows = measured_rows(bundle)
+    found = choose_thresholds(rows, float(match[1]) / 100, low)
+    if found is None:
+        remedy = "measure them: moec eval BUNDLE --data DATA --modes sweep" if not rows else "allow more"
+        raise OptionError(f"no thresholds were measured to cost at most {text} of `{bundle}`", remedy)
+    return found
+
+
+def mode_cost(bundle: Path, engine: Engine) -> str | None:
+    """What the modes of a run were measured to cost, in one line; None for a lossless run."""
+    from moec.runtime.modes.record import measured_rows
+
+    from .mode_sweep import loss_text
+
+    modes = engine.options.modes
+    if modes.is_lossless:
+        return None
+    row = next((row for row in measured_rows(bundle) if row["mode"] == modes.to_text()), None)
+    if row is None:
+        return "its cost was not measured: moec eval BUNDLE --data DATA --modes sweep"
+    return (
+        f"measured to cost {loss_text(row['loss'])} of {row['task']} on {row['n']} items, "
+        f"cache {row['expert_cache']}, {row['cache_state']} start"
+    )
 
 
 def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:

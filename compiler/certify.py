@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from moec.evaluation.data import ItemSet
+from moec.evaluation.divergence import divergence, log_softmax, summarise_divergence
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import compare, evaluate, joined
@@ -27,7 +28,7 @@ from moec.evaluation.tasks import Item, Task
 
 from .options import Talk
 from .targets import Target
-from .trials import ONE_SIDED_95, Reference, divergence, log_softmax, summarise_divergence
+from .trials import ONE_SIDED_95, Reference
 
 # KL and agreement are means over tokens and need fewer items than a task metric.
 KL_ITEMS = 500
@@ -54,6 +55,10 @@ class DivergingEngine(Protocol):
 
 
 OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
+MeasureModes = Callable[[Path, Task, Sequence[Item], Sequence[Item]], dict[str, Any]]
+"""A bundle that is not published yet, a task, items, solved examples -> what quality.json says of its lossy modes."""
+MODES_ITEMS = 500
+"""Held-out items that lossy modes are measured on, one sequence at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from moec.evaluation.data import SplitData
-from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary, DeviceSummary
+from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, unseen_notes
-from .certify import DivergenceCertificate, TaskCertificate, certify_task
+from .certify import MODES_ITEMS, DivergenceCertificate, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
 from .cluster.session import ClusterSession, check_cluster, cluster_session
 from .comparison import Comparison, can_compare, compare_with_baselines
@@ -81,6 +81,7 @@ class _Stage:
     swept: tuple[SweepInputs, SweepResult] | None = None
     certificates: dict[str, TaskCertificate] = field(default_factory=dict)
     divergences: dict[str, DivergenceCertificate] = field(default_factory=dict)
+    modes: dict[str, Any] | None = None
 
     @property
     def specs(self) -> tuple[QuantSpec, ...]:
@@ -294,8 +295,7 @@ def _calibrate(stage: _Stage) -> ActivationStatistics:
     pairs = reference.encode_pairs(texts)
     seed, progress = stage.request.options.seed, talk.progress("calibrating")
     arrays = stage.journal.arrays("calibration", lambda: calibrate(reference, pairs, seed, None, progress).to_arrays())
-    statistics = ActivationStatistics.from_arrays(arrays)
-    return statistics
+    return ActivationStatistics.from_arrays(arrays)
 
 
 def _search(stage: _Stage) -> CompilePlan:
@@ -347,7 +347,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         stage.lowering,
         plan,
         partial,
-        device=_device(stage, plan),
+        device=summarise_device(request.profile, plan),
         disk=request.disk,
         options={**request.options.to_plain(), "quantizer": plan.quantizer},
         calibration=_calibration_summary(stage),
@@ -369,6 +369,9 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
                     request.talk,
                     request.options.confidence,
                 )
+    if request.measure_modes is not None and stage.splits:
+        task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
+        stage.modes = request.measure_modes(partial, task, items, stage.shots[task.name])
     if stage.swept is not None:
         if stage.trials is not None:
             stage.trials.close()
@@ -378,10 +381,6 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
     quality = _quality(stage, plan, manifest)
     finish(partial, manifest, canonical_json(quality), model_card(manifest, quality).encode(), request.disk)
     return quality
-
-
-def _device(stage: _Stage, plan: CompilePlan) -> DeviceSummary:
-    return summarise_device(stage.request.profile, plan)
 
 
 def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) -> dict[str, Any]:
@@ -397,4 +396,5 @@ def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) 
         sensitivity=stage.sensitivity,
         statistics=stage.statistics,
         confidence=stage.request.options.confidence,
+        modes=stage.modes,
     )

@@ -34,8 +34,12 @@ def quality_report(
     sensitivity: SensitivityTable | None,
     statistics: ActivationStatistics | None,
     confidence: float | None = None,
+    modes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of quality.json. Plain values; no time, host or path, so equal compiles give equal bytes."""
+    """The content of quality.json. Plain values; no time, host or path, so equal compiles give equal bytes.
+
+    modes: what lossy modes of the runtime cost.
+    """
     return {
         "version": QUALITY_VERSION,
         "target": {
@@ -54,6 +58,7 @@ def quality_report(
         "sensitivity": None if sensitivity is None else _sensitivity(sensitivity),
         "statistics": None if statistics is None else _statistics(statistics),
         "trials": [trial.to_json() for trial in trials],
+        **({} if modes is None else {"modes": dict(modes)}),
     }
 
 

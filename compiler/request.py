@@ -9,7 +9,7 @@ from typing import Any
 from moec.profiles.device import DeviceProfile
 from moec.profiles.probe import memory_limit_bytes
 
-from .certify import OpenRuntime
+from .certify import MeasureModes, OpenRuntime
 from .durable import Disk
 from .loss_curve import LossCurve
 from .options import CompileOptions, Talk
@@ -32,6 +32,7 @@ class CompileRequest:
     plan_only: bool = False
     sweep: tuple[float, ...] = ()  # relative losses to find the fewest bytes for, with plan_only
     cluster: str | None = None  # a Ray cluster to hand work to: its address, or `auto` for the one of this machine
+    measure_modes: MeasureModes | None = None  # what the lossy modes of the bundle cost, for quality.json
     memory_bytes: int = 0  # what the compile may take; 0: 7/8 of the machine's
 
     @property

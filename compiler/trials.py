@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from moec.evaluation.data import ItemSet
+from moec.evaluation.divergence import log_softmax, summarise_divergence
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import answer_scores, evaluate
 from moec.evaluation.statistics import (
     DistributionSummary,
     LossEstimate,
-    distribution_summary,
     perplexity_loss,
     relative_loss,
 )
@@ -39,7 +39,6 @@ LOOKS = (500, 1000)
 CLEAR_STANDARD_ERRORS = 3.0
 # Enough for a standard error; the certificate takes five times as many.
 TRIAL_RESAMPLES = 2000
-_WIDE_AT_ONCE = 1 << 21  # probabilities in float64 held at once, 16 MiB
 ONE_SIDED_95 = 1.645
 Progress = Callable[[int, int], None]
 
@@ -87,34 +86,6 @@ class Trial:
             "losses": {task: estimate.to_json() for task, estimate in self.losses.items()},
             "accepted": self.accepted,
         }
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Row-wise, float64 inside, float32 out."""
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float32)
-
-
-def divergence(log_p: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """KL(reference || logits) per row in nats, and whether the top-1 tokens agree.
-
-    log_p: [A, V] log probabilities of the reference. logits: [A, V].
-    """
-    kl, agrees = np.empty(len(log_p)), np.empty(len(log_p), bool)
-    rows = max(1, _WIDE_AT_ONCE // max(log_p.shape[1], 1))
-    for start in range(0, len(log_p), rows):
-        part = slice(start, start + rows)
-        log_q = log_softmax(logits[part])
-        kl[part] = np.sum(np.exp(log_p[part].astype(np.float64)) * (log_p[part] - log_q), axis=1)
-        agrees[part] = np.argmax(log_p[part], axis=1) == np.argmax(log_q, axis=1)
-    return np.maximum(kl, 0.0), agrees
-
-
-def summarise_divergence(log_p: Sequence[np.ndarray], logits: Sequence[np.ndarray]) -> DistributionSummary:
-    """KL and agreement over the answer tokens of several items."""
-    parts = [divergence(r, q) for r, q in zip(log_p, logits, strict=True)]
-    items = np.concatenate([np.full(len(kl), i) for i, (kl, _) in enumerate(parts)])
-    return distribution_summary(np.concatenate([kl for kl, _ in parts]), np.concatenate([s for _, s in parts]), items)
 
 
 class Trials:

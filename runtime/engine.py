@@ -131,11 +131,11 @@ class Engine:
         # Low versions come with a miss.
         warm = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
         self.cache.warm(warm)
-        self._lossy = None
+        self.lossy = None
         if not modes.is_lossless:
             logical = LogicalCache(sizes, self.memory.cache_bytes, records, score, pin_limit, warm)
             versions = Versions(self.model.first_expert, low_version_indices(manifest))
-            self._lossy = LossyDecoder(modes, self.model, versions, logical if modes.reads_cache else None)
+            self.lossy = LossyDecoder(modes, self.model, versions, logical if modes.reads_cache else None)
         self._sequence = 0
 
     def __enter__(self) -> Engine:
@@ -174,17 +174,17 @@ class Engine:
 
     def _loss_text(self) -> str:
         cold = "" if self.options.cache_state == "warm" else ", cold start"
-        return f"lossless{cold}" if self._lossy is None else f"LOSSY ({self.options.modes.to_text()}){cold}"
+        return f"lossless{cold}" if self.lossy is None else f"LOSSY ({self.options.modes.to_text()}){cold}"
 
     @property
     def is_lossless(self) -> bool:
         """Whether every token is the model's own."""
-        return self._lossy is None
+        return self.lossy is None
 
     @property
     def mode_counts(self) -> ModeCounts | None:
         """What the lossy modes decided so far; None where all are off."""
-        return None if self._lossy is None else self._lossy.counts
+        return None if self.lossy is None else self.lossy.counts
 
     # -- generation --------------------------------------------------------------------------------------------
 
@@ -249,8 +249,8 @@ class Engine:
         Policies that count within a sequence begin anew, also where others go on beside it.
         """
         self._records.begin_sequence()
-        if self._lossy is not None:
-            self._lossy.begin_sequence()
+        if self.lossy is not None:
+            self.lossy.begin_sequence()
         self._sequence += 1
         return self._sequence
 
@@ -301,21 +301,21 @@ class Engine:
         """
         if self.model.spec.encoder is not None and not self.kv.prompt_lengths[list(slots)].all():
             raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
-        return self._pass(self._forward(None if self._lossy is None else self._lossy.prefill), tokens, slots, positions)
+        return self._pass(self._forward(None if self.lossy is None else self.lossy.prefill), tokens, slots, positions)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Logits [T, V] behind the next token of some sequences, one each: where lossy modes decide.
 
         Raises ExecutionError as `step`.
         """
-        if self._lossy is None:
+        if self.lossy is None:
             return self.model.logits(self.step(tokens, slots, positions))
 
         def run(tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, choice: PassChoice) -> np.ndarray:
             return self._pass(self._forward(choice), tokens.tolist(), slots.tolist(), positions.tolist())
 
         arrays = (np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32))
-        return self._lossy.decode(run, *arrays)
+        return self.lossy.decode(run, *arrays)
 
     def _forward(self, choice: PassChoice | None) -> _RunStack[np.ndarray]:
         return self.model.forward if choice is None else partial(self.model.forward, choice=choice)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import UnitKey
@@ -20,7 +21,6 @@ from moec.manifests.model import UnitKey
 from ..parallel import workers
 from ..quantized import QuantizedMatrix
 from ..second_moments import SecondMoments
-from ..trials import divergence, log_softmax
 from ..unit_store import UnitBatch, UnitStore
 
 if TYPE_CHECKING:

@@ -150,7 +150,7 @@ class PassChoice:
         total, found = float(np.sort(scores)[-top_k:].sum()) or 1.0, list[int]()
         unimportance = 0.0
         for expert in experts.tolist():
-            version = self._version(layer, expert, unimportance, dynamic, is_missed=True)
+            version = self.version(layer, expert, unimportance, dynamic, is_missed=True)
             if version != NOBODY:
                 found.append(self._versions.index(layer, version))
             unimportance += float(scores[expert]) / total
@@ -175,16 +175,16 @@ class PassChoice:
                 expert = int(row[rank])
                 if self._is_cached(layer, expert):
                     continue
-                stand_in = self._stand_in(layer, rule, scores[token], row, expert, routing.margin)
+                stand_in = self.stand_in(layer, rule, scores[token], row, expert, routing.margin)
                 if stand_in is not None:
                     row[rank] = stand_in
                     self._counts.replaced += 1
-                elif weights[token, rank] < routing.drop * total:
+                elif self.is_dropped(float(weights[token, rank]) / total, routing.drop):
                     row[rank] = NOBODY
                     self._counts.dropped += 1
         return (chosen, weights) if np.array_equal(found, chosen) else (found, rule.weigh(scores, found))
 
-    def _stand_in(
+    def stand_in(
         self, layer: int, rule: RoutingRule, scores: np.ndarray, row: np.ndarray, missed: int, margin: float
     ) -> int | None:
         """The best cached expert that the token has not chosen, within the margin of the one that is missed."""
@@ -196,6 +196,10 @@ class PassChoice:
             if expert not in row and self._is_cached(layer, expert):
                 return int(expert)
         return None
+
+    def is_dropped(self, share: float, drop: float) -> bool:
+        """Whether a missed expert of this share of the token's weight is left out."""
+        return share < drop
 
     def _is_cached(self, layer: int, expert: int) -> bool:
         """Whether a version that may be computed is there."""
@@ -226,7 +230,7 @@ class PassChoice:
                     is_missed = self._cache is None or not self._cache.holds(
                         self._versions.index(layer, int(row[rank]))
                     )
-                    row[rank] = self._version(layer, int(row[rank]), unimportance, dynamic, is_missed)
+                    row[rank] = self.version(layer, int(row[rank]), unimportance, dynamic, is_missed)
                 unimportance += float(shares[rank])
         is_skipped = (found == NOBODY) & (chosen != NOBODY)
         count = logits.shape[1]
@@ -237,7 +241,7 @@ class PassChoice:
         kept = np.where(found == NOBODY, np.int32(NOBODY), chosen)
         return found, rule.weigh(rule.scores(logits), kept)
 
-    def _version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
+    def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
         """Source: HOBBIT, token-level dynamic loading: on a miss, high up to T1, low up to T2, else nothing.
 
         A low version that is there costs nothing to take, so that nothing cached is skipped.

@@ -34,14 +34,17 @@ class ForetoldPredictor:
 
 
 class LossyDecoder:
-    """prefill: the choice of passes that decide nothing. counts: what decode passes decided."""
+    """Decode passes of one engine. prefill: the choice of passes that decide nothing; full, little: of those that do.
+
+    counts: what decode passes decided.
+    """
 
     def __init__(self, modes: LossyModes, model: Model, versions: Versions, cache: LogicalCache | None) -> None:
         self._modes, self._model, self._cache = modes, model, cache
         self.counts = ModeCounts()
         self.prefill = PassChoice(modes, versions, cache, self.counts, decides=False)
-        self._full = PassChoice(modes, versions, cache, self.counts)
-        self._little = PassChoice(modes, versions, cache, self.counts, is_little=True)
+        self.full = PassChoice(modes, versions, cache, self.counts)
+        self.little = PassChoice(modes, versions, cache, self.counts, is_little=True)
 
     def begin_sequence(self) -> None:
         """What the policy of the logical cache counts within a sequence counts from here."""
@@ -53,17 +56,22 @@ class LossyDecoder:
         self.counts.tokens += len(tokens)
         big_little = self._modes.big_little
         if big_little is None:
-            return self._model.logits(run(tokens, slots, positions, self._full))
+            return self._model.logits(run(tokens, slots, positions, self.full))
         recorded: dict[int, np.ndarray] = {}
-        self._little.recorded = recorded
-        logits = self._model.logits(run(tokens, slots, positions, self._little))
-        unsure = np.flatnonzero(_confidence(logits) < big_little.gamma)
+        self.little.recorded = recorded
+        logits = self._model.logits(run(tokens, slots, positions, self.little))
+        unsure = np.flatnonzero(self.is_unsure(logits, big_little.gamma))
         if len(unsure):
             self.counts.fallback_tokens += len(unsure)
             kept = {layer: found[unsure] for layer, found in recorded.items()}
             hidden = self._again(run, kept, tokens[unsure], slots[unsure], positions[unsure])
             logits[unsure] = self._model.logits(hidden)
         return logits
+
+    def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
+        """Which rows [T, V] are to be computed again, bool [T]: no token has a probability of gamma."""
+        unsure: np.ndarray = confidence(logits) < gamma
+        return unsure
 
     def _again(
         self,
@@ -77,17 +85,17 @@ class LossyDecoder:
         model, advisor = self._model, self._model.advisor
         routers, spec = model.routers(), model.spec
         foretold = {layer: router.rule.route(recorded[layer])[0] for layer in recorded if (router := routers[layer])}
-        self._full.foretold = foretold
+        self.full.foretold = foretold
         before: tuple[Predictor | None, int] = (advisor.predictor, advisor.experts)
         if advisor.predictor is not None:
             advisor.predictor = ForetoldPredictor(model, recorded)
             advisor.experts = max(layer.experts.top_k for layer in spec.layers)
             first = min(foretold)
-            self._read_ahead([self._full.index(first, expert) for expert in np.unique(foretold[first]).tolist()])
+            self._read_ahead([self.full.index(first, expert) for expert in np.unique(foretold[first]).tolist()])
         try:
-            return run(tokens, slots, positions, self._full)
+            return run(tokens, slots, positions, self.full)
         finally:
-            self._full.foretold = None
+            self.full.foretold = None
             advisor.predictor, advisor.experts = before
 
     def _read_ahead(self, experts: list[int]) -> None:
@@ -96,11 +104,11 @@ class LossyDecoder:
             self._cache.advise(experts)
 
 
-def _confidence(logits: np.ndarray) -> np.ndarray:
+def confidence(logits: np.ndarray) -> np.ndarray:
     """The greatest probability of each row, before any temperature. float32 [T, V] -> [T]."""
     shifted = logits - logits.max(axis=1, keepdims=True)
-    confidence: np.ndarray = 1 / np.exp(shifted).sum(axis=1)
-    return confidence
+    greatest: np.ndarray = 1 / np.exp(shifted).sum(axis=1)
+    return greatest
 
 
 def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:

@@ -14,8 +14,8 @@ from moec.compiler.families import lower
 from moec.compiler.fisher import FisherProxy, gradient_bytes, predict_units
 from moec.compiler.journal import Journal
 from moec.compiler.reference import ReferenceModel
-from moec.compiler.trials import log_softmax, summarise_divergence
 from moec.compiler.unit_store import UnitStore
+from moec.evaluation.divergence import log_softmax, summarise_divergence
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 from tests.compiler.toy_search import toy_model

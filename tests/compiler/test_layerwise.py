@@ -24,9 +24,9 @@ from moec.compiler.parallel import workers
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.sensitivity import plain_plan
 from moec.compiler.targets import TargetKind
-from moec.compiler.trials import divergence, log_softmax
 from moec.compiler.uniform import dense_spec, uniform_plan
 from moec.compiler.unit_store import UnitStore
+from moec.evaluation.divergence import divergence, log_softmax
 from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec

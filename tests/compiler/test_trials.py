@@ -22,9 +22,10 @@ from moec.compiler.journal import Journal
 from moec.compiler.plan import CompilePlan
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.sensitivity import plain_plan
-from moec.compiler.trials import LOOKS, Reference, TaskData, Trials, divergence, keeps, log_softmax, margin
+from moec.compiler.trials import LOOKS, Reference, TaskData, Trials, keeps, margin
 from moec.compiler.unit_store import UnitStore
 from moec.evaluation.data import ItemSet
+from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.engine import Generation, GenerationRequest, Progress
 from moec.evaluation.statistics import accepts as within_one_standard_error
 from moec.evaluation.tasks import find_task

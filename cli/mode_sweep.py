@@ -1,0 +1,284 @@
+"""`--modes sweep`: every lossy mode of a bundle, what it costs and what it brings, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moec.manifests.errors import OptionError
+from moec.runtime.modes.settings import LossyModes, parse_modes
+
+from . import output
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from moec.evaluation.results import EvaluationResult
+    from moec.evaluation.tasks import Item, Task
+    from moec.manifests.bundle import BundleManifest
+    from moec.runtime.options import RuntimeOptions
+
+    from .engines import BundleEngine
+
+DEFAULT_CACHE = "25%"
+LOSSLESS = "lossless"
+KL_LOGITS = 1 << 26
+"""Logits of the lossless run that are kept to hold the others against, 256 MiB."""
+KL_ITEMS = 256
+_DYNAMIC = ("0.9,1", "0.75,1", "0.6,1", "0.6,0.9", "0,1")
+_SKIPPING = ("0.9,0.9", "0.75,0.75")
+_BIG_LITTLE = ("gamma=0.9", "gamma=0.7", "gamma=0.5")
+_CACHE_ROUTING = ("margin=0.2", "margin=0.5", "drop=0.1", "drop=0.25", "margin=0.2,drop=0.1")
+_TOGETHER = (
+    {"dynamic_precision": "0.6,1", "big_little": "gamma=0.7"},
+    {"dynamic_precision": "0.6,1", "cache_routing": "margin=0.2"},
+    {"big_little": "gamma=0.7", "cache_routing": "margin=0.2"},
+    {"dynamic_precision": "0.6,1", "big_little": "gamma=0.7", "cache_routing": "margin=0.2"},
+)
+
+
+def sweep_settings(manifest: BundleManifest) -> list[dict[str, str]]:
+    """Options of every setting of a sweep, the lossless one first; none for models that have no modes.
+
+    Raises OptionError for those.
+    """
+    from moec.runtime.modes.decoder import check_modes
+
+    has_low = bool(manifest.low_experts)
+    found: list[dict[str, str]] = [{}]
+    found += [{"dynamic_precision": text} for text in (*_DYNAMIC * has_low, *_SKIPPING)]
+    found += [{"big_little": text} for text in _BIG_LITTLE]
+    found += [{"cache_routing": text} for text in _CACHE_ROUTING]
+    found += [each for each in _TOGETHER if has_low or "dynamic_precision" not in each]
+    for options in found:
+        check_modes(modes_of(options), manifest.model, len(manifest.low_experts))
+    return found
+
+
+def modes_of(options: dict[str, str]) -> LossyModes:
+    """The modes of some options, unnamed ones off."""
+    names = ("dynamic_precision", "big_little", "cache_routing")
+    return parse_modes(*(options.get(name) for name in names))
+
+
+def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
+    """Those that a sweep starts from: one sequence, no modes, and a cache that misses where none was asked for.
+
+    Raises OptionError if a mode was given.
+    """
+    if not options.modes.is_lossless:
+        raise OptionError("`--modes sweep` sets the modes itself", f"leave out {', '.join(options.modes.parts())}")
+    cache = DEFAULT_CACHE if options.memory is None and options.expert_cache is None else options.expert_cache
+    return replace(options, slots=1, expert_cache=cache)
+
+
+@dataclass(slots=True)
+class QualitySweep:
+    """What every setting costs on one task, held against the lossless run of the same bundle."""
+
+    path: Path
+    options: RuntimeOptions
+    kernels: str | None
+    task: Task
+    items: Sequence[Item]
+    shots: Sequence[Item]
+
+    def run(self, settings: Sequence[dict[str, str]], is_partial: bool = False) -> dict[str, Any]:
+        """The record of a sweep. is_partial: of a bundle that is not published yet."""
+        from moec.evaluation.run import compare
+
+        rows: list[dict[str, Any]] = []
+        log_p: list[np.ndarray] = []
+        lossless: EvaluationResult | None = None
+        for number, setting in enumerate(settings, 1):
+            title = f"{number} of {len(settings)}, {modes_of(setting).to_text() or LOSSLESS}"
+            with self._opened(setting, is_partial) as engine:
+                result = self._evaluate(engine, title)
+                row = _row(setting, engine, result)
+            lossless = lossless or result
+            # A model that solves nothing has no loss to state.
+            loss = compare(lossless, result).to_json() if lossless.value > 0 else None
+            row |= {"value": result.value, "loss": loss}
+            with self._opened(setting, is_partial) as engine:
+                row["kl"] = self._divergence(engine, log_p, f"KL, {title}")
+            rows.append(row)
+        return {
+            "task": self.task.name,
+            "metric": self.task.metric,
+            "n": len(self.items),
+            "expert_cache": self.options.expert_cache or f"--memory {self.options.memory}",
+            "cache_state": self.options.cache_state,
+            "rows": rows,
+        }
+
+    @contextmanager
+    def _opened(self, setting: dict[str, str], is_partial: bool) -> Iterator[BundleEngine]:
+        from moec.runtime import kernels
+        from moec.runtime.bundle import open_bundle
+        from moec.runtime.engine import Engine
+
+        from .engines import BundleEngine
+
+        if self.kernels is not None:
+            kernels.select(self.kernels)
+        bundle = open_bundle(self.path, allow_partial=is_partial)
+        with Engine(bundle, replace(self.options, **setting)) as engine:  # type: ignore[arg-type]
+            engine.cache.finish_warming()
+            yield BundleEngine(engine)
+
+    def _evaluate(self, engine: BundleEngine, title: str) -> EvaluationResult:
+        from moec.evaluation.run import evaluate
+
+        guesses = [None] * len(self.items)
+        with output.Progress(title) as progress:
+            return evaluate(self.task, self.items, engine, shots=self.shots, drafts=guesses, progress=progress)
+
+    def _divergence(self, engine: BundleEngine, log_p: list[np.ndarray], title: str) -> dict[str, object]:
+        """Against the first run, whose distributions it leaves in `log_p`."""
+        import numpy as np
+
+        from moec.evaluation.divergence import log_softmax, summarise_divergence
+
+        asked = self.items[:KL_ITEMS]
+        pairs = engine.encode_pairs([(self.task.prompt(item, self.shots), self.task.answer(item)) for item in asked])
+        vocabulary = engine.engine.bundle.manifest.model.vocab_size
+        room = np.cumsum([(len(answer) + 1) * vocabulary for _, answer in pairs])
+        pairs = pairs[: max(1, int((room <= KL_LOGITS).sum()))]
+        with output.Progress(title) as progress:
+            logits = []
+            for done, pair in enumerate(pairs, 1):
+                logits += engine.forced_logits([pair])
+                progress(done, len(pairs))
+        if not log_p:
+            log_p += [log_softmax(rows) for rows in logits]
+        return summarise_divergence(log_p, logits).to_json()
+
+
+def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult) -> dict[str, Any]:
+    """What an engine did for its setting; bytes read are per new token, prompts included."""
+    stats, counts = engine.engine.cache.stats, engine.engine.mode_counts
+    return {
+        "mode": modes_of(setting).to_text(),
+        "options": dict(setting),
+        "tokens_per_s": result.tokens_per_s,
+        "hit_rate": stats.hit_rate,
+        "bytes_read_per_token": stats.bytes_read / max(float(result.tokens.sum()), 1),
+        "decisions": None if counts is None else counts.to_plain(),
+    }
+
+
+def measure_partial(path: Path, task: Task, items: Sequence[Item], shots: Sequence[Item]) -> dict[str, Any]:
+    """The record for quality.json of a bundle that is not published yet, experts in a cache of DEFAULT_CACHE."""
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.options import RuntimeOptions
+
+    settings = sweep_settings(open_bundle(path, allow_partial=True).manifest)
+    options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
+    return untimed(QualitySweep(path, options, None, task, items, shots).run(settings, is_partial=True))
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without what differs from run to run, for a bundle that is equal whenever it is compiled."""
+    varying = ("tokens_per_s", "hit_rate", "bytes_read_per_token")
+    rows = [{name: value for name, value in row.items() if name not in varying} for row in record["rows"]]
+    return {**record, "rows": rows}
+
+
+def quality_page(record: dict[str, Any]) -> str:
+    """The table of a sweep for people."""
+    share, rows = output.human_share, []
+    for row in record["rows"]:
+        loss, kl = row["loss"], row["kl"]
+        rows.append(
+            [
+                row["mode"] or LOSSLESS,
+                f"{row['value']:.4f}",
+                "-" if not row["mode"] or loss is None else loss_text(loss),
+                f"{kl['mean']:.4f}",
+                share(kl["agreement"]),
+                f"{row['tokens_per_s']:.1f}",
+                share(row["hit_rate"]),
+                output.human_bytes(row["bytes_read_per_token"]),
+                decisions_text(row["decisions"]),
+            ]
+        )
+    header = ("mode", record["metric"], "loss (95 %)", "KL", "agree", "tokens/s", "hits", "read/token", "decisions")
+    told = f"{record['task']}, {record['n']} items, cache {record['expert_cache']}, {record['cache_state']} start"
+    return f"{told}; losses against the lossless run of the same bundle\n\n{output.table(rows, header)}"
+
+
+def loss_text(loss: dict[str, Any]) -> str:
+    """A loss and its interval, where there is one."""
+    low, high = loss["interval95"]
+    bounds = "" if low is None or high is None else f" ({low:.2%} to {high:.2%})"
+    return f"{loss['loss']:.2%}{bounds}"
+
+
+def decisions_text(decisions: dict[str, Any] | None) -> str:
+    """Shares of what a mode decided; `-` where nothing was."""
+    names = ("low", "skipped", "replaced", "dropped", "fallback")
+    told = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
+    return ", ".join(f"{name} {output.human_share(value)}" for name, value in told if value) or "-"
+
+
+def speed_sweep(
+    path: Path, options: RuntimeOptions, kernels: str | None, sequence: list[int], prompt_tokens: int
+) -> list[dict[str, Any]]:
+    """Every setting timed on the same forced tokens, each in an engine of its own; logits are held against lossless."""
+    from moec.evaluation.divergence import log_softmax, summarise_divergence
+    from moec.runtime.bundle import open_bundle
+
+    from .measurement import measure_decode
+    from .runtime_options import bundle_folder, open_engine
+
+    settings = sweep_settings(open_bundle(bundle_folder(path)).manifest)
+    rows: list[dict[str, Any]] = []
+    log_p: list[np.ndarray] = []
+    for number, setting in enumerate(settings, 1):
+        output.say(f"{number} of {len(settings)}, {modes_of(setting).to_text() or LOSSLESS}")
+        logits: list[np.ndarray] = []
+        with open_engine(path, replace(options, **setting), kernels) as engine:  # type: ignore[arg-type]
+            engine.check_tokens(sequence, room=0)
+            engine.cache.finish_warming()
+            statistics, _ = measure_decode(engine, sequence, prompt_tokens, logits)
+            counts = engine.mode_counts
+        found = logits[1:]  # the first is the prompt's
+        log_p = log_p or [log_softmax(row) for row in found]
+        rows.append(
+            {
+                "mode": modes_of(setting).to_text(),
+                "options": dict(setting),
+                "tokens_per_s": statistics.tokens_per_s,
+                "ttft_ns": statistics.ttft_ns,
+                "hit_rate": statistics.hit_rate,
+                "bytes_read_per_token": statistics.decode_bytes_read_per_token,
+                "kl": summarise_divergence(log_p, found).to_json(),
+                "decisions": None if counts is None else counts.to_plain(),
+            }
+        )
+    return rows
+
+
+def speed_page(rows: list[dict[str, Any]], options: RuntimeOptions) -> str:
+    """The table of a timed sweep for people."""
+    share, lines, lossless = output.human_share, list[tuple[str, ...]](), rows[0]["tokens_per_s"]
+    for row in rows:
+        lines.append(
+            (
+                row["mode"] or LOSSLESS,
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['tokens_per_s'] / lossless:.2f}",
+                output.human_ms(row["ttft_ns"]),
+                share(row["hit_rate"]),
+                output.human_bytes(row["bytes_read_per_token"]),
+                f"{row['kl']['mean']:.4f}",
+                share(row["kl"]["agreement"]),
+                decisions_text(row["decisions"]),
+            )
+        )
+    header = ("mode", "tokens/s", "x lossless", "TTFT", "hits", "read/token", "KL", "agree", "decisions")
+    cache = options.expert_cache or f"--memory {options.memory}"
+    return f"forced tokens, cache {cache}, {options.cache_state} start\n\n{output.table(lines, header)}"

@@ -1,0 +1,113 @@
+"""What lossy modes were measured to cost: `modes` of quality.json, and `NAME.modes.json` beside a bundle.
+
+A record holds the task, the conditions, and a row per setting; rows of the second kind count where both have one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import QUALITY_NAME
+from moec.manifests.errors import InputError, OptionError
+
+from ..tuning import bundle_sha256
+from .settings import LossyModes, parse_modes
+
+SUFFIX = ".modes.json"
+FORMAT_VERSION = 1
+MAX_BYTES = 64 << 20
+OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
+
+
+def record_path(bundle: Path) -> Path:
+    """Where the record beside a bundle is."""
+    folder = bundle.resolve()
+    return folder.with_name(folder.name + SUFFIX)
+
+
+def write_record(bundle: Path, record: dict[str, Any]) -> Path:
+    """Write the record beside a bundle, whole or not at all. Raises InputError if the folder refuses."""
+    path = record_path(bundle)
+    part = path.with_name(path.name + ".new")
+    plain = {"format_version": FORMAT_VERSION, "bundle": bundle_sha256(bundle), **record}
+    try:
+        part.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InputError(f"`{path}` cannot be written: {error.strerror}", "check the folder of the bundle") from error
+    return path
+
+
+def measured_rows(bundle: Path) -> list[dict[str, Any]]:
+    """Rows of all settings that were measured on this bundle, each with `options`, `loss` and its conditions.
+
+    A record that cannot be read, or is of another bundle, has none.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    quality = _load(bundle / QUALITY_NAME).get("modes")
+    beside = _load(record_path(bundle))
+    if beside.get("bundle") != bundle_sha256(bundle) or beside.get("format_version") != FORMAT_VERSION:
+        beside = {}
+    for record in (quality, beside):
+        for row in _rows(record):
+            found[row["mode"]] = row
+    return list(found.values())
+
+
+def modes_of_row(row: dict[str, Any]) -> LossyModes:
+    """The modes of a row. Raises OptionError."""
+    return parse_modes(*(row["options"].get(name) for name in OPTION_NAMES))
+
+
+def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_bytes_share: float) -> str | None:
+    """The `T1,T2` of dynamic precision, alone, that leave most bytes unread at a loss of at most `loss`, in the upper
+    bound of its interval; None if none was measured to.
+
+    low_bytes_share: what a low version takes of a high one.
+    """
+    option = "dynamic_precision"
+    fitting = [row for row in rows if set(row["options"]) == {option} and row["loss"]["upper95"] <= loss]
+
+    def saved(row: dict[str, Any]) -> float:
+        shares = row["decisions"]
+        return float(shares["skipped_share"] + shares["low_share"] * (1 - low_bytes_share))
+
+    best = max(fitting, key=saved, default=None)
+    return None if best is None else str(best["options"][option])
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return {}
+        plain = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def _rows(record: Any) -> list[dict[str, Any]]:
+    """The rows that say what a run would ask of them."""
+    rows = record.get("rows") if isinstance(record, dict) else None
+    conditions = {name: record.get(name) for name in ("task", "n", "expert_cache", "cache_state")} if rows else {}
+    return [{**conditions, **row} for row in rows if _is_row(row)] if isinstance(rows, list) else []
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("mode"), str) or not isinstance(row.get("loss"), dict):
+        return False
+    options, decided = row.get("options"), row.get("decisions")
+    if not isinstance(options, dict) or not isinstance(decided, dict):
+        return False
+    numbers = (row["loss"].get("loss"), row["loss"].get("upper95"))
+    shares = (decided.get("skipped_share"), decided.get("low_share"))
+    if not all(isinstance(number, int | float) for number in (*numbers, *shares)):
+        return False
+    try:
+        return set(options) <= set(OPTION_NAMES) and modes_of_row(row).to_text() == row["mode"]
+    except (OptionError, AttributeError, TypeError):
+        return False

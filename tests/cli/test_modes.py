@@ -1,0 +1,150 @@
+"""Lossy modes on the command line: sweeps, what they cost, thresholds that are chosen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moec.runtime.modes.record import measured_rows, record_path
+from tests.gates.bundles import emit_bundle
+from tests.tiny_compile import save_texts
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+from .conftest import Invoke
+
+
+@pytest.fixture(scope="module")
+def two_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("modes") / "model"
+    save_tiny_mixtral(folder, TinyMixtral(layers=2, experts=8, top_k=4, seed=9))
+    return emit_bundle(folder, folder.parent / "modes-moec", bitwidth=8, low="q2g32")
+
+
+@pytest.fixture
+def own(two_versions: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(two_versions, tmp_path / "own-moec"))
+
+
+def swept(invoke: Invoke, bundle: Path, texts: Path) -> dict[str, Any]:
+    result = invoke("eval", bundle, "--data", texts, "--modes", "sweep", "--expert-cache", "50%", "--json")
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_sweep_of_quality_is_kept_and_quoted(invoke: Invoke, own: Path, texts: Path) -> None:
+    record = swept(invoke, own, texts)
+    rows = {row["mode"]: row for row in record["rows"]}
+    assert rows[""]["loss"]["loss"] == 0 and rows[""]["kl"]["mean"] == 0 and rows[""]["decisions"] is None
+    low = rows["dynamic-precision 0,1"]
+    assert low["decisions"]["low"] > 0 and low["kl"]["mean"] > 0 and low["loss"]["loss"] != 0
+    assert rows["big-little gamma=0.9,k=K/2"]["decisions"]["fallback_share"] == 1  # random weights are never sure
+    assert rows["big-little gamma=0.9,k=K/2"]["kl"]["mean"] < 1e-6
+    assert record["task"] == "perplexity" and record["n"] == 3 and record["cache_state"] == "warm"
+    assert [row["mode"] for row in measured_rows(own)] == [mode for mode in rows if mode]
+    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
+    assert f"measured to cost {low['loss']['loss']:.2%}" in told.stderr and "decisions" in told.stderr
+    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,0.3")
+    assert "its cost was not measured" in told.stderr
+    assert "measured" not in invoke("run", own, "--prompt", "a", "--max-new-tokens", 2).stderr
+
+
+def test_thresholds_are_chosen_from_what_was_measured(invoke: Invoke, own: Path, texts: Path) -> None:
+    auto = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "auto", "--mode-loss")
+    refused = invoke(*auto, "5%")
+    assert refused.exit_code != 0 and "--modes sweep" in refused.stderr
+    swept(invoke, own, texts)
+    path = record_path(own)
+    record = json.loads(path.read_text())
+    costs = {"0.9,1": 0.001, "0.75,1": 0.004, "0,1": 0.02}
+    for row in record["rows"]:
+        thresholds = row["options"].get("dynamic_precision")
+        if set(row["options"]) == {"dynamic_precision"}:
+            row["loss"]["upper95"] = costs.get(thresholds, 1.0)
+            row["decisions"] |= {"skipped_share": 0.0, "low_share": 10 * costs.get(thresholds, 0)}
+    path.write_text(json.dumps(record))
+    assert "dynamic-precision 0.75,1)" in invoke(*auto, "1%").stderr
+    assert "dynamic-precision 0,1)" in invoke(*auto, "2%").stderr
+    assert "no thresholds were measured to cost at most 0.05%" in invoke(*auto, "0.05%").stderr
+    assert "is not a share" in invoke(*auto, "much").stderr
+
+
+def test_records_of_other_bundles_and_broken_ones_count_for_nothing(invoke: Invoke, own: Path, texts: Path) -> None:
+    swept(invoke, own, texts)
+    path = record_path(own)
+    record = json.loads(path.read_text())
+    for wrong in (
+        {**record, "bundle": "0" * 64},
+        {**record, "format_version": 2},
+        {**record, "rows": [{**record["rows"][1], "options": {"threads": 1}}]},
+        {**record, "rows": [{**record["rows"][1], "mode": "big-little gamma=1,k=K/2"}]},
+        {**record, "rows": [{**record["rows"][1], "loss": None}]},
+        [],
+    ):
+        path.write_text(json.dumps(wrong))
+        assert measured_rows(own) == []
+    path.write_text("{")
+    assert measured_rows(own) == []
+
+
+def test_a_sweep_of_speed(invoke: Invoke, two_versions: Path) -> None:
+    arguments = ("bench", two_versions, "--modes", "sweep", "--tokens", 6, "--prompt", "abc", "--expert-cache", "50%")
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
+    assert all(row["tokens_per_s"] > 0 and row["ttft_ns"] > 0 for row in rows.values())
+    assert rows[""]["kl"]["mean"] == 0 and rows["dynamic-precision 0,1"]["kl"]["mean"] > 0
+    page = invoke(*arguments).stdout
+    assert "x lossless" in page and "big-little gamma=0.5,k=K/2" in page and "fallback 100" in page
+
+
+def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> None:
+    modes = ("--big-little", "gamma=0.5", "--cache-routing", "margin=0.5", "--expert-cache", "50%")
+    told = json.loads(invoke("eval", two_versions, "--data", texts, *modes, "--json").stdout)
+    assert told["decisions"]["fallback_share"] == 1 and "LOSSY" in told["mode"]
+    bench = json.loads(invoke("bench", two_versions, "--tokens", 4, "--prompt", "abc", *modes, "--json").stdout)
+    assert bench["decisions"]["tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("eval", "--modes", "sweep", "--slots", 2), "`--slots` has no effect"),
+        (("eval", "--modes", "sweep", "--big-little", "gamma=0.5"), "sets the modes itself"),
+        (("bench", "--modes", "sweep", "--big-little", "gamma=0.5"), "sets the modes itself"),
+        (("bench", "--big-little", "gamma=0.5", "--trace-out", "x.trace"), "is of a lossless run"),
+    ],
+)
+def test_what_does_not_go_together(
+    invoke: Invoke, two_versions: Path, texts: Path, arguments: tuple[Any, ...], told: str
+) -> None:
+    command, *rest = arguments
+    data = ("--data", texts) if command == "eval" else ()
+    result = invoke(command, two_versions, *data, *rest)
+    assert result.exit_code != 0 and told in result.stderr
+
+
+def test_a_checkpoint_has_no_modes(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
+    result = invoke("eval", checkpoint, "--data", texts, "--big-little", "gamma=0.5")
+    assert result.exit_code != 0 and "`--big-little` has no effect" in result.stderr
+    result = invoke("eval", checkpoint, "--data", texts, "--modes", "sweep")
+    assert result.exit_code != 0 and "holds no bundle" in result.stderr
+
+
+def test_a_compile_puts_what_modes_cost_into_the_bundle(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
+    target, data = tmp_path / "out", tmp_path / "texts"
+    save_texts(data, train=4, validation=4, test=6)
+    common = ("compile", checkpoint, "--bits-per-weight", 9, "--bits", 8, "--sensitivity", "proxy", "-o", target)
+    assert "`--modes sweep` is measured on" in invoke("compile", checkpoint, "--uniform", 8, "--modes", "sweep").stderr
+    result = invoke(*common, "--data", data, "--fallback-bits", 2, "--group-size", 32, "--modes", "sweep")
+    assert result.exit_code == 0, result.stderr
+    quality = json.loads((target / "quality.json").read_text())
+    assert quality["modes"]["expert_cache"] == "25%"
+    assert "tokens_per_s" not in json.dumps(quality["modes"])
+    assert "dynamic-precision 0,1" in {row["mode"] for row in measured_rows(target)}
+    shown = invoke("inspect", target).stdout
+    assert "low versions" in shown
