@@ -25,12 +25,14 @@ ABSENT = -1
 class ModeCounts:
     """What the modes decided so far. ranks: experts that decode passes chose, over all tokens and layers.
 
+    missed: of these the ones that the logical cache lacked, where a mode reads it.
     replaced, dropped: by cache routing. low, skipped: by dynamic precision; low counts low versions that were cached as
     well. tokens: decoded; fallback_tokens: computed again with all experts. foretold: experts of passes done again that
     the discarded pass had chosen; foretold_right: of these, those that were chosen again.
     """
 
     ranks: int = 0
+    missed: int = 0
     replaced: int = 0
     dropped: int = 0
     low: int = 0
@@ -43,7 +45,7 @@ class ModeCounts:
     def to_plain(self) -> dict[str, int | float | None]:
         """For `--json`: the counts, and their shares."""
         plain: dict[str, int | float | None] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("replaced", "dropped", "low", "skipped"):
+        for name in ("missed", "replaced", "dropped", "low", "skipped"):
             plain[f"{name}_share"] = getattr(self, name) / self.ranks if self.ranks else None
         plain["fallback_share"] = self.fallback_tokens / self.tokens if self.tokens else None
         plain["foretold_right_share"] = self.foretold_right / self.foretold if self.foretold else None
@@ -124,6 +126,7 @@ class PassChoice:
             self._count_foretold(self.foretold[layer], chosen)
         if self._cache is None:
             return chosen, weights
+        self._counts.missed += sum(not self._holds(layer, expert) for expert in chosen.reshape(-1).tolist())
         if self._modes.cache_routing is not None:
             chosen, weights = self._with_cached(layer, rule, logits, chosen, weights, self._modes.cache_routing)
         if self._modes.dynamic_precision is not None:

@@ -17,6 +17,7 @@ from .settings import LossyModes
 
 RunPass = Callable[[np.ndarray, np.ndarray, np.ndarray, PassChoice], np.ndarray]
 """Tokens, slots, positions and how experts are chosen -> residual stream [T, D]."""
+MakeChoice = Callable[..., PassChoice]
 
 
 class ForetoldPredictor:
@@ -36,25 +37,32 @@ class ForetoldPredictor:
 class LossyDecoder:
     """Decode passes of one engine. prefill: the choice of passes that decide nothing; full, little: of those that do.
 
-    counts: what decode passes decided.
+    counts: what decode passes decided. choices: PassChoice, or what decides in its place.
     """
 
-    def __init__(self, modes: LossyModes, model: Model, versions: Versions, cache: LogicalCache | None) -> None:
-        self._modes, self._model, self._cache = modes, model, cache
+    def __init__(
+        self,
+        modes: LossyModes,
+        model: Model,
+        versions: Versions,
+        cache: LogicalCache | None,
+        choices: MakeChoice = PassChoice,
+    ) -> None:
+        self.modes, self.versions, self.cache, self._model = modes, versions, cache, model
         self.counts = ModeCounts()
-        self.prefill = PassChoice(modes, versions, cache, self.counts, decides=False)
-        self.full = PassChoice(modes, versions, cache, self.counts)
-        self.little = PassChoice(modes, versions, cache, self.counts, is_little=True)
+        self.prefill = choices(modes, versions, cache, self.counts, decides=False)
+        self.full = choices(modes, versions, cache, self.counts)
+        self.little = choices(modes, versions, cache, self.counts, is_little=True)
 
     def begin_sequence(self) -> None:
         """What the policy of the logical cache counts within a sequence counts from here."""
-        if self._cache is not None:
-            self._cache.begin_sequence()
+        if self.cache is not None:
+            self.cache.begin_sequence()
 
     def decode(self, run: RunPass, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Logits [T, V] behind one token each of some sequences."""
         self.counts.tokens += len(tokens)
-        big_little = self._modes.big_little
+        big_little = self.modes.big_little
         if big_little is None:
             return self._model.logits(run(tokens, slots, positions, self.full))
         recorded: dict[int, np.ndarray] = {}
@@ -100,8 +108,8 @@ class LossyDecoder:
 
     def _read_ahead(self, experts: list[int]) -> None:
         self._model.prefetch(experts)
-        if self._cache is not None:
-            self._cache.advise(experts)
+        if self.cache is not None:
+            self.cache.advise(experts)
 
 
 def confidence(logits: np.ndarray) -> np.ndarray:

@@ -145,7 +145,7 @@ def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -
         engine.cache.finish_warming()
         engine.begin_sequence()
         engine.prefill([5, 6, 7])
-        logical = engine.lossy.prefill._cache  # type: ignore[union-attr]
+        logical = engine.lossy.cache  # type: ignore[union-attr]
         assert logical is not None
         for at in range(3, 30):
             engine.decode([4 + 7 * at % 200], [0], [at])

@@ -1,0 +1,109 @@
+"""What lossy modes bring where storage is the limit: ``python -m yardstick.modes BUNDLE TEXT RECORD``, Linux, root.
+
+BUNDLE: the yardstick with low versions; RECORD: what `moec eval --modes sweep --json` printed for the trained example,
+whose decisions are replayed (yardstick.replayed). Reads are throttled so that they take at least three times as long as
+computing. Rounds go through all arms in turn, cold. Prints a Markdown table and writes every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from yardstick.limits import drop_caches, run_limited
+
+LOSSLESS = ""
+RATE = 500_000_000
+
+
+def arms_of(record: dict[str, Any], wanted: list[str]) -> list[dict[str, Any]]:
+    """The lossless row, then those of the wanted modes. Ends the program for a mode that was not measured."""
+    rows = {row["mode"]: row for row in record["rows"]}
+    missing = [mode for mode in wanted if mode not in rows]
+    if missing:
+        raise SystemExit(f"the record has no `{missing[0]}`; it has {', '.join(f'`{mode}`' for mode in rows if mode)}")
+    return [rows[mode] for mode in (LOSSLESS, *(wanted or (mode for mode in rows if mode)))]
+
+
+def run_arm(bundle: Path, text: Path, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """One cold run under the throttle."""
+    command = [sys.executable, "-m", "yardstick.replayed", str(bundle), str(text), "--tokens", str(options.tokens)]
+    command += ["--expert-cache", options.expert_cache, "--row", json.dumps(row if row["mode"] else {})]
+    drop_caches()
+    done = run_limited(command, None, options.rate, bundle)
+    if done.status:
+        raise SystemExit(f"`{' '.join(command[:5])}`, `{row['mode']}`, ended with {done.status}")
+    told: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    return told
+
+
+def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: rates as medians with least and most, gains as medians of the rounds' ratios."""
+    head = ("mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read a token", "busy", "decisions")
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    base = [run["measured"]["tokens_per_s"] for run in runs[LOSSLESS]]
+    for row in arms:
+        found = [run["measured"] for run in runs[row["mode"]]]
+        rates = [each["tokens_per_s"] for each in found]
+        gain = statistics.median(rate / own for rate, own in zip(rates, base, strict=True))
+        read = statistics.median(each["decode_bytes_read_per_token"] for each in found) / 1e6
+        busy = statistics.median(each["decode_shares"]["storage_busy"] for each in found)
+        cells = (
+            row["mode"] or "lossless",
+            _loss(row),
+            f"{statistics.median(rates):.3f} ({min(rates):.3f} to {max(rates):.3f})",
+            f"{gain:.2f}",
+            f"{read:.0f}",
+            f"{busy:.0%}",
+            _decided(runs[row["mode"]][0]["decisions"]),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _loss(row: dict[str, Any]) -> str:
+    if not row["mode"]:
+        return "-"
+    low, high = row["loss"]["interval95"]
+    return f"{row['loss']['loss']:.2%}" + ("" if low is None else f" ({low:.2%} to {high:.2%})")
+
+
+def _decided(decisions: dict[str, Any] | None) -> str:
+    if decisions is None:
+        return "-"
+    names = ("missed", "low", "skipped", "replaced", "dropped", "fallback", "foretold_right")
+    told = ((name, decisions[f"{name}_share"]) for name in names)
+    return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in told if share) or "-"
+
+
+def main() -> None:
+    """Read the command line, run, write."""
+    parser = argparse.ArgumentParser(description="Lossy modes under throttled storage.")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--mode", action="append", default=[], help="Only this mode, as the record names it.")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=int, default=RATE, help="Bytes per second.")
+    parser.add_argument("--expert-cache", default="25%")
+    parser.add_argument("--results", type=Path, required=True)
+    options = parser.parse_args()
+    arms = arms_of(json.loads(options.record.read_text(encoding="utf-8")), options.mode)
+    runs: dict[str, list[dict[str, Any]]] = {row["mode"]: [] for row in arms}
+    for turn in range(1, options.rounds + 1):
+        for row in arms:
+            runs[row["mode"]].append(run_arm(options.bundle, options.text, row, options))
+            rate = runs[row["mode"]][-1]["measured"]["tokens_per_s"]
+            print(f"round {turn}, {row['mode'] or 'lossless'}: {rate:.3f} tokens/s", file=sys.stderr, flush=True)
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "modes.json").write_text(json.dumps({"arms": arms, "runs": runs}, indent=1) + "\n")
+    print(table(arms, runs))
+
+
+if __name__ == "__main__":
+    main()

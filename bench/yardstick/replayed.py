@@ -1,0 +1,124 @@
+"""One timed run with the decisions of lossy modes replayed: ``python -m yardstick.replayed BUNDLE TEXT ...``.
+
+Random weights route, but they know nothing: how sure a token is, and how much weight its experts have, mean nothing on
+them. So the decisions are drawn with the shares that a trained model was measured to make, in a fixed order, and the
+runtime does everything else as it would. Prints one JSON object like `moec bench --json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moec.cli.measurement import measure_decode, sequence_of
+from moec.runtime.bundle import open_bundle
+from moec.runtime.engine import Engine
+from moec.runtime.modes.choice import NOBODY, ModeCounts, PassChoice, Versions
+from moec.runtime.modes.decoder import LossyDecoder
+from moec.runtime.modes.logical_cache import LogicalCache
+from moec.runtime.modes.settings import DynamicPrecision, LossyModes
+from moec.runtime.options import RuntimeOptions
+from moec.runtime.routing import RoutingRule
+
+OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of missed experts: low, skipped, replaced, dropped; of tokens: computed again."""
+
+    low: float
+    skipped: float
+    replaced: float
+    dropped: float
+    fallback: float
+
+    @classmethod
+    def of_counts(cls, counts: dict[str, Any]) -> Shares:
+        """From the `decisions` of a sweep's row."""
+        missed = max(counts["missed"], 1)
+        parts = (min(counts[name] / missed, 1) for name in ("low", "skipped", "replaced", "dropped"))
+        return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1))
+
+
+class ReplayedChoice(PassChoice):
+    """Draws in the place of scores; the first expert of a token is high and stays, as always."""
+
+    shares: Shares
+    draws: random.Random
+
+    def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
+        if not is_missed or unimportance == 0:
+            return expert
+        draw = self.draws.random()
+        low = self._versions.low(layer, expert)
+        if draw < self.shares.skipped:
+            return NOBODY
+        return low if low is not None and draw < self.shares.skipped + self.shares.low else expert
+
+    def stand_in(
+        self, layer: int, rule: RoutingRule, scores: np.ndarray, row: np.ndarray, missed: int, margin: float
+    ) -> int | None:
+        if self.draws.random() >= self.shares.replaced:
+            return None
+        for expert in np.argsort(-scores, kind="stable").tolist():
+            if expert not in row and self._is_cached(layer, expert):
+                return int(expert)
+        return None
+
+    def is_dropped(self, share: float, drop: float) -> bool:
+        return self.draws.random() < self.shares.dropped / max(1 - self.shares.replaced, 1e-9)
+
+
+class ReplayedDecoder(LossyDecoder):
+    """Falls back with the share that was measured."""
+
+    def __init__(self, lossy: LossyDecoder, engine: Engine, shares: Shares) -> None:
+        draws = random.Random(0)
+
+        def choices(
+            modes: LossyModes, versions: Versions, cache: LogicalCache | None, counts: ModeCounts, **kind: bool
+        ) -> ReplayedChoice:
+            choice = ReplayedChoice(modes, versions, cache, counts, **kind)
+            choice.shares, choice.draws = shares, draws
+            return choice
+
+        super().__init__(lossy.modes, engine.model, lossy.versions, lossy.cache, choices)
+        self._shares, self._draws = shares, draws
+
+    def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
+        return np.array([self._draws.random() < self._shares.fallback for _ in logits])
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Time a lossy mode with a trained model's decisions.")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--expert-cache", default="25%")
+    parser.add_argument("--row", type=json.loads, default={}, help="A row of `moec eval --modes sweep`, as JSON.")
+    chosen = parser.parse_args()
+    bundle = open_bundle(chosen.bundle)
+    sequence = sequence_of(bundle, chosen.text, chosen.prompt_tokens, chosen.tokens)
+    modes = {name: chosen.row["options"][name] for name in OPTION_NAMES if name in chosen.row.get("options", {})}
+    options = RuntimeOptions(expert_cache=chosen.expert_cache, context=512, threads=2, **modes)
+    with Engine(bundle, options) as engine:
+        engine.cache.finish_warming()
+        if engine.lossy is not None:
+            engine.lossy = ReplayedDecoder(engine.lossy, engine, Shares.of_counts(chosen.row["decisions"]))
+        statistics, _ = measure_decode(engine, sequence, chosen.prompt_tokens)
+        counts = engine.mode_counts
+    told = {"measured": statistics.to_plain(), "mode": engine.mode}
+    print(json.dumps({**told, "decisions": None if counts is None else counts.to_plain()}))
+
+
+if __name__ == "__main__":
+    main()
