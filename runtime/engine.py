@@ -79,7 +79,10 @@ def bundle_records(bundle: Bundle, tables: Tables, entries: Sequence[ExpertEntry
     layer = np.array([entry.layer for entry in entries], np.int32)
     popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
     model = bundle.manifest.model
-    return expert_records(layer, popularity, model.num_layers, model.first_decoder_layer)
+    high = {entry.key: at for at, entry in enumerate(bundle.manifest.experts)}
+    has_low = len(entries) > len(high)
+    expert = np.array([high[entry.key] for entry in entries], np.intp) if has_low else None
+    return expert_records(layer, popularity, model.num_layers, model.first_decoder_layer, expert)
 
 
 def _check_cpu_features(manifest: BundleManifest) -> None:

@@ -29,6 +29,7 @@ class ExpertRecords:
     Arrays are [N]; last_used, int64, counts acquisitions of the cache, 0 is never; uses, int64. heat, float64: the uses
     so far, each halved for every HALF_LIFE_TOKENS up to the last one; it starts with what calibration saw.
     encoder_layers: so many of the layers, the first, are an encoder's.
+    expert: int [N], the index of the high version of each; None where experts have one version.
     clock: acquisitions so far. What counts within a sequence counts from the last `begin_sequence`.
     """
 
@@ -39,6 +40,7 @@ class ExpertRecords:
     heat: np.ndarray
     num_layers: int
     encoder_layers: int = 0
+    expert: np.ndarray | None = None
     clock: int = 0
     _sequence_start: int = 0
     _uses_before: np.ndarray = field(init=False)
@@ -84,13 +86,18 @@ class ExpertRecords:
         return last
 
     def sequence_uses(self) -> np.ndarray:
-        """Uses of each expert in the sequence, int64 [N]."""
+        """Uses of each expert in the sequence, in any version, int64 [N]."""
         since: np.ndarray = self.uses - self._uses_before
-        return since
+        if self.expert is None:
+            return since
+        pooled = np.zeros_like(since)
+        np.add.at(pooled, self.expert, since)
+        return np.asarray(pooled[self.expert])
 
     def high_precision_uses(self) -> np.ndarray:
-        """Uses of each expert in the sequence at its high precision: all, as an expert has one precision here."""
-        return self.sequence_uses()
+        """Uses of each expert in the sequence at its high precision, int64 [N]: all, where it has one version."""
+        since: np.ndarray = self.uses - self._uses_before
+        return since if self.expert is None else np.asarray(since[self.expert])
 
     @property
     def half_life(self) -> int:
@@ -99,7 +106,7 @@ class ExpertRecords:
 
     def unused(self) -> ExpertRecords:
         """The same experts before the first use."""
-        return _unused(self.layer, self.frequency, self.num_layers, self.encoder_layers)
+        return _unused(self.layer, self.frequency, self.num_layers, self.encoder_layers, self.expert)
 
     def turn(self, running_layer: int) -> np.ndarray:
         """What goes first whatever the policy, int [N]: 0 an encoder's layer that is over, of no use before the next
@@ -131,21 +138,29 @@ class ExpertRecords:
 
 
 def expert_records(
-    layer: np.ndarray, popularity: np.ndarray, num_layers: int, encoder_layers: int = 0
+    layer: np.ndarray,
+    popularity: np.ndarray,
+    num_layers: int,
+    encoder_layers: int = 0,
+    expert: np.ndarray | None = None,
 ) -> ExpertRecords:
     """Records of experts that nothing has used yet. layer: int [N]; popularity: counts [N] over the same experts.
 
-    A layer whose counts are all zero gives frequency 0 to all of its experts.
+    expert: int [N], the high version of each, where some have two. A layer whose counts are all zero gives frequency 0
+    to all of its experts.
     """
-    totals = np.maximum(np.bincount(layer, weights=popularity, minlength=num_layers), 1)
-    return _unused(layer.astype(np.int32), popularity / totals[layer], num_layers, encoder_layers)
+    counted = popularity if expert is None else np.where(expert == np.arange(len(expert)), popularity, 0)
+    totals = np.maximum(np.bincount(layer, weights=counted, minlength=num_layers), 1)
+    return _unused(layer.astype(np.int32), popularity / totals[layer], num_layers, encoder_layers, expert)
 
 
-def _unused(layer: np.ndarray, frequency: np.ndarray, num_layers: int, encoder_layers: int) -> ExpertRecords:
+def _unused(
+    layer: np.ndarray, frequency: np.ndarray, num_layers: int, encoder_layers: int, expert: np.ndarray | None
+) -> ExpertRecords:
     """Heat as if each of the last HALF_LIFE_TOKENS tokens had used one expert of a layer, as calibration saw it."""
     zeros = np.zeros(len(layer), np.int64)
     heat = frequency * HALF_LIFE_TOKENS
-    return ExpertRecords(layer, frequency, zeros, zeros.copy(), heat, num_layers, encoder_layers)
+    return ExpertRecords(layer, frequency, zeros, zeros.copy(), heat, num_layers, encoder_layers, expert)
 
 
 def warm_order(records: ExpertRecords) -> np.ndarray:
@@ -189,8 +204,8 @@ def lrfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
 class MultidimensionalScore:
     """w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - (d - 1)/L), all within the sequence.
 
-    T: passes so far (tokens, in decoding); R: the pass that used the expert last; F, H: its uses, and those at high
-    precision, which are the same as long as an expert has one precision, so that LHU then adds to LFU; d: how many MoE
+    T: passes so far (tokens, in decoding); R: the pass that used this version last; F, H: uses of the expert, and those
+    at high precision, which are the same where experts have one version, so that LHU then adds to LFU; d: how many MoE
     layers ahead its layer runs. as_printed: (l - I) mod L in place of d - 1. That protects the idle experts of the
     running layer best, though they run last, and is kept for comparison.
     Source: HOBBIT, sequence-level multidimensional cache management.

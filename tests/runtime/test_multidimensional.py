@@ -147,3 +147,17 @@ def test_every_generation_is_a_sequence_of_its_own(tiny_bundle: Path) -> None:
             least = layers * top_k * 4
             assert least <= records.sequence_uses().sum() <= least + layers * top_k * 2
         assert records.uses.sum() > records.sequence_uses().sum()
+
+
+def test_versions_share_their_uses() -> None:
+    """F counts an expert in any version, H its high one; frequencies are those of the experts, counted once."""
+    layer, popularity = np.array([0, 0, 0, 0]), np.array([3.0, 1.0, 3.0, 1.0])
+    records = expert_records(layer, popularity, 1, expert=np.array([0, 1, 0, 1]))
+    assert records.frequency.tolist() == [0.75, 0.25, 0.75, 0.25]
+    for clock, used in enumerate(([0], [2], [2], [3]), 1):
+        records.use(used, clock)
+    assert records.sequence_uses().tolist() == [3, 1, 3, 1]
+    assert records.high_precision_uses().tolist() == [1, 0, 1, 0]
+    assert records.unused().expert is records.expert
+    only_high = MultidimensionalScore(EvictionWeights(0, 0, 1, 0))
+    assert only_high(records, 0).tolist() == [0.25, 0, 0.25, 0]
