@@ -189,6 +189,8 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 def quality_page(record: dict[str, Any]) -> str:
     """The table of a sweep for people."""
+    from moec.runtime.modes.choice import FLAT_SHARE
+
     share, rows = output.human_share, []
     for row in record["rows"]:
         loss, kl = row["loss"], row["kl"]
@@ -207,6 +209,11 @@ def quality_page(record: dict[str, Any]) -> str:
         )
     header = ("mode", record["metric"], "loss (95 %)", "KL", "agree", "tokens/s", "hits", "read/token", "decisions")
     told = f"{record['task']}, {record['n']} items, cache {record['expert_cache']}, {record['cache_state']} start"
+    shares = [row["decisions"]["lower_half_share"] for row in record["rows"] if row["decisions"] is not None]
+    lower = next((each for each in shares if each is not None), None)
+    if lower is not None:
+        warning = ", which is flat: modes that touch it cost more" if lower > FLAT_SHARE else ""
+        told += f"; the lower-ranked half of a token's experts has {lower:.0%} of the weight{warning}"
     return f"{told}; losses against the lossless run of the same bundle\n\n{output.table(rows, header)}"
 
 

@@ -211,10 +211,20 @@ def mode_cost(bundle: Path, engine: Engine) -> str | None:
     row = next((row for row in measured_rows(bundle) if row["mode"] == modes.to_text()), None)
     if row is None:
         return "its cost was not measured: moec eval BUNDLE --data DATA --modes sweep"
+    share = row["decisions"].get("lower_half_share")
+    flat = (
+        f"; the router is flat: the lower half of its choice has {share:.0%} of the weight" if _is_flat(share) else ""
+    )
     return (
         f"measured to cost {loss_text(row['loss'])} of {row['task']} on {row['n']} items, "
-        f"cache {row['expert_cache']}, {row['cache_state']} start"
+        f"cache {row['expert_cache']}, {row['cache_state']} start{flat}"
     )
+
+
+def _is_flat(share: object) -> bool:
+    from moec.runtime.modes.choice import FLAT_SHARE
+
+    return isinstance(share, float) and share > FLAT_SHARE
 
 
 def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:

@@ -18,6 +18,10 @@ from .logical_cache import LogicalCache
 from .settings import CacheRouting, DynamicPrecision, LossyModes
 
 NOBODY = -1
+FLAT_SHARE = 1 / 3
+"""Of a flat router the lower-ranked half of a token's experts has more than this share of the weight: leaving one out,
+or another in its place, costs more than its rank tells. An even router has half.
+"""
 ABSENT = -1
 
 
@@ -28,7 +32,8 @@ class ModeCounts:
     missed: of these the ones that the logical cache lacked, where a mode reads it.
     replaced, dropped: by cache routing. low, skipped: by dynamic precision; low counts low versions that were cached as
     well. tokens: decoded; fallback_tokens: computed again with all experts. foretold: experts of passes done again that
-    the discarded pass had chosen; foretold_right: of these, those that were chosen again.
+    the discarded pass had chosen; foretold_right: of these, those that were chosen again. routings: tokens x layers;
+    lower_half: summed over them, the share of the weight that the lower-ranked half of the experts has.
     """
 
     ranks: int = 0
@@ -41,12 +46,21 @@ class ModeCounts:
     fallback_tokens: int = 0
     foretold: int = 0
     foretold_right: int = 0
+    routings: int = 0
+    lower_half: float = 0.0
+
+    def count_weights(self, weights: np.ndarray) -> None:
+        """Weights [T, K] that a router gave."""
+        ranked, total = np.sort(weights, axis=1), weights.sum(axis=1)
+        self.routings += len(weights)
+        self.lower_half += float((ranked[:, : weights.shape[1] // 2].sum(axis=1) / np.maximum(total, 1e-20)).sum())
 
     def to_plain(self) -> dict[str, int | float | None]:
         """For `--json`: the counts, and their shares."""
         plain: dict[str, int | float | None] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("missed", "replaced", "dropped", "low", "skipped"):
             plain[f"{name}_share"] = getattr(self, name) / self.ranks if self.ranks else None
+        plain["lower_half_share"] = self.lower_half / self.routings if self.routings else None
         plain["fallback_share"] = self.fallback_tokens / self.tokens if self.tokens else None
         plain["foretold_right_share"] = self.foretold_right / self.foretold if self.foretold else None
         return plain
@@ -122,6 +136,8 @@ class PassChoice:
         if not self._decides:
             return chosen, weights
         self._counts.ranks += chosen.size
+        if not self._is_little:
+            self._counts.count_weights(weights)
         if self.foretold is not None:
             self._count_foretold(self.foretold[layer], chosen)
         if self._cache is None:

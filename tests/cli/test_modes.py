@@ -36,7 +36,9 @@ def swept(invoke: Invoke, bundle: Path, texts: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_sweep_of_quality_is_kept_and_quoted(invoke: Invoke, own: Path, texts: Path) -> None:
+def test_a_sweep_of_quality_is_kept_and_quoted(
+    invoke: Invoke, own: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = swept(invoke, own, texts)
     rows = {row["mode"]: row for row in record["rows"]}
     assert rows[""]["loss"]["loss"] == 0 and rows[""]["kl"]["mean"] == 0 and rows[""]["decisions"] is None
@@ -48,6 +50,10 @@ def test_a_sweep_of_quality_is_kept_and_quoted(invoke: Invoke, own: Path, texts:
     assert [row["mode"] for row in measured_rows(own)] == [mode for mode in rows if mode]
     told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
     assert f"measured to cost {low['loss']['loss']:.2%}" in told.stderr and "decisions" in told.stderr
+    assert "router is flat" not in told.stderr
+    monkeypatch.setattr("moec.runtime.modes.choice.FLAT_SHARE", 0.01)
+    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
+    assert "the router is flat: the lower half of its choice has" in told.stderr
     told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,0.3")
     assert "its cost was not measured" in told.stderr
     assert "measured" not in invoke("run", own, "--prompt", "a", "--max-new-tokens", 2).stderr

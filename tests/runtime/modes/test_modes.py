@@ -234,3 +234,11 @@ def test_a_budget_holds_both_versions(two_version_bundle: Path) -> None:
             engine.decode([4 + 7 * at % 200], [0], [at])
             engine.cache.check_invariants()
         assert engine.cache.used_bytes <= open_bundle(two_version_bundle).manifest.cost.expert_padded_bytes
+
+
+def test_a_flat_router_is_seen() -> None:
+    counts = ModeCounts()
+    counts.count_weights(np.array([[0.7, 0.1, 0.15, 0.05]], np.float32))
+    assert counts.to_plain()["lower_half_share"] == pytest.approx(0.15)
+    counts.count_weights(np.full((3, 4), 0.1, np.float32))
+    assert counts.to_plain()["lower_half_share"] == pytest.approx((0.15 + 3 * 0.5) / 4)
