@@ -12,6 +12,7 @@ from .attention import (
     MAX_POSITIONS,
     AttentionSpec,
     LatentSpec,
+    LongRopeSpec,
     RelativeBiasSpec,
     RopeSpec,
     Shapes,
@@ -31,6 +32,7 @@ __all__ = [
     "ExpertsSpec",
     "LatentSpec",
     "LayerSpec",
+    "LongRopeSpec",
     "ModelSpec",
     "RelativeBiasSpec",
     "RopeSpec",
@@ -67,10 +69,12 @@ class RouterSpec:
     groups: experts are in so many groups in a row, and the top-k come from the best kept_groups of them, judged by
     their best expert (`max`) or their best two (`top2`). has_bias: added to the logits. capacity: in an encoder,
     tokens of one sequence beyond so many that choose an expert, in their order, pass it by; 0: none do.
-    Source of capacity: Switch Transformers, section 2.2.
+    sparsemixer: the two largest logits, one after the other, each weighed by a softmax over the logits x that are left
+    and near the largest m of them: (m - x) / max(|x|, m) <= margin. No other field applies.
+    Source of capacity: Switch Transformers, section 2.2; of sparsemixer: GRIN, SparseMixer-v2.
     """
 
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"]
     renormalize: bool
     scale: float = 1.0
     correction: tuple[float, ...] = ()
@@ -79,12 +83,19 @@ class RouterSpec:
     group_score: Literal["max", "top2"] = "max"
     has_bias: bool = False
     capacity: int = field(default=0, metadata=OPTIONAL)
+    margin: float = field(default=0.0, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
         require(0 < self.kept_groups <= self.groups <= MAX_EXPERTS, "kept_groups must be 1 to groups")
         require(all(abs(c) <= 1e4 for c in self.correction), "correction: expected numbers of at most 10,000")
         require(0 <= self.capacity <= MAX_POSITIONS, f"capacity out of range: {self.capacity}")
+        require(0 <= self.margin <= 1e4, f"margin out of range: {self.margin}")
+        if self.scoring == "sparsemixer":
+            others = self.correction or self.groups != 1 or self.has_bias or self.capacity
+            require(not (self.renormalize or self.scale != 1 or others), "sparsemixer goes by logits and margin alone")
+        else:
+            require(self.margin == 0, "margin is for sparsemixer")
 
     @property
     def is_plain(self) -> bool:
@@ -124,6 +135,8 @@ class ExpertsSpec:
             require(size >= (2 if self.router.group_score == "top2" else 1), "groups are too small for their score")
             require(self.top_k <= kept * size, f"{kept} groups of {size} experts cannot give {self.top_k}")
         require(len(self.router.correction) in (0, self.count), "correction: expected one number per expert, or none")
+        is_fitting = self.router.scoring != "sparsemixer" or self.top_k in (0, 2)
+        require(is_fitting, f"sparsemixer chooses 2 experts, not {self.top_k}")
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -179,9 +192,11 @@ class EncoderSpec:
 class ModelSpec:
     """A mixture of experts: a decoder, or an encoder and a decoder.
 
-    layers: those of the encoder first. norm_eps: of every RMS norm. max_positions: the longest context the checkpoint
-    was made for. eos_token_ids end a generation. embedding_scale, residual_scale, logits_scale: what embeddings, the
-    outputs of attention and of experts, and logits are multiplied with.
+    layers: those of the encoder first. norm_eps: of every norm. max_positions: the longest context the checkpoint was
+    made for. eos_token_ids end a generation. embedding_scale, residual_scale, logits_scale: what embeddings, the
+    outputs of attention and of experts, and logits are multiplied with. norm: those of the residual stream divide by
+    the root mean square (`rms`), or subtract the mean first and add a bias at last (`layer`). has_head_bias: added to
+    the logits before they are scaled.
     Raises ValueError when fields contradict each other.
     """
 
@@ -197,6 +212,8 @@ class ModelSpec:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     encoder: EncoderSpec | None = field(default=None, metadata=OPTIONAL)
+    norm: Literal["rms", "layer"] = field(default="rms", metadata=OPTIONAL)
+    has_head_bias: bool = field(default=False, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.hidden_size <= 1 << 20, f"hidden_size out of range: {self.hidden_size}")
@@ -215,6 +232,7 @@ class ModelSpec:
         """What an encoder and a decoder may and must have."""
         if self.encoder is not None:
             start = self.encoder.start_token_id
+            require(self.norm == "rms", "a model with an encoder has RMS norms")
             require(
                 0 < self.encoder.num_layers < len(self.layers), "an encoder leaves at least one layer to the decoder"
             )
@@ -233,6 +251,13 @@ class ModelSpec:
             require(
                 attention.relative_bias == shared, f"layer {index}: the layers of a stack share their relative bias"
             )
+
+    @property
+    def original_positions(self) -> int:
+        """The longest context in which no rotary embedding turns to its long form: what a run has unless it asks."""
+        ropes = [layer.attention.rope for layer in self.layers]
+        longs = [rope.long.original_positions for rope in ropes if rope is not None and rope.long is not None]
+        return min([self.max_positions, *longs])
 
     @property
     def num_layers(self) -> int:
@@ -319,7 +344,19 @@ class ModelSpec:
         shapes["final_norm"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head"] = (self.vocab_size, hidden)
-        return shapes
+        if self.has_head_bias:
+            shapes["lm_head_bias"] = (self.vocab_size,)
+        return shapes if self.norm == "rms" else _with_norm_biases(shapes)
+
+
+def _with_norm_biases(shapes: Shapes) -> Shapes:
+    """A bias behind each norm of the residual stream."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        found[name] = shape
+        if name.endswith(("attention_norm", "experts_norm", "final_norm")):
+            found[f"{name}_bias"] = shape
+    return found
 
 
 def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:

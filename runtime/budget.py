@@ -118,7 +118,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan
     Raises MemoryBudgetExceeded with the floor when the budget is under it, OptionError when options conflict.
     """
     cost, model = manifest.cost, manifest.model
-    context = options.context or min(model.max_positions, DEFAULT_CONTEXT)
+    context = options.context or min(model.original_positions, DEFAULT_CONTEXT)
     if context > model.max_positions:
         raise OptionError(
             f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"

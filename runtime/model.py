@@ -20,6 +20,7 @@ from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
+from .norms import Norm, stream_norms
 from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
 from .relative_bias import bias_by_distance
 from .rotary import RotaryTables
@@ -131,6 +132,8 @@ class Model:
         self.spec = bundle.manifest.model
         self._dense, self._experts, self._cache = dense, experts, cache
         self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
+        self._head_bias: np.ndarray | None = dense.get("lm_head_bias")
+        self._norms = stream_norms(self.spec, dense)
         ropes = {layer.attention.rope for layer in self.spec.layers if layer.attention.rope is not None}
         rotary = {rope: RotaryTables(rope, context) for rope in ropes}
         biases = _relative_biases(self.spec, dense, context)
@@ -166,9 +169,9 @@ class Model:
         """What prefetching was worth so far."""
         return self.prefetch_quality.layers(self._first_expert, self._cache.prefetches)
 
-    def norm_weights(self) -> list[np.ndarray]:
-        """The norms in front of the routers, [D] each."""
-        return [self._dense[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
+    def router_norms(self) -> list[Norm]:
+        """The norms in front of the routers, of every layer."""
+        return [self._norms[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
 
     def routers(self) -> list[Router | None]:
         """The routers; None where a layer routes nothing."""
@@ -191,8 +194,7 @@ class Model:
         places = TokenPlaces(slots, positions, kv.prompt_lengths[slots])
         hidden = self._run(range(self._first_decoder), tokens, places, kv)
         started_ns = time.perf_counter_ns()
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense["encoder_norm"], self.spec.norm_eps, normed)
+        normed = self._norms["encoder_norm"](hidden)
         for index, attention in self._cross.items():
             attention.store(normed, slots, positions, kv.cross_keys[index], kv.cross_values[index])
         self.times.dense_ns += time.perf_counter_ns() - started_ns
@@ -222,25 +224,23 @@ class Model:
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Rows of the residual stream [n, D] to logits float32 [n, V]."""
         started_ns = time.perf_counter_ns()
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense["final_norm"], self.spec.norm_eps, normed)
+        normed = self._norms["final_norm"](hidden)
         out = np.empty((len(hidden), self.spec.vocab_size), np.float32)
         kernels.linear(self._head, normed, out)
+        if self._head_bias is not None:
+            out += self._head_bias
         if self.spec.logits_scale != 1.0:
             out *= np.float32(self.spec.logits_scale)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
 
     def _attend(self, index: int, hidden: np.ndarray, places: TokenPlaces, kv: KVCache) -> None:
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense[f"layers.{index}.attention_norm"], self.spec.norm_eps, normed)
+        normed = self._norms[f"layers.{index}.attention_norm"](hidden)
         out = self._attentions[index](normed, places, kv.keys[index], kv.values[index])
         self._add(hidden, out)
 
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
-        normed = np.empty_like(hidden)
-        norm = self._dense[f"layers.{index}.cross_attention_norm"]
-        kernels.rms_norm(hidden, norm, self.spec.norm_eps, normed)
+        normed = self._norms[f"layers.{index}.cross_attention_norm"](hidden)
         ends = kv.prompt_lengths[slots]
         self._add(hidden, self._cross[index](normed, slots, ends, kv.cross_keys[index], kv.cross_values[index]))
 
@@ -255,8 +255,7 @@ class Model:
         index, hidden = state.layer, state.hidden
         count = len(state.hidden)
         started_ns = time.perf_counter_ns()
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
+        normed = self._norms[f"layers.{index}.experts_norm"](hidden)
         router = self._routers[index]
         if router is not None:
             chosen, weights = router.rule.route(router.logits(normed))

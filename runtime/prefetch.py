@@ -12,8 +12,8 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from . import kernels
 from .bundle import Tables
+from .norms import Norm
 from .options import Prefetch
 from .routing import Router
 
@@ -157,7 +157,7 @@ class LookaheadPredictor:
     The last layer has no next router to ask; there popularity speaks for the first layer of the next token.
     """
 
-    def __init__(self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[Router | None]) -> None:
+    def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
         self._model, self._norms, self._routers = model, norms, routers
         self._fallback = PopularityPredictor(tables, model)
 
@@ -166,16 +166,14 @@ class LookaheadPredictor:
         router = self._routers[following] if following > state.layer else None
         if router is None or state.layer < first <= following:  # an encoder's stream says nothing to a decoder
             return self._fallback.scores(state, ahead)
-        normed = np.empty_like(state.hidden)
-        kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
-        return router.rule.demand(router.logits(normed))
+        return router.rule.demand(router.logits(self._norms[following](state.hidden)))
 
 
 def make_predictor(
     kind: Prefetch,
     tables: Tables,
     model: ModelSpec,
-    norms: list[np.ndarray],
+    norms: list[Norm],
     routers: list[Router | None],
 ) -> Predictor | None:
     """The predictor of an option; None for `off`."""

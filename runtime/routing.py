@@ -27,6 +27,8 @@ class RoutingRule:
         Equal scores: the lowest expert wins.
         """
         router, top_k = self._experts.router, self._experts.top_k
+        if router.scoring == "sparsemixer":
+            return sparsemixer(logits, router.margin)
         if self._is_plain:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
         else:
@@ -47,6 +49,27 @@ class RoutingRule:
     def _ranked(self, scores: np.ndarray) -> np.ndarray:
         corrected = scores if self._correction is None else scores + self._correction
         return _without_other_groups(corrected, self._experts.router)
+
+
+def sparsemixer(logits: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
+    """The two largest logits of each token, and what each weighs: see RouterSpec. [T, E] -> int32, float32 [T, 2].
+
+    The second is weighed without the first, so weights need not sum to 1. Equal logits: the lowest expert wins.
+    Source: GRIN, SparseMixer-v2, without its sampling, which is for training.
+    """
+    rows, left = np.arange(len(logits)), logits.copy()
+    chosen, weights = np.empty((len(logits), 2), np.int32), np.empty((len(logits), 2), np.float32)
+    for rank in range(2):
+        best = left.argmax(axis=1)
+        largest = left[rows, best][:, None]
+        with np.errstate(divide="ignore", invalid="ignore"):  # all logits 0: no logit is far from another
+            is_far = (largest - logits) / np.maximum(np.abs(logits), largest) > np.float32(margin)
+        shares = np.where(is_far, np.float32(0), np.exp(left - largest))
+        # Added in the order of experts, whatever the batch; the largest has the share exp(0).
+        weights[:, rank] = np.float32(1) / np.add.accumulate(shares, axis=1)[:, -1]
+        chosen[:, rank] = best
+        left[rows, best] = -np.inf
+    return chosen, weights
 
 
 def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) -> np.ndarray:
