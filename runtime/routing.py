@@ -57,19 +57,21 @@ def sparsemixer(logits: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarr
     The second is weighed without the first, so weights need not sum to 1. Equal logits: the lowest expert wins.
     Source: GRIN, SparseMixer-v2, without its sampling, which is for training.
     """
-    rows, left = np.arange(len(logits)), logits.copy()
-    chosen, weights = np.empty((len(logits), 2), np.int32), np.empty((len(logits), 2), np.float32)
-    for rank in range(2):
-        best = left.argmax(axis=1)
-        largest = left[rows, best][:, None]
-        with np.errstate(divide="ignore", invalid="ignore"):  # all logits 0: no logit is far from another
-            is_far = (largest - logits) / np.maximum(np.abs(logits), largest) > np.float32(margin)
-        shares = np.where(is_far, np.float32(0), np.exp(left - largest))
-        # Added in the order of experts, whatever the batch; the largest has the share exp(0).
-        weights[:, rank] = np.float32(1) / np.add.accumulate(shares, axis=1)[:, -1]
-        chosen[:, rank] = best
-        left[rows, best] = -np.inf
-    return chosen, weights
+    rows = np.arange(len(logits))
+    chosen = np.empty((len(logits), 2), np.int32)
+    left = np.empty((2, *logits.shape), np.float32)  # for the first choice all, for the second all but the first
+    left[:] = logits
+    chosen[:, 0] = logits.argmax(axis=1)
+    left[1, rows, chosen[:, 0]] = -np.inf
+    chosen[:, 1] = left[1].argmax(axis=1)
+    largest = logits[rows, chosen.T][:, :, None]
+    with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0: logits of 0 are not far from each other
+        is_far = (largest - logits) / np.maximum(np.abs(logits), largest) > np.float32(margin)
+    shares = np.exp(left - largest)
+    shares[is_far] = 0
+    # Added in the order of experts, whatever the batch; the largest has the share exp(0).
+    weights = np.float32(1) / np.add.accumulate(shares, axis=2)[:, :, -1]
+    return chosen, np.ascontiguousarray(weights.T)
 
 
 def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) -> np.ndarray:

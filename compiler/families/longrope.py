@@ -32,9 +32,10 @@ def read_longrope(settings: Settings, head_size: int, *, share: float = 1.0, int
     """
     key, found = _parameters(settings)
     if key is None:
-        rope = read_rope(settings, head_size, share=share, interleaved=interleaved)
-        if rope.rotary_size != head_size or rope.frequencies:
-            said = next((key for key in _KEYS if settings.raw(key) is not None), "partial_rotary_factor")
+        said = next((key for key in _KEYS if settings.raw(key) is not None), "partial_rotary_factor")
+        is_plain = found.get("rope_type", found.get("type", "default")) == "default"
+        rope = read_rope(settings, head_size, share=share, interleaved=interleaved) if is_plain else None
+        if rope is None or rope.rotary_size != head_size:
             settings.fail(said, "rope type `default` or `longrope`, over whole heads")
         return rope
     original = _original_positions(settings, key, found)
