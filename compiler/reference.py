@@ -221,12 +221,17 @@ class ReferenceModel:
                 hidden = self.network.hidden(batch, prompts=read)
             yield indices, hidden
 
+    @property
+    def _context_name(self) -> str:
+        return "context" if self.model.original_positions == self.model.max_positions else "original context"
+
     def _check_context(self, rows: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, rows), default=0)
         # Beyond its original context transformers rotates otherwise than the runtime does (families/longrope.py).
         if longest > self.model.original_positions:
             raise ContextOverflow(
-                f"a text has {longest} tokens, the context of the model has {self.model.original_positions}",
+                f"a text has {longest} tokens, "
+                f"the {self._context_name} of the model has {self.model.original_positions}",
                 "shorten the text",
             )
 

@@ -170,7 +170,7 @@ def test_the_reference_stays_within_the_original_context(folder: Path) -> None:
     """Beyond it transformers rotates otherwise than the runtime does."""
     reference = ReferenceModel(folder)
     assert len(reference.forced_logits([([5] * 64, [6] * 64)])) == 1
-    with pytest.raises(ContextOverflow, match="a text has 129 tokens, the context of the model has 128"):
+    with pytest.raises(ContextOverflow, match="a text has 129 tokens, the original context of the model has 128"):
         reference.forced_logits([([5] * 64, [6] * 65)])
 
 
