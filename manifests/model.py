@@ -20,6 +20,7 @@ from .attention import (
     require,
 )
 from .optional_fields import OPTIONAL
+from .router import MAX_EXPERTS, RouterSpec, StaticRouting
 
 __all__ = [
     "MAX_EXPERTS",
@@ -38,12 +39,12 @@ __all__ = [
     "RopeSpec",
     "RouterSpec",
     "SharedSpec",
+    "StaticRouting",
     "UnitKey",
 ]
 
 PROJECTIONS = ("gate", "up", "down")
 MAX_LAYERS = 1024
-MAX_EXPERTS = 65535
 
 
 class ExpertKey(NamedTuple):
@@ -59,48 +60,6 @@ class UnitKey(NamedTuple):
     layer: int
     expert: int
     projection: str
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """How router logits become experts and weights: scores over all experts, top-k, renormalised or not, scaled.
-
-    correction: added to the scores of each expert when experts are chosen, not to their weights; empty: nothing.
-    groups: experts are in so many groups in a row, and the top-k come from the best kept_groups of them, judged by
-    their best expert (`max`) or their best two (`top2`). has_bias: added to the logits. capacity: in an encoder,
-    tokens of one sequence beyond so many that choose an expert, in their order, pass it by; 0: none do.
-    sparsemixer: the two largest logits, one after the other, each weighed by a softmax over the logits x that are left
-    and near the largest m of them: (m - x) / max(|x|, m) <= margin. No other field applies.
-    Source of capacity: Switch Transformers, section 2.2; of sparsemixer: GRIN, SparseMixer-v2.
-    """
-
-    scoring: Literal["softmax", "sigmoid", "sparsemixer"]
-    renormalize: bool
-    scale: float = 1.0
-    correction: tuple[float, ...] = ()
-    groups: int = 1
-    kept_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    has_bias: bool = False
-    capacity: int = field(default=0, metadata=OPTIONAL)
-    margin: float = field(default=0.0, metadata=OPTIONAL)
-
-    def __post_init__(self) -> None:
-        require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
-        require(0 < self.kept_groups <= self.groups <= MAX_EXPERTS, "kept_groups must be 1 to groups")
-        require(all(abs(c) <= 1e4 for c in self.correction), "correction: expected numbers of at most 10,000")
-        require(0 <= self.capacity <= MAX_POSITIONS, f"capacity out of range: {self.capacity}")
-        require(0 <= self.margin <= 1e4, f"margin out of range: {self.margin}")
-        if self.scoring == "sparsemixer":
-            others = self.correction or self.groups != 1 or self.has_bias or self.capacity
-            require(not (self.renormalize or self.scale != 1 or others), "sparsemixer goes by logits and margin alone")
-        else:
-            require(self.margin == 0, "margin is for sparsemixer")
-
-    @property
-    def is_plain(self) -> bool:
-        """Softmax and nothing else: the scores are the logits' order."""
-        return self.scoring == "softmax" and not self.correction and self.groups == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +96,8 @@ class ExpertsSpec:
         require(len(self.router.correction) in (0, self.count), "correction: expected one number per expert, or none")
         is_fitting = self.router.scoring != "sparsemixer" or self.top_k in (0, 2)
         require(is_fitting, f"sparsemixer chooses 2 experts, not {self.top_k}")
+        if self.router.static is not None:
+            self.router.static.check(self.count, self.top_k)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -245,6 +206,10 @@ class ModelSpec:
                 f"layer {index}: cross is for decoders behind an encoder",
             )
             require(not (decodes and layer.experts.router.capacity), f"layer {index}: capacity is for encoders")
+            static = layer.experts.router.static
+            require(decodes or static is None, f"layer {index}: static routing is for decoders")
+            fits = static is None or len(static.experts) == self.vocab_size * layer.experts.top_k
+            require(fits, f"layer {index}: static: expected experts of {self.vocab_size} tokens")
             extras = attention.latent or attention.sliding_window or attention.sinks
             require(decodes or not extras, f"layer {index}: encoders have no latent vectors, windows, sinks")
             shared = self.layers[first if decodes else 0].attention.relative_bias
@@ -363,7 +328,7 @@ def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
     """The norm, the router, biases of experts one after the other, and the shared expert with its own gate."""
     shapes: Shapes = {"experts_norm": (hidden,)}
     experts = layer.experts
-    if experts.count:
+    if experts.count and experts.router.scoring != "uniform":
         shapes["router"] = (experts.count, hidden)
     if experts.count and experts.router.has_bias:
         shapes["router_bias"] = (experts.count,)

@@ -120,7 +120,7 @@ def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> d
 
 
 def _router(experts: ExpertsSpec, weights: dict[str, Any]) -> Router | None:
-    return Router(experts, weights["router"], weights.get("router_bias")) if experts.count else None
+    return Router(experts, weights.get("router"), weights.get("router_bias")) if experts.count else None
 
 
 class Model:
@@ -160,7 +160,9 @@ class Model:
             for at, layer in enumerate(self.spec.layers)
         ]
         self._first_expert = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
-        self.advisor = Advisor(self.spec, self._first_expert)
+        rules = {at: router.rule for at, router in enumerate(self._routers) if router is not None}
+        static = {at: rule.static for at, rule in rules.items() if rule.static is not None}
+        self.advisor = Advisor(self.spec, self._first_expert, static=static)
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
@@ -202,7 +204,9 @@ class Model:
     def _run(self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache) -> np.ndarray:
         """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D]."""
         hidden = self._embed(tokens)
-        state = PassState(0, hidden, [np.empty((len(tokens), 0), np.int32)] * layers.start)
+        state = PassState(0, hidden, [np.empty((len(tokens), 0), np.int32)] * layers.start, tokens)
+        if preload := self.advisor.preload(tokens, layers):
+            self._cache.prefetch(preload)
         predicted: np.ndarray | None = None
         for index in layers:
             started_ns = time.perf_counter_ns()
@@ -258,7 +262,7 @@ class Model:
         normed = self._norms[f"layers.{index}.experts_norm"](hidden)
         router = self._routers[index]
         if router is not None:
-            chosen, weights = router.rule.route(router.logits(normed))
+            chosen, weights = router.rule.route(router.logits(normed), state.tokens)
         else:
             chosen, weights = np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
         state.chosen.append(chosen)

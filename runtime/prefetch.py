@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -26,12 +26,14 @@ MINIMUM_PAIR_COUNT = 8
 class PassState:
     """What a predictor may look at while layer `layer` of a pass runs.
 
-    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far.
+    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far. tokens:
+    int64 [T], None where a recorded pass is replayed.
     """
 
     layer: int
     hidden: np.ndarray
     chosen: list[np.ndarray]
+    tokens: np.ndarray | None = None
 
 
 class Predictor(Protocol):
@@ -201,7 +203,7 @@ class Advisor:
     """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
 
     layers: how many of those that route it looks ahead. experts: of the next one, per token; 0: three eighths of the
-    top-k.
+    top-k. static: of layers whose experts follow from the token, RoutingRule.static; these are known, not predicted.
     """
 
     spec: ModelSpec
@@ -209,6 +211,7 @@ class Advisor:
     predictor: Predictor | None = None
     layers: int = 2
     experts: int = 0
+    static: Mapping[int, np.ndarray] = field(default_factory=dict)
     _routed_ahead: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -228,8 +231,26 @@ class Advisor:
                 advice += (experts + self.first_expert[self.spec.layer_after(state.layer, ahead)]).tolist()
         return following, advice
 
+    def preload(self, tokens: np.ndarray, layers: range) -> list[int]:
+        """Experts that the first of these layers will ask for, known before any of them runs; none without a predictor.
+
+        tokens: int64 [T], of the pass.
+        """
+        routed = [layer for layer in self.spec.expert_layers if layer in layers][: max(self.layers, 1)]
+        known = [layer for layer in routed if layer in self.static] if self.predictor is not None else []
+        return [
+            expert for layer in known for expert in (self._known(layer, tokens) + self.first_expert[layer]).tolist()
+        ]
+
+    def _known(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """The experts of a layer that tokens have by themselves, each once."""
+        return np.unique(self.static[layer][tokens])
+
     def _predict(self, state: PassState, ahead: int, rank: int) -> np.ndarray | None:
         """Candidates of the layer so far ahead, the rank-th of those that route."""
+        layer, is_decoding = state.layer + ahead, state.layer >= self.spec.first_decoder_layer
+        if self.predictor is not None and state.tokens is not None and is_decoding and layer in self.static:
+            return self._known(layer, state.tokens)
         following = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts
         each = advised_experts(following.top_k, rank, self.experts)
         scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None

@@ -20,11 +20,15 @@ class RoutingRule:
         router = experts.router
         self._is_plain = router.is_plain
         self._correction = np.array(router.correction, np.float32) if router.correction else None
+        self.static: np.ndarray | None = None
+        """Of every token its experts, int32 [V, K], where nothing else decides."""
+        if router.static is not None:
+            self.static = np.array(router.static.experts, np.int32).reshape(-1, experts.top_k)
 
-    def route(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def route(self, logits: np.ndarray, tokens: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
 
-        Equal scores: the lowest expert wins.
+        tokens: int64 [T], needed where they alone decide (ValueError). Equal scores: the lowest expert wins.
         """
         router, top_k = self._experts.router, self._experts.top_k
         if router.scoring == "sparsemixer":
@@ -33,7 +37,14 @@ class RoutingRule:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
         else:
             scores = expert_scores(logits, router)
-            chosen = np.argsort(-self._ranked(scores), axis=1, kind="stable")[:, :top_k].astype(np.int32)
+            if self.static is None:
+                chosen = np.argsort(-self._ranked(scores), axis=1, kind="stable")[:, :top_k].astype(np.int32)
+            elif tokens is None:
+                raise ValueError("static routing needs the tokens")
+            else:
+                chosen = self.static[tokens]
+            if router.scoring == "uniform":
+                scores = scores / np.float32(top_k)
             weights = np.take_along_axis(scores, chosen, axis=1)
             if router.renormalize:
                 weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
@@ -90,13 +101,15 @@ def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) ->
 class Router:
     """From a layer's normed residual stream to the logits of its experts, and the rule that these go by."""
 
-    def __init__(self, experts: ExpertsSpec, matrix: kernels.PackedMatrix, bias: np.ndarray | None) -> None:
-        """matrix: [E, D]; bias: float32 [E]."""
+    def __init__(self, experts: ExpertsSpec, matrix: kernels.PackedMatrix | None, bias: np.ndarray | None) -> None:
+        """matrix: [E, D], None where all experts are alike; bias: float32 [E]."""
         self.rule = RoutingRule(experts)
-        self._matrix, self._bias = matrix, bias
+        self._matrix, self._bias, self._count = matrix, bias, experts.count
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
         """float32 [T, D] -> [T, E]."""
+        if self._matrix is None:
+            return np.zeros((len(normed), self._count), np.float32)
         logits = np.empty((len(normed), self._matrix.rows), np.float32)
         kernels.linear(self._matrix, normed, logits)
         if self._bias is not None:
@@ -106,6 +119,8 @@ class Router:
 
 def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
     """The score of every expert, float32 [T, E], before any correction."""
+    if router.scoring == "uniform":
+        return np.ones_like(logits)
     if router.scoring == "sigmoid":
         with np.errstate(over="ignore"):
             return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.manifests.model import ExpertsSpec, RouterSpec
+from moec.manifests.model import ExpertsSpec, RouterSpec, StaticRouting
 from moec.runtime.routing import RoutingRule
 
 EXPERTS = 8
@@ -113,6 +113,29 @@ def test_a_token_alone_is_routed_as_among_others(experts: ExpertsSpec) -> None:
     for row in range(len(logits)):
         alone = RoutingRule(experts).route(logits[row : row + 1])
         assert np.array_equal(alone[0][0], chosen[row]) and np.array_equal(alone[1][0], weights[row])
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        {}, {"renormalize": True, "scale": 1.5}, {"scoring": "sigmoid", "renormalize": True},
+        {"scoring": "uniform", "scale": 2.0},
+    ],
+)  # fmt: skip
+def test_experts_of_static_routing_follow_from_the_token(router: dict[str, Any]) -> None:
+    table = np.array([[0, 3], [7, 1], [2, 6]])
+    experts = spec(2, **router, static=StaticRouting(tuple(table.reshape(-1).tolist())))
+    logits = np.random.default_rng(3).normal(size=(5, EXPERTS)).astype(np.float32)
+    tokens = np.array([2, 0, 0, 1, 2])
+    chosen, weights = RoutingRule(experts).route(logits, tokens)
+    assert chosen.dtype == np.int32 and np.array_equal(chosen, table[tokens])
+    for row, own in enumerate(logits.astype(np.float64)):
+        scores = 1 / (1 + np.exp(-own)) if router.get("scoring") == "sigmoid" else np.exp(own) / np.exp(own).sum()
+        expected = scores[chosen[row]] if router.get("scoring") != "uniform" else np.array([0.5, 0.5])
+        expected = expected / expected.sum() if router.get("renormalize") else expected
+        assert weights[row] == pytest.approx(router.get("scale", 1.0) * expected, rel=1e-5)
+    with pytest.raises(ValueError, match="static routing needs the tokens"):
+        RoutingRule(experts).route(logits)
 
 
 def test_sparsemixer_of_equal_logits() -> None:
