@@ -65,6 +65,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "hidden_size": model.hidden_size,
             "vocab_size": model.vocab_size,
             "max_positions": model.max_positions,
+            "original_positions": model.original_positions,
             "heads": layer.attention.num_heads,
             "kv_heads": layer.attention.num_kv_heads,
             "experts": layer.experts.count,
@@ -181,6 +182,12 @@ def read_quality(folder: Path) -> dict[str, Any] | None:
     return quality
 
 
+def _long_context(model: dict[str, Any]) -> str:
+    """Where a run takes another rotary embedding, which it does as a whole."""
+    original = model["original_positions"]
+    return "" if original == model["max_positions"] else f" (runs of more than {original} take its long rotary form)"
+
+
 def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
     model, sizes, size = facts["model"], facts["sizes"], output.human_bytes
     pairs: list[tuple[str, object]] = [
@@ -189,7 +196,7 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
             "model",
             f"{model['family']}, {model['layers']} layers, hidden {model['hidden_size']}, {model['experts']} experts "
             f"of width {model['expert_width']}, top-{model['top_k']}, vocabulary {model['vocab_size']}, context "
-            f"{model['max_positions']}",
+            f"{model['max_positions']}{_long_context(model)}",
         ),
         ("files", size(sizes["bundle_bytes"])),
         ("experts", _against_16_bit(sizes["expert_packed_bytes"], sizes["expert_16_bit_bytes"])),

@@ -183,7 +183,7 @@ def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
     from moec.runtime.budget import DEFAULT_CONTEXT, scratch_bytes
 
     cost, model = bundle.manifest.cost, bundle.manifest.model
-    context = min(model.max_positions, DEFAULT_CONTEXT)
+    context = min(model.original_positions, DEFAULT_CONTEXT)
     try:
         return recommended_cache_bytes(
             profile,

@@ -107,7 +107,7 @@ def calibrate(
     Equal input gives equal statistics. Raises DataError without a token.
     """
     sources, decoded = reference.divide(pairs)
-    chosen = chosen_texts(decoded, reference.model.max_positions, seed, max_tokens, sources)
+    chosen = chosen_texts(decoded, reference.model.original_positions, seed, max_tokens, sources)
     rows, prompts = [row for row, _ in chosen], [prompt for _, prompt in chosen]
     recorder = _Recorder(reference.model)
     handles = [

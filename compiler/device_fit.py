@@ -46,7 +46,7 @@ def _recommended_cache(profile: DeviceProfile, plan: CompilePlan, experts: list[
         )
         for index, top_k in enumerate(layer.experts.top_k for layer in model.layers)
     )
-    context = min(model.max_positions, DEFAULT_CONTEXT)
+    context = min(model.original_positions, DEFAULT_CONTEXT)
     return recommended_cache_bytes(
         profile,
         dense_bytes=plan.dense_packed_bytes,

@@ -186,6 +186,14 @@ def can_predict(model: ModelSpec) -> bool:
     return model.encoder is None
 
 
+def ranks_well(model: ModelSpec) -> bool:
+    """Whether gradients see what rounding does: not where a small change of logits moves a router's weights at once.
+
+    Before such routers they predict a sixth to a quarter of what is measured (docs/experiments.md, Sensitivity).
+    """
+    return can_predict(model) and all(layer.experts.router.scoring != "sparsemixer" for layer in model.layers)
+
+
 def check_sensitivity(kind: str, model: ModelSpec) -> None:
     """Refuse what cannot be predicted. Raises OptionError."""
     if kind == "fisher" and not can_predict(model):

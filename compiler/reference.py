@@ -101,13 +101,13 @@ class ReferenceModel:
         pairs = self.encode_pairs([(request.prompt, request.draft or "") for request in requests])
         items = []
         for prompt, _ in pairs:
-            if not 0 < len(prompt) < self.model.max_positions:
+            if not 0 < len(prompt) < self.model.original_positions:
                 raise ContextOverflow(
-                    f"a prompt has {len(prompt)} tokens, expected 1 to {self.model.max_positions - 1}",
+                    f"a prompt has {len(prompt)} tokens, expected 1 to {self.model.original_positions - 1}",
                     "shorten the prompt" if prompt else "write a prompt",
                 )
         for request, source, (prompt, draft) in zip(requests, *self.divide(pairs), strict=True):
-            limit = min(request.max_new_tokens, self.model.max_positions - len(prompt))
+            limit = min(request.max_new_tokens, self.model.original_positions - len(prompt))
             items.append(Continuation(prompt, draft[:limit], limit, request.stop, source=source))
         return items
 
@@ -221,11 +221,17 @@ class ReferenceModel:
                 hidden = self.network.hidden(batch, prompts=read)
             yield indices, hidden
 
+    @property
+    def _context_name(self) -> str:
+        return "context" if self.model.original_positions == self.model.max_positions else "original context"
+
     def _check_context(self, rows: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, rows), default=0)
-        if longest > self.model.max_positions:
+        # Beyond its original context transformers rotates otherwise than the runtime does (families/longrope.py).
+        if longest > self.model.original_positions:
             raise ContextOverflow(
-                f"a text has {longest} tokens, the context of the model has {self.model.max_positions}",
+                f"a text has {longest} tokens, "
+                f"the {self._context_name} of the model has {self.model.original_positions}",
                 "shorten the text",
             )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
@@ -31,7 +32,10 @@ LOGITS_PER_CHUNK = 1 << 24
 _EXPERTS_IMPLEMENTATION = "moec_sorted"
 TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_FOREIGN_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError)
+_FOREIGN_ERRORS = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
+    StrictDataclassError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
-from .fisher import can_predict
+from .fisher import ranks_well
 from .options import Sensitivity, Talk
 from .plan import CompilePlan
 from .search.baselines import fits_all, importance_list
@@ -206,8 +206,9 @@ def measure_sensitivity(
     predict: Predict,
     talk: Talk,
 ) -> SensitivityTable:
-    """The table of this search. `auto` is `fisher`, or `proxy` where fisher.py cannot go; `exact` corrects it by
-    expert. predict: fisher.predict_units.
+    """The table of this search. `auto` is `fisher`, or `proxy` where that ranks better; `exact` corrects it by expert.
+
+    predict: fisher.predict_units.
 
     Without data nothing is measured: all gains are 1, so plain weight errors decide.
     """
@@ -217,7 +218,7 @@ def measure_sensitivity(
         ones = np.ones((plain.model.num_layers, len(PROJECTIONS)))
         return SensitivityTable(ones, {group.name: 1.0 for group in dense_groups(plain.model)}, corrections)
     predicted = None
-    if kind == "proxy" or not can_predict(plain.model):
+    if kind == "proxy" or (kind != "fisher" and not ranks_well(plain.model)):
         gains = measure_gains(trials, plain, unit_specs, talk.progress("measuring sensitivity"))
     else:
         predicted = predict(talk.progress("predicting what each unit costs"))
@@ -232,7 +233,7 @@ def measure_sensitivity(
     if not fitting:
         raise OptionError(
             "`--sensitivity exact` puts whole experts below 16 bits, and no format on offer fits all their matrices",
-            f"take `--sensitivity {'fisher' if can_predict(plain.model) else 'proxy'}`, or offer others with `--bits` "
+            f"take `--sensitivity {'fisher' if ranks_well(plain.model) else 'proxy'}`, or offer others with `--bits` "
             "and `--group-size`",
         )
     low, high = nearest_format(fitting, 2), nearest_format(fitting, 4)

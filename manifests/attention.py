@@ -22,12 +22,35 @@ def require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeSpec:
+    """What a rotary embedding becomes in a context of more than original_positions: for every position of it.
+
+    The choice is of a run, not of a token: what is cached was rotated in one way. frequencies, magnitude: as of
+    RopeSpec, all of them. Source: LongRoPE, Shorter context window recovery.
+    """
+
+    original_positions: int
+    frequencies: tuple[float, ...]
+    magnitude: float
+
+    def __post_init__(self) -> None:
+        positions = self.original_positions
+        require(0 < positions < MAX_POSITIONS, f"original_positions out of range: {positions}")
+        _check_rotation(self.frequencies, self.magnitude)
+
+
+def _check_rotation(frequencies: tuple[float, ...], magnitude: float) -> None:
+    require(all(0 <= f <= 1 for f in frequencies), "frequencies: expected numbers from 0 to 1")
+    require(0 < magnitude <= 100, f"rope magnitude out of range: {magnitude}")
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding over the first `rotary_size` of each head.
 
     interleaved: neighbours are rotated against each other; otherwise the first half against the second.
     frequencies: radians per position of each pair, of a scaled embedding; empty: theta ** (-2 i / rotary_size).
-    magnitude: what cosines and sines are multiplied with.
+    magnitude: what cosines and sines are multiplied with. long: in contexts longer than the original one.
     """
 
     theta: float
@@ -35,15 +58,16 @@ class RopeSpec:
     interleaved: bool = False
     frequencies: tuple[float, ...] = ()
     magnitude: float = 1.0
+    long: LongRopeSpec | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(1 <= self.theta <= 1e15, f"rope theta must be 1 to 1e15, found {self.theta}")
         require(0 < self.rotary_size <= 4096 and self.rotary_size % 2 == 0, "rotary_size must be even, 2 to 4096")
-        require(
-            len(self.frequencies) in (0, self.rotary_size // 2) and all(0 <= f <= 1 for f in self.frequencies),
-            "frequencies: expected rotary_size / 2 numbers from 0 to 1, or none",
-        )
-        require(0 < self.magnitude <= 100, f"rope magnitude out of range: {self.magnitude}")
+        pairs = self.rotary_size // 2
+        require(len(self.frequencies) in (0, pairs), "frequencies: expected rotary_size / 2 numbers, or none")
+        _check_rotation(self.frequencies, self.magnitude)
+        fits = self.long is None or len(self.long.frequencies) == pairs
+        require(fits, "long: expected rotary_size / 2 frequencies")
 
 
 @dataclass(frozen=True, slots=True)

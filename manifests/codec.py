@@ -51,7 +51,10 @@ def from_plain(declared: Any, value: Any, path: str = "") -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise DecodeError(path, f"expected a list, found {type(value).__name__}")
-        return tuple(from_plain(get_args(declared)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+        inner = get_args(declared)[0]
+        if inner is int and all(type(item) is int and abs(item) < _MAX_INTEGER for item in value):
+            return tuple(value)  # static routing has one per token: a place for messages is only made where one is due
+        return tuple(from_plain(inner, item, f"{path}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
             raise DecodeError(path, f"expected an object, found {type(value).__name__}")

@@ -12,6 +12,7 @@ from .attention import (
     MAX_POSITIONS,
     AttentionSpec,
     LatentSpec,
+    LongRopeSpec,
     RelativeBiasSpec,
     RopeSpec,
     Shapes,
@@ -19,6 +20,7 @@ from .attention import (
     require,
 )
 from .optional_fields import OPTIONAL
+from .router import MAX_EXPERTS, RouterSpec, StaticRouting
 
 __all__ = [
     "MAX_EXPERTS",
@@ -31,17 +33,18 @@ __all__ = [
     "ExpertsSpec",
     "LatentSpec",
     "LayerSpec",
+    "LongRopeSpec",
     "ModelSpec",
     "RelativeBiasSpec",
     "RopeSpec",
     "RouterSpec",
     "SharedSpec",
+    "StaticRouting",
     "UnitKey",
 ]
 
 PROJECTIONS = ("gate", "up", "down")
 MAX_LAYERS = 1024
-MAX_EXPERTS = 65535
 
 
 class ExpertKey(NamedTuple):
@@ -57,39 +60,6 @@ class UnitKey(NamedTuple):
     layer: int
     expert: int
     projection: str
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """How router logits become experts and weights: scores over all experts, top-k, renormalised or not, scaled.
-
-    correction: added to the scores of each expert when experts are chosen, not to their weights; empty: nothing.
-    groups: experts are in so many groups in a row, and the top-k come from the best kept_groups of them, judged by
-    their best expert (`max`) or their best two (`top2`). has_bias: added to the logits. capacity: in an encoder,
-    tokens of one sequence beyond so many that choose an expert, in their order, pass it by; 0: none do.
-    Source of capacity: Switch Transformers, section 2.2.
-    """
-
-    scoring: Literal["softmax", "sigmoid"]
-    renormalize: bool
-    scale: float = 1.0
-    correction: tuple[float, ...] = ()
-    groups: int = 1
-    kept_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    has_bias: bool = False
-    capacity: int = field(default=0, metadata=OPTIONAL)
-
-    def __post_init__(self) -> None:
-        require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
-        require(0 < self.kept_groups <= self.groups <= MAX_EXPERTS, "kept_groups must be 1 to groups")
-        require(all(abs(c) <= 1e4 for c in self.correction), "correction: expected numbers of at most 10,000")
-        require(0 <= self.capacity <= MAX_POSITIONS, f"capacity out of range: {self.capacity}")
-
-    @property
-    def is_plain(self) -> bool:
-        """Softmax and nothing else: the scores are the logits' order."""
-        return self.scoring == "softmax" and not self.correction and self.groups == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +94,10 @@ class ExpertsSpec:
             require(size >= (2 if self.router.group_score == "top2" else 1), "groups are too small for their score")
             require(self.top_k <= kept * size, f"{kept} groups of {size} experts cannot give {self.top_k}")
         require(len(self.router.correction) in (0, self.count), "correction: expected one number per expert, or none")
+        is_fitting = self.router.scoring != "sparsemixer" or self.top_k in (0, 2)
+        require(is_fitting, f"sparsemixer chooses 2 experts, not {self.top_k}")
+        if self.router.static is not None:
+            self.router.static.check(self.count, self.top_k)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -179,9 +153,11 @@ class EncoderSpec:
 class ModelSpec:
     """A mixture of experts: a decoder, or an encoder and a decoder.
 
-    layers: those of the encoder first. norm_eps: of every RMS norm. max_positions: the longest context the checkpoint
-    was made for. eos_token_ids end a generation. embedding_scale, residual_scale, logits_scale: what embeddings, the
-    outputs of attention and of experts, and logits are multiplied with.
+    layers: those of the encoder first. norm_eps: of every norm. max_positions: the longest context the checkpoint was
+    made for. eos_token_ids end a generation. embedding_scale, residual_scale, logits_scale: what embeddings, the
+    outputs of attention and of experts, and logits are multiplied with. norm: those of the residual stream divide by
+    the root mean square (`rms`), or subtract the mean first and add a bias at last (`layer`). has_head_bias: added to
+    the logits before they are scaled.
     Raises ValueError when fields contradict each other.
     """
 
@@ -197,6 +173,8 @@ class ModelSpec:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     encoder: EncoderSpec | None = field(default=None, metadata=OPTIONAL)
+    norm: Literal["rms", "layer"] = field(default="rms", metadata=OPTIONAL)
+    has_head_bias: bool = field(default=False, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         require(0 < self.hidden_size <= 1 << 20, f"hidden_size out of range: {self.hidden_size}")
@@ -215,6 +193,7 @@ class ModelSpec:
         """What an encoder and a decoder may and must have."""
         if self.encoder is not None:
             start = self.encoder.start_token_id
+            require(self.norm == "rms", "a model with an encoder has RMS norms")
             require(
                 0 < self.encoder.num_layers < len(self.layers), "an encoder leaves at least one layer to the decoder"
             )
@@ -227,12 +206,23 @@ class ModelSpec:
                 f"layer {index}: cross is for decoders behind an encoder",
             )
             require(not (decodes and layer.experts.router.capacity), f"layer {index}: capacity is for encoders")
+            static = layer.experts.router.static
+            require(decodes or static is None, f"layer {index}: static routing is for decoders")
+            fits = static is None or len(static.experts) == self.vocab_size * layer.experts.top_k
+            require(fits, f"layer {index}: static: expected experts of {self.vocab_size} tokens")
             extras = attention.latent or attention.sliding_window or attention.sinks
             require(decodes or not extras, f"layer {index}: encoders have no latent vectors, windows, sinks")
             shared = self.layers[first if decodes else 0].attention.relative_bias
             require(
                 attention.relative_bias == shared, f"layer {index}: the layers of a stack share their relative bias"
             )
+
+    @property
+    def original_positions(self) -> int:
+        """The longest context in which no rotary embedding turns to its long form: what a run has unless it asks."""
+        ropes = [layer.attention.rope for layer in self.layers]
+        longs = [rope.long.original_positions for rope in ropes if rope is not None and rope.long is not None]
+        return min([self.max_positions, *longs])
 
     @property
     def num_layers(self) -> int:
@@ -319,14 +309,26 @@ class ModelSpec:
         shapes["final_norm"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head"] = (self.vocab_size, hidden)
-        return shapes
+        if self.has_head_bias:
+            shapes["lm_head_bias"] = (self.vocab_size,)
+        return shapes if self.norm == "rms" else _with_norm_biases(shapes)
+
+
+def _with_norm_biases(shapes: Shapes) -> Shapes:
+    """A bias behind each norm of the residual stream."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        found[name] = shape
+        if name.endswith(("attention_norm", "experts_norm", "final_norm")):
+            found[f"{name}_bias"] = shape
+    return found
 
 
 def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
     """The norm, the router, biases of experts one after the other, and the shared expert with its own gate."""
     shapes: Shapes = {"experts_norm": (hidden,)}
     experts = layer.experts
-    if experts.count:
+    if experts.count and experts.router.scoring != "uniform":
         shapes["router"] = (experts.count, hidden)
     if experts.count and experts.router.has_bias:
         shapes["router_bias"] = (experts.count,)

@@ -88,6 +88,8 @@ def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
         positions += 8 * context * attention.num_heads if attention.relative_bias is not None else 0
     # Norms and biases are kept in float32, beside the 16 bits they came as.
     vectors = sum(4 * entry.shape[0] for entry in manifest.dense if len(entry.shape) == 1)
+    routers = [layer.experts.router for layer in model.layers]
+    vectors += sum(4 * len(router.static.experts) for router in routers if router.static is not None)
     # A slot's keys that a beam puts aside.
     aside = max(4 * a.cache_heads * a.cache_size * context for a in model.cached_attentions) if slots > 1 else 0
     # They are there twice while a maximum or a softmax is taken.
@@ -118,7 +120,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan
     Raises MemoryBudgetExceeded with the floor when the budget is under it, OptionError when options conflict.
     """
     cost, model = manifest.cost, manifest.model
-    context = options.context or min(model.max_positions, DEFAULT_CONTEXT)
+    context = options.context or min(model.original_positions, DEFAULT_CONTEXT)
     if context > model.max_positions:
         raise OptionError(
             f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"

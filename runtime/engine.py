@@ -126,7 +126,7 @@ class Engine:
         self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
         if not self._holds_all:
             self.model.advisor.predictor = make_predictor(
-                options.prefetch, tables, manifest.model, self.model.norm_weights(), self.model.routers()
+                options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
             )
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
         self.model.advisor.layers, self.model.advisor.experts = options.prefetch_layers, options.prefetch_experts

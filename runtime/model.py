@@ -22,6 +22,7 @@ from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .modes.choice import NOBODY, PassChoice
+from .norms import Norm, stream_norms
 from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
 from .relative_bias import bias_by_distance
 from .rotary import RotaryTables
@@ -121,7 +122,7 @@ def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> d
 
 
 def _router(experts: ExpertsSpec, weights: dict[str, Any]) -> Router | None:
-    return Router(experts, weights["router"], weights.get("router_bias")) if experts.count else None
+    return Router(experts, weights.get("router"), weights.get("router_bias")) if experts.count else None
 
 
 class Model:
@@ -133,6 +134,8 @@ class Model:
         self.spec = bundle.manifest.model
         self._dense, self._experts, self._cache = dense, experts, cache
         self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
+        self._head_bias: np.ndarray | None = dense.get("lm_head_bias")
+        self._norms = stream_norms(self.spec, dense)
         ropes = {layer.attention.rope for layer in self.spec.layers if layer.attention.rope is not None}
         rotary = {rope: RotaryTables(rope, context) for rope in ropes}
         biases = _relative_biases(self.spec, dense, context)
@@ -159,7 +162,9 @@ class Model:
             for at, layer in enumerate(self.spec.layers)
         ]
         self._first_expert: list[int] = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
-        self.advisor = Advisor(self.spec, self._first_expert)
+        rules = {at: router.rule for at, router in enumerate(self._routers) if router is not None}
+        static = {at: rule.static for at, rule in rules.items() if rule.static is not None}
+        self.advisor = Advisor(self.spec, self._first_expert, static=static)
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
@@ -173,9 +178,9 @@ class Model:
         """What prefetching was worth so far."""
         return self.prefetch_quality.layers(self._first_expert, self._cache.prefetches)
 
-    def norm_weights(self) -> list[np.ndarray]:
-        """The norms in front of the routers, [D] each."""
-        return [self._dense[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
+    def router_norms(self) -> list[Norm]:
+        """The norms in front of the routers, of every layer."""
+        return [self._norms[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
 
     def routers(self) -> list[Router | None]:
         """The routers; None where a layer routes nothing."""
@@ -211,8 +216,7 @@ class Model:
         places = TokenPlaces(slots, positions, kv.prompt_lengths[slots])
         hidden = self._run(range(self._first_decoder), tokens, places, kv)
         started_ns = time.perf_counter_ns()
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense["encoder_norm"], self.spec.norm_eps, normed)
+        normed = self._norms["encoder_norm"](hidden)
         for index, attention in self._cross.items():
             attention.store(normed, slots, positions, kv.cross_keys[index], kv.cross_values[index])
         self.times.dense_ns += time.perf_counter_ns() - started_ns
@@ -222,7 +226,10 @@ class Model:
     ) -> np.ndarray:
         """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D]."""
         hidden = self._embed(tokens)
-        state = PassState(0, hidden, [np.empty((len(tokens), 0), np.int32)] * layers.start, choice)
+        chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
+        state = PassState(0, hidden, chosen, tokens, choice)
+        if preload := self.advisor.preload(tokens, layers):
+            self._cache.prefetch(preload)
         predicted: np.ndarray | None = None
         for index in layers:
             started_ns = time.perf_counter_ns()
@@ -244,25 +251,23 @@ class Model:
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Rows of the residual stream [n, D] to logits float32 [n, V]."""
         started_ns = time.perf_counter_ns()
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense["final_norm"], self.spec.norm_eps, normed)
+        normed = self._norms["final_norm"](hidden)
         out = np.empty((len(hidden), self.spec.vocab_size), np.float32)
         kernels.linear(self._head, normed, out)
+        if self._head_bias is not None:
+            out += self._head_bias
         if self.spec.logits_scale != 1.0:
             out *= np.float32(self.spec.logits_scale)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
 
     def _attend(self, index: int, hidden: np.ndarray, places: TokenPlaces, kv: KVCache) -> None:
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense[f"layers.{index}.attention_norm"], self.spec.norm_eps, normed)
+        normed = self._norms[f"layers.{index}.attention_norm"](hidden)
         out = self._attentions[index](normed, places, kv.keys[index], kv.values[index])
         self._add(hidden, out)
 
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
-        normed = np.empty_like(hidden)
-        norm = self._dense[f"layers.{index}.cross_attention_norm"]
-        kernels.rms_norm(hidden, norm, self.spec.norm_eps, normed)
+        normed = self._norms[f"layers.{index}.cross_attention_norm"](hidden)
         ends = kv.prompt_lengths[slots]
         self._add(hidden, self._cross[index](normed, slots, ends, kv.cross_keys[index], kv.cross_values[index]))
 
@@ -276,8 +281,7 @@ class Model:
         """Route, advise, compute, add in router-rank order. Returns the candidates predicted for the next layer."""
         index, hidden = state.layer, state.hidden
         started_ns = time.perf_counter_ns()
-        normed = np.empty_like(hidden)
-        kernels.rms_norm(hidden, self._dense[f"layers.{index}.experts_norm"], self.spec.norm_eps, normed)
+        normed = self._norms[f"layers.{index}.experts_norm"](hidden)
         asked, weights = self._route(state, normed, slots)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
@@ -304,7 +308,7 @@ class Model:
             state.chosen.append(np.empty((len(normed), 0), np.int32))
             return {}, np.empty((len(normed), 0), np.float32)
         logits = router.logits(normed)
-        chosen, weights = router.rule.route(logits, state.top_k(experts.top_k))
+        chosen, weights = router.rule.route(logits, state.tokens, state.top_k(experts.top_k))
         state.chosen.append(chosen)
         if choice is not None:
             chosen, weights = choice.select(index, router.rule, logits, chosen, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -12,9 +12,9 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from . import kernels
 from .bundle import Tables
 from .modes.choice import PassChoice
+from .norms import Norm
 from .options import Prefetch
 from .routing import Router
 
@@ -28,12 +28,13 @@ class PassState:
     """What a predictor may look at while layer `layer` of a pass runs.
 
     hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
-    choice: what lossy modes make of that.
+    tokens: int64 [T], None where a recorded pass is replayed. choice: what lossy modes make of the routers' choice.
     """
 
     layer: int
     hidden: np.ndarray
     chosen: list[np.ndarray]
+    tokens: np.ndarray | None = None
     choice: PassChoice | None = None
 
     def top_k(self, top_k: int) -> int:
@@ -164,7 +165,7 @@ class LookaheadPredictor:
     The last layer has no next router to ask; there popularity speaks for the first layer of the next token.
     """
 
-    def __init__(self, tables: Tables, model: ModelSpec, norms: list[np.ndarray], routers: list[Router | None]) -> None:
+    def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
         self._model, self._norms, self._routers = model, norms, routers
         self._fallback = PopularityPredictor(tables, model)
 
@@ -173,16 +174,14 @@ class LookaheadPredictor:
         router = self._routers[following] if following > state.layer else None
         if router is None or state.layer < first <= following:  # an encoder's stream says nothing to a decoder
             return self._fallback.scores(state, ahead)
-        normed = np.empty_like(state.hidden)
-        kernels.rms_norm(state.hidden, self._norms[following], self._model.norm_eps, normed)
-        return router.rule.demand(router.logits(normed))
+        return router.rule.demand(router.logits(self._norms[following](state.hidden)))
 
 
 def make_predictor(
     kind: Prefetch,
     tables: Tables,
     model: ModelSpec,
-    norms: list[np.ndarray],
+    norms: list[Norm],
     routers: list[Router | None],
 ) -> Predictor | None:
     """The predictor of an option; None for `off`."""
@@ -210,7 +209,7 @@ class Advisor:
     """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
 
     layers: how many of those that route it looks ahead. experts: of the next one, per token; 0: three eighths of the
-    top-k.
+    top-k. static: of layers whose experts follow from the token, RoutingRule.static; these are known, not predicted.
     """
 
     spec: ModelSpec
@@ -218,6 +217,7 @@ class Advisor:
     predictor: Predictor | None = None
     layers: int = 2
     experts: int = 0
+    static: Mapping[int, np.ndarray] = field(default_factory=dict)
     _routed_ahead: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -236,8 +236,27 @@ class Advisor:
             advice += stored
         return following, advice
 
+    def preload(self, tokens: np.ndarray, layers: range) -> list[int]:
+        """Experts that the first of these layers will ask for, known before any of them runs; none without a predictor.
+
+        tokens: int64 [T], of the pass.
+        """
+        routed = [layer for layer in self.spec.expert_layers if layer in layers][: max(self.layers, 1)]
+        known = [layer for layer in routed if layer in self.static] if self.predictor is not None else []
+        return [
+            expert for layer in known for expert in (self._known(layer, tokens) + self.first_expert[layer]).tolist()
+        ]
+
+    def _known(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """The experts of a layer that tokens have by themselves, each once."""
+        return np.unique(self.static[layer][tokens])
+
     def _predict(self, state: PassState, ahead: int, rank: int) -> tuple[np.ndarray | None, list[int]]:
         """Candidates of the layer so far ahead, the rank-th of those that route, and what is stored of them."""
+        layer, is_decoding = state.layer + ahead, state.layer >= self.spec.first_decoder_layer
+        if self.predictor is not None and state.tokens is not None and is_decoding and layer in self.static:
+            known = self._known(layer, state.tokens)
+            return known, (known + self.first_expert[layer]).tolist()
         layer = self.spec.layer_after(state.layer, ahead)
         following = self.spec.layers[layer].experts
         top_k = state.top_k(following.top_k)

@@ -10,17 +10,21 @@ from . import kernels
 
 
 class RotaryTables:
-    """cos and sin of every position, float32 [C, R/2]; angles in float32, as reference models take them."""
+    """cos and sin of every position, float32 [C, R/2]; angles in float32, as reference models take them.
+
+    A context longer than the original one takes the long form, from its first position on.
+    """
 
     def __init__(self, rope: RopeSpec, context: int) -> None:
         self._rope = rope
-        if rope.frequencies:
-            frequencies = np.array(rope.frequencies, np.float32)
+        long = rope.long if rope.long is not None and context > rope.long.original_positions else None
+        if long is not None or rope.frequencies:
+            frequencies = np.array(rope.frequencies if long is None else long.frequencies, np.float32)
         else:
             exponents = np.arange(0, rope.rotary_size, 2, dtype=np.float32) / np.float32(rope.rotary_size)
             frequencies = (1.0 / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
         angles = np.arange(context, dtype=np.float32)[:, None] * frequencies[None, :]
-        magnitude = np.float32(rope.magnitude)
+        magnitude = np.float32(rope.magnitude if long is None else long.magnitude)
         self._cos, self._sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
 
     def rotate(self, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -20,18 +20,35 @@ class RoutingRule:
         router = experts.router
         self._is_plain = router.is_plain
         self._correction = np.array(router.correction, np.float32) if router.correction else None
+        self.static: np.ndarray | None = None
+        """Of every token its experts, int32 [V, K], where nothing else decides."""
+        if router.static is not None:
+            self.static = np.array(router.static.experts, np.int32).reshape(-1, experts.top_k)
 
-    def route(self, logits: np.ndarray, top_k: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def route(
+        self, logits: np.ndarray, tokens: np.ndarray | None = None, top_k: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
 
-        top_k: so many in the place of the layer's own. Equal scores: the lowest expert wins.
+        tokens: int64 [T], needed where they alone decide (ValueError). top_k: so many in the place of the layer's own;
+        where two are weighed as a pair, of the pair. Equal scores: the lowest expert wins.
         """
         router, top_k = self._experts.router, top_k or self._experts.top_k
+        if router.scoring == "sparsemixer":
+            chosen, weights = sparsemixer(logits, router.margin)
+            return chosen[:, :top_k], weights[:, :top_k]
         if self._is_plain:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
         else:
             scores = expert_scores(logits, router)
-            chosen = np.argsort(-self._ranked(scores), axis=1, kind="stable")[:, :top_k].astype(np.int32)
+            if self.static is None:
+                chosen = np.argsort(-self._ranked(scores), axis=1, kind="stable")[:, :top_k].astype(np.int32)
+            elif tokens is None:
+                raise ValueError("static routing needs the tokens")
+            else:
+                chosen = self.static[tokens]
+            if router.scoring == "uniform":
+                scores = scores / np.float32(top_k)
             weights = np.take_along_axis(scores, chosen, axis=1)
             if router.renormalize:
                 weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
@@ -53,6 +70,11 @@ class RoutingRule:
         allowed: np.ndarray = self._ranked(scores[None])[0] > -np.inf
         return allowed
 
+    @property
+    def can_weigh(self) -> bool:
+        """Whether a choice that is not the router's own has weights: a score of its own for every expert."""
+        return self.static is None and self._experts.router.scoring != "sparsemixer"
+
     def weigh(self, scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:
         """Weights, float32 [T, K], of a choice that is not the router's own, as the router would give them.
 
@@ -66,6 +88,29 @@ class RoutingRule:
     def _ranked(self, scores: np.ndarray) -> np.ndarray:
         corrected = scores if self._correction is None else scores + self._correction
         return _without_other_groups(corrected, self._experts.router)
+
+
+def sparsemixer(logits: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
+    """The two largest logits of each token, and what each weighs: see RouterSpec. [T, E] -> int32, float32 [T, 2].
+
+    The second is weighed without the first, so weights need not sum to 1. Equal logits: the lowest expert wins.
+    Source: GRIN, SparseMixer-v2, without its sampling, which is for training.
+    """
+    rows = np.arange(len(logits))
+    chosen = np.empty((len(logits), 2), np.int32)
+    left = np.empty((2, *logits.shape), np.float32)  # for the first choice all, for the second all but the first
+    left[:] = logits
+    chosen[:, 0] = logits.argmax(axis=1)
+    left[1, rows, chosen[:, 0]] = -np.inf
+    chosen[:, 1] = left[1].argmax(axis=1)
+    largest = logits[rows, chosen.T][:, :, None]
+    with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0: logits of 0 are not far from each other
+        is_far = (largest - logits) / np.maximum(np.abs(logits), largest) > np.float32(margin)
+    shares = np.exp(left - largest)
+    shares[is_far] = 0
+    # Added in the order of experts, whatever the batch; the largest has the share exp(0).
+    weights = np.float32(1) / np.add.accumulate(shares, axis=2)[:, :, -1]
+    return chosen, np.ascontiguousarray(weights.T)
 
 
 def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) -> np.ndarray:
@@ -84,13 +129,15 @@ def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) ->
 class Router:
     """From a layer's normed residual stream to the logits of its experts, and the rule that these go by."""
 
-    def __init__(self, experts: ExpertsSpec, matrix: kernels.PackedMatrix, bias: np.ndarray | None) -> None:
-        """matrix: [E, D]; bias: float32 [E]."""
+    def __init__(self, experts: ExpertsSpec, matrix: kernels.PackedMatrix | None, bias: np.ndarray | None) -> None:
+        """matrix: [E, D], None where all experts are alike; bias: float32 [E]."""
         self.rule = RoutingRule(experts)
-        self._matrix, self._bias = matrix, bias
+        self._matrix, self._bias, self._count = matrix, bias, experts.count
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
         """float32 [T, D] -> [T, E]."""
+        if self._matrix is None:
+            return np.zeros((len(normed), self._count), np.float32)
         logits = np.empty((len(normed), self._matrix.rows), np.float32)
         kernels.linear(self._matrix, normed, logits)
         if self._bias is not None:
@@ -100,6 +147,8 @@ class Router:
 
 def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
     """The score of every expert, float32 [T, E], before any correction."""
+    if router.scoring == "uniform":
+        return np.ones_like(logits)
     if router.scoring == "sigmoid":
         with np.errstate(over="ignore"):
             return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)

@@ -22,6 +22,11 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+# Of heads of 16 features; the magnitudes differ, which those of published checkpoints do not.
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "short_mscale": 1.1, "long_mscale": 1.3,
+    "short_factor": [1.0 + 0.05 * at for at in range(8)], "long_factor": [1.5 + 0.75 * at for at in range(8)],
+}  # fmt: skip
 _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
@@ -166,13 +171,39 @@ TINY_FAMILIES = {
          "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "tie_word_embeddings": True},
         dtype="float16", seed=23,
     ),
+    "phimoe": TinyFamily(
+        "Phimoe",
+        {
+            "num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2,
+            "rope_theta": None, "max_position_embeddings": 256,
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128},
+        },
+        seed=30,
+    ),
+    "phimoe-window-shards": TinyFamily(
+        "Phimoe",
+        {"num_local_experts": 8, "num_key_value_heads": 1, "sliding_window": 5, "lm_head_bias": True,
+         "num_hidden_layers": 2},
+        shard_size="100KB", seed=31,
+    ),
+    "phimoe-tied-half": TinyFamily(
+        "Phimoe",
+        {"num_local_experts": 4, "tie_word_embeddings": True, "attention_bias": True, "router_jitter_noise": 0.0,
+         "num_key_value_heads": 4},
+        dtype="float16", seed=32,
+    ),
+    "phimoe-tied-bias": TinyFamily(
+        "Phimoe",
+        {"num_local_experts": 16, "tie_word_embeddings": True, "lm_head_bias": True, "router_jitter_noise": 0.5},
+        seed=33,
+    ),
 }  # fmt: skip
 
 
 def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
     """Write a checkpoint with tokenizer into `folder` and return it."""
     settings = {key: value for key, value in {**_COMMON, **tiny.config}.items() if key != "rope_theta" or value}
-    if tiny.name in ("GraniteMoe", "GptOss"):
+    if tiny.name in ("GraniteMoe", "GptOss", "Phimoe"):
         del settings["moe_intermediate_size"]
     config = getattr(transformers, f"{tiny.name}Config")(**settings)
     with torch.random.fork_rng():

@@ -24,7 +24,7 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         model = engine.model
-        self._asked = LookaheadPredictor(engine.bundle.tables(), model.spec, model.norm_weights(), model.routers())
+        self._asked = LookaheadPredictor(engine.bundle.tables(), model.spec, model.router_norms(), model.routers())
         self._guess: set[int] = set()
         self.choices: list[list[set[int]]] = [[] for _ in model.spec.layers]
         self.found = np.zeros(model.spec.num_layers)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from moec.manifests.errors import CheckpointError
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
-from . import deepseek, ernie4_5_moe, glm4_moe, gpt_oss, granite, mixtral, olmoe, qwen, switch_transformers
+from . import deepseek, ernie4_5_moe, glm4_moe, gpt_oss, granite, mixtral, olmoe, phimoe, qwen, switch_transformers
 from .lowering import Lowering, TensorSource
 
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
     "granitemoe": granite.lower,
     "mixtral": mixtral.lower,
     "olmoe": olmoe.lower,
+    "phimoe": phimoe.lower,
     "qwen2_moe": qwen.lower_qwen2,
     "qwen3_moe": qwen.lower_qwen3,
     "switch_transformers": switch_transformers.lower,

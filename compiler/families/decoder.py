@@ -23,6 +23,7 @@ from moec.manifests.model import (
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
+    RopeSpec,
     RouterSpec,
     SharedSpec,
     UnitKey,
@@ -40,6 +41,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LAYER_NAMES = {
     "attention_norm": "input_layernorm.weight",
+    "attention_norm_bias": "input_layernorm.bias",
     "query": "self_attn.q_proj.weight",
     "key": "self_attn.k_proj.weight",
     "value": "self_attn.v_proj.weight",
@@ -56,7 +58,14 @@ _LAYER_NAMES = {
     "latent_down": "self_attn.kv_a_proj_with_mqa.weight",
     "latent_norm": "self_attn.kv_a_layernorm.weight",
     "experts_norm": "post_attention_layernorm.weight",
+    "experts_norm_bias": "post_attention_layernorm.bias",
 }
+_OUTER_NAMES = {
+    "embedding": _EMBEDDING, "final_norm": "model.norm.weight", "final_norm_bias": "model.norm.bias",
+    "lm_head": _HEAD, "lm_head_bias": "lm_head.bias",
+}  # fmt: skip
+ReadRope = Callable[..., RopeSpec]
+"""`read_rope`, or what a family reads rotary embeddings of its own kinds with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +152,7 @@ def plain_layer(attention: AttentionSpec, width: int) -> LayerSpec:
 
 
 def attention_of(
-    settings: Settings, *, rope_share: float = 1.0, interleaved: bool = False, **more: Any
+    settings: Settings, *, rope_share: float = 1.0, interleaved: bool = False, rope: ReadRope = read_rope, **more: Any
 ) -> AttentionSpec:
     """Attention with grouped heads. rope_share, interleaved: see read_rope; more: further fields.
 
@@ -152,8 +161,8 @@ def attention_of(
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_size = _head_size(settings, hidden, heads)
     kv_heads = settings.optional_integer("num_key_value_heads") or heads
-    rope = read_rope(settings, head_size, share=rope_share, interleaved=interleaved)
-    return AttentionSpec(heads, kv_heads, head_size, rope, **more)
+    rotary = rope(settings, head_size, share=rope_share, interleaved=interleaved)
+    return AttentionSpec(heads, kv_heads, head_size, rotary, **more)
 
 
 def _head_size(settings: Settings, hidden: int, heads: int) -> int:
@@ -228,7 +237,7 @@ def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: 
 def _lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames) -> Lowering:
     """Find every weight of the model. Raises CheckpointError where 16-bit types are mixed."""
     places = {
-        **{"embedding": _Place(_EMBEDDING), "final_norm": _Place("model.norm.weight"), "lm_head": _Place(_HEAD)},
+        **{name: _Place(on_disk) for name, on_disk in _OUTER_NAMES.items()},
         **{f"layers.{at}.{name}": place for at in range(model.num_layers) for name, place in
            _layer_places(checkpoint, model.layers[at], names, f"model.layers.{at}.").items()},
     }  # fmt: skip

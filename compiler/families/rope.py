@@ -76,12 +76,15 @@ def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
 
 def _stretched(settings: Settings, kind: str) -> tuple[list[float], float]:
     """Radians per position of each pair, and the factor of cosines and sines."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
         config = AutoConfig.from_pretrained(settings.checkpoint.root, local_files_only=True)
         frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, device=None)
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError, StrictDataclassError
+    ) as error:  # fmt: skip
         settings.fail("rope_scaling", f"parameters that transformers accepts ({error})")
     return [float(value) for value in frequencies.tolist()], float(magnitude)

@@ -80,7 +80,7 @@ def certifying_bytes(model: ModelSpec, tokens: int) -> int:
     """
     dense = sum(prod(shape) for shape in model.dense_shapes().values())
     experts = max(_expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
-    cache = model.kv_bytes_per_position * min(model.max_positions, RUNTIME_CONTEXT)
+    cache = model.kv_bytes_per_position * min(model.original_positions, RUNTIME_CONTEXT)
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
     scratch = _FLOAT * (_RUNTIME_PASS_TOKENS * (9 * model.hidden_size + widest) + 64 * model.vocab_size)
     return PROCESS_BYTES + _FLOAT * model.hidden_size * tokens + _HALF * (dense + experts) + cache + scratch

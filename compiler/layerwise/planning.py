@@ -20,7 +20,7 @@ from ..families import Lowering
 from ..options import CompileOptions, Talk
 from ..tokenizer import load_tokenizer
 from .memory import RUNTIME_CONTEXT, certifying_bytes, streamed_bytes, whole_bytes
-from .slot import logits, output_matrix
+from .slot import output_head
 from .sweep import AnswerTexts, SweepInputs, SweepResult
 
 CALIBRATION_TOKENS = 65_536
@@ -100,7 +100,7 @@ def sweep_inputs(
         validation.add(_answers(encode_pairs(tokenizer, own), lowering, task.name, room))
         test = [(task.prompt(item, examples), task.answer(item)) for item in split.test.items]
         held_out[task.name] = _answers(encode_pairs(tokenizer, test), lowering, task.name, ANSWER_TOKENS)
-    context = lowering.model.max_positions
+    context = lowering.model.original_positions
     rows = [row for row, _ in chosen_texts(encode_pairs(tokenizer, train), context, seed, CALIBRATION_TOKENS)]
     formats = tuple(spec for spec in specs if spec.bitwidth < 16)
     return SweepInputs(rows, validation, held_out, formats, dense_probe, quantizer, seed)
@@ -111,7 +111,7 @@ def _answers(pairs: Sequence[TokenPair], lowering: Lowering, task: str, room: in
 
     Raises ContextOverflow for a text that no context holds, DataError where none is left.
     """
-    context = min(lowering.model.max_positions, RUNTIME_CONTEXT)
+    context = min(lowering.model.original_positions, RUNTIME_CONTEXT)
     pairs = [_shortened(pair) for pair in pairs]
     rows, _, counts = forced_rows(pairs, lowering.model.eos_token_ids[:1])
     kept, tokens = AnswerTexts([], [], []), 0
@@ -152,14 +152,14 @@ def certify_swept(
     lowering: Lowering, inputs: SweepInputs, found: SweepResult, engine: BundleEngine, talk: Talk
 ) -> dict[str, DivergenceCertificate]:
     """KL of the bundle, run by the runtime that ships, on each task's held-out answers."""
-    head = output_matrix(lowering)
+    head = output_head(lowering)
 
     def of_task(task: str) -> DivergenceCertificate:
         texts, states = inputs.held_out[task], found.held_out[task]
         starts = [0, *np.cumsum(texts.counts).tolist()]
 
         def reference(first: int, last: int) -> list[np.ndarray]:
-            log_p = logits(states[starts[first] : starts[last]], head)
+            log_p = head.logits(states[starts[first] : starts[last]])
             log_p -= log_p.logsumexp(-1, keepdim=True)
             return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
 

@@ -155,46 +155,63 @@ class LayerSlot:
 
     def normed(self, states: Tensor) -> Tensor:
         """The norm behind the last layer, times the scale of the logits. [A, D] -> [A, D]."""
-        weight = self._lowering.dense_weight("final_norm").float() * self.model.logits_scale
-        return torch.nn.functional.rms_norm(states, (states.shape[-1],), weight, self.model.norm_eps)
+        shape, eps, scale = (states.shape[-1],), self.model.norm_eps, self.model.logits_scale
+        weight = self._lowering.dense_weight("final_norm").float() * scale
+        if self.model.norm == "rms":
+            return torch.nn.functional.rms_norm(states, shape, weight, eps)
+        bias = self._lowering.dense_weight("final_norm_bias").float() * scale
+        return torch.nn.functional.layer_norm(states, shape, weight, bias, eps)
 
-    def head(self) -> Tensor:
-        """The checkpoint's output matrix, [V, D] in 16 bits."""
-        return output_matrix(self._lowering)
+    def head(self) -> OutputHead:
+        """The checkpoint's own."""
+        return output_head(self._lowering)
 
 
-def output_matrix(lowering: Lowering) -> Tensor:
-    """What turns residual streams into logits, [V, D] in 16 bits."""
-    return lowering.dense_weight("embedding" if lowering.model.tie_embeddings else "lm_head")
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """What turns normed residual streams into logits. matrix: [V, D], may have 16 bits; bias: float32 [V]."""
+
+    matrix: Tensor
+    bias: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[A, D] -> [A, V] float32."""
+        out = torch.empty(len(states), len(self))
+        for start in range(0, len(self), _ROWS_PER_CHUNK):
+            piece = self.matrix[start : start + _ROWS_PER_CHUNK]
+            out[:, start : start + len(piece)] = states @ piece.float().T
+        return out if self.bias is None else out.add_(self.bias)
 
 
-def logits(states: Tensor, head: Tensor) -> Tensor:
-    """[A, D] x [V, D] -> [A, V] float32; the head may have 16 bits."""
-    out = torch.empty(len(states), len(head))
-    for start in range(0, len(head), _ROWS_PER_CHUNK):
-        piece = head[start : start + _ROWS_PER_CHUNK]
-        out[:, start : start + len(piece)] = states @ piece.float().T
-    return out
+def output_head(lowering: Lowering) -> OutputHead:
+    """The checkpoint's own, its matrix in 16 bits, its bias with the scale that `LayerSlot.normed` gives the states."""
+    model = lowering.model
+    matrix = lowering.dense_weight("embedding" if model.tie_embeddings else "lm_head")
+    bias = lowering.dense_weight("lm_head_bias").float() * model.logits_scale if model.has_head_bias else None
+    return OutputHead(matrix, bias)
 
 
 def divergences(
-    states: Tensor, reference: Tensor, head: Tensor, reference_head: Tensor
+    states: Tensor, reference: Tensor, head: OutputHead, reference_head: OutputHead
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """KL(reference || other) in nats and top-1 agreement of tokens [A, D], normed, a bounded number at a time."""
     for tokens, log_p in log_probs(reference, reference_head):
         yield divergence(log_p, states[tokens], head)
 
 
-def log_probs(states: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def log_probs(states: Tensor, head: OutputHead) -> Iterator[tuple[slice, Tensor]]:
     """Log-probabilities of tokens [A, D], normed, a bounded number at a time: which tokens, and [a, V] of them."""
     chunk = max(1, LOGITS_PER_CHUNK // len(head))
     for start in range(0, len(states), chunk):
         tokens = slice(start, start + chunk)
-        yield tokens, logits(states[tokens], head).log_softmax(-1)
+        yield tokens, head.logits(states[tokens]).log_softmax(-1)
 
 
-def divergence(log_p: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+def divergence(log_p: Tensor, states: Tensor, head: OutputHead) -> tuple[Tensor, Tensor]:
     """KL in nats [a] and top-1 agreement [a] of tokens [a, D], normed, to log-probabilities [a, V]."""
-    log_q = logits(states, head).log_softmax(-1)
+    log_q = head.logits(states).log_softmax(-1)
     kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).clamp_min_(0)
     return kl, log_p.argmax(-1) == log_q.argmax(-1)

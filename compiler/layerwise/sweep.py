@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -341,7 +341,8 @@ class Sweep:
         head, own = self._slot.head(), travellers.probe.tokens()
         variants = {name: (texts.tokens(), head) for name, texts in travellers.variants.items()}
         if "lm_head" in self._model.dense_shapes() and self._is_probed("lm_head"):
-            variants["lm_head"] = own, self._store.dense_weight("lm_head", self._inputs.dense_probe["lm_head"])
+            matrix = self._store.dense_weight("lm_head", self._inputs.dense_probe["lm_head"])
+            variants["lm_head"] = own, replace(head, matrix=matrix)
         totals = dict.fromkeys(variants, 0.0)
         for tokens, log_p in log_probs(self._slot.normed(own), head):
             for name, (states, other) in variants.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from ..plan import CompilePlan
 from ..reference_weights import WeightName
 from ..trials import Trials
 from ..unit_store import UnitStore
-from .slot import LayerSlot, TextStates, divergences
+from .slot import LayerSlot, OutputHead, TextStates, divergences
 from .store import layer_units
 from .sweep import SweepInputs, SweepResult
 
@@ -69,7 +70,7 @@ class StreamedTrials(Trials):
         states = slot.normed(texts.answers(self._inputs.answers.counts))
         own = slot.head()
         other = self._dense(plan, source, "embedding" if plan.model.tie_embeddings else "lm_head")
-        return self._summary(states, own if other is None else other, own)
+        return self._summary(states, own if other is None else replace(own, matrix=other), own)
 
     def _replaced(
         self, plan: CompilePlan, source: UnitStore, slot: LayerSlot, layer: int
@@ -86,7 +87,7 @@ class StreamedTrials(Trials):
         spec = plan.dense[name]
         return None if spec.bitwidth == 16 else source.dense_weight(name, spec)
 
-    def _summary(self, states: Tensor, head: Tensor, own: Tensor) -> DistributionSummary:
+    def _summary(self, states: Tensor, head: OutputHead, own: OutputHead) -> DistributionSummary:
         parts = list(divergences(states, self._answers, head, own))
         items = np.repeat(np.arange(len(self._inputs.answers.counts)), self._inputs.answers.counts)
         kl = torch.cat([kl for kl, _ in parts]).double().numpy()

@@ -31,6 +31,7 @@ __all__ = [
     "dequantize_rows",
     "expert_ffn",
     "experts_of_token",
+    "layer_norm",
     "linear",
     "rms_norm",
     "rope",
@@ -224,6 +225,14 @@ def combine(parts: Floats, weights: Floats, out: Floats) -> None:
 def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
     """out = weight * (x / sqrt(mean(x^2) + eps)). x, out: [T, D]; weight: [D]. out may be x. Raises ValueError."""
     (_compiled() or reference).rms_norm(x, weight, eps, out)
+
+
+def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats) -> None:
+    """out = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, var over all D. x, out: [T, D]; weight, bias: [D].
+
+    out may be x. Raises ValueError.
+    """
+    (_compiled() or reference).layer_norm(x, weight, bias, eps, out)
 
 
 def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:

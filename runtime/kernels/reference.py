@@ -222,6 +222,23 @@ def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
     out[:] = weight * (x * inverse)
 
 
+def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats) -> None:
+    """out = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, var over all D. x, out: [T, D]; weight, bias: [D].
+
+    out may be x. Raises ValueError. Source: Layer Normalization, section 3.
+    """
+    check_array(x, "x", np.float32, 2)
+    check_array(weight, "weight", np.float32, 1)
+    check_array(bias, "bias", np.float32, 1)
+    check_array(out, "out", np.float32, 2)
+    check_shape(weight, "weight", x.shape[1:])
+    check_shape(bias, "bias", x.shape[1:])
+    check_shape(out, "out", x.shape)
+    centred = x - np.mean(x, axis=1, keepdims=True)
+    inverse = np.float32(1) / np.sqrt(np.mean(centred * centred, axis=1, keepdims=True) + np.float32(eps))
+    out[:] = weight * (centred * inverse) + bias
+
+
 def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
     """Rotate the first R features of each head in place, halves against each other.
 

@@ -255,7 +255,7 @@ class PassChoice:
         count = logits.shape[1]
         self._counts.low += int((found >= count).sum())
         self._counts.skipped += int(is_skipped.sum())
-        if not is_skipped.any():
+        if not is_skipped.any() or not rule.can_weigh:
             return found, weights
         kept = np.where(found == NOBODY, np.int32(NOBODY), chosen)
         return found, rule.weigh(rule.scores(logits), kept)

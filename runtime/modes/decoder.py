@@ -127,6 +127,17 @@ def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:
         raise OptionError(
             f"lossy modes ({modes.to_text()}) are for decoders, and this model has an encoder", "leave them out"
         )
+    routers = [layer.experts.router for layer in model.layers if layer.experts.count]
+    if any(router.static is not None for router in routers):
+        raise OptionError(
+            f"lossy modes ({modes.to_text()}) go by the weights of a router, and here experts follow from the token",
+            "leave them out",
+        )
+    if modes.cache_routing is not None and any(router.scoring == "sparsemixer" for router in routers):
+        raise OptionError(
+            "`--cache-routing` needs a weight for every expert, and this router weighs the two it chose",
+            "leave it out; the other modes work",
+        )
     most = max(layer.experts.top_k for layer in model.layers)
     if most < 2:
         raise OptionError(

@@ -92,7 +92,7 @@ def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
 
 # Of each family that holds them apart on disk: as transformers' own model holds them.
 @pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3-plain-first", "deepseek-v2", "deepseek-v3", "glm4", "ernie", "granite"]
+    "name", ["qwen2", "qwen3-plain-first", "deepseek-v2", "deepseek-v3", "glm4", "ernie", "granite", "phimoe"]
 )
 def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_path: Path) -> None:
     path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])

@@ -26,7 +26,7 @@ from tests.tiny_models import VOCABULARY
 CHOSEN = {
     "qwen2_moe": "qwen2-plain-between", "qwen3_moe": "qwen3-plain-first", "deepseek_v2": "deepseek-v2-groups-yarn",
     "deepseek_v3": "deepseek-v3", "glm4_moe": "glm4-bias", "ernie4_5_moe": "ernie", "granitemoe": "granite-scaled",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "phimoe": "phimoe",
 }  # fmt: skip
 TEXTS = [("a lamp near a ", "box"), ("seven green pens and ", "two red ones"), ("tall", " of the box under")]
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()

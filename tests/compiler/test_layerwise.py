@@ -16,7 +16,7 @@ from moec.compiler.durable import Disk
 from moec.compiler.families import Lowering, lower
 from moec.compiler.journal import Journal
 from moec.compiler.layerwise.memory import streamed_bytes, whole_bytes
-from moec.compiler.layerwise.slot import LayerSlot, TextStates, divergences
+from moec.compiler.layerwise.slot import LayerSlot, OutputHead, TextStates, divergences
 from moec.compiler.layerwise.store import layer_units
 from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
 from moec.compiler.layerwise.trials import StreamedTrials
@@ -44,7 +44,10 @@ def nothing(done: int, total: int) -> None:
 
 
 # Those with plain layers, corrections, latent attention, windows and scales among them.
-OTHERS = ("qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled", "gpt-oss")
+OTHERS = (
+    "qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled", "gpt-oss",
+    "phimoe",
+)  # fmt: skip
 EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3", *OTHERS], indirect=True)
 
 
@@ -225,7 +228,7 @@ def test_divergences_are_those_of_the_plain_formula() -> None:
     generator = torch.Generator().manual_seed(1)
     states, own = (torch.randn(5, 8, generator=generator) for _ in range(2))
     head, other = (torch.randn(40, 8, generator=generator) for _ in range(2))
-    kl, agrees = next(divergences(states, own, other, head))
+    kl, agrees = next(divergences(states, own, OutputHead(other), OutputHead(head)))
     expected = divergence(log_softmax((own @ head.T).numpy()), (states @ other.T).numpy())
     assert kl.numpy() == pytest.approx(expected[0], rel=1e-4) and agrees.numpy().tolist() == expected[1].tolist()
 

@@ -184,6 +184,9 @@ void check_vectors(Check& check) {
         scalar.rms_norm(x.data(), weight.data(), 1e-5f, size, expected.data());
         check.table.rms_norm(x.data(), weight.data(), 1e-5f, size, found.data());
         check.equal(expected, found, "rms_norm of " + std::to_string(size));
+        scalar.layer_norm(x.data(), weight.data(), parts.data(), 1e-5f, size, expected.data());
+        check.table.layer_norm(x.data(), weight.data(), parts.data(), 1e-5f, size, found.data());
+        check.equal(expected, found, "layer_norm of " + std::to_string(size));
         scalar.exp(x.data(), size, expected.data());
         check.table.exp(x.data(), size, found.data());
         check.equal(expected, found, "exp of " + std::to_string(size));

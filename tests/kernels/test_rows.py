@@ -56,6 +56,48 @@ def test_rms_norm_agrees(pair: tuple[str, str]) -> None:
     agree(pair, lambda: norm(normal(700, 512), normal(512)))
 
 
+def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    out = np.empty_like(x)
+    kernels.layer_norm(x, weight, bias, eps, out)
+    return out
+
+
+@gate
+@pytest.mark.parametrize("shift", [0, 40])
+def test_layer_norm(every: str, shift: float) -> None:
+    """Also of values far from zero, where the mean square minus the squared mean would leave nothing."""
+    for size in LENGTHS:
+        x, weight, bias = normal(3, size) + np.float32(shift), normal(size), normal(size, seed=1)
+        wide = x.astype(np.float64)
+        centred = wide - wide.mean(axis=1, keepdims=True)
+        inverse = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
+        exact = weight * centred * inverse + bias
+        # A centred value is off by what the mean is, which moves the root by as much of it; the rest as of rms_norm.
+        off = (size + 4) * UNIT * np.abs(wide).mean(axis=1, keepdims=True) + UNIT * np.abs(centred)
+        relative = off * inverse + (size + 8) * UNIT
+        bound = np.abs(weight) * inverse * (off + np.abs(centred) * relative)
+        rounded = 3 * UNIT * (np.abs(exact) + np.abs(bias))  # the last product and sum
+        assert (np.abs(layer_norm(x, weight, bias) - exact) <= bound + rounded).all()
+
+
+@gate
+def test_layer_norm_agrees(pair: tuple[str, str]) -> None:
+    for size in LENGTHS:
+        agree(pair, lambda size=size: layer_norm(normal(5, size), normal(size), normal(size, seed=1)))
+    agree(pair, lambda: layer_norm(normal(700, 512), normal(512), normal(512, seed=1)))
+
+
+@gate
+def test_layer_norm_in_place_and_row_by_row(every: str) -> None:
+    """Results may not depend on the batch, nor on where they go."""
+    x, weight, bias = normal(9, 77), normal(77), normal(77, seed=1)
+    expected = layer_norm(x, weight, bias)
+    rows = [layer_norm(x[at : at + 1], weight, bias)[0] for at in range(len(x))]
+    assert np.array_equal(bits(np.stack(rows)), bits(expected))
+    kernels.layer_norm(x, weight, bias, 1e-5, x)
+    assert np.array_equal(bits(x), bits(expected))
+
+
 @gate
 @pytest.mark.parametrize("half", [1, 3, 4, 8, 17, 32])
 def test_rope(every: str, half: int) -> None:

@@ -126,7 +126,7 @@ def test_lookahead_is_the_next_router_applied_here(tiny_bundle: Path) -> None:
         assert isinstance(predictor, LookaheadPredictor)
         hidden = np.random.default_rng(1).standard_normal((3, model.spec.hidden_size)).astype(np.float32)
         found = predictor.scores(PassState(0, hidden, []))
-        norm, router = model.norm_weights()[1].astype(np.float64), model.routers()[1]
+        norm, router = model.router_norms()[1].weight.astype(np.float64), model.routers()[1]
         assert router is not None
         rows = router.logits(np.eye(model.spec.hidden_size, dtype=np.float32)).T
         wide = hidden.astype(np.float64)

@@ -194,6 +194,17 @@ void bind_rms_norm(nb::handle x_object, nb::handle weight_object, float eps, nb:
     rms_norm(x.data<const float>(), weight.data<const float>(), eps, x.size(0), x.size(1), out.data<float>());
 }
 
+void bind_layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle bias_object, float eps, nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 2), weight(weight_object, "weight", Kind::kFloat32, 1);
+    const Array bias(bias_object, "bias", Kind::kFloat32, 1), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
+    weight.expect({x.size(1)});
+    bias.expect({x.size(1)});
+    out.expect({x.size(0), x.size(1)});
+    nb::gil_scoped_release unlocked;
+    layer_norm(x.data<const float>(), weight.data<const float>(), bias.data<const float>(), eps, x.size(0), x.size(1),
+               out.data<float>());
+}
+
 void bind_rope(nb::handle x_object, nb::handle cos_object, nb::handle sin_object, nb::handle positions_object) {
     const Array x(x_object, "x", Kind::kFloat32, 3, Access::kWrite), positions(positions_object, "positions", Kind::kInt32, 1);
     const Array cos(cos_object, "cos", Kind::kFloat32, 2), sin(sin_object, "sin", Kind::kFloat32, 2);
@@ -372,6 +383,7 @@ NB_MODULE(_native, module) {
     module.def("expert_ffn", bind_expert_ffn, "expert"_a, "x"_a, "tokens"_a, "ranks"_a, "out"_a);
     module.def("combine", bind_combine, "parts"_a, "weights"_a, "out"_a);
     module.def("rms_norm", bind_rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
+    module.def("layer_norm", bind_layer_norm, "x"_a, "weight"_a, "bias"_a, "eps"_a, "out"_a);
     module.def("rope", bind_rope, "x"_a, "cos"_a, "sin"_a, "positions"_a);
     module.def("store_kv", bind_store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a);
     module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a,

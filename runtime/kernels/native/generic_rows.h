@@ -128,6 +128,28 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t siz
     }
 }
 
+// The mean, then the mean square of what is left when it is subtracted: two passes, since the squares of values far from
+// zero would swallow their differences. What is left goes through `out`, whose missing lanes count as zeros.
+inline void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t size, float* out) {
+    Floats sum = zero(), squares = zero();
+    for (int64_t i = 0; i < size; i += kLanes) {
+        sum = add(sum, load_partial(x + i, lanes_left(size, i)));
+    }
+    const Floats mean = broadcast(sum_lanes(sum) / static_cast<float>(size));
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left(size, i);
+        store_partial(out + i, sub(load_partial(x + i, count), mean), count);
+        const Floats centred = load_partial(out + i, count);
+        squares = fma(centred, centred, squares);
+    }
+    const Floats inverse = broadcast(1.0f / square_root(sum_lanes(squares) / static_cast<float>(size) + eps));
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const int count = lanes_left(size, i);
+        const Floats scaled = mul(load_partial(out + i, count), inverse);
+        store_partial(out + i, fma(load_partial(weight + i, count), scaled, load_partial(bias + i, count)), count);
+    }
+}
+
 // first' = first cos - second sin; second' = second cos + first sin; one rounded product and one fma each.
 inline void rope(const RopeCall& call, int64_t token) {
     const float* cos = call.cos + call.positions[token] * call.half;
@@ -307,5 +329,5 @@ inline void route(const RouteCall& call, int64_t token, float* shares) {
 }
 
 constexpr KernelTable make_table(const char* name, bool (*is_supported)()) {
-    return {name, is_supported, linear, expert_hidden, round_row, dequantize_row, combine, rms_norm, rope, attention, route, exp_row};
+    return {name, is_supported, linear, expert_hidden, round_row, dequantize_row, combine, rms_norm, layer_norm, rope, attention, route, exp_row};
 }

@@ -292,6 +292,16 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, in
     });
 }
 
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t tokens, int64_t size, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 7.0 * static_cast<double>(tokens) * static_cast<double>(size);
+    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.layer_norm(x + t * size, weight, bias, eps, size, out + t * size);
+        }
+    });
+}
+
 void rope(const RopeCall& call, int64_t tokens) {
     const KernelTable& kernels = active_kernels();
     const double flops = 6.0 * static_cast<double>(tokens) * static_cast<double>(call.heads) * static_cast<double>(call.half);

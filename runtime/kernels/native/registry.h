@@ -89,6 +89,7 @@ struct KernelTable {
     void (*dequantize_row)(const MatrixView&, int64_t row, float* out);
     void (*combine)(const float* parts, const float* weights, int64_t top_k, int64_t size, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t size, float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t size, float* out);
     void (*rope)(const RopeCall&, int64_t token);
     void (*attention)(const AttentionCall&, int64_t token, int64_t head, float* scores);  // scores: [positions]
     void (*route)(const RouteCall&, int64_t token, float* shares);                         // shares: [E]

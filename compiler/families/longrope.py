@@ -1,0 +1,99 @@
+"""Rotary embeddings of `longrope`: one form up to the original context, another for longer ones.
+
+transformers 5.23 picks the magnitude of Phi-3.5-MoE by the length of the text, but takes the short frequencies whatever
+that is; 4.x took the long ones beyond the original context, as the checkpoint was trained, and so do we.
+tests/gates/test_g9_phimoe.py holds both. Source: LongRoPE, Shorter context window recovery.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+import torch
+
+from moec.manifests.model import LongRopeSpec, RopeSpec
+
+from .rope import read_rope
+from .settings import Settings
+
+_KEYS = ("rope_scaling", "rope_parameters")  # as older configurations and those of transformers 5 have it
+_ORIGINAL = "original_max_position_embeddings"
+_KNOWN = frozenset(
+    {"type", "rope_type", "rope_theta", "factor", _ORIGINAL}
+    | {f"{form}_{what}" for form in ("short", "long") for what in ("factor", "mscale")}
+)
+
+
+def read_longrope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
+    """The rotary embedding of heads of this size, plain or `longrope`, all features rotating.
+
+    Raises CheckpointError naming the key.
+    """
+    key, found = _parameters(settings)
+    if key is None:
+        said = next((key for key in _KEYS if settings.raw(key) is not None), "partial_rotary_factor")
+        is_plain = found.get("rope_type", found.get("type", "default")) == "default"
+        rope = read_rope(settings, head_size, share=share, interleaved=interleaved) if is_plain else None
+        if rope is None or rope.rotary_size != head_size:
+            settings.fail(said, "rope type `default` or `longrope`, over whole heads")
+        return rope
+    original = _original_positions(settings, key, found)
+    theta = settings.rope_theta()
+    forms = [_form(settings, key, found, name, theta, head_size) for name in ("short", "long")]
+    (short, magnitude), long = forms[0], LongRopeSpec(original, *forms[1])
+    is_reached = settings.integer("max_position_embeddings") > original
+    return RopeSpec(theta, head_size, interleaved, short, magnitude, long if is_reached else None)
+
+
+def _parameters(settings: Settings) -> tuple[str | None, dict[str, Any]]:
+    """The key that asks for `longrope`, None if there is none, and what is said under either name of it."""
+    own, found = None, dict[str, Any]()
+    for key in _KEYS:
+        value = settings.raw(key)
+        if not isinstance(value, dict):
+            continue
+        if value.get("rope_type", value.get("type")) == "longrope":
+            own = key
+        for name, what in value.items():
+            if name in found and found[name] != what:
+                settings.fail(key, f"the same `{name}` as under `{_KEYS[0]}`")
+        found.update(value)
+    if own is not None:
+        unknown = sorted(found.keys() - _KNOWN)
+        if unknown:
+            settings.fail(own, f"a rotary embedding without `{unknown[0]}`")
+    return own, found
+
+
+def _original_positions(settings: Settings, key: str, found: dict[str, Any]) -> int:
+    """Where the long form begins. It may stand outside as well, and a `factor` must be what follows from it."""
+    outside = settings.optional_integer(_ORIGINAL)
+    original = found.get(_ORIGINAL, outside)
+    if type(original) is not int or original < 1:
+        settings.fail(key, f"a positive whole number as `{_ORIGINAL}`")
+    if outside not in (None, original):
+        settings.fail(_ORIGINAL, f"the {original} of `{key}`")
+    factor = found.get("factor")
+    if factor is not None and factor != settings.integer("max_position_embeddings") / original:
+        settings.fail(key, f"`factor` to be max_position_embeddings / {original}")
+    return int(original)
+
+
+def _form(
+    settings: Settings, key: str, found: dict[str, Any], form: str, theta: float, head_size: int
+) -> tuple[tuple[float, ...], float]:
+    """Radians per position of each pair, and the factor of cosines and sines, of the `short` or the `long` form."""
+    factors, magnitude = found.get(f"{form}_factor"), found.get(f"{form}_mscale")
+    if not isinstance(factors, list) or len(factors) != head_size // 2 or not all(map(_is_positive, factors)):
+        settings.fail(key, f"{head_size // 2} positive numbers as `{form}_factor`")
+    if not _is_positive(magnitude):
+        settings.fail(key, f"a positive number as `{form}_mscale`")
+    # In float32 and in this order, as transformers has it.
+    exponents = torch.arange(0, head_size, 2).float() / head_size
+    frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
+    return tuple(frequencies.tolist()), float(magnitude)
+
+
+def _is_positive(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

@@ -1,0 +1,56 @@
+"""Phi-3.5-MoE: layer norms, routing by sparsemixer, biases, rotary embeddings with a short and a long form.
+
+Source: transformers, models/phimoe/modeling_phimoe.py and conversion_mapping.py; GRIN, SparseMixer-v2.
+"""
+
+from __future__ import annotations
+
+from moec.manifests.model import RouterSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import DecoderNames, DecoderParts, alike, attention_of, experts_of, lower_family
+from .longrope import read_longrope
+from .lowering import Lowering
+from .settings import Settings
+
+_NAMES = DecoderNames(
+    routers=("block_sparse_moe.gate.weight", "mlp.router.weight"),
+    loaded_router="mlp.router.weight",
+    experts="block_sparse_moe.experts.{expert}.{projection}.weight",
+    projections=("w1", "w3", "w2"),
+)
+_TOP_K = 2  # the rule has a first and a second choice, whatever the configuration says
+_JITTER = 0.01  # where config.json does not say
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a Phi-3.5-MoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    return lower_family(checkpoint, "phimoe", _NAMES, _parts)
+
+
+def _parts(settings: Settings) -> DecoderParts:
+    """What is the family's own in config.json."""
+    # Noise and dropout are for training; the classes that `auto_map` names are those that transformers now has itself.
+    settings.passed_over("input_jitter_noise", "hidden_dropout", "auto_map")
+    if settings.integer("num_experts_per_tok") != _TOP_K:
+        settings.fail("num_experts_per_tok", f"{_TOP_K}, which sparsemixer chooses", "compile another checkpoint")
+    attention = attention_of(
+        settings,
+        rope=read_longrope,
+        sliding_window=settings.optional_integer("sliding_window") or 0,
+        bias="all" if settings.boolean("attention_bias", False) else "none",
+    )
+    router = RouterSpec("sparsemixer", renormalize=False, margin=2 * _jitter(settings))
+    experts = experts_of(settings, router, count=("num_local_experts",), width="intermediate_size")
+    more = {"norm": "layer", "has_head_bias": settings.boolean("lm_head_bias", False)}
+    return DecoderParts(alike(settings, attention, experts).layers, more)
+
+
+def _jitter(settings: Settings) -> float:
+    """Half the share by which a logit may fall short of the largest and count; 0: it must equal that."""
+    value = settings.raw("router_jitter_noise")
+    if value is None:
+        return _JITTER
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        settings.fail("router_jitter_noise", "a number from 0 to below 1")
+    return float(value)

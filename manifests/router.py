@@ -1,0 +1,80 @@
+"""How the tokens of a layer find their experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .attention import MAX_POSITIONS, require
+from .optional_fields import OPTIONAL
+
+MAX_EXPERTS = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class StaticRouting:
+    """Experts that follow from the token alone. experts: those of token t from t * top_k on, best first.
+
+    Source: Hash Layers For Large Sparse Models, section 3.
+    """
+
+    experts: tuple[int, ...]
+
+    def check(self, count: int, top_k: int) -> None:
+        """Raise ValueError unless this is a whole number of tokens, each with top_k different experts of `count`."""
+        require(bool(self.experts) and len(self.experts) % max(top_k, 1) == 0, f"static: expected {top_k} per token")
+        is_known = min(self.experts) >= 0 and max(self.experts) < count
+        require(is_known, f"static: expected experts from 0 to {count - 1}")
+        tokens = zip(*(self.experts[rank::top_k] for rank in range(top_k)), strict=True)
+        require(all(len(set(chosen)) == top_k for chosen in tokens), "static: a token names an expert twice")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How router logits become experts and weights: scores over all experts, top-k, renormalised or not, scaled.
+
+    correction: added to the scores of each expert when experts are chosen, not to their weights; empty: nothing.
+    groups: experts are in so many groups in a row, and the top-k come from the best kept_groups of them, judged by
+    their best expert (`max`) or their best two (`top2`). has_bias: added to the logits. capacity: in an encoder,
+    tokens of one sequence beyond so many that choose an expert, in their order, pass it by; 0: none do.
+    static: which experts are chosen, whatever the scores, which only weigh them.
+    uniform: there is no router, and all that are chosen weigh alike; for static routing. sparsemixer: the two largest
+    logits, one after the other, each weighed by a softmax over the logits x that are left and near the largest m of
+    them: (m - x) / max(|x|, m) <= margin. No other field applies.
+    Source of capacity: Switch Transformers, section 2.2; of sparsemixer: GRIN, SparseMixer-v2.
+    """
+
+    scoring: Literal["softmax", "sigmoid", "sparsemixer", "uniform"]
+    renormalize: bool
+    scale: float = 1.0
+    correction: tuple[float, ...] = ()
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    has_bias: bool = False
+    capacity: int = field(default=0, metadata=OPTIONAL)
+    margin: float = field(default=0.0, metadata=OPTIONAL)
+    static: StaticRouting | None = field(default=None, metadata=OPTIONAL)
+
+    def __post_init__(self) -> None:
+        require(0 < self.scale <= 1e4, f"router scale out of range: {self.scale}")
+        require(0 < self.kept_groups <= self.groups <= MAX_EXPERTS, "kept_groups must be 1 to groups")
+        require(all(abs(c) <= 1e4 for c in self.correction), "correction: expected numbers of at most 10,000")
+        require(0 <= self.capacity <= MAX_POSITIONS, f"capacity out of range: {self.capacity}")
+        require(0 <= self.margin <= 1e4, f"margin out of range: {self.margin}")
+        if self.scoring == "sparsemixer":
+            others = self.correction or self.groups != 1 or self.has_bias or self.capacity or self.static
+            require(not (self.renormalize or self.scale != 1 or others), "sparsemixer goes by logits and margin alone")
+        else:
+            require(self.margin == 0, "margin is for sparsemixer")
+        if self.static is not None:
+            chooses = self.correction or self.groups != 1 or self.capacity
+            require(not chooses, "static routing has no correction, groups, capacity")
+        if self.scoring == "uniform":
+            is_bare = self.static is not None and not self.renormalize and not self.has_bias
+            require(is_bare, "uniform is for static routing, without renormalizing and bias")
+
+    @property
+    def is_plain(self) -> bool:
+        """Softmax and nothing else: the scores are the logits' order."""
+        return self.scoring == "softmax" and not self.correction and self.groups == 1 and self.static is None

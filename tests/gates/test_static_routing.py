@@ -1,0 +1,135 @@
+"""Routing that follows from the token: a tiny random model whose routers are told their experts, here and in
+transformers, and experts that are read before anything else has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk, publish_directory
+from moec.compiler.emit import emit, finish
+from moec.compiler.families import Lowering, lower
+from moec.compiler.uniform import uniform_plan
+from moec.manifests.model import RouterSpec, StaticRouting
+from moec.runtime import load
+from moec.runtime.bundle import open_bundle
+from tests.gates.bundles import DEVICE
+from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_mixtral
+
+EXPERTS, TOP_K, LAYERS = 6, 2, 4
+LEARNED = 2  # the layer that goes by its router as before
+TOKENS = np.random.default_rng(5).integers(0, VOCABULARY, 60).tolist()
+# Of each layer and token, two different experts.
+TABLES = np.random.default_rng(6).permuted(np.tile(np.arange(EXPERTS), (LAYERS, VOCABULARY, 1)), axis=2)[:, :, :TOP_K]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny = TinyMixtral(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, width=64)
+    return save_tiny_mixtral(tmp_path_factory.mktemp("static") / "model", tiny)
+
+
+def _static(lowering: Lowering, scoring: str) -> Lowering:
+    """The checkpoint, its routers but one told which experts to take."""
+    layers = list(lowering.model.layers)
+    for at in range(LAYERS):
+        if at != LEARNED:
+            routing = StaticRouting(tuple(TABLES[at].reshape(-1).tolist()))
+            router = RouterSpec(scoring, scoring == "softmax", static=routing)  # type: ignore[arg-type]
+            layers[at] = replace(layers[at], experts=replace(layers[at].experts, router=router))
+    model = replace(lowering.model, layers=tuple(layers))
+    names = model.dense_shapes()
+    unread = frozenset(source.name for name, source in lowering.dense.items() if name not in names)
+    dense = {name: source for name, source in lowering.dense.items() if name in names}
+    return replace(lowering, model=model, dense=dense, ignored=lowering.ignored | unread)
+
+
+@pytest.fixture(scope="module", params=["softmax", "uniform"])
+def scoring(request: pytest.FixtureRequest) -> str:
+    """Chosen experts weighed by a router, or alike."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path, scoring: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = open_checkpoint(str(folder))
+    lowering, disk = _static(lower(checkpoint), scoring), Disk()
+    target = tmp_path_factory.mktemp("static") / "bundle"
+    partial = target.with_name("bundle.partial")
+    plan = uniform_plan(lowering.model, 16, 0, 16, lowering.float_type)
+    manifest = emit(checkpoint, lowering, plan, partial, device=DEVICE, disk=disk)
+    finish(partial, manifest, b"{}\n", b"# test\n", disk)
+    publish_directory(disk, partial, target)
+    return target
+
+
+def oracle(folder: Path, scoring: str, tokens: list[int]) -> np.ndarray:
+    """Logits of transformers' model whose routers are told the experts of these tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for at in (layer for layer in range(LAYERS) if layer != LEARNED):
+        chosen = torch.from_numpy(TABLES[at][tokens])
+
+        def told(module: Any, given: Any, found: Any, chosen: torch.Tensor = chosen) -> Any:
+            logits = found[0]
+            weights = logits.float().softmax(-1).gather(1, chosen)
+            weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights if scoring == "softmax" else torch.full_like(weights, 1 / TOP_K), chosen
+
+        model.model.layers[at].mlp.gate.register_forward_hook(told)
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor([tokens])).logits[0].numpy())
+
+
+def run(bundle: Path, cache: str, prefetch: str) -> tuple[np.ndarray, Any]:
+    """Logits of a prompt and of 32 tokens behind it, and the engine's statistics."""
+    with load(bundle, expert_cache=cache, prefetch=prefetch, context=64) as engine:
+        engine.cache.finish_warming()
+        rows = [engine.logits(TOKENS[:28])]
+        for position in range(28, len(TOKENS)):
+            rows.append(engine.model.logits(engine.step([TOKENS[position]], [0], [position])))
+        return np.concatenate(rows), (engine.cache.stats, engine.model.advice_by_layer())
+
+
+@pytest.mark.gate("G9")
+def test_logits_are_those_of_the_model_with_the_same_experts(bundle: Path, folder: Path, scoring: str) -> None:
+    found, expected = run(bundle, "100%", "off")[0], oracle(folder, scoring, TOKENS)
+    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.gate("G3")
+@pytest.mark.parametrize("prefetch", ["lookahead", "path", "popularity"])
+def test_experts_are_known_ahead_and_change_nothing(bundle: Path, prefetch: str) -> None:
+    whole, _ = run(bundle, "100%", "off")
+    least = open_bundle(bundle).manifest.cost.minimum_expert_bytes
+    none, (off, _) = run(bundle, str(3 * least), "off")
+    part, (stats, layers) = run(bundle, str(3 * least), prefetch)
+    assert np.array_equal(none, whole) and np.array_equal(part, whole)
+    assert stats.evictions > 0 and stats.prefetch_hits > 0 == off.prefetch_hits
+    # Every expert that a layer behind another one asked for was named, and none other was.
+    for at in range(1, LAYERS):
+        if at != LEARNED:
+            assert layers[at].demanded == layers[at].predicted > 0, at
+
+
+def test_a_pass_begins_with_the_experts_of_its_first_layer(bundle: Path) -> None:
+    with load(bundle, expert_cache="50%", prefetch="path", context=64) as engine:
+        advisor, token = engine.model.advisor, np.array([TOKENS[0]], np.int64)
+        first = set(TABLES[0][TOKENS[0]].tolist())
+        second = {EXPERTS + expert for expert in TABLES[1][TOKENS[0]].tolist()}
+        found = advisor.preload(token, range(LAYERS))
+        assert set(found[:TOP_K]) == first and set(found[TOP_K:]) == second
+        asked: list[list[int]] = []
+        own = engine.cache.prefetch
+        engine.cache.prefetch = lambda indices: (asked.append(list(indices)), own(indices))[1]  # type: ignore[method-assign]
+        engine.step([TOKENS[0]], [0], [0])
+        assert asked == [found]
+        advisor.predictor = None
+        assert advisor.preload(token, range(LAYERS)) == []
