@@ -12,6 +12,7 @@ import click
 
 from . import output
 from .compile_log import CompileLog, stage_table
+from .paths import PATH
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 @click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
 @click.argument("model")
-@click.option(
-    "-o", "--output", "target_path", type=click.Path(path_type=Path), help="Bundle folder.  [default: NAME-moec]"
-)
+@click.option("-o", "--output", "target_path", type=PATH, help="Bundle folder.  [default: NAME-moec]")
 @click.option("--loss", metavar="SHARE", help="Target: relative loss of the task's metric, like `2%` or `0.02`.")
 @click.option(
     "--kl", type=float, metavar="NATS", help="Target: mean KL to the checkpoint, nats per token, like `0.05`."

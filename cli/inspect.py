@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
+from .paths import bundle_argument
 from .runtime_options import bundle_folder
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ LARGEST_BITS = 16.0
 
 
 @click.command("inspect", short_help="Show what is in a bundle: shape, formats, sizes, quality.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def inspect_command(bundle: Path, as_json: bool) -> None:
     """Show what the bundle in folder BUNDLE holds. Reads the manifest and headers, no weights.
