@@ -161,8 +161,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         cluster=values["cluster"],
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
-    result = compile_checkpoint(request)
-    log.close()
+    with log:
+        result = compile_checkpoint(request)
     if result.path is not None:
         write_beside(result, log)
     if result.curve is not None:

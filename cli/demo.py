@@ -81,18 +81,17 @@ def _compile(example: Path, task: str, loss: str, target_path: Path) -> CompileR
     log = CompileLog(target_path)
     target = choose_target(loss, None, None, None, None)
     options = CompileOptions(target=target, data=str(example / "data"), tasks=(task,))
-    result = compile_checkpoint(
-        CompileRequest(
-            source=str(example / "model"),
-            output=target_path,
-            options=options,
-            profile=load_profile("host", target_path.parent),
-            open_runtime=open_partial,
-            talk=Talk(log.note, log.progress),
-            overwrite=True,
-        )
+    request = CompileRequest(
+        source=str(example / "model"),
+        output=target_path,
+        options=options,
+        profile=load_profile("host", target_path.parent),
+        open_runtime=open_partial,
+        talk=Talk(log.note, log.progress),
+        overwrite=True,
     )
-    log.close()
+    with log:
+        result = compile_checkpoint(request)
     write_beside(result, log)
     return result
 
