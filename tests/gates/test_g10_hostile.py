@@ -17,11 +17,11 @@ import pytest
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.errors import BundleError, BundleIncomplete, ManifestInvalid, MoecError
-from moec.manifests.safetensors_header import build_header, read_header
+from moec.manifests.safetensors_header import read_header
 from moec.runtime.bundle import open_bundle
 from moec.runtime.statistics import peak_memory_bytes, reset_peak_memory
 from tests.gates.bundles import emit_bundle
-from tests.gates.damage import IO_MODES, check, flip, places, plain_manifest, run, seal, seal_files
+from tests.gates.damage import IO_MODES, check, flip, places, plain_manifest, run, seal, seal_files, write_tables
 from tests.manifests.examples import get, paths, put
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -303,23 +303,6 @@ def test_any_value_anywhere(bundle: Path) -> None:
         except MoecError as error:
             assert error.exit_code == (1 if not isinstance(error, BundleError) else 3)
     assert 0 < ran < 125
-
-
-def write_tables(bundle: Path, alignment_bytes: int = 4096, **changes: np.ndarray | None) -> None:
-    """Tables with some tensors replaced, and a manifest that agrees."""
-    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64", "<f4": "F32", "|u1": "U8"}
-    tensors: dict[str, np.ndarray | None] = {
-        "popularity": np.ones((2, 3), np.uint32), "transitions": np.ones((1, 3, 3), np.uint32),
-        "path.keys": np.zeros((0, 3), np.int32), "path.offsets": np.zeros(1, np.int64),
-        "path.experts": np.zeros(0, np.uint16), "path.counts": np.zeros(0, np.uint32),
-    }  # fmt: skip
-    tensors.update({name.replace("path_", "path."): value for name, value in changes.items()})
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    header = build_header(
-        {name: (kinds[value.dtype.str], value.shape) for name, value in kept.items()}, alignment_bytes
-    )
-    (bundle / TABLES_NAME).write_bytes(header + b"".join(value.tobytes() for value in kept.values()))
-    seal_files(bundle)
 
 
 PATHS = {
