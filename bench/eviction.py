@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from commands import moec
 
 PROMPT_TOKENS, TOKENS = 16, 200
 
@@ -35,14 +36,6 @@ def item_text(item: dict[str, Any]) -> str:
     if "question" in item:
         return f"Question: {item['question']}\nAnswer: {item['answer']}"
     return f"Dialogue:\n{item['dialogue']}\nSummary: {item['summary']}"
-
-
-def moec(*arguments: object) -> dict[str, Any]:
-    """Run `moec ... --json`."""
-    command = [sys.executable, "-m", "moec.cli.main", *map(str, arguments), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
 
 
 def record(bundle: Path, text: str, name: str, work: Path) -> Path:

@@ -17,28 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measured_example import measured_example, silent
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk
-from moec.compiler.families import lower
-from moec.compiler.fisher import TEXTS, predict_units
 from moec.compiler.journal import Journal
 from moec.compiler.layerwise.planning import sweep_inputs
 from moec.compiler.layerwise.sweep import Sweep
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.sensitivity import SensitivityTable, dense_formats, measure_gains, plain_plan
-from moec.compiler.trials import TaskData, Trials
-from moec.compiler.unit_store import UnitStore
-from moec.evaluation.data import load_splits
+from moec.compiler.sensitivity import SensitivityTable, measure_gains
 from moec.manifests.quant import QuantSpec
 
 KL_ITEMS = 128
-CALIBRATION_ITEMS = 500
-
-
-def silent(done: int, total: int) -> None:
-    """No progress bar."""
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -55,26 +43,19 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=2)
     options = parser.parse_args()
     spec, probe_spec = QuantSpec(options.bits, 64), QuantSpec(3, 64)
-    splits = load_splits(options.data, None)
-    train = replace(splits, train=splits.train.limit(CALIBRATION_ITEMS, 0))
-    lowering, reference = lower(open_checkpoint(options.model)), ReferenceModel(options.model)
-    plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
-    dense = dense_formats(plain, (4,), 64, lowering.float_type)[0]
-    texts = [(splits.task.prompt(item, ()), splits.task.answer(item)) for item in train.train.items]
-    moments = calibrate(reference, reference.encode_pairs(texts)).second_moments
-    store = UnitStore(lowering, moments, "gptq")
-    data = (TaskData(splits.task, splits.validation, 1, ()),)
+    example = measured_example(options.model, options.data)
+    lowering, store, plain = example.lowering, example.store, example.plain
     with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder) / "work", "bench", Disk())
-        trials = Trials(reference, store, data, KL_ITEMS, silent, journal)
+        trials = example.trials(Path(folder) / "work", KL_ITEMS)
         gains = measure_gains(trials, plain, (spec, probe_spec), silent)
         whole = SensitivityTable(
             gains, {}, np.ones((lowering.model.num_layers, lowering.model.layers[0].experts.count))
         )
-        asked = [reference.encode_pairs(texts[:TEXTS])]
-        fisher = predict_units(reference, store, (spec,), asked, 0, journal, silent)
-        shots = {splits.task.name: ()}
-        inputs = sweep_inputs(lowering, (train,), shots, (spec, probe_spec), dense, "gptq", 0, KL_ITEMS)
+        fisher = example.fisher((spec,), trials.journal)
+        splits, dense = (example.splits,), example.dense(4)
+        inputs = sweep_inputs(
+            lowering, splits, {example.splits.task.name: ()}, (spec, probe_spec), dense, "gptq", 0, KL_ITEMS
+        )
         swept = Sweep(lowering, inputs, Journal(Path(folder) / "sweep", "bench", Disk()), torch.get_num_threads())
         found = swept.run(silent)
         units = list(plain.units)

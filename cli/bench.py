@@ -14,6 +14,7 @@ from moec.manifests.errors import OptionError
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .mode_sweep import speed_page, speed_sweep, sweep_options
+from .paths import bundle_argument, file_option
 from .run import statistics_block
 from .runtime_options import build_options, bundle_folder, mode_options, mode_text, open_engine, runtime_options
 from .traces import check_traceable, recorded_trace, replayed_bundle
@@ -29,14 +30,12 @@ SHARES = (0.25, 0.5, 0.75)
 
 
 @click.command("bench", short_help="Measure a bundle against the ceiling of this machine.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to decode.")
 @click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="What the measured sequence starts with.")
-@click.option(
+@file_option(
     "--text",
     "text_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="Measure on the tokens of this text, not on a continuation of the prompt.",
 )
 @click.option("--prompt-tokens", type=int, default=32, show_default=True, metavar="N", help="With `--text`: prefill.")
@@ -47,10 +46,8 @@ SHARES = (0.25, 0.5, 0.75)
     show_default=True,
     help="Replay the run's expert trace under every eviction policy, caches of 25, 50 and 75 %.",
 )
-@click.option(
+@file_option(
     "--trace-out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="Write the run's routing trace, for `moec simulate` and `moec tune`.",
 )
 @click.option("--modes", type=click.Choice(("sweep",)), help="Measure every lossy mode against the lossless run.")
@@ -224,7 +221,7 @@ def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
             continue
         for policy in (*SCORES, POPULARITY, OPTIMUM):
             counts = replay(accesses, replayed.sizes, capacity, replayed.records, policy, replayed.warm)
-            rows.append({"share": share, **counts.to_plain()})
+            rows.append({"share": share, "policy": policy, "capacity_bytes": capacity, **counts.counts()})
     return rows
 
 

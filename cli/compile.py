@@ -12,6 +12,7 @@ import click
 
 from . import output
 from .compile_log import CompileLog, stage_table
+from .paths import PATH
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 @click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
 @click.argument("model")
-@click.option(
-    "-o", "--output", "target_path", type=click.Path(path_type=Path), help="Bundle folder.  [default: NAME-moec]"
-)
+@click.option("-o", "--output", "target_path", type=PATH, help="Bundle folder.  [default: NAME-moec]")
 @click.option("--loss", metavar="SHARE", help="Target: relative loss of the task's metric, like `2%` or `0.02`.")
 @click.option(
     "--kl", type=float, metavar="NATS", help="Target: mean KL to the checkpoint, nats per token, like `0.05`."
@@ -175,8 +174,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         cluster=values["cluster"],
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
-    result = compile_checkpoint(request)
-    log.close()
+    with log:
+        result = compile_checkpoint(request)
     if result.path is not None:
         write_beside(result, log)
     if result.curve is not None:

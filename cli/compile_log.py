@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
@@ -29,6 +29,9 @@ class CompileLog:
     """Notes and progress on stderr, and the same with times for `NAME.log.json`; what each stage took.
 
     destination: the bundle's folder, beside which a compile keeps what it has done so far.
+
+    with CompileLog(destination) as log:
+        compile_checkpoint(... Talk(log.note, log.progress))
     """
 
     def __init__(self, destination: Path) -> None:
@@ -68,20 +71,27 @@ class CompileLog:
 
         return report
 
-    def close(self) -> None:
-        """Take the last bar away."""
+    def __enter__(self) -> CompileLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the last bar away, also from under an error."""
         self._close_bar()
-        self._event("done")
+        self._event("done" if problem is None else "failed")
 
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.__exit__(None, None, None)
             self._bar = None
         if self._running is not None:
+            from moec.runtime.statistics import peak_memory_bytes
+
             (title, started), self._running = self._running, None
             stage = self._stages.setdefault(title, Stage(title))
             stage.seconds = round(stage.seconds + time.monotonic() - started, 3)
-            stage.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            stage.peak_memory_bytes = peak_memory_bytes()
             stage.disk_bytes = max(stage.disk_bytes, self._disk_bytes())
 
     def _event(self, text: str) -> None:

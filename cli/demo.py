@@ -14,6 +14,7 @@ import click
 from moec.manifests.errors import ExecutionError, InputError
 
 from . import output
+from .paths import PATH
 from .report import comparison_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ BENCH_TOKENS = 128
 @click.command("demo", short_help="Compile, run and certify the shipped example; a few minutes.")
 @click.option(
     "--example",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("examples"),
     show_default=True,
     help="Folder with `model/` and `data/`.",
@@ -39,7 +40,7 @@ BENCH_TOKENS = 128
     "-o",
     "--output",
     "target_path",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("build/demo/example-moec"),
     show_default=True,
     help="Where the bundle goes.",
@@ -80,18 +81,17 @@ def _compile(example: Path, task: str, loss: str, target_path: Path) -> CompileR
     log = CompileLog(target_path)
     target = choose_target(loss, None, None, None, None)
     options = CompileOptions(target=target, data=str(example / "data"), tasks=(task,))
-    result = compile_checkpoint(
-        CompileRequest(
-            source=str(example / "model"),
-            output=target_path,
-            options=options,
-            profile=load_profile("host", target_path.parent),
-            open_runtime=open_partial,
-            talk=Talk(log.note, log.progress),
-            overwrite=True,
-        )
+    request = CompileRequest(
+        source=str(example / "model"),
+        output=target_path,
+        options=options,
+        profile=load_profile("host", target_path.parent),
+        open_runtime=open_partial,
+        talk=Talk(log.note, log.progress),
+        overwrite=True,
     )
-    log.close()
+    with log:
+        result = compile_checkpoint(request)
     write_beside(result, log)
     return result
 

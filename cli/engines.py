@@ -29,7 +29,7 @@ class BundleEngine:
         self.engine = engine
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
-        """Continue each prompt greedily; drafts only save time. The end token is not counted.
+        """Continue each prompt greedily, to a stop text at most; drafts only save time. The end token is not counted.
 
         Raises ContextOverflow where a prompt leaves no room; a continuation ends where the context does.
         """
@@ -42,9 +42,9 @@ class BundleEngine:
                     "shorten it or raise `--context`" if prompt else "write a prompt",
                 )
             limits.append(self.engine.new_tokens_limit(prompt, request.max_new_tokens + 1) - 1)
-        answers = generate_many(
-            self.engine, [prompt for prompt, _ in pairs], [draft for _, draft in pairs], limits, progress
-        )
+        prompts, drafts = [prompt for prompt, _ in pairs], [draft for _, draft in pairs]
+        stops = [request.stop for request in requests]
+        answers = generate_many(self.engine, prompts, drafts, limits, progress, stops)
         return [
             Generation(self.engine.tokenizer.decode(answer), len(answer), len(prompt))
             for answer, (prompt, _) in zip(answers, pairs, strict=True)

@@ -15,6 +15,7 @@ import click
 from moec.manifests.errors import InputError, OptionError
 
 from . import output
+from .paths import PATH
 from .runtime_options import (
     MODE_NAMES,
     OPTION_NAMES,
@@ -37,7 +38,7 @@ _FOR_CHECKPOINTS = ("threads",)
 
 
 @click.command("eval", short_help="Score a bundle or a checkpoint on a task.")
-@click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=click.Path(path_type=Path))
+@click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=PATH)
 @click.option("--data", "source", required=True, metavar="FILE_OR_DIR", help="JSONL items, or a folder of splits.")
 @click.option(
     "--task", metavar="NAME", help="gsm8k, samsum, xsum, perplexity, hellaswag, piqa, ...  [default: by the fields]"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
+from .paths import bundle_argument
+from .report import heat_map, loss_table, verdict_line
 from .runtime_options import bundle_folder
 
 if TYPE_CHECKING:
@@ -16,12 +18,10 @@ if TYPE_CHECKING:
     from moec.runtime.bundle import Bundle
 
 MAX_QUALITY_BYTES = 64 << 20
-MAP_COLUMNS = 64
-LARGEST_BITS = 16.0
 
 
 @click.command("inspect", short_help="Show what is in a bundle: shape, formats, sizes, quality.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def inspect_command(bundle: Path, as_json: bool) -> None:
     """Show what the bundle in folder BUNDLE holds. Reads the manifest and headers, no weights.
@@ -213,7 +213,7 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
         ("kernels", f"{facts['kernels']['active']} (available: {', '.join(facts['kernels']['available'])})"),
         ("calibration", _calibration_line(facts["calibration"])),
     ]
-    parts = (output.facts(pairs), _formats_table(facts), heat_map(manifest, facts["formats"]["bits"]))
+    parts = (output.facts(pairs), _formats_table(facts), heat_map(facts["formats"]["bits"]))
     return "\n\n".join(parts)
 
 
@@ -235,8 +235,6 @@ def _quality_tables(folder: Path, quality: dict[str, Any] | None) -> str:
     """What the certificate says: the verdict, and a line per task. Raises ManifestInvalid on another form."""
     from moec.manifests.errors import ManifestInvalid
 
-    from .report import loss_table, verdict_line
-
     if not quality:
         return "quality was not measured"
     try:
@@ -254,24 +252,3 @@ def _formats_table(facts: dict[str, Any]) -> str:
     ]
     dense = ", ".join(f"{count} x {name}" for name, count in facts["formats"]["dense"].items())
     return output.table([*rows, ("dense", dense)], ("weights", "formats"))
-
-
-def heat_map(manifest: BundleManifest, bits: list[list[float]]) -> str:
-    """A line per layer, a block per expert (or per run of experts where there are many), and the layer's average."""
-    widest = max(len(row) for row in bits)
-    per_cell = -(-widest // MAP_COLUMNS)
-    merged = f"; a block is {per_cell} experts" if per_cell > 1 else ""
-    lines = [f"bits per layer and expert ({output.block(0)} 2 or less, {output.block(1)} 16{merged})"]
-    for layer, row in enumerate(bits):
-        cells = [row[at : at + per_cell] for at in range(0, len(row), per_cell)]
-        blocks = "".join(output.block(_height(sum(cell) / len(cell))) for cell in cells)
-        average = f"{blocks}  {sum(row) / len(row):.2f}" if row else "no routed experts"
-        lines.append(f"layer {layer:>{len(str(len(bits) - 1))}}  {average}")
-    return "\n".join(lines)
-
-
-def _height(bits: float) -> float:
-    """Share of a block for an average of bits, on a scale of powers of two from 2 to 16."""
-    from math import log2
-
-    return (log2(max(2.0, min(bits, LARGEST_BITS))) - 1) / (log2(LARGEST_BITS) - 1)

@@ -9,14 +9,15 @@ import click
 from moec.manifests.errors import InputError
 
 from . import output
+from .paths import PATH, bundle_argument
 from .runtime_options import bundle_folder
 
 SUFFIX = ".moec"
 
 
 @click.command("pack", short_help="Put a bundle into one file to ship.")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("file", required=False, type=click.Path(path_type=Path))
+@bundle_argument
+@click.argument("file", required=False, type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
     """Pack the bundle in folder BUNDLE into FILE, by default BUNDLE.moec.
@@ -40,8 +41,8 @@ def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
 
 
 @click.command("unpack", short_help="Make a bundle from a packed file.")
-@click.argument("file", type=click.Path(path_type=Path))
-@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.argument("file", type=PATH)
+@click.argument("folder", metavar="[DIR]", required=False, type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def unpack_command(file: Path, folder: Path | None, as_json: bool) -> None:
     """Unpack FILE into the new folder DIR, by default FILE without its ending, and check every byte.

@@ -10,14 +10,15 @@ import click
 from moec.manifests.errors import InputError, OptionError, ProfileError
 
 from . import output
+from .paths import PATH
 
 
 @click.command("profile-device", short_help="Measure this machine and write it down as a device profile.")
-@click.option("-o", "--output", "target", type=click.Path(path_type=Path), help="TOML file.  [default: print it]")
+@click.option("-o", "--output", "target", type=PATH, help="TOML file.  [default: print it]")
 @click.option("--name", default="this-device", show_default=True, help="Lower-case letters, digits and hyphens.")
 @click.option(
     "--storage",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path(),
     help="A file of 8 MiB or more, or a folder, on the disk that will hold bundles.  [default: this folder]",
 )

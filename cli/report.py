@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import log2
 from typing import Any
 
 from . import output
 
 Quality = Mapping[str, Any]
 _PROJECTIONS = ("gate", "up", "down")
+_MAP_BLOCKS, _MOST_GROUPS = 64, 24
+"""Columns of a map of blocks; experts of a layer whose digits stand side by side within 110 columns."""
+_LARGEST_BITS = 16
 
 
 def plan_heat_map(quality: Quality) -> str:
-    """Bits of every unit: one line per layer, a group of digits (gate where there is one, up, down) per expert."""
-    units = quality["bits"]["units"]
-    lines = ["bits per unit (whole bits of gate, up, down; one group per expert)"]
-    for layer, experts in enumerate(units["down"]):
-        own = [units[projection][layer] for projection in _PROJECTIONS if units[projection][layer]]
-        groups = ["".join(_digit(bits[expert]) for bits in own) for expert in range(len(experts))]
-        lines.append(f"layer {layer:>3}  " + (" ".join(groups) or "no routed experts"))
+    """Bits of every unit: one line per layer, a group of digits (gate where there is one, up, down) per expert.
+
+    Where a layer has too many experts for a line, a map of their averages.
+    """
+    units, body = quality["bits"]["units"], list[str]()
+    layers = [
+        [units[name][layer] for name in _PROJECTIONS if units[name][layer]] for layer in range(len(units["down"]))
+    ]
+    if max(map(len, units["down"]), default=0) > _MOST_GROUPS:
+        body = [heat_map([[sum(bits) / len(bits) for bits in zip(*own, strict=True)] for own in layers])]
+    else:
+        body = ["bits per unit (whole bits of gate, up, down; one group per expert)"]
+        for layer, own in enumerate(layers):
+            groups = ["".join(map(_digit, bits)) for bits in zip(*own, strict=True)]
+            body.append(f"layer {layer:>3}  " + (" ".join(groups) or "no routed experts"))
     formats = ", ".join(f"{name} x{count}" for name, count in quality["bits"]["formats"].items())
-    lines.append(f"formats    {formats}")
+    return "\n".join([*body, f"formats    {formats}"])
+
+
+def heat_map(bits: Sequence[Sequence[float]]) -> str:
+    """A line per layer, a block per expert (or per run of experts where there are many), and the layer's average.
+
+    bits: of every expert of every layer, on average.
+    """
+    per_cell = -(-max(map(len, bits)) // _MAP_BLOCKS)
+    merged = f"; a block is {per_cell} experts" if per_cell > 1 else ""
+    lines = [f"bits per layer and expert ({output.block(0)} 1, {output.block(1)} {_LARGEST_BITS}{merged})"]
+    for layer, row in enumerate(bits):
+        cells = [row[at : at + per_cell] for at in range(0, len(row), per_cell)]
+        blocks = "".join(output.block(_height(sum(cell) / len(cell))) for cell in cells)
+        average = f"{blocks}  {sum(row) / len(row):.2f}" if row else "no routed experts"
+        lines.append(f"layer {layer:>{len(str(len(bits) - 1))}}  {average}")
     return "\n".join(lines)
+
+
+def _height(bits: float) -> float:
+    """Share of a block for an average of bits, on a scale of powers of two from 1 to 16."""
+    return log2(max(1.0, min(bits, _LARGEST_BITS))) / log2(_LARGEST_BITS)
 
 
 def _digit(bits: float) -> str:

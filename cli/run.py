@@ -13,6 +13,7 @@ from moec.manifests.errors import OptionError
 
 from . import output
 from .mode_sweep import decisions_text
+from .paths import bundle_argument
 from .runtime_options import build_options, mode_cost, mode_options, mode_text, open_engine, runtime_options
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @click.command("run", short_help="Continue a prompt, experts streamed inside a budget.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--prompt", required=True, metavar="TEXT", help="The text to continue; `-` reads it from stdin.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")

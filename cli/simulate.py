@@ -21,6 +21,7 @@ from moec.runtime.options import (
 )
 
 from . import output
+from .paths import bundle_argument, file_option
 from .runtime_options import bundle_folder
 from .traces import ReplayedBundle, open_traces, replayed_bundle
 
@@ -40,13 +41,11 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
 
 
 @click.command("simulate", short_help="Predict decoding on a device from a routing trace.")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
+@bundle_argument
+@file_option(
     "--trace",
     "trace_path",
-    type=click.Path(path_type=Path),
     required=True,
-    metavar="FILE",
     help="What `moec bench --trace-out` recorded.",
 )
 @click.option(
@@ -257,7 +256,7 @@ def _table(rows: Sequence[Timeline], total_bytes: int) -> str:
             output.human_ms(row.tpot_mean_ns),
             "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.2f}",
             output.human_share(row.stall),
-            output.human_share(row.hits / max(row.lookups, 1)),
+            output.human_share(row.cache.hit_rate),
             output.human_bytes(row.decode_bytes_read_per_token),
         )
         for row in rows

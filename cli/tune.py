@@ -16,6 +16,7 @@ from moec.profiles.probe import available_threads
 from . import output
 from .eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
+from .paths import bundle_argument, file_option
 from .runtime_options import build_options, bundle_folder, open_engine, refuse_given, runtime_options
 from .traces import open_traces, replayed_bundle
 
@@ -29,22 +30,18 @@ TUNED = ("prefetch", "prefetch_layers", "prefetch_experts", "readers", "threads"
 
 
 @click.command("tune", short_help="Find the options that pay for a bundle on this machine.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--tokens", type=int, default=48, show_default=True, metavar="N", help="Tokens to decode in each run.")
-@click.option("--text", "text_path", type=click.Path(path_type=Path), metavar="FILE", help="Measure on this text.")
-@click.option(
+@file_option("--text", "text_path", help="Measure on this text.")
+@file_option(
     "--trace",
     "training",
-    type=click.Path(path_type=Path),
     multiple=True,
-    metavar="FILE",
     help="Fit the weights of the policy `hobbit` to this trace instead; repeatable.",
 )
-@click.option(
+@file_option(
     "--held-out",
-    type=click.Path(path_type=Path),
     multiple=True,
-    metavar="FILE",
     help="With `--trace`: compare policies on this trace; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the file's content.")

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from . import output
+from .paths import bundle_argument
 from .runtime_options import bundle_folder
 
 
 @click.command("verify", short_help="Check every file of a bundle against its digest.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def verify_command(bundle: Path, as_json: bool) -> None:
     """Check the bundle in folder BUNDLE: manifest, file list, headers, and the SHA-256 of every file and expert.

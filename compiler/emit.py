@@ -6,7 +6,6 @@ the last file, so a folder without one is no bundle.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +52,7 @@ from .plan import CompilePlan
 from .quantizers import Quantizer, quantizer
 from .quantizers.rtn import rounded_rows
 from .tables import Statistics, Tables, encode_tables
+from .work_folder import removed_on_failure
 
 SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
 PackedUnits = Callable[[UnitKey, QuantSpec], np.ndarray | None]
@@ -107,7 +107,7 @@ def emit(
         disk.remove_tree(partial)
         require_free_bytes(partial.parent, emitter.weight_bytes() + sum(map(len, small_files.values())))
         source = SourceSummary(checkpoint.name, checkpoint.source_files())
-        with _removed_on_failure(disk, partial):
+        with removed_on_failure(disk, partial):
             disk.make_directory(partial)
             dense = emitter.write_dense()
             written = emitter.write_experts(quantizer(plan.quantizer), second_moments, packed_units)
@@ -140,17 +140,6 @@ def _fixed_fields(plan: CompilePlan) -> dict[str, Any]:
         "model": plan.model,
         "required_cpu_features": (),
     }
-
-
-@contextlib.contextmanager
-def _removed_on_failure(disk: Disk, folder: Path) -> Iterator[None]:
-    """Leave nothing half-written behind. A disk that refuses even that keeps its first error."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            disk.remove_tree(folder)
-        raise
 
 
 def finish(

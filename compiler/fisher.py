@@ -78,11 +78,12 @@ class FisherProxy:
     def run(self, pairs: Sequence[TokenPair], seed: int, threads: int, progress: Progress) -> np.ndarray:
         """Predicted KL in nats per answer token, [U, S] float64, units as in `expert_keys` x PROJECTIONS.
 
-        pairs: token ids of prompts and answers, of texts that neither search nor certificate measures. What a format
-        does not fit is NaN. The same bits for any number of threads.
+        pairs: token ids of prompts and answers, of texts that neither search nor certificate measures; of one text at
+        most TOKENS_PER_BACKWARD are asked. What a format does not fit is NaN. The same bits for any number of threads.
         """
         model = self._reference.model
-        rows, _, scored = forced_rows(pairs, model.eos_token_ids[:1])
+        longest = min(TOKENS_PER_BACKWARD, model.max_positions)
+        rows, _, scored = forced_rows([shortened(pair, longest) for pair in pairs], model.eos_token_ids[:1])
         usable = [at for at, count in enumerate(scored) if count]
         batches = length_batches([len(rows[at]) for at in usable], TOKENS_PER_BACKWARD)
         jobs = [[usable[at] for at in batch] for batch in batches]
@@ -151,6 +152,12 @@ class FisherProxy:
             yield
         finally:
             network.model.set_experts_implementation(before)
+
+
+def shortened(pair: TokenPair, tokens: int) -> TokenPair:
+    """The beginning of an answer, and as much of the end of its prompt as there is room for in so many tokens."""
+    prompt, answer = pair[0], pair[1][:tokens]
+    return prompt[max(0, len(prompt) + len(answer) - tokens) :], answer
 
 
 def _recorded_experts(

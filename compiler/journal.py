@@ -22,6 +22,7 @@ from moec.manifests.errors import OptionError
 
 from .durable import Disk, StreamingFile, disk_errors
 
+Note = Callable[[str], None]
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 8 << 20
 _KEY_CHARACTERS = 16
@@ -59,13 +60,12 @@ class Journal:
 
     folder: `NAME.work` beside the output; made if absent. identity: digest of what all stages depend on (checkpoint,
     data, options, version). A journal of another identity is not found, so stale results are never taken up.
-    notes: one sentence for each damaged result that was passed over.
+    note: told of each damaged result that is passed over.
     Raises OptionError if the folder holds anything but results of a journal; DoesNotFit, MoecError (the disk refuses).
     """
 
-    def __init__(self, folder: Path, identity: str, disk: Disk) -> None:
-        self._folder, self._identity, self._disk = folder, identity, disk
-        self.notes: list[str] = []
+    def __init__(self, folder: Path, identity: str, disk: Disk, note: Note = lambda sentence: None) -> None:
+        self._folder, self._identity, self._disk, self._note = folder, identity, disk, note
         with disk_errors(folder):
             if not folder.is_dir():
                 disk.make_directory(folder)
@@ -73,13 +73,20 @@ class Journal:
             _check_folder(folder)
 
     @classmethod
-    def fresh(cls, folder: Path, identity: str, disk: Disk) -> Journal:
+    def fresh(cls, folder: Path, identity: str, disk: Disk, note: Note = lambda sentence: None) -> Journal:
         """An empty journal: what an earlier run left is removed. Raises as the class does."""
         if folder.is_dir():
             _check_folder(folder)
             with disk_errors(folder):
                 disk.remove_tree(folder)
-        return cls(folder, identity, disk)
+        return cls(folder, identity, disk, note)
+
+    def finished(self) -> list[str]:
+        """The stages of this identity that have a result, in the order of their names; damaged ones among them."""
+        with disk_errors(self._folder):
+            names = sorted(path.name for path in self._folder.iterdir())
+        stages = [(name.rpartition("-")[0], name) for name in names]
+        return [stage for stage, name in stages if _STAGE.fullmatch(stage) and self._path(stage).name == name]
 
     def _path(self, stage: str) -> Path:
         if not _STAGE.fullmatch(stage):
@@ -95,12 +102,12 @@ class Journal:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self.notes.append(f"`{path}` cannot be read ({error.strerror}), so its stage runs again")
+            self._note(f"`{path}` cannot be read ({error.strerror}), so its stage runs again")
             return None
         data = raw[_DIGEST_BYTES:]
         if hashlib.sha256(data).digest() == raw[:_DIGEST_BYTES]:
             return data
-        self.notes.append(f"`{path}` is damaged, so its stage runs again")
+        self._note(f"`{path}` is damaged, so its stage runs again")
         return None
 
     def put(self, stage: str, data: bytes) -> None:
@@ -157,9 +164,9 @@ class Journal:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self.notes.append(f"`{path}` cannot be read ({error.strerror}), so its stage runs again")
+            self._note(f"`{path}` cannot be read ({error.strerror}), so its stage runs again")
             return None
-        self.notes.append(f"`{path}` is damaged, so its stage runs again")
+        self._note(f"`{path}` is damaged, so its stage runs again")
         return None
 
     def forget(self, stage: str) -> None:

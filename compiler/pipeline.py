@@ -97,7 +97,7 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     output, disk = request.output, request.disk
     if request.plan_only:
         stage = _prepare(request)
-        journal = planning_journal(output, _identity(stage), request.resume)
+        journal = planning_journal(output, _identity(stage), request.resume, request.talk.note)
         with _workers(stage) as stage.cluster, journal as stage.journal:
             plan = _make_plan(stage)
             curve = _curve(stage) if request.sweep else None
@@ -107,7 +107,7 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     check_partial(partial)
     stage = _prepare(request)
-    journal = work_journal(output, _identity(stage), disk, request.resume)
+    journal = work_journal(output, _identity(stage), disk, request.resume, request.talk.note)
     with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
         disk.remove_tree(partial)
         plan = _make_plan(stage)

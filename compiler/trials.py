@@ -88,31 +88,32 @@ class Trial:
         }
 
 
+@dataclass(eq=False)
 class Trials:
-    """Applies plans to one reference model; every measurement is kept in `log`."""
+    """Applies plans to one reference model; every measurement is kept in `log`.
 
-    def __init__(
-        self,
-        reference: Reference | None,
-        store: UnitStore,
-        tasks: Sequence[TaskData],
-        kl_items: int,
-        progress: Progress,
-        journal: Journal,
-    ) -> None:
-        self.store, self.tasks = store, tasks
-        self._reference, self._journal = reference, journal
-        self.log: list[Trial] = []
-        self._progress = progress
-        self._pairs: list[tuple[list[int], list[int]]] = []
-        if reference is not None:
+    model: None where there is no data to run it on. kl_items: validation items of all tasks together that KL is
+    measured on.
+    """
+
+    model: Reference | None
+    store: UnitStore
+    tasks: Sequence[TaskData]
+    kl_items: int
+    progress: Progress
+    journal: Journal
+    log: list[Trial] = field(init=False, default_factory=list)
+    _pairs: list[tuple[list[int], list[int]]] = field(init=False, default_factory=list)
+    _reference_log_p: list[np.ndarray] = field(init=False, default_factory=list)
+    _baselines: dict[str, EvaluationResult] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
             self._pairs = [
-                reference.encode_pair(data.task.prompt(item, data.shots), data.task.answer(item))
-                for data in tasks
-                for item in data.validation.items[: max(1, kl_items // len(tasks))]
+                self.model.encode_pair(data.task.prompt(item, data.shots), data.task.answer(item))
+                for data in self.tasks
+                for item in data.validation.items[: max(1, self.kl_items // len(self.tasks))]
             ]
-        self._reference_log_p: list[np.ndarray] = []
-        self._baselines: dict[str, EvaluationResult] = {}
 
     @property
     def certification_items(self) -> dict[str, int]:
@@ -136,9 +137,9 @@ class Trials:
     @property
     def reference(self) -> Reference:
         """The model that trials run on. Raises OptionError where there is no data to run it on."""
-        if self._reference is None:
+        if self.model is None:
             raise OptionError("this measurement needs task data", "add `--data`, or take `--size` or `--uniform`")
-        return self._reference
+        return self.model
 
     def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> Mapping[UnitKey | str, Any]:
         """Dequantized weights of everything the plan stores below 16 bits, as `reference.weights` takes them."""
@@ -151,7 +152,7 @@ class Trials:
 
     def kl(self, plan: CompilePlan, purpose: str, store: UnitStore | None = None) -> DistributionSummary:
         """Mean KL to the reference on answer tokens, nats per token."""
-        plain = self._journal.json(f"kl-{plan.digest}", lambda: self._measure_kl(plan, store).to_json())
+        plain = self.journal.json(f"kl-{plan.digest}", lambda: self._measure_kl(plan, store).to_json())
         summary = DistributionSummary(**{**plain, "standard_error": _told(plain["standard_error"], math.inf)})
         self._log(plan, purpose, kl=summary)
         return summary
@@ -165,7 +166,7 @@ class Trials:
     def answer_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
         """Mean NLL of the reference answers of the first validation items, nats per token."""
 
-        return float(self._journal.json(f"nll-{plan.digest}-{items}", lambda: self._measure_nll(plan, store, items)))
+        return float(self.journal.json(f"nll-{plan.digest}-{items}", lambda: self._measure_nll(plan, store, items)))
 
     def _measure_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
         with self.reference.weights(self.weights_of(plan, store)):
@@ -192,10 +193,10 @@ class Trials:
         """The unquantized model on the validation items of one task."""
         name = data.task.name
         if name not in self._baselines:
-            plain = self._journal.json(
+            plain = self.journal.json(
                 f"baseline-{name}",
                 lambda: evaluate(
-                    data.task, data.validation.items, self.reference, shots=data.shots, progress=self._progress
+                    data.task, data.validation.items, self.reference, shots=data.shots, progress=self.progress
                 ).to_json(per_item=True),
             )
             self._baselines[name] = EvaluationResult.from_json(plain)
@@ -218,7 +219,7 @@ class Trials:
             raise OptionError("a loss target needs task data", "give `--data`, or take `--bits-per-weight` or `--size`")
         for data in self.tasks:
             self.baseline(data)
-        plain = self._journal.json(
+        plain = self.journal.json(
             f"loss-{plan.digest}-{target}",
             lambda: {task: loss.to_json() for task, loss in self._measure_losses(plan, target, store).items()},
         )
@@ -248,7 +249,7 @@ class Trials:
             look = next((n for n in LOOKS if done < n < len(items)), len(items))
             part, guesses = items[done:look], drafts[done:look]
             results.append(
-                evaluate(data.task, part, self.reference, shots=data.shots, drafts=guesses, progress=self._progress)
+                evaluate(data.task, part, self.reference, shots=data.shots, drafts=guesses, progress=self.progress)
             )
             done = look
             estimate = loss_so_far(data.task, baseline, results)

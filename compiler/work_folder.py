@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
 from moec.manifests.errors import InputError, MoecError, OptionError, TargetUnreachable
 
 from .durable import WRITING_SUFFIX, Disk
-from .journal import Journal
+from .journal import Journal, Note
 
 WORK_SUFFIX = ".work"
 
@@ -35,13 +36,16 @@ def check_partial(partial: Path) -> None:
 
 
 @contextlib.contextmanager
-def work_journal(output: Path, identity: str, disk: Disk, resume: bool) -> Iterator[Journal]:
+def work_journal(output: Path, identity: str, disk: Disk, resume: bool, note: Note) -> Iterator[Journal]:
     """The journal beside the output. It outlives only a run that was cut off and can be taken up again.
 
+    note: told what is taken up, and of damaged results.
     What is refused for its input is refused again, so nothing of it is kept. Raises as Journal does.
     """
     opened = Journal if resume else Journal.fresh
-    journal = opened(work_folder(output), identity, disk)
+    journal = opened(work_folder(output), identity, disk, note)
+    if resume:
+        note(_taken_up(journal, work_folder(output)))
     try:
         yield journal
     except (MoecError, OSError) as error:
@@ -52,13 +56,30 @@ def work_journal(output: Path, identity: str, disk: Disk, resume: bool) -> Itera
 
 
 @contextlib.contextmanager
-def planning_journal(output: Path, identity: str, resume: bool) -> Iterator[Journal]:
+def planning_journal(output: Path, identity: str, resume: bool, note: Note) -> Iterator[Journal]:
     """The journal of a run that writes nothing: one in passing, or with `resume` what an interrupted run left."""
     if resume and work_folder(output).is_dir():
-        yield Journal(work_folder(output), identity, Disk())
+        journal = Journal(work_folder(output), identity, Disk(), note)
+        note(_taken_up(journal, work_folder(output)))
+        yield journal
         return
+    if resume:
+        note(_nothing_there(work_folder(output)))
     with tempfile.TemporaryDirectory(prefix="moec-plan-") as folder:
         yield Journal(Path(folder), identity, Disk())
+
+
+def _taken_up(journal: Journal, folder: Path) -> str:
+    """What a resumed compile does not do again, in one sentence."""
+    kinds = Counter(stage.partition("-")[0] for stage in journal.finished())
+    if not kinds:
+        return _nothing_there(folder)
+    listed = ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items())
+    return f"taking up {kinds.total()} finished stages from `{folder}`: {listed}"
+
+
+def _nothing_there(folder: Path) -> str:
+    return f"`{folder}` holds no finished stage of these inputs and options: the compile starts anew"
 
 
 @contextlib.contextmanager

@@ -182,11 +182,6 @@ def judge(estimate: LossEstimate, target: float) -> Verdict:
     return Verdict(target, met, supported, refuted, to_support if met else to_refute, needed)
 
 
-def accepts(estimate: LossEstimate, target: float) -> bool:
-    """Whether the search takes a plan: loss plus one standard error is within the target."""
-    return estimate.loss + estimate.standard_error <= target
-
-
 def mean_interval95(scores: ArrayLike, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float]:
     """Two-sided 95 % percentile interval of the mean of scores [n]."""
     (column,) = _columns(scores)

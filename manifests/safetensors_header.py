@@ -11,6 +11,8 @@ from .codec import load_strict_json
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 16
+DATA_ALIGNMENT_BYTES = 4096
+"""Where the data of a bundle's files starts: at a multiple of this."""
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
@@ -83,7 +85,7 @@ def _entry(name: str, value: object, data_start: int) -> TensorEntry:
     return TensorEntry(dtype, tuple(shape), data_start + offsets[0], size)
 
 
-def build_header(tensors: dict[str, tuple[str, tuple[int, ...]]], alignment_bytes: int = 4096) -> bytes:
+def build_header(tensors: dict[str, tuple[str, tuple[int, ...]]], alignment_bytes: int = DATA_ALIGNMENT_BYTES) -> bytes:
     """Length prefix and JSON of a file whose tensors (name -> dtype, shape) follow in order without holes.
 
     Padded with spaces so that the data starts at a multiple of alignment_bytes.

@@ -15,6 +15,9 @@ import numpy as np
 from .budget import LOGITS_ROWS_PER_SLOT, MAX_PASS_TOKENS
 from .engine import Engine
 
+STOP_WINDOW_TOKENS = 16
+"""A stop text is looked for in the text of so many last tokens."""
+
 
 @dataclass(slots=True)
 class RunningSequence:
@@ -24,8 +27,15 @@ class RunningSequence:
     prompt: list[int]
     draft: list[int]
     limit: int
+    stop: Sequence[str] = ()
     produced: list[int] = field(default_factory=list)
     slot: int = -1
+    has_ended: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.has_ended or len(self.produced) >= self.limit
 
 
 def generate_many(
@@ -34,32 +44,35 @@ def generate_many(
     drafts: Sequence[Sequence[int]],
     limits: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
+    stops: Sequence[Sequence[str]] | None = None,
 ) -> list[list[int]]:
     """Greedy answers, eos left out, in the order of the prompts. An empty draft is no draft.
 
-    limits: most new tokens of each. Under lossy modes drafts are left aside: a pass that verifies one is lossless.
-    Raises ContextOverflow for a prompt that does not fit, InputError for an empty one
-    and for ids outside the vocabulary.
+    limits: most new tokens of each. stops: texts that end each answer, with the token that completes one. Under lossy
+    modes drafts are left aside: a pass that verifies one is lossless.
+    Raises ContextOverflow for a prompt that does not fit, InputError for an empty one and for ids outside the
+    vocabulary.
     """
-    eos = set(engine.bundle.manifest.model.eos_token_ids)
+    ends = _Ends(engine)
+    stops = [()] * len(prompts) if stops is None else stops
     if not engine.is_lossless:
         drafts = [()] * len(prompts)
     for prompt, draft in zip(prompts, drafts, strict=True):
         engine.check_tokens(prompt)
         engine.check_vocabulary(draft)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
-    waiting = [_begin(engine, i, list(prompts[i]), list(drafts[i]), limits[i]) for i in reversed(order)]
+    waiting = [_begin(engine, i, list(prompts[i]), list(drafts[i]), limits[i], stops[i]) for i in reversed(order)]
     results: list[list[int]] = [[] for _ in prompts]
     free, running, done = list(range(engine.options.slots)), list[RunningSequence](), 0
     while waiting or running:
         admitted = _admit(waiting, free)
         if admitted:
-            _prefill(engine, admitted, eos)
+            _prefill(engine, admitted, ends)
             running += admitted
         still = []
         for item in running:
-            if _finished(item, eos):
-                results[item.index] = [token for token in item.produced if token not in eos]
+            if item.is_finished:
+                results[item.index] = [token for token in item.produced if token not in ends.tokens]
                 free.append(item.slot)
                 done += 1
             else:
@@ -68,14 +81,32 @@ def generate_many(
             progress(done, len(prompts))
         running = still
         if running and not (waiting and len(free) * 2 >= engine.options.slots):
-            _decode_once(engine, running)
+            _decode_once(engine, running, ends)
     return results
 
 
-def _begin(engine: Engine, index: int, prompt: list[int], draft: list[int], limit: int) -> RunningSequence:
+class _Ends:
+    """What ends an answer before its limit."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.tokens = frozenset(engine.bundle.manifest.model.eos_token_ids)
+        self._engine = engine
+
+    def add(self, item: RunningSequence, token: int) -> None:
+        """The next token of a sequence."""
+        item.produced.append(token)
+        item.has_ended = token in self.tokens
+        if item.stop and not item.has_ended:
+            text = self._engine.tokenizer.decode(item.produced[-STOP_WINDOW_TOKENS:])
+            item.has_ended = any(stop in text for stop in item.stop)
+
+
+def _begin(
+    engine: Engine, index: int, prompt: list[int], draft: list[int], limit: int, stop: Sequence[str]
+) -> RunningSequence:
     limit = engine.new_tokens_limit(prompt, limit)
     # The draft may fill the room that is left, never more.
-    return RunningSequence(index, prompt, draft[: max(0, limit - 1)], limit)
+    return RunningSequence(index, prompt, draft[: max(0, limit - 1)], limit, stop)
 
 
 def _admit(waiting: list[RunningSequence], free: list[int]) -> list[RunningSequence]:
@@ -92,11 +123,7 @@ def _admit(waiting: list[RunningSequence], free: list[int]) -> list[RunningSeque
     return admitted
 
 
-def _finished(item: RunningSequence, eos: set[int]) -> bool:
-    return len(item.produced) >= item.limit or (bool(item.produced) and item.produced[-1] in eos)
-
-
-def _prefill(engine: Engine, items: list[RunningSequence], eos: set[int]) -> None:
+def _prefill(engine: Engine, items: list[RunningSequence], ends: _Ends) -> None:
     """Run prompts and drafts; keep the agreed part of each draft and the first token after it."""
     engine.begin_sequence()
     texts = engine.begin_texts([item.slot for item in items], [item.prompt for item in items])
@@ -108,7 +135,7 @@ def _prefill(engine: Engine, items: list[RunningSequence], eos: set[int]) -> Non
             wanted = [row for row in range(rows.shape[0]) if first + row >= len(item.prompt) - 1]
             if wanted:
                 greedy = _greedy(engine, hidden[rows[wanted]])
-                _accept(item, first + wanted[0], greedy, eos)
+                _accept(item, first + wanted[0], greedy, ends)
 
 
 def _passes(
@@ -143,24 +170,24 @@ def _greedy(engine: Engine, hidden: np.ndarray) -> list[int]:
     return tokens
 
 
-def _accept(item: RunningSequence, position: int, greedy: list[int], eos: set[int]) -> None:
+def _accept(item: RunningSequence, position: int, greedy: list[int], ends: _Ends) -> None:
     """greedy[i] follows position + i. Stops at the first token that is not the draft's."""
     for offset, token in enumerate(greedy):
         place = position + offset - (len(item.prompt) - 1)
-        if place != len(item.produced) or _finished(item, eos):
+        if place != len(item.produced) or item.is_finished:
             return
         # The row was computed from the draft: it holds only as long as the draft is what was produced.
         if place and item.produced[-1] != item.draft[place - 1]:
             return
-        item.produced.append(token)
+        ends.add(item, token)
 
 
-def _decode_once(engine: Engine, running: list[RunningSequence]) -> None:
+def _decode_once(engine: Engine, running: list[RunningSequence], ends: _Ends) -> None:
     tokens = [item.produced[-1] for item in running]
     positions = [len(item.prompt) + len(item.produced) - 1 for item in running]
     logits = engine.decode(tokens, [item.slot for item in running], positions)
     for item, token in zip(running, np.argmax(logits, axis=1).tolist(), strict=True):
-        item.produced.append(token)
+        ends.add(item, token)
 
 
 def forced_logits(

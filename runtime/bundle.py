@@ -18,14 +18,16 @@ from moec.manifests.bundle import (
     PARTIAL_SUFFIX,
     TABLES_NAME,
     BundleManifest,
-    FileEntry,
 )
 from moec.manifests.codec import MAX_MANIFEST_BYTES, decode_manifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid
-from moec.manifests.safetensors_header import HeaderError, TensorEntry, read_header
+from moec.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, HeaderError, TensorEntry, read_header
 
 CHUNK_BYTES = 4 << 20
 _COMPILE_AGAIN = "compile the bundle again"
+_TABLES = {
+    "popularity", "transitions", "path.keys", "path.offsets", "path.experts", "path.counts", "router_score_quantiles",
+}  # fmt: skip
 _DTYPES = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
 
 
@@ -128,6 +130,12 @@ def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
             headers[name] = read_header(path / name)
         except HeaderError as error:
             raise ManifestInvalid(f"`{path / name}`: {error}", "copy the bundle again") from error
+        start = min((entry.offset_bytes for entry in headers[name].values()), default=0)
+        if start % DATA_ALIGNMENT_BYTES:
+            raise ManifestInvalid(
+                f"`{path / name}`: data starts at {start}, expected a multiple of {DATA_ALIGNMENT_BYTES}",
+                _COMPILE_AGAIN,
+            )
     bundle = Bundle(path, manifest, headers)
     _check_headers(bundle)
     return bundle
@@ -178,10 +186,12 @@ def _check_headers(bundle: Bundle) -> None:
 
 def _read_tables(bundle: Bundle) -> Tables:
     header = bundle.headers[TABLES_NAME]
-
     layers = bundle.manifest.model.layers
     experts = max(layer.experts.count for layer in layers)
     place = f"`{bundle.path / TABLES_NAME}`"
+    extra = sorted(set(header) - _TABLES)
+    if extra:
+        raise ManifestInvalid(f"{place}: unknown tensor `{extra[0][:80]}`", _COMPILE_AGAIN)
 
     def read(name: str, dtype: str, *shape: int | None) -> np.ndarray:
         """Type and shape are checked before anything is read; None stands for any extent."""
@@ -206,72 +216,84 @@ def _read_tables(bundle: Bundle) -> Tables:
         and bool(np.all(offsets[1:] >= offsets[:-1]))
         and offsets[-1] == len(tables.path_experts) == len(tables.path_counts)
         and (len(tables.path_experts) == 0 or int(tables.path_experts.max()) < experts)
+        and _is_increasing(tables.path_keys)
     )
     if not consistent:
         raise ManifestInvalid(f"{place}: the path dictionary contradicts itself or the model", _COMPILE_AGAIN)
     return tables
 
 
-def file_digest(path: Path, progress: Callable[[int], None]) -> str:
-    """SHA-256 of a file; progress is called with the bytes done so far."""
-    digest, done = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            progress(done)
-    return digest.hexdigest()
+def _is_increasing(rows: np.ndarray) -> bool:
+    """Whether every row is above the one before it, the first column counting most. rows: int [N, 3]."""
+    low, high = rows[:-1], rows[1:]
+    is_above, is_equal = np.zeros(len(low), bool), np.ones(len(low), bool)
+    for column in range(rows.shape[1]):
+        is_above |= is_equal & (high[:, column] > low[:, column])
+        is_equal &= high[:, column] == low[:, column]
+    return bool(is_above.all())
 
 
 def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = None) -> None:
-    """Check the SHA-256 of every file and the checksum of every weight. Raises ChecksumMismatch with the place.
+    """Check the SHA-256 of every file and the checksum of every weight, in one read of each file.
 
-    progress: called with (bytes done, bytes in all).
+    progress: called with (bytes done, bytes in all). Raises ChecksumMismatch with the place.
     """
     total, before = sum(entry.size_bytes for entry in bundle.manifest.files), 0
+    parts: dict[str, list[_Part]] = {entry.name: [] for entry in bundle.manifest.files}
+    for expert in bundle.manifest.stored_experts:
+        name = f"expert {expert.expert} of layer {expert.layer}"
+        parts[expert.file].append(_Part(expert.offset_bytes, expert.size_bytes, name, expert.xxh3))
+    for weight in bundle.manifest.dense:
+        tensor = bundle.headers[DENSE_NAME][weight.name]
+        parts[DENSE_NAME].append(_Part(tensor.offset_bytes, tensor.size_bytes, f"`{weight.name}`", weight.xxh3))
 
     def report(done: int) -> None:
         if progress is not None:
             progress(before + done, total)
 
     for entry in bundle.manifest.files:
-        if file_digest(bundle.path / entry.name, report) != entry.sha256:
-            raise ChecksumMismatch(f"{_damaged_place(bundle, entry)} differs from its digest", "copy the bundle again")
+        path, own = bundle.path / entry.name, sorted(parts[entry.name])
+        found, checksums = _digests(path, own, report)
+        wrong = [part.name for part, checksum in zip(own, checksums, strict=True) if checksum != part.xxh3]
+        place = f"`{path}`, {wrong[0]}," if wrong else f"`{path}`"
+        if found != entry.sha256:
+            raise ChecksumMismatch(f"{place} differs from its digest", "copy the bundle again")
+        if wrong:
+            raise ChecksumMismatch(f"{place} differs from its checksum", _COMPILE_AGAIN)
         before += entry.size_bytes
-    for expert in bundle.manifest.stored_experts:
-        if _checksum(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.xxh3:
-            raise ChecksumMismatch(
-                f"`{bundle.path / expert.file}`, expert {expert.expert}: differs from its checksum", "compile it again"
-            )
-    header = bundle.headers[DENSE_NAME]
-    for weight in bundle.manifest.dense:
-        tensor = header[weight.name]
-        if _checksum(bundle, DENSE_NAME, tensor.offset_bytes, tensor.size_bytes) != weight.xxh3:
-            raise ChecksumMismatch(
-                f"`{bundle.path / DENSE_NAME}`, `{weight.name}`: differs from its checksum", "compile it again"
-            )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Part:
+    """A range of a file with a checksum of its own."""
+
+    offset_bytes: int
+    size_bytes: int
+    name: str
+    xxh3: str
+
+
+def _digests(path: Path, parts: Sequence[_Part], progress: Callable[[int], None]) -> tuple[str, list[str]]:
+    """SHA-256 of a file and XXH3 of its parts, which are in order and apart; progress: bytes done so far."""
+    digest, checksums = hashlib.sha256(), [xxhash.xxh3_128() for _ in parts]
+    done, first = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            end = done + len(chunk)
+            while first < len(parts) and parts[first].offset_bytes < end:
+                start, stop = parts[first].offset_bytes, parts[first].offset_bytes + parts[first].size_bytes
+                checksums[first].update(memoryview(chunk)[max(start - done, 0) : stop - done])
+                if stop > end:
+                    break
+                first += 1
+            done = end
+            progress(done)
+    return digest.hexdigest(), [checksum.hexdigest() for checksum in checksums]
 
 
 def verify_files(bundle: Bundle, names: Sequence[str]) -> None:
     """Check the SHA-256 of these files, as far as the manifest lists them. Raises ChecksumMismatch."""
     for entry in bundle.manifest.files:
-        if entry.name in names and file_digest(bundle.path / entry.name, lambda done: None) != entry.sha256:
+        if entry.name in names and _digests(bundle.path / entry.name, (), lambda done: None)[0] != entry.sha256:
             raise ChecksumMismatch(f"`{bundle.path / entry.name}` differs from its digest", "copy the bundle again")
-
-
-def _checksum(bundle: Bundle, file: str, offset_bytes: int, size_bytes: int) -> str:
-    """XXH3 of a part of a file."""
-    with (bundle.path / file).open("rb") as source:
-        source.seek(offset_bytes)
-        return xxhash.xxh3_128_hexdigest(source.read(size_bytes))
-
-
-def _damaged_place(bundle: Bundle, entry: FileEntry) -> str:
-    """The expert that is damaged, if the file holds experts; otherwise the file."""
-    for expert in bundle.manifest.stored_experts:
-        if (
-            expert.file == entry.name
-            and _checksum(bundle, expert.file, expert.offset_bytes, expert.size_bytes) != expert.xxh3
-        ):
-            return f"`{bundle.path / entry.name}`, expert {expert.expert} of layer {expert.layer},"
-    return f"`{bundle.path / entry.name}`"

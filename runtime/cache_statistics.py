@@ -46,6 +46,11 @@ class CacheStats:
         """Share of prefetched experts that were used; None without prefetches."""
         return self.prefetch_used / self.prefetch_reads if self.prefetch_reads else None
 
+    def counts(self) -> dict[str, int]:
+        """What the cache did, without times and the warm start: all that a replay can tell. For `--json`."""
+        names = ("lookups", "hits", "misses", "late_hits", "rereads", "evictions", "bytes_read")
+        return {name: getattr(self, name) for name in (*names, "prefetch_reads", "prefetch_used")}
+
     def copy(self) -> CacheStats:
         """A snapshot."""
         return CacheStats(*(getattr(self, field.name) for field in fields(self)))

@@ -8,12 +8,12 @@ have equal sizes and one access fits into the capacity; with unequal sizes it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from moec.manifests.errors import MemoryBudgetExceeded
 
+from .cache_statistics import CacheStats
 from .eviction import SCORES, ExpertRecords, PolicyScore
 from .simulated_cache import SimulatedCache
 from .trace import Access
@@ -28,24 +28,6 @@ def popularity_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
     return records.frequency
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedCounts:
-    """What a cache of this policy and capacity would have done. bytes_read leaves the warm start out, as the run's."""
-
-    policy: str
-    capacity_bytes: int
-    lookups: int
-    hits: int
-    misses: int
-    rereads: int
-    evictions: int
-    bytes_read: int
-
-    def to_plain(self) -> dict[str, int | str]:
-        """For `--json`."""
-        return asdict(self)
-
-
 def replay(
     trace: Sequence[Access],
     sizes: np.ndarray,
@@ -53,11 +35,12 @@ def replay(
     records: ExpertRecords,
     policy: str | PolicyScore,
     warm: Sequence[int] = (),
-) -> SimulatedCounts:
+) -> CacheStats:
     """Run a trace of global indices through a cache that starts with `warm`, as far as it fits, first index first.
 
+    Returns its counts; bytes_read leaves the warm start out, as a run's does.
     sizes: bytes per expert, int64 [N]. records: layers and calibration frequencies; its counts are not touched.
-    policy: a name of `eviction.SCORES`, `popularity`, `optimum`, or a score, which is then called `custom`.
+    policy: a name of `eviction.SCORES`, `popularity`, `optimum`, or a score.
     Raises MemoryBudgetExceeded if one expert does not fit, KeyError on another name.
     """
     accesses, first_use = with_next_use(trace, len(sizes))
@@ -65,7 +48,7 @@ def replay(
     cache.fill(warm)
     for layer, experts, next_use in accesses:
         _access(cache, layer, experts, next_use)
-    return counts_of(cache, policy if isinstance(policy, str) else "custom")
+    return cache.stats
 
 
 def named_score(policy: str | PolicyScore) -> PolicyScore | None:
@@ -74,20 +57,6 @@ def named_score(policy: str | PolicyScore) -> PolicyScore | None:
         return policy
     scores = {**dict[str, PolicyScore](SCORES.items()), POPULARITY: popularity_score}
     return None if policy == OPTIMUM else scores[policy]
-
-
-def counts_of(cache: SimulatedCache, policy: str) -> SimulatedCounts:
-    """What a simulated cache has done."""
-    return SimulatedCounts(
-        policy=policy,
-        capacity_bytes=cache.capacity_bytes,
-        lookups=cache.lookups,
-        hits=cache.lookups - cache.misses,
-        misses=cache.misses,
-        rereads=cache.rereads,
-        evictions=cache.evictions,
-        bytes_read=cache.bytes_read,
-    )
 
 
 def _access(cache: SimulatedCache, layer: int, experts: Sequence[int], next_use: np.ndarray) -> None:

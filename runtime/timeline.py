@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from .cache_statistics import CacheStats
 from .eviction import ExpertRecords, PolicyScore
 from .simulate import does_not_fit, named_score, with_next_use
 from .simulated_cache import SimulatedCache
@@ -44,8 +45,7 @@ class DeviceRates:
 class Timeline:
     """Predicted decoding: the passes after the first, as RunStatistics counts them; None: nothing to tell.
 
-    misses, hits, bytes_read, late_hits, prefetch_reads and prefetch_used count all passes. busy: share of decoding in
-    which storage was reading; stall: in which a layer waited.
+    cache: counts of all passes. busy: share of decoding in which storage was reading; stall: in which a layer waited.
     """
 
     policy: str
@@ -58,15 +58,7 @@ class Timeline:
     stall: float
     busy: float
     decode_bytes_read_per_token: float
-    lookups: int
-    hits: int
-    misses: int
-    late_hits: int
-    rereads: int
-    evictions: int
-    bytes_read: int
-    prefetch_reads: int
-    prefetch_used: int
+    cache: CacheStats
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -75,7 +67,8 @@ class Timeline:
 
     def to_plain(self) -> dict[str, int | float | str | None]:
         """For `--json`."""
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "cache"}
+        return {**own, **self.cache.counts(), "tokens_per_s": self.tokens_per_s}
 
 
 def predict_timeline(
@@ -101,7 +94,7 @@ def predict_timeline(
     marks = []
     for number, each in enumerate(trace.passes):
         run.run_pass(each, accesses[number * layers : (number + 1) * layers])
-        marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.bytes_read))
+        marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
     return _summary(cache, policy if isinstance(policy, str) else "custom", trace.prompt_passes, marks)
 
 
@@ -124,15 +117,7 @@ def _summary(
         stall=(end[1] - start[1]) / total_ns,
         busy=min(1.0, (end[2] - start[2]) / total_ns),
         decode_bytes_read_per_token=(end[3] - start[3]) / max(count, 1),
-        lookups=cache.lookups,
-        hits=cache.lookups - cache.misses,
-        misses=cache.misses,
-        late_hits=cache.late_hits,
-        rereads=cache.rereads,
-        evictions=cache.evictions,
-        bytes_read=cache.bytes_read,
-        prefetch_reads=cache.prefetch_reads,
-        prefetch_used=cache.prefetch_used,
+        cache=cache.stats,
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commands import command_line
 from tokenizers import Tokenizer
 
 from yardstick.checkpoint import text
@@ -94,7 +95,7 @@ def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
     limit, gguf = yard.limit_bytes(condition), yard.folder / "q4_0.gguf"
     common = ["--prompt-tokens", str(condition.prompt_tokens), "--tokens", str(condition.tokens)]
     if arm == "moec":
-        command = [sys.executable, "-m", "moec.cli.main", "bench", str(yard.folder / "q4"), "--json", *common]
+        command = command_line("bench", yard.folder / "q4", *common)
         command += ["--text", str(yard.folder / "text.txt"), "--context", str(CONTEXT), "--threads", "2"]
         command += ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
     else:

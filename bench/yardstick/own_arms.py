@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commands import command_line
+
 from yardstick.limits import drop_caches, run_limited
 
 ALL, NONE, STREAMED = "100%", "least", "layers"
@@ -58,7 +60,7 @@ def run_own_arm(folder: Path, arm: OwnArm) -> dict[str, Any]:
             str(arm.tokens),
         ]
     else:
-        command = [sys.executable, "-m", "moec.cli.main", "bench", str(bundle), "--json", "--text", str(text)]
+        command = command_line("bench", bundle, "--text", text)
         command += ["--tokens", str(arm.tokens), "--prompt-tokens", "8", "--context", "512", "--threads", "2"]
         command += ["--expert-cache", ALL] if arm.keeps == ALL else ["--expert-cache", str(least), "--prefetch", "off"]
     drop_caches()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from commands import command_line, moec
 
 from yardstick.limits import drop_caches, run_limited
 
@@ -45,15 +46,15 @@ class Comparison:
         """The trace all predictions are made from: half of the experts, storage as it is, advice of routers."""
         trace = self._work / "recorded.trace"
         if not trace.exists():
-            self._moec("bench", self._bundle, *self._common, "--expert-cache", "50%", "--trace-out", trace)
+            moec("bench", self._bundle, *self._common, "--expert-cache", "50%", "--trace-out", trace)
         return trace
 
     def measure(self, rate: int | None, share: str, setting: Setting) -> dict[str, Any]:
         """Decode under a throttle, cold."""
         chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
-        command = [sys.executable, "-m", "moec.cli.main", "bench", self._bundle, *self._common, *chosen, "--json"]
+        command = command_line("bench", self._bundle, *self._common, *chosen)
         drop_caches()
-        done = run_limited([str(part) for part in command], None, rate, self._bundle)
+        done = run_limited(command, None, rate, self._bundle)
         if done.status:
             raise SystemExit(f"`{command}` ended with {done.status}")
         told = json.loads(done.output.splitlines()[-1])["measured"]
@@ -67,18 +68,13 @@ class Comparison:
         """The same by replaying the trace."""
         chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
         chosen += [] if rate is None else ["--read-rate", f"{rate}B"]
-        told = self._moec("simulate", self._bundle, "--trace", trace, *chosen)
+        told = moec("simulate", self._bundle, "--trace", trace, *chosen)
         row = told["rows"][0]
         return {
             "tpot_ms": row["tpot_mean_ns"] / 1e6,
             "read_mib": row["decode_bytes_read_per_token"] / 2**20,
             "misses": row["misses"],
         }
-
-    def _moec(self, *arguments: object) -> dict[str, Any]:
-        command = [sys.executable, "-m", "moec.cli.main", *map(str, arguments), "--json"]
-        told: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-        return told
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -12,9 +13,8 @@ from moec.evaluation.statistics import DistributionSummary
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..journal import Journal
 from ..plan import CompilePlan
-from ..trials import TaskData, Trials
+from ..trials import Trials
 from ..unit_store import UnitStore
 from .jobs import Handle, Weights, to_plain
 from .remote import RemoteModel
@@ -22,25 +22,17 @@ from .remote import RemoteModel
 T = TypeVar("T")
 Wanted = deque[tuple[CompilePlan, bool]]
 """Plans that were asked for and not given yet, and whether workers measure them."""
+Held = dict[tuple[UnitKey | str, QuantSpec], Handle]
 
 
+@dataclass(eq=False)
 class ClusterTrials(Trials):
     """Trials whose reference model is on workers."""
 
-    def __init__(
-        self,
-        remote: RemoteModel,
-        store: UnitStore,
-        tasks: Sequence[TaskData],
-        kl_items: int,
-        progress: Progress,
-        journal: Journal,
-    ) -> None:
-        super().__init__(remote, store, tasks, kl_items, progress, journal)
-        self._remote = remote
-        self._handles: WeakKeyDictionary[UnitStore, dict[tuple[UnitKey | str, QuantSpec], Handle]] = WeakKeyDictionary()
-        self._measured_kl: dict[str, DistributionSummary] = {}
-        self._measured_nll: dict[str, list[AnswerScore]] = {}
+    model: RemoteModel
+    _handles: WeakKeyDictionary[UnitStore, Held] = field(init=False, default_factory=WeakKeyDictionary)
+    _measured_kl: dict[str, DistributionSummary] = field(init=False, default_factory=dict)
+    _measured_nll: dict[str, list[AnswerScore]] = field(init=False, default_factory=dict)
 
     def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> Mapping[UnitKey | str, Handle]:
         """Handles of the codes of everything the plan stores below 16 bits, each put into the cluster once."""
@@ -51,7 +43,7 @@ class ClusterTrials(Trials):
         for name, spec in wanted.items():
             if (name, spec) not in held:
                 matrix = source.matrix(name, spec) if isinstance(name, UnitKey) else source.dense_matrix(name, spec)
-                held[(name, spec)] = self._remote.pool.put(to_plain(matrix))
+                held[(name, spec)] = self.model.pool.put(to_plain(matrix))
         return {name: held[(name, spec)] for name, spec in wanted.items()}
 
     def kl_each(self, plans: Iterable[tuple[CompilePlan, str]]) -> Iterator[DistributionSummary]:
@@ -65,7 +57,7 @@ class ClusterTrials(Trials):
 
         wanted: Wanted = deque()
         missing = self._missing(bare(), "kl-{}", wanted, self.store)
-        for plan in self._in_turn(wanted, self._remote.divergence_each(missing, self._pairs), self._measured_kl):
+        for plan in self._in_turn(wanted, self.model.divergence_each(missing, self._pairs), self._measured_kl):
             yield self.kl(plan, purposes.popleft())
 
     def answer_nll_each(self, plans: Iterable[CompilePlan], store: UnitStore, items: int) -> Iterator[float]:
@@ -74,7 +66,7 @@ class ClusterTrials(Trials):
         texts = [(data.task.prompt(i, data.shots), data.task.answer(i)) for i in data.validation.items[:items]]
         wanted: Wanted = deque()
         missing = self._missing(plans, f"nll-{{}}-{items}", wanted, store)
-        for plan in self._in_turn(wanted, self._remote.score_each(missing, texts), self._measured_nll):
+        for plan in self._in_turn(wanted, self.model.score_each(missing, texts), self._measured_nll):
             yield self.answer_nll(plan, store, items)
 
     def _missing(self, plans: Iterable[CompilePlan], stage: str, wanted: Wanted, store: UnitStore) -> Iterator[Handle]:
@@ -84,11 +76,11 @@ class ClusterTrials(Trials):
         """
         seen: set[str] = set()
         for plan in plans:
-            is_missing = plan.digest not in seen and self._journal.get(stage.format(plan.digest)) is None
+            is_missing = plan.digest not in seen and self.journal.get(stage.format(plan.digest)) is None
             seen.add(plan.digest)
             wanted.append((plan, is_missing))
             if is_missing:
-                yield self._remote.pool.put(Weights(self.weights_of(plan, store)))
+                yield self.model.pool.put(Weights(self.weights_of(plan, store)))
 
     def _in_turn(self, wanted: Wanted, found: Iterator[T], measured: dict[str, T]) -> Iterator[CompilePlan]:
         """The plans in order, each once what was found of it is in `measured` or it is in the journal."""
@@ -103,8 +95,8 @@ class ClusterTrials(Trials):
 
     def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
         if plan.digest not in self._measured_kl:
-            weights = self._remote.pool.put(Weights(self.weights_of(plan, store)))
-            (self._measured_kl[plan.digest],) = self._remote.divergence_each([weights], self._pairs)
+            weights = self.model.pool.put(Weights(self.weights_of(plan, store)))
+            (self._measured_kl[plan.digest],) = self.model.divergence_each([weights], self._pairs)
         return self._measured_kl.pop(plan.digest)
 
     def _measure_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:

@@ -66,7 +66,7 @@ class StreamedTrials(Trials):
             for layer in range(layers):
                 slot.load(layer, self._replaced(plan, source, slot, layer))
                 slot.run([texts], pool, lambda: None)
-                self._progress(layer + 1, layers)
+                self.progress(layer + 1, layers)
         states = slot.normed(texts.answers(self._inputs.answers.counts))
         own = slot.head()
         other = self._dense(plan, source, "embedding" if plan.model.tie_embeddings else "lm_head")

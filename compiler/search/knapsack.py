@@ -46,7 +46,7 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> Co
         return _search_loss(space, trials, target.value, note).plan
     if target.kind == "kl":
         return _search_kl(space, trials, target.value, note).plan
-    weights = sum(math.prod(space.plain.model.unit_shape(u.layer, u.projection)) for u in space.units)
+    weights = space.plain.expert_weights
     budget = target.value if target.kind == "size" else target.value * weights / 8
     table = size_table(space)
     choice = least_loss(table, budget)

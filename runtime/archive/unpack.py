@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import decode_manifest
-from moec.manifests.errors import BundleError, ChecksumMismatch, ManifestInvalid, OptionError
+from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, ManifestInvalid, OptionError
 from moec.runtime.bundle import open_bundle
 
 from .files import file_errors, require_free_bytes, sync_directory
@@ -55,6 +55,8 @@ def unpack_bundle(archive: Path, target: Path, progress: Progress | None = None)
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     with file_errors(target), archive.open("rb") as file:
         index, raw_manifest, manifest = _read_front(file, str(archive))
+        if not manifest.certified:
+            raise BundleIncomplete(f"`{archive}` holds a bundle that is not certified", "pack a finished bundle")
         members = members_of(manifest, len(raw_manifest))
         expected = sum(member.chunk_count(index.chunk_bytes) for member in members)
         if expected != index.count:

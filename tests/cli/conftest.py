@@ -15,6 +15,7 @@ from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 Invoke = Callable[..., Result]
+InvokeIn = Callable[[Path, tuple[object, ...]], Result]
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +47,22 @@ def invoke() -> Invoke:
 
     def call(*arguments: object, stdin: str | None = None, **environment: str | None) -> Result:
         return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin, env=environment)
+
+    return call
+
+
+@pytest.fixture
+def invoke_in(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> InvokeIn:
+    """Call a command in a folder, on `model` there if it compiles, else on `bundle`; it must succeed."""
+
+    def call(folder: Path, arguments: tuple[object, ...]) -> Result:
+        monkeypatch.chdir(folder)
+        command, *options = arguments
+        result = invoke(command, "model" if command == "compile" else "bundle", *options)
+        assert result.exit_code == 0, result.stderr
+        if "--json" in options:
+            json.loads(result.stdout)
+        return result
 
     return call
 

@@ -11,7 +11,7 @@ from moec.runtime import load
 from tests.tiny_compile import compile_tiny, save_dialogues, save_texts
 from tests.tiny_switch import TINY_SWITCHES, Oracle, save_tiny_switch
 
-from .conftest import Invoke
+from .conftest import Invoke, InvokeIn
 
 PROMPT = "Dialogue:\na lamp\nSummary:"
 
@@ -69,14 +69,9 @@ def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:4])),
 )  # fmt: skip
-def test_commands(invoke: Invoke, made: Path, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made)
-    command, *options = arguments
-    result = invoke(command, "model" if command == "compile" else "bundle", *options)
-    assert result.exit_code == 0, result.stderr
-    if "--json" in options:
-        json.loads(result.stdout)
-    elif command in ("inspect", "compile"):
+def test_commands(invoke_in: InvokeIn, made: Path, arguments: tuple[object, ...]) -> None:
+    result = invoke_in(made, arguments)
+    if arguments[0] in ("inspect", "compile") and "--json" not in arguments:
         assert "layer 0  no routed experts" in result.stdout.replace("layer   0", "layer 0")
 
 

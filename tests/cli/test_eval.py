@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from moec.cli.engines import bundle_engine, checkpoint_engine
+from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.runtime.options import RuntimeOptions
+
 from .conftest import Invoke
 
 
@@ -47,6 +51,21 @@ def test_both_engines_write_the_same_answers(invoke: Invoke, bundle: Path, check
     assert len(found["bundle"]) == 2 and set(found["bundle"][0]) == {"prediction", "reference", "score", "tokens"}
     assert all(row["tokens"] > 0 for row in found["bundle"])
     assert found["bundle"] == found["checkpoint"]
+
+
+def test_a_stop_text_ends_the_answers_of_both_engines(bundle: Path, checkpoint: Path) -> None:
+    """A first run tells what comes; the second, asked for the same again, ends early and at the same place in both."""
+    prompts, tokens = ["a lamp", "Question: how many?"], []
+    with bundle_engine(bundle, RuntimeOptions(slots=2)) as runtime:
+        for engine in (runtime, checkpoint_engine(checkpoint, 1)):
+            whole = engine.generate([GenerationRequest(prompt, None, 40) for prompt in prompts], no_progress)
+            stops = [found.text[3:6] for found in whole]
+            requests = [GenerationRequest(p, None, 40, (stop,)) for p, stop in zip(prompts, stops, strict=True)]
+            ended = engine.generate(requests, no_progress)
+            for found, before, stop in zip(ended, whole, stops, strict=True):
+                assert found.tokens < before.tokens and before.text.startswith(found.text) and stop in found.text
+            tokens.append([found.tokens for found in ended])
+    assert tokens[0] == tokens[1]
 
 
 def test_slots_change_nothing(invoke: Invoke, bundle: Path, problems: Path, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from moec.cli import output
+from moec.cli.compile_log import CompileLog
 from moec.manifests.errors import OptionError
 
 
@@ -123,3 +126,18 @@ def test_json_is_one_line_and_strict(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_blocks_grow() -> None:
     assert [output.block(share) for share in (-1, 0, 1, 2)] == ["▁", "▁", "█", "█"]
+
+
+def test_a_compile_that_fails_leaves_no_bar_under_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, log = Terminal(), CompileLog(tmp_path / "out")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(output, "REDRAW_S", 0.0)
+    monkeypatch.setattr("moec.runtime.statistics.peak_memory_bytes", lambda: 7 << 20)
+    with pytest.raises(OptionError), log:
+        log.progress("calibrating")(1, 2)
+        raise OptionError("no", "do")
+    assert "calibrating" in terminal.getvalue() and terminal.getvalue().rsplit("\r", 2)[1].strip() == ""
+    assert terminal.getvalue().endswith("\r")
+    (stage,) = log.stages()
+    assert (stage["title"], stage["peak_memory_bytes"]) == ("calibrating", 7 << 20)
+    assert [event["event"] for event in log.events] == ["calibrating", "failed"]

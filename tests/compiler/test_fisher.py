@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from moec.compiler import fisher
 from moec.compiler.calibration import calibrate
 from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk
 from moec.compiler.families import lower
-from moec.compiler.fisher import FisherProxy, gradient_bytes, predict_units, ranks_well
+from moec.compiler.fisher import FisherProxy, gradient_bytes, predict_units, ranks_well, shortened
 from moec.compiler.journal import Journal
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.unit_store import UnitStore
@@ -138,6 +140,26 @@ def test_what_does_not_fit_is_left_out_and_the_journal_is_asked_first(tmp_path: 
         model = reference.model
 
     assert predict_units(Gone(), store, specs, [pairs(4)], 0, journal, silent) == found  # type: ignore[arg-type]
+
+
+def test_a_long_text_is_shortened_to_what_the_graph_is_counted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shortened(([1, 2, 3], [4, 5]), 9) == ([1, 2, 3], [4, 5])
+    assert shortened(([1, 2, 3], [4, 5]), 3) == ([3], [4, 5])
+    assert shortened(([1, 2, 3], [4, 5]), 1) == ([], [4])
+    reference, store = open_model(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(width=64)))
+    monkeypatch.setattr(fisher, "TOKENS_PER_BACKWARD", 12)
+    proxy, seen = FisherProxy(reference, store, (SPECS[0],)), list[int]()
+    plain = type(reference.network).hidden_with_graph
+
+    def counted(network: Any, rows: Any) -> Any:
+        seen.extend(map(len, rows))
+        return plain(network, rows)
+
+    monkeypatch.setattr(type(reference.network), "hidden_with_graph", counted)
+    texts = [([5] * 20, [6] * 4), ([], [7] * 500), ([5], [6])]
+    assert np.isfinite(proxy.run(texts, 0, 1, silent)).all() and max(seen) == 12
 
 
 def test_the_graph_counts_in_memory() -> None:

@@ -16,18 +16,21 @@ from moec.manifests.errors import MoecError, OptionError
 from tests.compiler.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 
 
-def open_journal(tmp_path: Path, identity: str = "one", disk: Disk | None = None) -> Journal:
-    return Journal(tmp_path / "model.work", identity, disk or Disk())
+def open_journal(
+    tmp_path: Path, identity: str = "one", disk: Disk | None = None, notes: list[str] | None = None
+) -> Journal:
+    return Journal(tmp_path / "model.work", identity, disk or Disk(), (notes if notes is not None else []).append)
 
 
 def test_results_are_found_again(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
+    notes: list[str] = []
+    journal = open_journal(tmp_path, notes=notes)
     assert journal.get("calibrate") is None
     journal.put("calibrate", b"counts")
     journal.put("calibrate", b"better counts")
     assert open_journal(tmp_path).get("calibrate") == b"better counts"
     assert open_journal(tmp_path, "two").get("calibrate") is None
-    assert journal.notes == []
+    assert notes == []
 
 
 def test_json_and_arrays_are_computed_once(tmp_path: Path) -> None:
@@ -64,13 +67,14 @@ def test_every_damage_of_a_result_is_noticed(tmp_path: Path) -> None:
     flipped = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole))]
     for damaged in [*flipped, *(whole[:size] for size in range(len(whole))), whole + b"\0"]:
         path.write_bytes(damaged)
-        journal = open_journal(tmp_path)
-        assert journal.get("search") is None
-        assert len(journal.notes) == 1 and str(path) in journal.notes[0]
+        notes: list[str] = []
+        assert open_journal(tmp_path, notes=notes).get("search") is None
+        assert len(notes) == 1 and str(path) in notes[0]
 
 
 def test_an_unreadable_result_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = open_journal(tmp_path)
+    notes: list[str] = []
+    journal = open_journal(tmp_path, notes=notes)
     journal.put("search", b"plan")
 
     def refuse(path: Path) -> bytes:
@@ -78,7 +82,19 @@ def test_an_unreadable_result_is_noted(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert journal.get("search") is None
-    assert "Permission denied" in journal.notes[0]
+    assert "Permission denied" in notes[0]
+
+
+def test_finished_stages_are_those_of_the_same_identity(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for stage in ("kl-4.5", "calibration"):
+        journal.put(stage, b"found")
+    open_journal(tmp_path, "two").put("search", b"plan")
+    with journal.stream("layer-0") as file:
+        file.write(b"half")
+        assert journal.finished() == ["calibration", "kl-4.5"]
+    (tmp_path / "model.work" / f"{'x' * 150}-{'0' * 16}").touch()
+    assert journal.finished() == ["calibration", "kl-4.5", "layer-0"]
 
 
 def test_fresh_forgets_and_remove_leaves_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from moec.cli.compile import open_partial
 from moec.compiler import pipeline
 from moec.compiler.families.lowering import Lowering
+from moec.compiler.options import Talk
 from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, TargetUnreachable
 from tests.compiler.test_device_fit import with_budget
 from tests.tiny_compile import (
@@ -343,8 +345,11 @@ def test_resume_measures_nothing_twice(
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
     monkeypatch.setattr(pipeline, "calibrate", fails)
     monkeypatch.setattr("moec.compiler.trials.Trials._measure_kl", fails)
-    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True)
+    notes: list[str] = []
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
     assert contents(tmp_path / "out") == whole
+    (sentence,) = (note for note in notes if "taking up" in note)
+    assert re.search(r"taking up \d+ finished stages from `.*out.work`: calibration, fisher, \d+ x kl$", sentence)
 
 
 def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -353,7 +358,9 @@ def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path:
 
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", 0.2, data=str(texts), open_runtime=fails)
-    compile_tiny(model, tmp_path / "out", "bits_per_weight", 3.0, resume=True)
+    notes: list[str] = []
+    compile_tiny(model, tmp_path / "out", "bits_per_weight", 3.0, resume=True, talk=Talk(notes.append))
+    assert any("no finished stage of these inputs" in note for note in notes)
     assert names(tmp_path) == {"out"}
     assert check_bundle(tmp_path / "out")["trials"] == []
 

@@ -134,6 +134,11 @@ def test_the_report_in_a_terminal() -> None:
     lines = plan_heat_map(quality).splitlines()
     assert lines[1] == "layer   0  234 888 234 234" and lines[2] == "layer   1  234 234 234 234"
     assert "q2g64 x7" in lines[-1]
+    for bits in quality["bits"]["units"].values():
+        bits[0], bits[1] = [1.0, 16.0] * 32, []
+    wide = plan_heat_map(quality).splitlines()
+    assert wide[1] == f"layer 0  {'▁█' * 32}  8.50" and wide[2] == "layer 1  no routed experts"
+    assert max(map(len, wide)) < 110 and "q2g64 x7" in wide[-1]
     table = loss_table(quality)
     assert "1.00 %" in table and "96.00%" in table and "supported" in table
     assert "this bundle" in comparison_table(quality) and "best uniform" in comparison_table(quality)

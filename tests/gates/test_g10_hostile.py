@@ -17,11 +17,11 @@ import pytest
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.errors import BundleError, BundleIncomplete, ManifestInvalid, MoecError
-from moec.manifests.safetensors_header import build_header, read_header
+from moec.manifests.safetensors_header import read_header
 from moec.runtime.bundle import open_bundle
 from moec.runtime.statistics import peak_memory_bytes, reset_peak_memory
 from tests.gates.bundles import emit_bundle
-from tests.gates.damage import IO_MODES, check, flip, places, plain_manifest, run, seal, seal_files
+from tests.gates.damage import IO_MODES, check, flip, places, plain_manifest, run, seal, seal_files, write_tables
 from tests.manifests.examples import get, paths, put
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -305,21 +305,6 @@ def test_any_value_anywhere(bundle: Path) -> None:
     assert 0 < ran < 125
 
 
-def write_tables(bundle: Path, **changes: np.ndarray | None) -> None:
-    """Tables with some tensors replaced, and a manifest that agrees."""
-    kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64", "<f4": "F32", "|u1": "U8"}
-    tensors: dict[str, np.ndarray | None] = {
-        "popularity": np.ones((2, 3), np.uint32), "transitions": np.ones((1, 3, 3), np.uint32),
-        "path.keys": np.zeros((0, 3), np.int32), "path.offsets": np.zeros(1, np.int64),
-        "path.experts": np.zeros(0, np.uint16), "path.counts": np.zeros(0, np.uint32),
-    }  # fmt: skip
-    tensors.update({name.replace("_", "."): value for name, value in changes.items()})
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    header = build_header({name: (kinds[value.dtype.str], value.shape) for name, value in kept.items()})
-    (bundle / TABLES_NAME).write_bytes(header + b"".join(value.tobytes() for value in kept.values()))
-    seal_files(bundle)
-
-
 PATHS = {
     "path_keys": np.array([[2, 0, 1]], np.int32), "path_offsets": np.array([0, 2], np.int64),
     "path_experts": np.array([0, 1], np.uint16), "path_counts": np.array([3, 4], np.uint32),
@@ -338,10 +323,14 @@ PATHS = {
         {"path_offsets": np.array([0, -1])}, {"path_offsets": np.zeros((2, 1), np.int64)},
         {"path_experts": np.array([0, 3], np.uint16)}, {"path_experts": np.array([0, -9], np.int32)},
         {"path_counts": np.array([3], np.uint32)}, {"path_counts": np.array([3, -4], np.int64)},
+        {"path_keys": np.array([[2, 0, 1], [2, 0, 0]], np.int32), "path_offsets": np.array([0, 1, 2])},
+        {"path_keys": np.array([[2, 0, 1], [1, 9, 9]], np.int32), "path_offsets": np.array([0, 1, 2])},
+        {"path_keys": np.array([[2, 0, 1], [2, 0, 1]], np.int32), "path_offsets": np.array([0, 1, 2])},
+        {"path_more": np.zeros(1, np.uint16)}, {"alignment_bytes": 2048},
     ],
 )  # fmt: skip
 def test_hostile_tables(bundle: Path, changes: dict[str, Any]) -> None:
-    has_paths = any(name.startswith("path") and value.size for name, value in changes.items() if value is not None)
+    has_paths = any(name.startswith("path") and value is not None and value.size for name, value in changes.items())
     write_tables(bundle, **{**(PATHS if has_paths else {}), **changes})
     for action in (check, run):
         assert isinstance(refused(lambda act=action: act(bundle), TABLES_NAME), ManifestInvalid)
@@ -355,7 +344,8 @@ def test_offsets_whose_differences_overflow(bundle: Path) -> None:
 
 
 def test_tables_that_are_well_formed_are_accepted(bundle: Path) -> None:
-    write_tables(bundle, **PATHS)
+    keys = {"path_keys": np.array([[1, 2, 2], [2, 0, 1]], np.int32), "path_offsets": np.array([0, 1, 2])}
+    write_tables(bundle, **{**PATHS, **keys, "router_score_quantiles": np.zeros((2, 3), np.float32)})
     check(bundle)
     run(bundle, prefetch="path")
 

@@ -124,6 +124,21 @@ def test_the_context_ends_an_answer(engine: Engine) -> None:
     assert len(generate_many(engine, [full], [[5]], [50])[0]) == 1
 
 
+@pytest.mark.parametrize("kind", ["none", "right", "wrong at every place", "far too long"])
+def test_a_stop_text_ends_an_answer_with_its_token(
+    engine: Engine, prompts: list[list[int]], alone: list[list[int]], kind: str
+) -> None:
+    """A text that the third token completes, whatever came before; one that never comes; none."""
+    decode = engine.tokenizer.decode
+    stops = [(decode(answer[1:3]), "nowhere") if index % 2 else () for index, answer in enumerate(alone)]
+    expected = [
+        next((answer[:end] for end in range(1, len(answer)) if any(s in decode(answer[:end]) for s in stop)), answer)
+        for answer, stop in zip(alone, stops, strict=True)
+    ]
+    assert sum(map(len, expected)) < sum(map(len, alone))
+    assert generate_many(engine, prompts, drafts_of(kind, alone), LIMITS, stops=stops) == expected
+
+
 def test_nothing_to_do(engine: Engine) -> None:
     assert generate_many(engine, [], [], []) == []
     assert list(forced_logits(engine, [])) == []

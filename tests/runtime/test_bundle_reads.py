@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moec.manifests.bundle import DENSE_NAME
 from moec.manifests.errors import BundleIncomplete
-from moec.runtime.bundle import open_bundle
+from moec.runtime.bundle import open_bundle, verify_bundle
 
 
 @pytest.mark.parametrize("flag", [getattr(os, "O_DIRECT", 0), 0])
@@ -25,6 +26,23 @@ def test_any_range_is_what_the_file_holds(
         place = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         bundle.read_into(DENSE_NAME, offset, place)
         assert place.tobytes() == whole[offset : offset + size]
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 4096, 1000])
+def test_verify_reads_every_byte_once(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """Parts that begin and end inside a piece of what is read, and in several."""
+    bundle, opened, seen, plain = open_bundle(tiny_bundle), list[str](), list[tuple[int, int]](), Path.open
+
+    def open_counted(path: Path, *rest: Any) -> Any:
+        opened.append(path.name)
+        return plain(path, *rest)
+
+    monkeypatch.setattr(Path, "open", open_counted)
+    monkeypatch.setattr("moec.runtime.bundle.CHUNK_BYTES", piece_bytes)
+    verify_bundle(bundle, lambda *done: seen.append(done))
+    files = bundle.manifest.files
+    assert sorted(opened) == sorted(entry.name for entry in files)
+    assert seen[-1] == (sum(entry.size_bytes for entry in files),) * 2
 
 
 def test_a_file_that_ends_early_is_named(tiny_bundle: Path) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.advice import no_advice, recorded_advice
 from moec.runtime.eviction import SCORES, expert_records, warm_order
-from moec.runtime.expert_cache import LOADING, QUEUED, ExpertCache
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.residency import LOADING, QUEUED
 from moec.runtime.simulate import replay
 from moec.runtime.timeline import DeviceRates, Timeline, predict_timeline
 from moec.runtime.trace import Trace, TracedPass, TraceHeader
@@ -64,7 +65,8 @@ def test_a_miss_waits_for_its_read_and_a_hit_does_not() -> None:
     # Misses: 10 dense + 5 latency + 100 bytes + 20 expert = 135. The last is a hit: 30.
     assert found.ttft_ns == 135
     assert (found.tpot_p50_ns, found.tpot_p95_ns, found.tpot_mean_ns) == (135, 135, 100)
-    assert (found.misses, found.hits, found.evictions, found.rereads, found.bytes_read) == (3, 1, 2, 1, 300)
+    cache = found.cache
+    assert (cache.misses, cache.hits, cache.evictions, cache.rereads, cache.bytes_read) == (3, 1, 2, 1, 300)
     assert found.stall == pytest.approx(210 / 300) == found.busy
     assert found.decode_bytes_read_per_token == pytest.approx(200 / 3) and found.tokens == 4
     assert found.tokens_per_s == pytest.approx(1e7)
@@ -97,7 +99,8 @@ def test_advice_is_read_while_a_layer_computes() -> None:
     ahead = small(passes, 400, pins=400)
     assert alone.ttft_ns == 2 * (10 + 105 + 200)
     assert ahead.ttft_ns == (10 + 105 + 200) + (10 + 200)
-    assert (ahead.prefetch_reads, ahead.prefetch_used, ahead.hits, alone.prefetch_reads) == (1, 1, 1, 0)
+    cache = ahead.cache
+    assert (cache.prefetch_reads, cache.prefetch_used, cache.hits, alone.cache.prefetch_reads) == (1, 1, 1, 0)
 
 
 def test_demand_overtakes_advice_that_has_not_begun_and_waits_for_what_has() -> None:
@@ -106,10 +109,10 @@ def test_demand_overtakes_advice_that_has_not_begun_and_waits_for_what_has() -> 
     found = small(passes, 400, pins=400)
     # Layer 0 reads until 115, computes until 155, layer 1 is ready at 165: expert 2 arrives at 220, then 105 for 3.
     assert found.ttft_ns == 220 + 105 + 40
-    assert (found.late_hits, found.prefetch_reads, found.misses) == (0, 1, 2)
+    assert (found.cache.late_hits, found.cache.prefetch_reads, found.cache.misses) == (0, 1, 2)
     # One reader later the wanted one is under way already.
     late = small([one_token([[0], [0]], experts=40, advice=[[2, 3], []])], 400, pins=400)
-    assert late.ttft_ns == 220 + 40 and late.late_hits == 1
+    assert late.ttft_ns == 220 + 40 and late.cache.late_hits == 1
 
 
 def test_a_slower_processor_takes_longer_and_hides_more() -> None:
@@ -163,8 +166,7 @@ def test_without_advice_time_changes_no_count(
     warm = warm_order(records).tolist()
     found = predict_timeline(trace, sizes, capacity, records, policy, device, no_advice, capacity, warm)
     counts = replay(trace.accesses(), sizes, capacity, records, policy, warm)
-    for name in ("lookups", "hits", "misses", "rereads", "evictions", "bytes_read"):
-        assert getattr(found, name) == getattr(counts, name)
+    assert found.cache.counts() == counts.counts()
     again = predict_timeline(trace, sizes, capacity, records, policy, device, no_advice, capacity, warm)
     assert again == found
     faster = replace(device, storage_bytes_per_s=2 * device.storage_bytes_per_s)
@@ -179,7 +181,7 @@ def test_advice_keeps_the_ledger_and_bounds_the_time(
 ) -> None:
     capacity, records = TOP_K * int(sizes.max()) + room, expert_records(LAYER, popularity, LAYERS)
     found = predict_timeline(trace, sizes, capacity, records, "lrfu", device, recorded_advice, min(pins, capacity))
-    assert found.prefetch_used <= found.prefetch_reads and found.late_hits <= found.misses
+    assert found.cache.prefetch_used <= found.cache.prefetch_reads and found.cache.late_hits <= found.cache.misses
     assert 0 <= found.stall <= 1 and 0 <= found.busy <= 1
     steps = (found.tpot_mean_ns or 0) * (found.tokens - 1) + found.ttft_ns
     compute = sum(round(each.elapsed_ns * device.compute_scale) for each in trace.passes)
@@ -216,7 +218,4 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
             for _ in cache.stream(layer, experts, each.advice[layer], together=True):
                 wait_until_idle(cache)
     cache.close()
-    stats = cache.stats
-    for name in ("lookups", "hits", "misses", "late_hits", "rereads", "evictions", "bytes_read", "prefetch_reads"):
-        assert getattr(found, name) == getattr(stats, name), name
-    assert found.prefetch_used == stats.prefetch_used
+    assert found.cache.counts() == cache.stats.counts()

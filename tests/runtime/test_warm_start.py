@@ -30,7 +30,7 @@ def test_demand_overtakes_the_warm_start(in_time: InTime) -> None:
     stream = cache.stream(0, [7])
     found = threading.Thread(target=lambda: each(stream))
     found.start()
-    in_time(lambda: wait_for(lambda: len(cache._demand) == 1))
+    in_time(lambda: wait_for(lambda: len(cache._ledger.demand) == 1))
     source.gate.set()
     in_time(found.join)
     in_time(cache.finish_warming)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,4 +271,12 @@ def test_a_bundle_that_would_not_open_is_not_left_behind(tmp_path: Path) -> None
     manifest = encode_manifest(manifest_of(files, experts))
     data = assemble(cut([manifest, *(data for _, data in sorted(files.items()))]), len(manifest))
     assert isinstance(refused(tmp_path, data), ManifestInvalid)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_bundle_that_is_not_certified_is_not_unpacked(tmp_path: Path) -> None:
+    files, experts = files_and_experts()
+    manifest = encode_manifest(replace(manifest_of(files, experts), certified=False))
+    data = assemble(cut([manifest, *(data for _, data in sorted(files.items()))]), len(manifest))
+    assert "not certified" in refused(tmp_path, data).message
     assert not (tmp_path / "out.partial").exists()

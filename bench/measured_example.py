@@ -1,0 +1,66 @@
+"""The shipped example, calibrated, and trials that measure KL on its validation answers: what benchmarks start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moec.compiler.calibration import calibrate
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk
+from moec.compiler.families import lower
+from moec.compiler.families.lowering import Lowering
+from moec.compiler.fisher import TEXTS, predict_units
+from moec.compiler.journal import Journal
+from moec.compiler.plan import CompilePlan
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.sensitivity import dense_formats, plain_plan
+from moec.compiler.trials import TaskData, Trials
+from moec.compiler.unit_store import UnitStore
+from moec.evaluation.data import SplitData, load_splits
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+
+CALIBRATION_ITEMS = 500
+
+
+def silent(done: int, total: int) -> None:
+    """No progress bar."""
+
+
+@dataclass(frozen=True)
+class MeasuredExample:
+    """plain: everything at 16 bits. texts: prompts and answers that calibrated it, which no trial measures."""
+
+    lowering: Lowering
+    reference: ReferenceModel
+    splits: SplitData
+    texts: Sequence[tuple[str, str]]
+    store: UnitStore
+    plain: CompilePlan
+
+    def trials(self, work: Path, kl_items: int) -> Trials:
+        """Trials on so many validation answers; measurements are kept in the folder `work`."""
+        data = (TaskData(self.splits.task, self.splits.validation, 1, ()),)
+        return Trials(self.reference, self.store, data, kl_items, silent, Journal(work, "bench", Disk()))
+
+    def fisher(self, specs: Sequence[QuantSpec], journal: Journal) -> dict[tuple[UnitKey, QuantSpec], float]:
+        """Predicted KL of every unit in every format, as a compile asks for it."""
+        asked = [self.reference.encode_pairs(self.texts[:TEXTS])]
+        return predict_units(self.reference, self.store, specs, asked, 0, journal, silent)
+
+    def dense(self, bitwidth: int) -> Mapping[str, QuantSpec]:
+        """All dense weights at one bitwidth."""
+        return dense_formats(self.plain, (bitwidth,), 64, self.lowering.float_type)[0]
+
+
+def measured_example(model: str, data: str) -> MeasuredExample:
+    """A model folder and a folder of splits, calibrated on CALIBRATION_ITEMS of the train split for GPTQ."""
+    splits = load_splits(data, None)
+    splits = replace(splits, train=splits.train.limit(CALIBRATION_ITEMS, 0))
+    lowering, reference = lower(open_checkpoint(model)), ReferenceModel(model)
+    texts = [(splits.task.prompt(item, ()), splits.task.answer(item)) for item in splits.train.items]
+    moments = calibrate(reference, reference.encode_pairs(texts)).second_moments
+    plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
+    return MeasuredExample(lowering, reference, splits, texts, UnitStore(lowering, moments, "gptq"), plain)
