@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--bits", type=int, help="round the routed experts to this many bits first")
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     model = read_model(options.model)
     if options.bits:
         round_experts(model, options.bits)
