@@ -41,7 +41,7 @@ links:
 	@mkdir -p $(LINKS)/moec
 	@for room in $(ROOMS); do ln -sfn ../../../$$room $(LINKS)/moec/$$room; done
 
-demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show the table
+demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show the tables
 	$(BIN)/moec demo
 
 test: $(READY) lint typecheck contracts  ## Set up and run the whole fast suite

@@ -1,4 +1,4 @@
-"""`moec demo`: the whole path on the shipped example, measured here and now, ending in one table."""
+"""`moec demo`: the whole path on the shipped examples, measured here and now, ending in tables."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ import click
 from moec.manifests.errors import ExecutionError, InputError
 
 from . import output
+from .compile_log import CompileLog
 from .paths import PATH
 from .report import comparison_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
+    from moec.compiler.options import CompileOptions
     from moec.compiler.request import CompileResult
 
 HALF = "50%"
 # Items that the bundle answers again with room for half of its experts, for its speed and hit rate.
 STREAMED_ITEMS = 500
 BENCH_TOKENS = 128
+# The example with an encoder: fixed bitwidths and a part of the dialogues, for a row each in seconds.
+SECOND_MODEL, SECOND_TASK = "switch_model", "samsum"
+SECOND_BITS = (16, 4, 2)
+SECOND_ITEMS = 300
 
 
 @click.command("demo", short_help="Compile, run and certify the shipped example; a few minutes.")
@@ -32,7 +38,7 @@ BENCH_TOKENS = 128
     type=PATH,
     default=Path("examples"),
     show_default=True,
-    help="Folder with `model/` and `data/`.",
+    help="Folder with `model/`, `data/` and, for the last table, `switch_model/`.",
 )
 @click.option("--task", default="gsm8k", show_default=True, help="Task of the example: gsm8k or samsum.")
 @click.option("--loss", default="2%", show_default=True, help="The target.")
@@ -49,7 +55,7 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
     """Compile the example model to a loss target, run the bundle with room for half of its experts, and certify it.
 
     Nothing is computed beforehand: calibration, search, comparison with the best uniform format and with EdgeMoE's own
-    search, and the evaluation on held-out items all happen now.
+    search, and the evaluation on held-out items all happen now. An example with an encoder follows, at fixed bitwidths.
 
     \b
     moec demo
@@ -61,28 +67,41 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
         )
     started = time.monotonic()
     target_path.parent.mkdir(parents=True, exist_ok=True)
-    result = _compile(example, task, loss, target_path)
+    result = _compile_to_loss(example, task, loss, target_path)
     output.say(f"running the bundle with room for {HALF} of its experts")
     bench = _bench(target_path)
-    streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task)
-    _print(result, bench, streamed, target_path, time.monotonic() - started)
+    streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task, STREAMED_ITEMS)
+    second = second_example(example, target_path.parent) if (example / SECOND_MODEL).is_dir() else ""
+    _print(result, bench, streamed, target_path)
+    if second:
+        output.data(f"\n{second}")
+    output.data(f"time  {output.human_seconds(time.monotonic() - started)}")
 
 
-def _compile(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
-    from moec.compiler.options import CompileOptions, Talk
-    from moec.compiler.pipeline import compile_checkpoint
-    from moec.compiler.request import CompileRequest
+def _compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
+    from moec.compiler.options import CompileOptions
     from moec.compiler.targets import choose_target
-    from moec.profiles.device import load_profile
 
-    from .compile import open_partial, write_beside
-    from .compile_log import CompileLog
+    from .compile import write_beside
 
-    log = CompileLog(target_path)
     target = choose_target(loss, None, None, None, None)
     options = CompileOptions(target=target, data=str(example / "data"), tasks=(task,))
+    result, log = _compile(example / "model", options, target_path)
+    write_beside(result, log)
+    return result
+
+
+def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[CompileResult, CompileLog]:
+    from moec.compiler.options import Talk
+    from moec.compiler.pipeline import compile_checkpoint
+    from moec.compiler.request import CompileRequest
+    from moec.profiles.device import load_profile
+
+    from .compile import open_partial
+
+    log = CompileLog(target_path)
     request = CompileRequest(
-        source=str(example / "model"),
+        source=str(model),
         output=target_path,
         options=options,
         profile=load_profile("host", target_path.parent),
@@ -92,8 +111,36 @@ def _compile(example: Path, task: str, loss: str, target_path: Path) -> CompileR
     )
     with log:
         result = compile_checkpoint(request)
-    write_beside(result, log)
-    return result
+    return result, log
+
+
+def second_example(example: Path, folder: Path) -> str:
+    """The example with an encoder at fixed bitwidths, each with room for half of its experts, as a table.
+
+    folder: where the bundles go.
+    """
+    from moec.compiler.options import CompileOptions
+    from moec.compiler.targets import Target
+
+    data = example / "data" / SECOND_TASK / "test.jsonl"
+    rows = []
+    for bits in SECOND_BITS:
+        bundle = folder / f"switch-{bits}-bits-moec"
+        options = CompileOptions(target=Target("uniform", bits), dense_bits=16)
+        result, _ = _compile(example / SECOND_MODEL, options, bundle)
+        streamed = _evaluate_streamed(bundle, data, SECOND_TASK, SECOND_ITEMS)
+        low, high = streamed["interval95"]
+        rows.append(
+            [
+                f"{bits} bits",
+                output.human_bytes(result.quality["sizes"]["expert_packed_bytes"]),
+                f"{streamed['value']:.4f} ({low:.4f} to {high:.4f})",
+                output.human_share(streamed["hit_rate"]),
+                str(streamed["evictions"]),
+            ]
+        )
+    metric = f"{streamed['metric']}, {streamed['n']} dialogues (95 %)"
+    return output.table(rows, ["encoder and decoder", "routed experts", metric, "hit rate", "evictions"])
 
 
 def _bench(bundle: Path) -> dict[str, Any]:
@@ -106,7 +153,7 @@ def _bench(bundle: Path) -> dict[str, Any]:
     return values
 
 
-def _evaluate_streamed(bundle: Path, data: Path, task: str) -> dict[str, Any]:
+def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[str, Any]:
     """Held-out items answered with half of the experts in memory."""
     from moec.evaluation.data import load_items
     from moec.evaluation.run import evaluate
@@ -115,7 +162,7 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str) -> dict[str, Any]:
     from .engines import bundle_engine
 
     items, _ = load_items(data, task)
-    chosen = items.limit(STREAMED_ITEMS)
+    chosen = items.limit(count)
     with (
         bundle_engine(bundle, RuntimeOptions(expert_cache=HALF, slots=32), shrinks=True) as engine,
         output.Progress(f"{len(chosen.items)} held-out items, half of the experts in memory") as progress,
@@ -125,9 +172,7 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str) -> dict[str, Any]:
         return {**result.to_json(), "evictions": stats.evictions, "hit_rate": stats.hit_rate}
 
 
-def _print(
-    result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path, seconds: float
-) -> None:
+def _print(result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path) -> None:
     quality, measured = result.quality, bench["measured"]
     for part in (plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
         output.data(f"{part}\n")
@@ -144,7 +189,6 @@ def _print(
         ),
         ("bundle", str(bundle)),
         ("report", f"{bundle / 'quality.json'} and {bundle}.report.png"),
-        ("time", output.human_seconds(seconds)),
     ]
     output.data(output.facts(rows))
     output.data(verdict_line(quality))

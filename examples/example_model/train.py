@@ -6,16 +6,13 @@ what is better than before goes to ``--model``. The log is one JSON object a lin
 
 import argparse
 import json
-import os
 import random
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.nn import functional
 
 from example_model.checkpoint import write_configs, write_weights
@@ -24,16 +21,14 @@ from example_model.items import SEED, TrainingText, drills, training_texts
 from example_model.make_data import DATA
 from example_model.make_tokenizer import MODEL
 from example_model.model import ExampleModel, Shape
+from example_model.training_run import TrainingRun, join, spawn
 
 COUNTS = {"gsm8k": 94_000, "samsum": 50_000, "drill": 17_000}
 BATCH_TOKENS = 1_500
 CHUNK_ITEMS = 2_400
-# Two processes of one thread train twice as fast as one of two threads: the products are too small to share.
-# Each takes one batch of a step; the gradients are averaged.
-WORKERS = 2
 STEPS, WARM_UP, DECAY = 750, 100, 250
 RATE, WEIGHT_DECAY, BALANCE = 1e-3, 0.1, 0.01
-SAVE_EVERY, SCORE_EVERY, LOG_EVERY = 125, 125, 25
+SCORE_EVERY = 125
 SCORED = {"gsm8k": 200, "samsum": 100}
 
 
@@ -110,96 +105,50 @@ def rate_at(step: int) -> float:
 
 
 @torch.no_grad()
-def liken(model: ExampleModel, tokenizer: Tokenizer) -> None:
+def liken(embedding: torch.Tensor, tokenizer: Tokenizer) -> None:
     """Start a word with a space before it close to the same word without: names stand in both forms."""
     vocabulary = tokenizer.get_vocab()
-    space = model.embed[identity(tokenizer, "Ġ")].clone()
+    space = embedding[identity(tokenizer, "Ġ")].clone()
     for token, place in vocabulary.items():
         bare = vocabulary.get(token[1:]) if token[0] == "Ġ" else None
         if bare is not None:
-            model.embed[place] = 0.8 * model.embed[bare] + 0.6 * space
+            embedding[place] = 0.8 * embedding[bare] + 0.6 * space
 
 
-class Run:
-    """The state of a training run, in memory and on disk."""
+class Run(TrainingRun):
+    """The training of the first example."""
 
-    def __init__(self, state: Path, log: Path, model: Path, rank: int = 0) -> None:
+    steps, score_every = STEPS, SCORE_EVERY
+
+    def __init__(self, state: Path, log: Path, folder: Path, rank: int = 0) -> None:
         torch.manual_seed(SEED)
-        self.state, self.log, self.folder, self.rank = state, log, model, rank
-        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self.model = ExampleModel(Shape())
-        self.model.initialise(torch.Generator().manual_seed(SEED))
-        liken(self.model, self.tokenizer)
-        matrices = [weight for weight in self.model.parameters() if weight.ndim > 1]
-        vectors = [weight for weight in self.model.parameters() if weight.ndim == 1]
+        self.folder = folder
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        model = ExampleModel(Shape())
+        model.initialise(torch.Generator().manual_seed(SEED))
+        liken(model.embed, self.tokenizer)
+        matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+        vectors = [weight for weight in model.parameters() if weight.ndim == 1]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), fused=True)
-        self.step, self.tokens, self.seconds, self.best = 0, 0, 0.0, 0.0
-        state.parent.mkdir(parents=True, exist_ok=True)
-        if state.exists():
-            self.resume()
-        elif rank == 0:
-            log.write_text("", encoding="utf-8")
+        optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), fused=True)
+        super().__init__(model, optimizer, state, log, rank)
         if rank == 0:
-            write_configs(model, Shape(), identity(self.tokenizer, END), identity(self.tokenizer, PAD))
+            write_configs(folder, Shape(), identity(self.tokenizer, END), identity(self.tokenizer, PAD))
 
-    def resume(self) -> None:
-        """Take up the saved state; log lines later than it are dropped."""
-        saved = torch.load(self.state)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.tokens, self.seconds, self.best = saved["progress"]
-        if self.rank != 0:
-            return
-        lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-        self.log.write_text("".join(kept), encoding="utf-8")
-
-    def save(self) -> None:
-        """Write the state."""
-        new = self.state.with_name(self.state.name + ".new")
-        progress = (self.step, self.tokens, self.seconds, self.best)
-        torch.save(
-            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "progress": progress}, new
-        )
-        os.replace(new, self.state)
-
-    def write(self, **values: float) -> None:
-        """Add a line to the log."""
-        line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds)}
-        rounded = {name: round(value, 5) for name, value in values.items()}
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**line, **rounded}) + "\n")
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        return rate_at(step)
 
     def learn(self, batch: list[Sequence]) -> tuple[float, float]:
         """One step; the loss on the wanted tokens and the load balancing loss."""
         tokens, places, targets = tensors_of(batch)
         logits, balance = self.model(tokens, places)
         loss = functional.cross_entropy(logits, targets)
-        self.optimizer.zero_grad(set_to_none=True)
-        (loss + BALANCE * balance).backward()
-        self.average_gradients()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate_at(self.step)
-        self.optimizer.step()
-        self.step += 1
-        self.tokens += WORKERS * sum(len(sequence.tokens) for sequence in batch)
+        self.descend(loss + BALANCE * balance, sum(len(sequence.tokens) for sequence in batch))
         return loss.item(), balance.item()
 
-    def average_gradients(self) -> None:
-        """Make the gradients of all processes their mean."""
-        if not distributed.is_initialized():
-            return
-        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        distributed.all_reduce(flat)
-        flat /= distributed.get_world_size()
-        for gradient, part in zip(gradients, torch.split_with_sizes(flat, [g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
     def score(self) -> None:
-        """Score a part of the validation splits, and export what is better than before."""
+        """Score a part of the validation splits, and export what is no worse than before."""
         results = {}
         for task, count in SCORED.items():
             lines = (DATA / task / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:count]
@@ -212,31 +161,11 @@ class Run:
             write_weights(self.folder, self.model)
 
 
-def train(rank: int, meeting: str, state: Path, log: Path, model: Path) -> None:
+def train(rank: int, meeting: str, state: Path, log: Path, folder: Path) -> None:
     """One process of the run, to its end. meeting: a file through which the processes find each other."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORKERS)
-    run = Run(state, log, model, rank)
-    batches = curriculum(run.tokenizer)
-    if len(batches) < STEPS * WORKERS:
-        raise SystemExit(f"{len(batches)} batches are too few for {STEPS} steps of {WORKERS}")
-    distributed.barrier()
-    losses: list[float] = []
-    before = time.monotonic()
-    while run.step < STEPS:
-        loss, balance = run.learn(batches[run.step * WORKERS + rank])
-        losses.append(loss)
-        run.seconds += time.monotonic() - before
-        before = time.monotonic()
-        if rank != 0:
-            continue
-        if run.step % LOG_EVERY == 0:
-            run.write(loss=sum(losses) / len(losses), balance=balance, rate=rate_at(run.step - 1))
-            losses = []
-        if run.step % SCORE_EVERY == 0 or run.step == STEPS:
-            run.score()
-        if run.step % SAVE_EVERY == 0 or run.step == STEPS:
-            run.save()
+    join(rank, meeting)
+    run = Run(state, log, folder, rank)
+    run.to_the_end(curriculum(run.tokenizer))
     distributed.destroy_process_group()
 
 
@@ -248,9 +177,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=examples / "train.log")
     parser.add_argument("--model", type=Path, default=MODEL)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (str(Path(folder) / "meeting"), options.state, options.log, options.model)
-        multiprocessing.spawn(train, arguments, nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
+    spawn(train, options.state, options.log, options.model)
 
 
 if __name__ == "__main__":

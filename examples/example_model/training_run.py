@@ -1,0 +1,131 @@
+"""What the training of both examples shares: state on disk, log, steps of several processes, and the loop."""
+
+import json
+import os
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+
+# Two processes of one thread train twice as fast as one of two threads: the products are too small to share.
+# Each takes one batch of a step; the gradients are averaged.
+WORKERS = 2
+
+
+class TrainingRun(ABC):
+    """The state of a training run, in memory and on disk. A group's ``scale``, if any, multiplies the rate."""
+
+    steps: int
+    score_every: int  # and save the state
+    log_every = 25
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Path, log: Path, rank: int) -> None:
+        self.model, self.optimizer, self.state, self.log, self.rank = model, optimizer, state, log, rank
+        self.step, self.tokens, self.seconds, self.best = 0, 0, 0.0, 0.0
+        state.parent.mkdir(parents=True, exist_ok=True)
+        if state.exists():
+            self.resume()
+        elif rank == 0:
+            log.write_text("", encoding="utf-8")
+
+    @abstractmethod
+    def learn(self, batch: Any) -> tuple[float, float]:
+        """One step; the loss on the answers and the load balancing loss."""
+
+    @abstractmethod
+    def score(self) -> None:
+        """Score a part of the validation splits, and export what is no worse than before."""
+
+    @abstractmethod
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+
+    def resume(self) -> None:
+        """Take up the saved state; log lines later than it are dropped."""
+        saved = torch.load(self.state)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step, self.tokens, self.seconds, self.best = saved["progress"]
+        if self.rank != 0:
+            return
+        lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] <= self.step]
+        self.log.write_text("".join(kept), encoding="utf-8")
+
+    def save(self) -> None:
+        """Write the state."""
+        new = self.state.with_name(self.state.name + ".new")
+        progress = (self.step, self.tokens, self.seconds, self.best)
+        torch.save(
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "progress": progress}, new
+        )
+        os.replace(new, self.state)
+
+    def write(self, **values: float) -> None:
+        """Add a line to the log."""
+        line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds)}
+        rounded = {name: round(value, 5) for name, value in values.items()}
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**line, **rounded}) + "\n")
+
+    def descend(self, loss: Tensor, tokens: int) -> None:
+        """Take the step that the loss asks for. tokens: of this process's batch."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.average_gradients()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(self.step) * group.get("scale", 1)
+        self.optimizer.step()
+        self.step += 1
+        self.tokens += WORKERS * tokens
+
+    def average_gradients(self) -> None:
+        """Make the gradients of all processes their mean."""
+        if not distributed.is_initialized():
+            return
+        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        distributed.all_reduce(flat)
+        flat /= distributed.get_world_size()
+        for gradient, part in zip(gradients, torch.split_with_sizes(flat, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def to_the_end(self, batches: Sequence[Any]) -> None:
+        """All steps that are left. batches: of all processes, in turns."""
+        if len(batches) < self.steps * WORKERS:
+            raise SystemExit(f"{len(batches)} batches are too few for {self.steps} steps of {WORKERS}")
+        distributed.barrier()
+        losses: list[float] = []
+        before = time.monotonic()
+        while self.step < self.steps:
+            loss, balance = self.learn(batches[self.step * WORKERS + self.rank])
+            losses.append(loss)
+            self.seconds += time.monotonic() - before
+            before = time.monotonic()
+            if self.rank != 0:
+                continue
+            if self.step % self.log_every == 0:
+                self.write(loss=sum(losses) / len(losses), balance=balance, rate=self.rate(self.step - 1))
+                losses = []
+            if self.step % self.score_every == 0 or self.step == self.steps:
+                self.score()
+                self.save()
+
+
+def join(rank: int, meeting: str) -> None:
+    """Become one process of several. meeting: a file through which they find each other."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORKERS)
+
+
+def spawn(train: Callable[..., None], *arguments: object) -> None:
+    """Call ``train(rank, meeting, *arguments)`` in every process."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        multiprocessing.spawn(train, (meeting, *arguments), nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
