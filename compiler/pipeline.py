@@ -169,7 +169,7 @@ def _check_weights(stage: _Stage) -> None:
 
 def _uniform_spec(stage: _Stage) -> QuantSpec:
     """The format of all experts; 4 bits of a checkpoint of 4-bit floats are those, unless groups are asked for."""
-    options, bits = stage.request.options, int(stage.request.options.target.value)
+    options, bits = stage.request.options, stage.request.options.target.value
     if bits == 16:
         return stage.lowering.spec_16bit
     if bits == 4 and stage.lowering.own_unit_spec.is_mxfp4 and not options.group_sizes and options.symmetric is None:

@@ -11,7 +11,7 @@ from .plan import CompilePlan
 
 def uniform_plan(
     model: ModelSpec,
-    bitwidth: int,
+    bitwidth: float,
     group_size: int,
     dense_bits: int,
     float_type: FloatType,

@@ -120,10 +120,8 @@ def _compensate(weights: Tensor, prepared: PreparedInputs, nearest: list[Quantiz
     spec, order, factors = nearest[0].spec, prepared.order, prepared.factors
     columns = order.shape[1]
     scales = torch.stack([nearest[at].scales.float() for at in seen])
-    if spec.symmetric:
-        minima = -scales * float(2 ** (spec.bitwidth - 1))
-    else:
-        minima = torch.stack([_minima(nearest[at]) for at in seen])
+    centre = float(spec.centre)
+    minima = -scales * centre if spec.symmetric else torch.stack([_minima(nearest[at]) for at in seen])
     group = order // (columns // scales.shape[2])
     by_column = order[:, :, None].expand(-1, -1, weights.shape[1])
     work = weights[seen].transpose(1, 2).gather(1, by_column)
@@ -133,7 +131,7 @@ def _compensate(weights: Tensor, prepared: PreparedInputs, nearest: list[Quantiz
         factors,
         scales.transpose(1, 2).gather(1, by_group),
         minima.transpose(1, 2).gather(1, by_group),
-        float(2**spec.bitwidth - 1),
+        float(spec.largest_code),
     )
     back = order.argsort(dim=1)[:, :, None].expand_as(by_column)
     return codes.gather(1, back).transpose(1, 2).contiguous()
