@@ -28,7 +28,7 @@ def refit(weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> QuantizedM
     offset = matrix.spec.centre if matrix.minima is None else 0
     parts = [
         _steps(codes.float() - offset, left, moment, groups, matrix.minima is not None)
-        for codes, left in zip(matrix.codes.split(rows), residual.split(rows), strict=True)
+        for codes, left in zip(torch.split(matrix.codes, rows), torch.split(residual, rows), strict=True)
     ]
     steps = torch.cat(parts)
     scales = (matrix.scales.float() + steps[:, :groups]).half()
@@ -58,4 +58,5 @@ def _steps(codes: Tensor, residual: Tensor, moment: Tensor, groups: int, has_min
         wanted.append(left.sum(-1))
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += (_RIDGE * diagonal.mean(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.linalg.solve(system, torch.cat(wanted, 1).double()).float()
+    steps: Tensor = torch.linalg.solve(system, torch.cat(wanted, 1).double())
+    return steps.float()
