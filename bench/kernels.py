@@ -22,7 +22,7 @@ import numpy as np
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 
-FORMATS = ("q1g64", "q2g64", "q3g64", "q4g64", "q4g32s", "mxfp4", "q8g64", "bf16")
+FORMATS = ("q1g64", "q1.6g128s", "q2g64", "q3g64", "q4g64", "q4g32s", "mxfp4", "q8g64", "bf16")
 SHAPES = ((256, 256), (1024, 2048), (2048, 1024))
 TOKENS = (1, 64)
 THREADS = (1, 2)

@@ -41,6 +41,16 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def _bitwidths(text: str) -> tuple[float, ...]:
+    """`1,1.6,2` -> (1, 1.6, 2). Raises OptionError."""
+    from moec.manifests.quant import TERNARY
+
+    found: list[float] = []
+    for part in text.split(","):
+        found += (TERNARY,) if part.strip() == str(TERNARY) else _numbers(part)
+    return tuple(found)
+
+
 @click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
 @click.argument("model")
 @click.option("-o", "--output", "target_path", type=PATH, help="Bundle folder.  [default: NAME-moec]")
@@ -50,15 +60,19 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 )
 @click.option("--bits-per-weight", type=float, metavar="BITS", help="Target: of routed experts, scales included.")
 @click.option("--size", metavar="SIZE", help="Target: bytes of the routed experts, like `2.1GiB`.")
-@click.option("--uniform", type=int, metavar="BITS", help="One bitwidth for all experts: no search, no data.")
+@click.option("--uniform", type=float, metavar="BITS", help="One bitwidth for all experts: no search, no data.")
 @click.option("--data", metavar="DIR_OR_JSONL", help="Task items: train/validation/test files, or one JSONL to divide.")
 @click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, mmlu, ...; repeatable.")
 @click.option(
     "--device", default="host", show_default=True, metavar="PROFILE", help="Device profile, a name or a TOML."
 )
 @click.option("--dense-bits", type=int, metavar="16|8|4", help="Of attention, embedding, lm_head.  [default: searched]")
-@click.option("--bits", metavar="LIST", default="1,2,3,4,8,16", show_default=True, help="Bitwidths offered to experts.")
-@click.option("--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128]")
+@click.option(
+    "--bits", metavar="LIST", default="1,1.6,2,3,4,8,16", show_default=True, help="Bitwidths offered to experts."
+)
+@click.option(
+    "--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128; of 1.6 bits 0,128]"
+)
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
@@ -227,7 +241,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         data=values["data"],
         tasks=tuple(values["tasks"]),
         dense_bits=values["dense_bits"],
-        bits=_numbers(values["bits"]),
+        bits=_bitwidths(values["bits"]),
         group_sizes=_numbers(values["group_size"]),
         sensitivity=values["sensitivity"],
         search=values["search"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moec.manifests.errors import OptionError
-from moec.manifests.quant import BITWIDTHS, COLUMNS_PER_TILE, QuantSpec
+from moec.manifests.quant import BITWIDTHS, COLUMNS_PER_TILE, TERNARY, TERNARY_COLUMNS, QuantSpec
 
 from .objective import OBJECTIVES, Objective
 from .quantizers import QUANTIZERS
@@ -21,6 +21,8 @@ DENSE_BITS = (4, 8, 16)
 FALLBACK_BITS = (1, 2, 3, 4)
 UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
+TERNARY_GROUP_SIZES = (0, 128)
+"""Of three values, which lose little in wide groups: with GPTQ 1 to 3 % of their error (docs/experiments.md)."""
 # Options and their defaults: what only task data gives a meaning to, and what only a search does.
 _OF_DATA: dict[str, object] = {
     "tasks": (),
@@ -49,7 +51,7 @@ class CompileOptions:
     data: str | None = None
     tasks: tuple[str, ...] = ()
     dense_bits: int | None = None
-    bits: tuple[int, ...] = BITWIDTHS
+    bits: tuple[float, ...] = BITWIDTHS
     group_sizes: tuple[int, ...] = ()
     sensitivity: Sensitivity = "auto"
     search: Search = "knapsack"
@@ -129,6 +131,14 @@ class CompileOptions:
             raise OptionError("`--group-size` has no effect with `--uniform 16`", "leave it out")
         if len(self.group_sizes) > 1:
             raise OptionError("`--uniform` takes one `--group-size`", "give it once")
+        one_kind = {1: False, TERNARY: True}.get(self.target.value)
+        if self.symmetric is not None and one_kind not in (None, self.symmetric):
+            raise OptionError(
+                f"weights of {self.target.value:g} bits are always {'symmetric' if one_kind else 'asymmetric'}",
+                f"leave out `--{'a' if one_kind else ''}symmetric`",
+            )
+        if self.target.value == TERNARY and self.uniform_group % TERNARY_COLUMNS:
+            raise _no_ternary_groups(self.group_sizes)
         if self.data is not None:
             raise OptionError("`--data` has no effect with `--uniform`", "leave it out; `moec eval` measures a bundle")
 
@@ -148,29 +158,34 @@ class CompileOptions:
 
     @property
     def is_uniform_symmetric(self) -> bool:
-        """Whether a uniform target does without minima: as asked, else for 4 and 8 bits in groups of 32.
+        """Whether a uniform target does without minima: as asked, else for 1.6 bits, and 4 and 8 in groups of 32.
 
         There a minimum would cost half a bit per weight and buy less than groups of 64 with minima lose
         (docs/experiments.md, Quantizers).
         """
         if self.symmetric is not None or self.target.kind != "uniform":
             return bool(self.symmetric)
+        if self.target.value == TERNARY:
+            return True
         return self.target.value in (4, 8) and self.uniform_group == 32 and self.quantizer != "quanto"
 
-    def unit_specs(self, bitwidths: tuple[int, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
+    def unit_specs(self, bitwidths: tuple[float, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
         """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
 
         plain: what stands for 16 bits, the format that keeps the checkpoint's own numbers.
 
         8 bits come with the widest group alone: narrower ones add bytes and no measurable quality. 1 bit in groups of
-        32 takes nearly the bytes of 2 bits. optimum-quanto has no 1 bit.
+        32 takes nearly the bytes of 2 bits. optimum-quanto has no bitwidth below 2.
         """
         groups = self.group_sizes or DEFAULT_GROUP_SIZES
-        specs = []
-        excluded = {1} if self.quantizer == "quanto" else set()
+        specs: list[QuantSpec] = []
+        excluded = {1, TERNARY} if self.quantizer == "quanto" else set()
         for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
+                continue
+            if bits == TERNARY:
+                specs += self._ternary_specs()
                 continue
             widest = 0 if 0 in groups else max(groups)
             if bits == 8 and self.quantizer == "quanto":
@@ -183,6 +198,14 @@ class CompileOptions:
             raise OptionError(f"no bitwidth of {self.bits} has a kernel on this device", "offer others with `--bits`")
         return tuple(specs)
 
+    def _ternary_specs(self) -> list[QuantSpec]:
+        """Three values in the groups on offer that hold whole tiles. Raises OptionError if named and none does."""
+        sizes = sorted(self.group_sizes or TERNARY_GROUP_SIZES, key=lambda size: (size != 0, -size))
+        sizes = [size for size in sizes if size % TERNARY_COLUMNS == 0]
+        if not sizes and self.bits != BITWIDTHS:
+            raise _no_ternary_groups(self.group_sizes)
+        return [QuantSpec(TERNARY, size, symmetric=True) for size in sizes]
+
     def dense_widths(self) -> tuple[int, ...]:
         """Bitwidths offered to attention, embedding and lm_head; one if fixed."""
         return DENSE_BITS if self.dense_bits is None else (self.dense_bits,)
@@ -193,7 +216,7 @@ class CompileOptions:
             "target": str(self.target),
             "tasks": ",".join(self.tasks),
             "dense_bits": "searched" if self.dense_bits is None else str(self.dense_bits),
-            "bits": ",".join(map(str, self.bits)),
+            "bits": ",".join(f"{bits:g}" for bits in self.bits),
             "group_sizes": ",".join(map(str, self.group_sizes or DEFAULT_GROUP_SIZES)),
             "sensitivity": self.sensitivity,
             "search": self.search,
@@ -206,6 +229,14 @@ class CompileOptions:
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
             **({} if self.fallback_bits is None else {"fallback_bits": str(self.fallback_bits)}),
         }
+
+
+def _no_ternary_groups(sizes: tuple[int, ...]) -> OptionError:
+    found = ", ".join(map(str, sizes))
+    return OptionError(
+        f"{TERNARY} bits come in groups of a multiple of {TERNARY_COLUMNS} columns, found `--group-size {found}`",
+        "add 128, or 0 (per row)",
+    )
 
 
 @dataclass(slots=True)

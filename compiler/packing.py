@@ -11,6 +11,7 @@ import torch
 from moec.manifests.quant import COLUMNS_PER_TILE, MXFP4_EXPONENTS, ROWS_PER_BLOCK, QuantSpec, round_up
 
 from .quantized import QuantizedMatrix
+from .ternary_packing import pack_ternary, unpack_ternary
 
 _LANE_BYTES = 4
 _LANES_PER_TILE = COLUMNS_PER_TILE // _LANE_BYTES
@@ -32,13 +33,16 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
     blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
     parts = [scales] if minima is None else [scales, minima]
     header_lanes = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES
-    code_lanes = columns // groups * spec.bitwidth * ROWS_PER_BLOCK // 8 // _LANE_BYTES
+    code_lanes = columns // groups // spec.tile_columns * spec.tile_row_bytes * ROWS_PER_BLOCK // _LANE_BYTES
     lanes = np.empty((blocks, groups, header_lanes + code_lanes), dtype="<u4")
     for index, part in enumerate(parts):
         start = index * header_lanes // len(parts)
         padded = _pad_rows(part).reshape(blocks, ROWS_PER_BLOCK, groups).transpose(0, 2, 1)
         lanes[:, :, start : start + header_lanes // len(parts)] = np.ascontiguousarray(padded).view("<u4")
-    _pack_codes(_pad_rows(codes), spec.bitwidth, lanes[:, :, header_lanes:])
+    if spec.is_ternary:
+        lanes[:, :, header_lanes:] = pack_ternary(_pad_rows(codes)).reshape(blocks, groups, -1).view("<u4")
+    else:
+        _pack_codes(_pad_rows(codes), int(spec.bitwidth), lanes[:, :, header_lanes:])
     return lanes.reshape(-1).view(np.uint8)
 
 
@@ -72,11 +76,20 @@ def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> Quanti
         .copy()
         for part in range(parts)
     ]
-    planes = lanes[:, :, header:].reshape(blocks, groups, columns // groups // COLUMNS_PER_TILE, -1, ROWS_PER_BLOCK)
-    planes = planes.transpose(0, 4, 1, 2, 3).reshape(blocks * ROWS_PER_BLOCK, columns // COLUMNS_PER_TILE, -1)
-    codes = _lanes(planes, spec.bitwidth).view(np.uint8).reshape(blocks * ROWS_PER_BLOCK, columns)[:rows]
+    codes = _unpack_codes(lanes[:, :, header:], columns, spec)[:rows]
     scales, *minima = (torch.from_numpy(half) for half in halves)
     return QuantizedMatrix(spec, torch.from_numpy(codes.copy()), scales, minima[0] if minima else None)
+
+
+def _unpack_codes(lanes: np.ndarray, columns: int, spec: QuantSpec) -> np.ndarray:
+    """The codes of all groups. lanes: [B, G, lanes of a group] uint32 -> [16 B, K] uint8."""
+    blocks, groups, _ = lanes.shape
+    if spec.is_ternary:
+        tiles = np.ascontiguousarray(lanes).view(np.uint8)
+        return unpack_ternary(tiles.reshape(blocks, columns // spec.tile_columns, -1))
+    planes = lanes.reshape(blocks, groups, columns // groups // COLUMNS_PER_TILE, -1, ROWS_PER_BLOCK)
+    planes = planes.transpose(0, 4, 1, 2, 3).reshape(blocks * ROWS_PER_BLOCK, columns // COLUMNS_PER_TILE, -1)
+    return _lanes(planes, int(spec.bitwidth)).view(np.uint8).reshape(blocks * ROWS_PER_BLOCK, columns)
 
 
 def _lanes(planes: np.ndarray, bitwidth: int) -> np.ndarray:
@@ -107,8 +120,8 @@ def _checked(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarra
     if (matrix.minima is None) != (spec.symmetric or spec.is_mxfp4):
         raise ValueError(f"format {spec}: minima belong to asymmetric formats and to no other")
     codes = matrix.codes.contiguous().numpy()
-    if spec.bitwidth < 8 and int(codes.max()) >> spec.bitwidth:
-        raise ValueError(f"codes: expected values below {1 << spec.bitwidth}, found {int(codes.max())}")
+    if int(codes.max()) > spec.largest_code:
+        raise ValueError(f"codes: expected values below {spec.largest_code + 1}, found {int(codes.max())}")
     shape = (rows, spec.groups(columns))
     if spec.is_mxfp4:
         return codes, _exponents(matrix.scales, shape), None

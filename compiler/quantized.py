@@ -15,7 +15,7 @@ from .mxfp4 import values as mxfp4_values
 class QuantizedMatrix:
     """Codes with their scales: what every quantizer returns and what the packer stores.
 
-    codes: [N, K] uint8, each < 2**bitwidth. scales: [N, G] float16, finite; of mxfp4 uint8, exponents.
+    codes: [N, K] uint8, at most `spec.largest_code`. scales: [N, G] float16, finite; of mxfp4 uint8, exponents.
     minima: [N, G] float16, or None in symmetric formats and mxfp4.
     The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing),
     so a quantizer must round scales and minima to float16 before it chooses codes.
@@ -33,9 +33,6 @@ class QuantizedMatrix:
         if self.spec.is_mxfp4:
             return mxfp4_values(self.codes.reshape(rows, groups, -1), self.scales).reshape(rows, columns)
         scales = self.scales.float().unsqueeze(-1)
-        if self.minima is None:
-            minima = -scales * float(2 ** (self.spec.bitwidth - 1))
-        else:
-            minima = self.minima.float().unsqueeze(-1)
+        minima = -scales * float(self.spec.centre) if self.minima is None else self.minima.float().unsqueeze(-1)
         grouped = self.codes.reshape(rows, groups, columns // groups).float()
         return torch.addcmul(minima, grouped, scales).reshape(rows, columns)

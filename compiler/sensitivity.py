@@ -243,6 +243,6 @@ def measure_sensitivity(
     )
 
 
-def nearest_format(specs: Sequence[QuantSpec], bitwidth: int) -> QuantSpec:
+def nearest_format(specs: Sequence[QuantSpec], bitwidth: float) -> QuantSpec:
     """The format nearest to a bitwidth; 64 columns a group where there is a choice. specs: below 16 bits."""
     return min(specs, key=lambda spec: (abs(spec.bitwidth - bitwidth), abs((spec.group_size or 512) - 64)))

@@ -28,7 +28,7 @@ class Target:
             "kl": f"KL {self.value:g} nats per token",
             "bits_per_weight": f"{self.value:g} bits per weight",
             "size": f"{self.value:.0f} bytes of routed experts",
-            "uniform": f"uniform {self.value:.0f} bits",
+            "uniform": f"uniform {self.value:g} bits",
         }[self.kind]
 
 
@@ -68,7 +68,7 @@ def parse_size(text: str, option: str = "--size") -> int:
 
 
 def choose_target(
-    loss: str | None, kl: float | None, bits_per_weight: float | None, size: str | None, uniform: int | None
+    loss: str | None, kl: float | None, bits_per_weight: float | None, size: str | None, uniform: float | None
 ) -> Target:
     """The one target that was given. Raises OptionError for none, several or values out of range."""
     given = {"--loss": loss, "--kl": kl, "--bits-per-weight": bits_per_weight, "--size": size, "--uniform": uniform}
@@ -82,7 +82,7 @@ def choose_target(
         return Target("size", parse_size(size))
     if uniform is not None:
         if uniform not in BITWIDTHS:
-            raise OptionError(f"`--uniform {uniform}` is not a bitwidth", "choose 1, 2, 3, 4, 8 or 16")
+            raise OptionError(f"`--uniform {uniform:g}` is not a bitwidth", "choose 1, 1.6, 2, 3, 4, 8 or 16")
         return Target("uniform", uniform)
     if kl is not None:
         if not 0 < kl < math.inf:

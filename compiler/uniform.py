@@ -13,7 +13,7 @@ from .plan import CompilePlan
 
 def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
     """The format of all experts; 4 bits of a checkpoint of 4-bit floats are those, unless groups are asked for."""
-    bits = int(options.target.value)
+    bits = options.target.value
     if bits == 16:
         return lowering.spec_16bit
     if bits == 4 and lowering.own_unit_spec.is_mxfp4 and not options.group_sizes and options.symmetric is None:
@@ -23,7 +23,7 @@ def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
 
 def uniform_plan(
     model: ModelSpec,
-    bitwidth: int,
+    bitwidth: float,
     group_size: int,
     dense_bits: int,
     float_type: FloatType,

@@ -13,7 +13,9 @@ from typing import Literal
 LAYOUT = "rows16"
 ROWS_PER_BLOCK = 16
 COLUMNS_PER_TILE = 32
-BITWIDTHS = (1, 2, 3, 4, 8, 16)
+TERNARY = 1.6
+"""Stands in the place of a bitwidth for codes 0, 1 and 2, five of them in a byte."""
+BITWIDTHS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
 UNIT_ALIGNMENT_BYTES = 64
 EXPERT_ALIGNMENT_BYTES = 4096
 MAX_DIMENSION = 1 << 24
@@ -23,7 +25,12 @@ MXFP4_EXPONENTS = (2, 254)
 """Scales that kernels can halve without leaving the normal floats."""
 
 FloatType = Literal["none", "bfloat16", "float16", "mxfp4"]
-_SHORT = re.compile(r"q([12348])(?:g([0-9]{1,8}))?(s?)")
+TERNARY_COLUMNS = 64
+"""Columns of a tile of three values."""
+_TERNARY_TILE_ROW_BYTES = (
+    13  # three for each of four columns, which hold fifteen codes, and one for the four sixteenth codes
+)
+_SHORT = re.compile(r"q(1\.6|[12348])(?:g([0-9]{1,8}))?(s?)")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -35,15 +42,17 @@ def round_up(value: int, multiple: int) -> int:
 class QuantSpec:
     """How one matrix is stored.
 
-    bitwidth: 1, 2, 3, 4, 8 (codes with scales) or 16 (the checkpoint's own floats, unchanged). With float_type `mxfp4`
-    the codes of 4 bits are floats (E2M1) and the scale of 32 columns a power of two (E8M0): the checkpoint's own, too.
-    group_size: columns that share one scale, a multiple of 32; 0: one scale per row.
-    symmetric: w = scale * (code - 2**(bitwidth - 1)), not with 1 bit; otherwise w = scale * code + minimum.
+    bitwidth: 1, 2, 3, 4, 8 (codes with scales), TERNARY or 16 (the checkpoint's own floats, unchanged). With float_type
+    `mxfp4` the codes of 4 bits are floats (E2M1) and the scale of 32 columns a power of two (E8M0): the checkpoint's
+    own, too.
+    group_size: columns that share one scale, a multiple of 32, with TERNARY of 64; 0: one scale per row.
+    symmetric: w = scale * (code - centre), never with 1 bit and always with TERNARY; otherwise w = scale * code +
+    minimum.
     float_type: the 16-bit type, `mxfp4`, or `none` for codes that are integers.
     Raises ValueError when a field is out of range.
     """
 
-    bitwidth: int
+    bitwidth: float
     group_size: int = 0
     symmetric: bool = False
     float_type: FloatType = "none"
@@ -59,13 +68,40 @@ class QuantSpec:
             raise ValueError("a 16-bit matrix has no groups")
         if self.bitwidth == 1 and self.symmetric:
             raise ValueError("a symmetric matrix of 1 bit has no weight above 0")
-        if self.group_size < 0 or self.group_size > MAX_DIMENSION or self.group_size % COLUMNS_PER_TILE:
-            raise ValueError(f"group_size must be 0 or a multiple of {COLUMNS_PER_TILE}, found {self.group_size}")
+        if self.is_ternary and not self.symmetric:
+            raise ValueError(f"a matrix of {TERNARY} bits is symmetric: -1, 0 and 1 times a scale")
+        if self.group_size < 0 or self.group_size > MAX_DIMENSION or self.group_size % self.tile_columns:
+            raise ValueError(f"group_size must be 0 or a multiple of {self.tile_columns}, found {self.group_size}")
 
     @property
     def is_mxfp4(self) -> bool:
         """Whether codes are 4-bit floats with scales that are powers of two."""
         return self.float_type == "mxfp4"
+
+    @property
+    def is_ternary(self) -> bool:
+        """Whether weights are -1, 0 or 1 times a scale."""
+        return self.bitwidth == TERNARY
+
+    @property
+    def largest_code(self) -> int:
+        """Codes go from 0 to this. Of formats below 16 bits."""
+        return 2 if self.is_ternary else 2 ** int(self.bitwidth) - 1
+
+    @property
+    def centre(self) -> int:
+        """The code of the weight 0 in symmetric formats."""
+        return 1 if self.is_ternary else 2 ** int(self.bitwidth - 1)
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of a tile, of which groups have a whole number."""
+        return TERNARY_COLUMNS if self.is_ternary else COLUMNS_PER_TILE
+
+    @property
+    def tile_row_bytes(self) -> int:
+        """Bytes of one row's codes in a tile."""
+        return _TERNARY_TILE_ROW_BYTES if self.is_ternary else int(self.bitwidth) * COLUMNS_PER_TILE // 8
 
     def __str__(self) -> str:
         if self.is_mxfp4:
@@ -73,11 +109,11 @@ class QuantSpec:
         if self.bitwidth == 16:
             return "bf16" if self.float_type == "bfloat16" else "fp16"
         group = f"g{self.group_size}" if self.group_size else ""
-        return f"q{self.bitwidth}{group}{'s' if self.symmetric else ''}"
+        return f"q{self.bitwidth:g}{group}{'s' if self.symmetric else ''}"
 
     @classmethod
     def parse(cls, text: str) -> QuantSpec:
-        """Read the short form (`q4g64`, `q8`, `q2s`, `bf16`). Raises ValueError."""
+        """Read the short form (`q4g64`, `q8`, `q2s`, `q1.6g128s`, `bf16`). Raises ValueError."""
         if text == "mxfp4":
             return cls(4, MXFP4_GROUP_SIZE, float_type="mxfp4")
         if text in ("bf16", "fp16"):
@@ -85,7 +121,7 @@ class QuantSpec:
         match = _SHORT.fullmatch(text)
         if match is None:
             raise ValueError(f"not a format: `{text[:40]}` (expected a form like `q4g64`, `q8s`, `bf16`)")
-        return cls(int(match[1]), int(match[2] or 0), bool(match[3]))
+        return cls(TERNARY if "." in match[1] else int(match[1]), int(match[2] or 0), bool(match[3]))
 
     def groups(self, columns: int) -> int:
         """Groups per row; 0 for 16-bit."""
@@ -97,7 +133,7 @@ class QuantSpec:
         """Whether rows of `columns` weights can be stored in this format."""
         if self.bitwidth == 16:
             return columns > 0
-        return columns > 0 and columns % COLUMNS_PER_TILE == 0 and columns % (self.group_size or 1) == 0
+        return columns > 0 and columns % self.tile_columns == 0 and columns % (self.group_size or 1) == 0
 
     def bits_per_weight(self, columns: int) -> float:
         """Stored bits of one weight, scales and minima included, row padding left out."""
@@ -105,7 +141,7 @@ class QuantSpec:
 
     def row_bytes(self, columns: int) -> float:
         """Bytes of one row; a whole number for all formats that fit."""
-        return columns * self.bitwidth / 8 + self.groups(columns) * self.group_header_bytes
+        return columns / self.tile_columns * self.tile_row_bytes + self.groups(columns) * self.group_header_bytes
 
     @property
     def group_header_bytes(self) -> int:
@@ -120,5 +156,5 @@ class QuantSpec:
             raise ValueError(f"format {self} cannot hold rows of {columns} weights")
         if not 0 < rows <= MAX_DIMENSION:
             raise ValueError(f"rows out of range: {rows}")
-        padded = round_up(rows, ROWS_PER_BLOCK)
-        return padded * columns * self.bitwidth // 8 + padded * self.groups(columns) * self.group_header_bytes
+        codes = columns * self.tile_row_bytes // self.tile_columns
+        return round_up(rows, ROWS_PER_BLOCK) * (codes + self.groups(columns) * self.group_header_bytes)

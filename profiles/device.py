@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import ProfileError
+from moec.manifests.quant import TERNARY
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,12 +24,12 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 # Bitwidths with a kernel in each instruction set. A set that lacks one falls out of the formats a profile offers.
-KERNEL_FORMATS: dict[str, tuple[int, ...]] = {
-    "scalar": (1, 2, 3, 4, 8, 16),
-    "avx2": (1, 2, 3, 4, 8, 16),
-    "avx512vnni": (1, 2, 3, 4, 8, 16),
-    "neon": (1, 2, 3, 4, 8, 16),
-    "neon-dot": (1, 2, 3, 4, 8, 16),
+KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
+    "scalar": (1, TERNARY, 2, 3, 4, 8, 16),
+    "avx2": (1, TERNARY, 2, 3, 4, 8, 16),
+    "avx512vnni": (1, TERNARY, 2, 3, 4, 8, 16),
+    "neon": (1, TERNARY, 2, 3, 4, 8, 16),
+    "neon-dot": (1, TERNARY, 2, 3, 4, 8, 16),
 }
 PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "HOBBIT, section", "estimate")
 HOST_NAME = "host"
@@ -100,7 +101,7 @@ class DeviceProfile:
                 raise ValueError(f"`provenance.{key}`: expected a text that starts with one of {kinds}")
 
     @property
-    def bitwidths(self) -> tuple[int, ...]:
+    def bitwidths(self) -> tuple[float, ...]:
         """Bitwidths that the best instruction set has a kernel for: what the search may offer."""
         return KERNEL_FORMATS[self.instruction_sets[0]]
 

@@ -27,13 +27,16 @@ def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
 
     weight: [N, K] floats, finite. 2 and 4 bits: HqqOptimizer (half-quadratic). 3 bits: MaxOptimizer, which alone takes
     a bitwidth that the package does not offer itself. 8 bits: AbsmaxOptimizer, one scale per row.
-    Raises OptionError for what the package cannot express (1 bit, 8 bits in groups, 2 to 4 bits symmetric), ValueError
-    if the format does not fit or its scales exceed float16, MissingDependency without the package.
+    Raises OptionError for what the package cannot express (below 2 bits, 8 bits in groups, 2 to 4 bits symmetric),
+    ValueError if the format does not fit or its scales exceed float16, MissingDependency without the package.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or not spec.fits(weight.shape[1]):
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
-    if spec.bitwidth == 1:
-        raise OptionError("optimum-quanto has no weights of 1 bit", "offer 2 bits and more, or use another quantizer")
+    if spec.bitwidth < 2:
+        raise OptionError(
+            f"optimum-quanto has no weights of {spec.bitwidth:g} bits",
+            "offer 2 bits and more, or use another quantizer",
+        )
     if spec.bitwidth == 8 and spec.group_size:
         raise OptionError(
             f"optimum-quanto has no 8-bit weights in groups, found format {spec}", "use `q8`, or another quantizer"
@@ -63,7 +66,7 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     quanto = _quanto()
     rows, columns = weight.shape
     size = spec.group_size or columns
-    kind = {2: quanto.qint2, 3: _qint3(), 4: quanto.qint4}[spec.bitwidth]
+    kind = {2: quanto.qint2, 3: _qint3(), 4: quanto.qint4}[int(spec.bitwidth)]
     optimizer = quanto.MaxOptimizer() if spec.bitwidth == 3 else quanto.HqqOptimizer()
     scale, shift = optimizer(weight, kind, axis=0, group_size=size)
     scales, minima = _half(scale), _half(-shift)

@@ -30,9 +30,10 @@ def quantize_rtn(
     weight: [N, K] floats, finite. importance: [K], >= 0, weighs the columns in the clip search; None: all equal.
     Scales and minima are rounded to float16 outwards before codes are chosen, so without clip search no weight is
     clipped and each lies within scale / 2 of its value, up to float32 rounding: |w - w'| <= scale / 2 +
-    2**-22 * (2**bitwidth * scale + |minimum|). A group of equal values that float16 holds is exact.
+    2**-22 * ((largest code + 1) * scale + |minimum|). A group of equal values that float16 holds is exact.
     With clip search each group takes the range, out of its own and a dozen smaller ones about the same centre, with
-    the least (weighted) squared error; it is never worse than without.
+    the least (weighted) squared error; it is never worse than without. Of three values the scale with the least error
+    is found without a search.
     Raises ValueError: the format does not fit, or its scales exceed float16.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or 0 in weight.shape or not spec.fits(weight.shape[1]):
@@ -56,9 +57,8 @@ def _quantize_rows(
     codes = _codes(grouped, scales, minima, spec)
     if clip_search:
         best = _error(grouped, codes, scales, minima, importance)
-        centre, half = (low + high) / 2, (high - low) / 2
-        for factor in _SHRINK_FACTORS_1_BIT if spec.bitwidth == 1 else _SHRINK_FACTORS:
-            trial_scales, trial_minima = _grid(centre - factor * half, centre + factor * half, spec)
+        for trial_low, trial_high in _ranges(grouped, low, high, spec, importance):
+            trial_scales, trial_minima = _grid(trial_low, trial_high, spec)
             trial_codes = _codes(grouped, trial_scales, trial_minima, spec)
             error = _error(grouped, trial_codes, trial_scales, trial_minima, importance)
             better = error < best
@@ -67,6 +67,33 @@ def _quantize_rows(
             minima = torch.where(better, trial_minima, minima)
         codes = _codes(grouped, scales, minima, spec)
     return codes.to(torch.uint8).reshape(rows, columns), scales.half(), minima.half()
+
+
+def _ranges(
+    grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: QuantSpec, weights: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the clip search tries beside low to high themselves: [N, G] each. weights: [G, g] or None."""
+    if spec.is_ternary:
+        best = _best_of_three(grouped, weights)
+        yield -best, best
+        return
+    centre, half = (low + high) / 2, (high - low) / 2
+    for factor in _SHRINK_FACTORS_1_BIT if spec.bitwidth == 1 else _SHRINK_FACTORS:
+        yield centre - factor * half, centre + factor * half
+
+
+def _best_of_three(grouped: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """The scale a that minimises sum w (x - a t)^2 over t in -1, 0, 1, of each group. [N, G, g] -> [N, G].
+
+    The weights that are not 0 are the k of greatest magnitude, for some k. With S = sum w |x| and W = sum w over them
+    the best a is S / W and takes S^2 / W off the error, so all k are tried at once.
+    """
+    magnitudes, order = grouped.abs().sort(dim=-1, descending=True, stable=True)
+    share = torch.ones_like(grouped) if weights is None else weights.expand_as(grouped).gather(-1, order)
+    mass = share.cumsum(-1).clamp_min_(torch.finfo(torch.float32).tiny)
+    sums = (share * magnitudes).cumsum(-1)
+    best = (sums.square() / mass).argmax(-1, keepdim=True)
+    return (sums.gather(-1, best) / mass.gather(-1, best)).squeeze(-1)
 
 
 def rounded_rows(weight: torch.Tensor, spec: QuantSpec) -> Iterator[tuple[torch.Tensor, QuantizedMatrix]]:
@@ -91,15 +118,15 @@ def _range(grouped: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.
 def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minima that cover low to high, float32 values that float16 holds. [N, G] each.
 
-    Symmetric: scale = high / (2**(b-1) - 1), minimum = -scale * 2**(b-1). Raises ValueError beyond float16.
+    Symmetric: scale = high / (largest code - centre), minimum = -scale * centre. Raises ValueError beyond float16.
     Source: docs/format.md, Packing.
     """
     if spec.symmetric:
-        scales = _half_above(high / float(2 ** (spec.bitwidth - 1) - 1))
-        minima = -scales * float(2 ** (spec.bitwidth - 1))
+        scales = _half_above(high / float(spec.largest_code - spec.centre))
+        minima = -scales * float(spec.centre)
     else:
         minima = _half_below(low)
-        scales = _half_above((high - minima) / float(2**spec.bitwidth - 1))
+        scales = _half_above((high - minima) / float(spec.largest_code))
     if not (torch.isfinite(scales).all() and (spec.symmetric or torch.isfinite(minima).all())):
         raise ValueError(f"weights up to {float(high.abs().max()):.3g} exceed the float16 scales of format {spec}")
     return scales, minima
@@ -108,7 +135,7 @@ def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch
 def _codes(grouped: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """The nearest codes, ties to even, [N, G, g] float32."""
     divisor = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(-1)
-    return ((grouped - minima.unsqueeze(-1)) / divisor).round_().clamp_(0, float(2**spec.bitwidth - 1))
+    return ((grouped - minima.unsqueeze(-1)) / divisor).round_().clamp_(0, float(spec.largest_code))
 
 
 def _error(

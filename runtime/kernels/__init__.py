@@ -45,6 +45,7 @@ __all__ = [
 NUMPY = "numpy"
 MAX_THREADS = 256
 _EXTENSION = "_native"
+_TERNARY_CODE = 243  # in the place of a bitwidth: values of a byte of five codes
 _FLOAT_CODES = {"none": 0, "bfloat16": 1, "float16": 2, "mxfp4": 3}
 
 
@@ -145,7 +146,8 @@ class PackedMatrix(packed_matrix.PackedMatrix):
     def __init__(self, data: Bytes, rows: int, columns: int, spec: QuantSpec) -> None:
         super().__init__(data, rows, columns, spec)
         extension = _extension()
-        form = (spec.bitwidth, spec.group_size, spec.symmetric, _FLOAT_CODES[spec.float_type])
+        bitwidth = _TERNARY_CODE if spec.is_ternary else int(spec.bitwidth)
+        form = (bitwidth, spec.group_size, spec.symmetric, _FLOAT_CODES[spec.float_type])
         self.native = extension.PackedMatrix(data, rows, columns, *form) if extension else None
 
 

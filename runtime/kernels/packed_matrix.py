@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
+from moec.manifests.quant import ROWS_PER_BLOCK, QuantSpec, round_up
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -18,6 +18,7 @@ Int64s = NDArray[np.int64]
 _PLANE_BYTES = 4 * ROWS_PER_BLOCK
 _COLUMNS_PER_LANE = 4
 _EXPONENT_BIAS = 127
+_TERNARY_PLANES, _TERNARY_DIGITS = 3, 5
 MXFP4_CENTRE = 12
 """The level of the weight 0."""
 MXFP4_LEVELS = np.array([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], np.uint8)
@@ -83,17 +84,34 @@ def _crumbs(planes: Bytes, bits: int) -> Bytes:
     return np.asarray((planes[:, :, None, :] >> shifts) & np.uint8(2**bits - 1))
 
 
-def _tile_codes(tiles: Bytes, bitwidth: int) -> Bytes:
-    """Codes of tiles. tiles: uint8[n, 64 * bitwidth] -> uint8[n, 16, 32]. Source: docs/format.md, Packing, table."""
-    planes = tiles.reshape(len(tiles), bitwidth, _PLANE_BYTES)
-    if bitwidth == 3:
+def _ternary_lanes(tiles: Bytes) -> Bytes:
+    """Codes of tiles of three values, uint8[n, 208] -> uint8[n, 16, 64]. Source: docs/format.md, Packing."""
+    fractions = tiles[:, : _TERNARY_PLANES * _PLANE_BYTES].reshape(-1, _TERNARY_PLANES, 1, _PLANE_BYTES)
+    digits = []
+    for _ in range(_TERNARY_DIGITS):
+        tripled = fractions * np.uint16(3)
+        digits.append((tripled >> 8).astype(np.uint8))
+        fractions = tripled.astype(np.uint8)
+    lanes = np.concatenate(digits, axis=2).reshape(len(tiles), -1, _PLANE_BYTES)
+    rows = tiles[:, _TERNARY_PLANES * _PLANE_BYTES :, np.newaxis]
+    last = rows >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3)
+    return np.concatenate((lanes, last.reshape(len(tiles), 1, _PLANE_BYTES)), axis=1)
+
+
+def _tile_codes(tiles: Bytes, spec: QuantSpec) -> Bytes:
+    """Codes of tiles, uint8[n, bytes] -> uint8[n, 16, columns of a tile]. Source: docs/format.md, Packing, table."""
+    if spec.is_ternary:
+        lanes = _ternary_lanes(tiles)
+    elif spec.bitwidth == 3:
+        planes = tiles.reshape(len(tiles), 3, _PLANE_BYTES)
         lanes = _crumbs(planes[:, :2], 2).reshape(len(tiles), -1, _PLANE_BYTES)
         lanes = lanes | _crumbs(planes[:, 2:], 1).reshape(lanes.shape) << np.uint8(2)
     else:
-        lanes = _crumbs(planes, bitwidth)
+        bits = int(spec.bitwidth)
+        lanes = _crumbs(tiles.reshape(len(tiles), bits, _PLANE_BYTES), bits)
     # lanes: q, then byte 4 r + c; column k = 4 q + c
     by_lane = lanes.reshape(len(tiles), -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
-    return np.asarray(by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, COLUMNS_PER_TILE))
+    return np.asarray(by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, spec.tile_columns))
 
 
 def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Bytes, Floats, Floats]:
@@ -104,17 +122,17 @@ def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Byte
     if spec.is_mxfp4:
         exponents = records[:, :, :ROWS_PER_BLOCK].astype(np.int32) - _EXPONENT_BIAS
         scales = np.ldexp(np.float32(0.5), exponents).astype(np.float32)
-        tiles = records[:, :, ROWS_PER_BLOCK:].reshape(blocks, groups, -1, _PLANE_BYTES * spec.bitwidth)
+        tiles = records[:, :, ROWS_PER_BLOCK:].reshape(blocks, groups, -1, ROWS_PER_BLOCK * spec.tile_row_bytes)
         return tiles, scales, scales * np.float32(-MXFP4_CENTRE)
     scales = records[:, :, :scale_bytes].copy().view("<f2").astype(np.float32)
     if spec.symmetric:
-        minima, start = scales * np.float32(-(2 ** (spec.bitwidth - 1))), scale_bytes
+        minima, start = scales * np.float32(-spec.centre), scale_bytes
     else:
         minima, start = (
             records[:, :, scale_bytes : 2 * scale_bytes].copy().view("<f2").astype(np.float32),
             2 * scale_bytes,
         )
-    return records[:, :, start:].reshape(blocks, groups, -1, _PLANE_BYTES * spec.bitwidth), scales, minima
+    return records[:, :, start:].reshape(blocks, groups, -1, ROWS_PER_BLOCK * spec.tile_row_bytes), scales, minima
 
 
 def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes:
@@ -127,10 +145,10 @@ def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes
     PackedMatrix(data, rows, columns, spec)
     tiles, _, _ = _groups(data, rows, columns, spec)
     blocks = tiles.shape[0]
-    codes = _tile_codes(tiles.reshape(-1, tiles.shape[-1]), spec.bitwidth)
+    codes = _tile_codes(tiles.reshape(-1, tiles.shape[-1]), spec)
     if spec.is_mxfp4:
         codes = MXFP4_LEVELS[codes]
-    by_block = codes.reshape(blocks, columns // COLUMNS_PER_TILE, ROWS_PER_BLOCK, COLUMNS_PER_TILE)
+    by_block = codes.reshape(blocks, columns // spec.tile_columns, ROWS_PER_BLOCK, spec.tile_columns)
     return np.asarray(by_block.transpose(0, 2, 1, 3).reshape(-1, columns)[:rows])
 
 

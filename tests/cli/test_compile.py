@@ -241,6 +241,8 @@ def test_data_of_another_task(run: Compile, model: Path, data: Path, place: Path
         (("--kl", "inf", "--data", "texts"), "must be a number above 0"),
         (("--loss", "2%"), "measured on text, and none was given"),
         (("--uniform", "5"), "is not a bitwidth"),
+        (("--uniform", "1.6", "--group-size", "32"), "1.6 bits come in groups of a multiple of 64 columns"),
+        (("--kl", "0.1", "--data", "texts", "--bits", "1.5"), "is not a list of numbers"),
         (("--uniform", "4", "--data", "texts"), "`--data` has no effect"),
         (("--uniform", "4", "--group-size", "48"), "--group-size 48"),
         (("--uniform", "4", "--bits", "2,3"), "`--bits` has no effect"),

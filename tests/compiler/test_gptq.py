@@ -14,7 +14,7 @@ from moec.compiler.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FORMATS = ("q2g128", "q3g128", "q4g128", "q8g128", "q2g128s")
+FORMATS = ("q2g128", "q3g128", "q4g128", "q8g128", "q2g128s", "q1.6g128s")
 
 
 def draw(seed: int, tokens: int, rows: int = 256, columns: int = 512):
@@ -33,10 +33,10 @@ def errors(weight, matrix, inputs) -> float:
     return float((outputs - matrix.dequantize() @ inputs.T).norm() / outputs.norm())
 
 
-# Measured relative output errors on held-out inputs, rounding to nearest / GPTQ: 2 bits .336/.0902, 3 bits .140/.0421,
-# 4 bits .0661/.0205, 8 bits .00395/.00123, 2 bits symmetric .501/.115. Limits leave a tenth.
+# Measured relative output errors on held-out inputs, rounding to nearest / GPTQ: 2 bits .336/.0837, 3 bits .140/.0421,
+# 4 bits .0661/.0205, 8 bits .00395/.00123, 2 bits symmetric .501/.108, three values .501/.118. Limits leave a tenth.
 @pytest.mark.parametrize(
-    ("text", "limit"), list(zip(FORMATS, (0.0992, 0.0463, 0.0225, 0.00135, 0.126), strict=True)), ids=FORMATS
+    ("text", "limit"), list(zip(FORMATS, (0.0921, 0.0463, 0.0225, 0.00135, 0.12, 0.13), strict=True)), ids=FORMATS
 )
 def test_output_error_is_a_third_of_rounding_to_nearest(text, limit):
     spec = QuantSpec.parse(text)
@@ -45,20 +45,20 @@ def test_output_error_is_a_third_of_rounding_to_nearest(text, limit):
     nearest = quantize_rtn(weight, spec)
     assert errors(weight, matrix, held_out) < limit
     assert errors(weight, matrix, held_out) < errors(weight, nearest, held_out) / 2.8
-    assert matrix.spec == spec and int(matrix.codes.max()) < 2**spec.bitwidth
+    assert matrix.spec == spec and int(matrix.codes.max()) <= spec.largest_code
     assert matrix.scales.dtype == torch.float16 and (matrix.minima is None) == spec.symmetric
 
 
 def test_few_tokens_still_help():
-    """Measured at 2 bits with 64 tokens for 512 columns: .123; .334 rounded to nearest."""
+    """Measured at 2 bits with 64 tokens for 512 columns: .121; .334 rounded to nearest."""
     spec = QuantSpec.parse("q2g128")
     weight, seen, held_out = draw(1, 64)
-    assert errors(weight, quantize_gptq(weight, spec, seen.T @ seen, 64), held_out) < 0.135
+    assert errors(weight, quantize_gptq(weight, spec, seen.T @ seen, 64), held_out) < 0.133
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["q2g32", "q3g64", "q4", "q2s", "q8g32s"]),
+    st.sampled_from(["q1.6g64s", "q2g32", "q3g64", "q4", "q2s", "q8g32s"]),
     st.integers(1, 200),
     st.integers(0, 2**32 - 1),
     st.booleans(),
@@ -75,7 +75,7 @@ def test_no_row_is_worse_than_rounding_to_nearest(text, tokens, seed, dead):
     matrix = quantize_gptq(weight, spec, moment, tokens)
     nearest = quantize_rtn(weight, spec, True, moment.diagonal())
     assert (row_errors(weight, matrix.dequantize(), moment) <= row_errors(weight, nearest.dequantize(), moment)).all()
-    assert torch.equal(matrix.scales, nearest.scales)
+    assert torch.equal(matrix.scales, nearest.scales) or spec.largest_code <= 3
 
 
 def test_a_batch_gives_what_single_matrices_give():

@@ -86,6 +86,29 @@ def test_formats_on_offer_are_those_with_a_kernel_smallest_first() -> None:
     assert [str(spec) for spec in per_row] == ["q3", "q3g32", "q8"]
 
 
+def test_three_values_come_in_whole_tiles() -> None:
+    def offered(bits: tuple[float, ...], *groups: int) -> list[str]:
+        options = CompileOptions(KL, data="items.jsonl", bits=bits, group_sizes=groups)
+        return [str(spec) for spec in options.unit_specs(BITWIDTHS, BF16) if spec.is_ternary]
+
+    assert offered(BITWIDTHS) == offered((1.6, 2)) == ["q1.6s", "q1.6g128s"]
+    assert offered((1.6,), 32, 64, 0) == ["q1.6s", "q1.6g64s"]
+    assert offered(BITWIDTHS, 32) == []
+    with pytest.raises(OptionError, match=r"1\.6 bits come in groups of a multiple of 64 columns, found .* 32, 96`"):
+        offered((1.6, 2), 32, 96)
+    with pytest.raises(OptionError, match=r"1\.6 bits come in groups"):
+        CompileOptions(Target("uniform", 1.6), group_sizes=(96,))
+    quanto = CompileOptions(KL, data="items.jsonl", quantizer="quanto").unit_specs(BITWIDTHS, BF16)
+    assert min(spec.bitwidth for spec in quanto) == 2
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "kind"), [(1.6, False, "symmetric"), (1, True, "asymmetric")])
+def test_formats_of_one_kind_are_not_asked_for_the_other(bits: float, symmetric: bool, kind: str) -> None:
+    with pytest.raises(OptionError, match=f"weights of {bits} bits are always {kind}"):
+        CompileOptions(Target("uniform", bits), symmetric=symmetric)
+    assert CompileOptions(Target("uniform", bits), symmetric=not symmetric).is_uniform_symmetric is not symmetric
+
+
 def test_no_kernel_for_any_bitwidth() -> None:
     with pytest.raises(OptionError, match="kernel"):
         CompileOptions(KL, data="items.jsonl", bits=(3,)).unit_specs((4, 8), BF16)
@@ -107,9 +130,12 @@ def test_the_manifest_learns_what_decides_the_bytes_and_no_place() -> None:
         (4, {"group_sizes": (32,), "quantizer": "quanto"}, False),
         (4, {"group_sizes": (32,), "symmetric": False}, False),
         (2, {"symmetric": True}, True),
+        (1.6, {}, True),
     ],
 )
-def test_minima_cost_more_than_they_bring_in_narrow_groups(bits: int, values: dict[str, Any], symmetric: bool) -> None:
+def test_minima_cost_more_than_they_bring_in_narrow_groups(
+    bits: float, values: dict[str, Any], symmetric: bool
+) -> None:
     assert CompileOptions(Target("uniform", bits), **values).is_uniform_symmetric is symmetric
 
 

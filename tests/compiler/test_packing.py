@@ -23,7 +23,7 @@ def _matrix(spec: QuantSpec, codes: torch.Tensor, seed: int = 0) -> QuantizedMat
 
 def _random(spec: QuantSpec, rows: int, columns: int, seed: int = 0) -> QuantizedMatrix:
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << spec.bitwidth, (rows, columns), dtype=torch.uint8, generator=generator)
+    codes = torch.randint(0, spec.largest_code + 1, (rows, columns), dtype=torch.uint8, generator=generator)
     return _matrix(spec, codes, seed)
 
 
@@ -56,6 +56,24 @@ def test_every_code_of_a_tile_lies_where_the_format_says(bitwidth: int) -> None:
     assert tile.tobytes() == expected.tobytes()
 
 
+def test_bytes_of_a_hand_made_tile_of_three_values() -> None:
+    codes = torch.ones(1, 64, dtype=torch.uint8)
+    codes[0, 0], codes[0, 4], codes[0, 21], codes[0, 62] = 2, 0, 0, 2
+    packed = pack(QuantizedMatrix(QuantSpec.parse("q1.6s"), codes, torch.ones(1, 1).half(), None))
+    assert len(packed) == 32 + 208
+    ones = 81 + 27 + 9 + 3 + 1  # five times code 1
+    expected = bytearray(32 + 208)
+    expected[0:2] = b"\x00\x3c"
+    for column in range(4):
+        numbers = [ones, ones, ones]
+        numbers[0] += 81 - 27 if column == 0 else 0  # columns 0 and 4: q = 0 and 1
+        numbers[1] -= 81 if column == 1 else 0  # column 21: q = 5, the first code of plane 1
+        for plane, number in enumerate(numbers):
+            expected[32 + 64 * plane + column] = -(-number * 256 // 243)
+    expected[32 + 192] = 1 | 1 << 2 | 2 << 4 | 1 << 6  # columns 60 to 63
+    assert packed.tobytes() == bytes(expected)
+
+
 def test_bytes_of_a_hand_made_tile() -> None:
     codes = torch.zeros(1, 32, dtype=torch.uint8)
     codes[0, 0], codes[0, 5], codes[0, 31] = 7, 15, 9
@@ -71,17 +89,19 @@ def test_bytes_of_a_hand_made_tile() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bitwidth=st.sampled_from([1, 2, 3, 4, 8]),
-    group=st.sampled_from([0, 32, 64]),
+    bitwidth=st.sampled_from([1, 1.6, 2, 3, 4, 8]),
+    group=st.sampled_from([0, 32, 64, 128]),
     symmetric=st.booleans(),
     rows=st.integers(1, 50),
     tiles=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
 def test_the_runtime_reads_back_what_was_packed(
-    bitwidth: int, group: int, symmetric: bool, rows: int, tiles: int, seed: int
+    bitwidth: float, group: int, symmetric: bool, rows: int, tiles: int, seed: int
 ) -> None:
-    spec, columns = QuantSpec(bitwidth, group, symmetric and bitwidth > 1), tiles * max(group, 32)
+    tile = 64 if bitwidth == 1.6 else 32
+    group, symmetric = group // tile * tile, bitwidth == 1.6 or (symmetric and bitwidth > 1)
+    spec, columns = QuantSpec(bitwidth, group, symmetric), tiles * max(group, tile)
     matrix = _random(spec, rows, columns, seed)
     packed = pack(matrix)
     assert packed.dtype == np.uint8 and len(packed) == spec.packed_bytes(rows, columns)
@@ -108,8 +128,8 @@ def test_sixteen_bits_are_unchanged(dtype: torch.dtype, rows: int, columns: int,
     np.testing.assert_array_equal(packed_matrix.unpack(packed, rows, columns, spec)[:rows], weight.float().numpy())
 
 
-def test_padding_rows_weigh_nothing() -> None:
-    spec = QuantSpec(3, 32)
+@pytest.mark.parametrize("spec", [QuantSpec(3, 32), QuantSpec.parse("q1.6g64s")], ids=str)
+def test_padding_rows_weigh_nothing(spec: QuantSpec) -> None:
     packed = pack(_random(spec, 3, 64))
     full = packed_matrix.unpack(packed, 16, 64, spec)
     assert not full[3:].any()
@@ -133,6 +153,10 @@ def _broken(**changes: object) -> QuantizedMatrix:
     ("changes", "message"),
     [
         ({"codes": torch.full((16, 64), 16, dtype=torch.uint8)}, "expected values below 16, found 16"),
+        (
+            {"codes": torch.full((16, 64), 3, dtype=torch.uint8), "spec": QuantSpec.parse("q1.6g64s"), "minima": None},
+            "expected values below 3, found 3",
+        ),
         ({"codes": torch.zeros(16, 64)}, "expected a uint8 matrix"),
         ({"codes": torch.zeros(16, 63, dtype=torch.uint8)}, "cannot hold rows of 63"),
         ({"scales": torch.zeros(16, 1, dtype=torch.float16)}, "scales: expected float16"),

@@ -80,6 +80,51 @@ def test_clip_search_never_loses(bitwidth: int, symmetric: bool, weighted: bool,
     assert bool((error(True) <= error(False) * (1 + 1e-5)).all())
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    group=st.sampled_from([0, 64]),
+    weighted=st.booleans(),
+    seed=st.integers(0, 999),
+    tail=st.sampled_from([0.5, 1.0, 3.0]),
+)
+def test_three_values_have_the_best_of_all_scales(group: int, weighted: bool, seed: int, tail: float) -> None:
+    """Against every scale of a fine grid, each with the nearest of -1, 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(4, 128, generator=generator)
+    weight = weight.sign() * weight.abs() ** tail
+    importance = torch.rand(128, generator=generator) ** 2 if weighted else None
+    weights = (torch.ones(128) if importance is None else importance).double()
+    matrix = quantize_rtn(weight, QuantSpec(1.6, group, True), True, importance)
+    assert matrix.minima is None and int(matrix.codes.max()) <= 2
+    width = group or 128
+
+    def error(restored: torch.Tensor) -> torch.Tensor:
+        return ((restored - weight).double().square() * weights).reshape(4, -1, width).sum(-1)
+
+    grid = torch.linspace(0, 1, 500)[1:, None, None] * weight.abs().max()
+    signs = torch.where(weight.abs() > grid / 2, weight.sign(), 0.0)
+    best = torch.stack([error(values) for values in signs * grid]).amin(0)
+    assert bool((error(matrix.dequantize()) <= best * (1 + 1e-3)).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=WEIGHTS, clip_search=st.booleans())
+def test_three_values_without_a_search_cover_the_range(weights: np.ndarray, clip_search: bool) -> None:
+    matrix = quantize_rtn(torch.from_numpy(weights), QuantSpec(1.6, 64, True), clip_search)
+    scale = _scale_of_each_weight(matrix.scales, 64)
+    error = (matrix.dequantize().double() - torch.from_numpy(weights).double()).abs()
+    assert int(matrix.codes.max()) <= 2 and bool(torch.isfinite(matrix.scales).all())
+    if not clip_search:
+        assert bool((error <= scale / 2 * (1 + 2**-20) + 2**-24).all())
+
+
+def test_groups_of_three_values_are_exact() -> None:
+    weight = torch.tensor([-0.375, 0.0, 0.375]).repeat(64).reshape(1, 192)
+    for clip_search in (False, True):
+        assert torch.equal(quantize_rtn(weight, QuantSpec(1.6, 64, True), clip_search).dequantize(), weight)
+    assert not quantize_rtn(torch.zeros(3, 64), QuantSpec(1.6, 0, True), True).dequantize().any()
+
+
 def test_clip_search_gains_at_two_bits() -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     plain, searched = (quantize_rtn(weight, QuantSpec(2, 64), clip) for clip in (False, True))
@@ -96,7 +141,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 
 
 @pytest.mark.gate("G4")
-@pytest.mark.parametrize("spec", ["q2g64", "q4", "q8g32s"])
+@pytest.mark.parametrize("spec", ["q1.6g64s", "q2g64", "q4", "q8g32s"])
 def test_the_number_of_threads_changes_no_code(spec: str) -> None:
     weight = torch.randn(128, 512, generator=torch.Generator().manual_seed(5))
     before, results = torch.get_num_threads(), []
@@ -119,6 +164,8 @@ def test_integer_results_do_not_depend_on_the_input_type() -> None:
 @pytest.mark.parametrize(
     ("weight", "spec", "message"),
     [
+        (torch.zeros(4, 96), "q1.6s", "cannot hold a matrix of shape"),
+        (torch.full((1, 64), 1e8), "q1.6s", "exceed the float16 scales"),
         (torch.zeros(4, 60), "q4", "cannot hold a matrix of shape"),
         (torch.zeros(4, 64), "bf16", "cannot hold"),
         (torch.zeros(64), "q4", "cannot hold"),

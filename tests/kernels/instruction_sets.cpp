@@ -155,6 +155,16 @@ void check_products(Check& check) {
             }
         }
     }
+    for (int64_t group : {int64_t{64}, int64_t{0}}) {
+        for (int64_t columns : {64, 192, 320, 576}) {
+            for (int64_t rows : {1, 16, 33}) {
+                for (int64_t tokens : {1, 2, 3, 5}) {
+                    check_matrix(check, {nullptr, rows, columns, group, kTernary, true, FloatType::kNone}, tokens);
+                    check_matrix(check, {nullptr, rows, columns, group, 1, false, FloatType::kNone}, tokens);
+                }
+            }
+        }
+    }
     for (FloatType type : {FloatType::kBfloat16, FloatType::kFloat16}) {
         for (int64_t columns : {1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 257, 300}) {
             for (int64_t rows : {1, 16, 31, 48}) {

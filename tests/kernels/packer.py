@@ -10,6 +10,7 @@ import numpy as np
 from moec.manifests.quant import QuantSpec
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 511, 513, 1023)
+TERNARY = tuple(QuantSpec.parse(text) for text in ("q1.6s", "q1.6g64s", "q1.6g128s"))
 QUANTIZED_INTEGERS = tuple(
     QuantSpec(bitwidth, group_size, symmetric)
     for bitwidth in (1, 2, 3, 4, 8)
@@ -18,7 +19,7 @@ QUANTIZED_INTEGERS = tuple(
     if bitwidth > 1 or not symmetric
 )
 MXFP4 = QuantSpec.parse("mxfp4")
-QUANTIZED = (*QUANTIZED_INTEGERS, MXFP4)
+QUANTIZED = (*QUANTIZED_INTEGERS, MXFP4, *TERNARY)
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIXTEEN_BIT = (QuantSpec.parse("bf16"), QuantSpec.parse("fp16"))
 FORMATS = QUANTIZED + SIXTEEN_BIT
@@ -76,6 +77,20 @@ def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
     return tiles
 
 
+def pack_ternary_tile(codes: np.ndarray) -> np.ndarray:
+    """codes: uint8[n, 16, 64] -> uint8[n, 208], cell by cell as the text says."""
+    tiles = np.zeros((len(codes), 208), np.uint8)
+    for r in range(16):
+        for c in range(4):
+            for p in range(3):
+                number = np.zeros(len(codes), int)
+                for j in range(5):
+                    number = 3 * number + codes[:, r, 4 * (5 * p + j) + c]
+                tiles[:, 64 * p + 4 * r + c] = np.ceil(number * 256 / 243).astype(np.uint8)
+            tiles[:, 192 + r] |= codes[:, r, 60 + c] << (2 * c)
+    return tiles
+
+
 def pad_rows(values: np.ndarray) -> np.ndarray:
     """[N, ...] -> [blocks, 16, ...], zeros below."""
     padded = np.zeros((-(-len(values) // 16) * 16, *values.shape[1:]), values.dtype)
@@ -83,15 +98,17 @@ def pad_rows(values: np.ndarray) -> np.ndarray:
     return padded.reshape(-1, 16, *values.shape[1:])
 
 
-def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, bitwidth: int) -> np.ndarray:
+def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, bitwidth: float) -> np.ndarray:
     """codes: uint8[N, K]; scales, minima: float16[N, G], scales of mxfp4 uint8 -> uint8[packed_bytes]."""
     groups = scales.shape[1]
     blocks = pad_rows(codes)
-    tiles = blocks.reshape(len(blocks), 16, -1, 32).transpose(0, 2, 1, 3).reshape(-1, 16, 32)
+    width = 64 if bitwidth == 1.6 else 32
+    tiles = blocks.reshape(len(blocks), 16, -1, width).transpose(0, 2, 1, 3).reshape(-1, 16, width)
     parts = [pad_rows(scales).transpose(0, 2, 1).copy().view(np.uint8)]
     if minima is not None:
         parts.append(pad_rows(minima).transpose(0, 2, 1).copy().view(np.uint8))
-    parts.append(pack_tile(tiles, bitwidth).reshape(len(blocks), groups, -1))
+    packed = pack_ternary_tile(tiles) if bitwidth == 1.6 else pack_tile(tiles, int(bitwidth))
+    parts.append(packed.reshape(len(blocks), groups, -1))
     return np.concatenate(parts, axis=2).reshape(-1)
 
 
@@ -107,7 +124,7 @@ def pack_16_bit(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
 @lru_cache(maxsize=512)
 def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Packed:
     """A matrix of random weights around zero, the same for the same arguments."""
-    rng = np.random.default_rng([rows, columns, spec.bitwidth, seed])
+    rng = np.random.default_rng([rows, columns, int(spec.bitwidth), seed])
     if spec.bitwidth == 16:
         weights = rng.standard_normal((rows, columns)).astype(np.float32)
         if spec.float_type == "bfloat16":
@@ -115,7 +132,7 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Pa
         else:
             weights = weights.astype(np.float16).astype(np.float32)
         return Packed(pack_16_bit(weights, spec), weights, spec, np.abs(weights))
-    codes = rng.integers(0, 2**spec.bitwidth, (rows, columns)).astype(np.uint8)
+    codes = rng.integers(0, spec.largest_code + 1, (rows, columns)).astype(np.uint8)
     groups = spec.groups(columns)
     if spec.is_mxfp4:
         exponents = rng.integers(118, 126, (rows, groups)).astype(np.uint8)
@@ -129,7 +146,11 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Pa
     scales = rng.uniform(0.001, 0.1, (rows, groups)).astype(np.float16)
     minima = None if spec.symmetric else rng.uniform(-0.2, 0.1, (rows, groups)).astype(np.float16)
     wide = scales.astype(np.float64)
-    offsets = wide * -(2.0 ** (spec.bitwidth - 1)) if minima is None else minima.astype(np.float64)
+    offsets = (
+        wide * -(1.0 if spec in TERNARY else 2.0 ** (spec.bitwidth - 1))
+        if minima is None
+        else minima.astype(np.float64)
+    )
     products = wide[:, :, None] * codes.reshape(rows, groups, -1)
     weights = (products + offsets[:, :, None]).reshape(rows, columns).astype(np.float32)
     magnitudes = (products + np.abs(offsets)[:, :, None]).reshape(rows, columns)

@@ -37,6 +37,10 @@ def test_buffers_of_another_size_are_refused(spec: QuantSpec) -> None:
 FORMS = [
     (33, 128, 5, 0, False, 0),
     (33, 128, 4, 48, False, 0),
+    (33, 128, 243, 64, False, 0),
+    (33, 128, 243, 32, True, 0),
+    (33, 160, 243, 0, True, 0),
+    (33, 128, 243, 0, True, 3),
     (33, 128, 4, 96, False, 0),
     (33, 130, 4, 0, False, 0),
     (33, 128, 4, -32, False, 0),

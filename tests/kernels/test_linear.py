@@ -121,17 +121,20 @@ def test_rounding_the_activations_costs_half_a_step_at_most(every: str, spec: Qu
 
 
 @gate
-@pytest.mark.parametrize("spec", [QuantSpec.parse(text) for text in ("q2g32", "q3s", "q4g64", "q8")], ids=str)
+@pytest.mark.parametrize(
+    "spec", [QuantSpec.parse(text) for text in ("q1.6g64s", "q2g32", "q3s", "q4g64", "q8")], ids=str
+)
 def test_extreme_codes_do_not_overflow(every: str, spec: QuantSpec) -> None:
     """All codes at their largest and all activations at 127 steps of one sign, or of alternating ones."""
     rows, columns = 17, 384
-    top = 2**spec.bitwidth - 1
+    top = 2 if spec.bitwidth == 1.6 else 2**spec.bitwidth - 1
+    centre = 1.0 if spec.bitwidth == 1.6 else 2.0 ** (spec.bitwidth - 1)
     for signs in (np.ones(columns), -np.ones(columns), np.resize([1.0, -1.0], columns)):
         for code in (0, top):
             codes = np.full((rows, columns), code, np.uint8)
             ones = np.ones((rows, spec.groups(columns)), np.float16)
             minima = None if spec.symmetric else -ones
-            offset = -(2.0 ** (spec.bitwidth - 1)) if spec.symmetric else -1.0
+            offset = -centre if spec.symmetric else -1.0
             weights = np.full((rows, columns), code + offset, np.float32)
             packed = Packed(pack(codes, ones, minima, spec.bitwidth), weights, spec, np.abs(weights) + 2 * abs(offset))
             for tokens in (1, 7):
@@ -174,7 +177,7 @@ def test_a_row_does_not_depend_on_its_batch(every: str, spec: QuantSpec) -> None
 
 
 @gate
-@pytest.mark.parametrize("spec", [QuantSpec.parse(text) for text in ("q4g64", "q3", "q8s", "bf16")], ids=str)
+@pytest.mark.parametrize("spec", [QuantSpec.parse(text) for text in ("q1.6s", "q4g64", "q3", "q8s", "bf16")], ids=str)
 @pytest.mark.parametrize("shape", [(1023, 1024, 1), (257, 512, 33)], ids=str)
 def test_threads_change_nothing(native: str, spec: QuantSpec, shape: tuple[int, int, int]) -> None:
     rows, columns, tokens = shape
@@ -245,6 +248,7 @@ EXPERTS = [
     (96, 64, ("q4g32", "q3g32s", "q8")),
     (37, 50, ("bf16", "fp16", "bf16")),
     (160, 96, ("q2s", "q2", "fp16")),
+    (192, 128, ("q1.6g64s", "q1.6s", "q1.6g64s")),
     (64, 96, ("fp16", "q4g32", "q2")),
 ]
 

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.manifests.quant import MAX_DIMENSION, QuantSpec, round_up
+from moec.manifests.quant import MAX_DIMENSION, TERNARY, QuantSpec, round_up
 
 GROUPS = st.sampled_from((0, 32, 64, 96, 128, 256))
 SPECS = st.one_of(
     st.builds(QuantSpec, st.sampled_from((2, 3, 4, 8)), GROUPS, st.booleans()),
     st.builds(QuantSpec, st.just(1), GROUPS),
+    st.builds(QuantSpec, st.just(TERNARY), st.sampled_from((0, 64, 128, 192, 256)), st.just(True)),
     st.sampled_from(("bfloat16", "float16")).map(lambda kind: QuantSpec(16, float_type=kind)),
 )
 
@@ -27,15 +28,18 @@ def rows16_bytes(spec: QuantSpec, rows: int, columns: int) -> int:
         for _ in range(0, columns, group):
             total += 16 * 2
             total += 0 if spec.symmetric else 16 * 2
+            if spec.bitwidth == TERNARY:
+                total += group // 64 * (3 * 64 + 16)
+                continue
             for _ in range(0, group, 32):
-                total += 64 * spec.bitwidth
+                total += 64 * int(spec.bitwidth)
     return total
 
 
 @given(spec=SPECS, rows=st.integers(1, 70), tiles=st.integers(1, 24))
 def test_packed_bytes_are_those_of_the_layout(spec: QuantSpec, rows: int, tiles: int) -> None:
     columns = 32 * tiles
-    if columns % (spec.group_size or 1):
+    if columns % (spec.group_size or (64 if spec.bitwidth == TERNARY else 1)):
         assert not spec.fits(columns)
         with pytest.raises(ValueError, match=f"format {spec} cannot hold rows of {columns} weights"):
             spec.packed_bytes(rows, columns)
@@ -51,14 +55,15 @@ def test_short_form_round_trip(spec: QuantSpec) -> None:
 
 
 def test_short_forms() -> None:
-    names = ("q4g64", "q8", "q2s", "q3g32s", "bf16", "fp16")
+    names = ("q4g64", "q8", "q2s", "q3g32s", "q1.6g128s", "q1.6s", "bf16", "fp16")
     assert [str(QuantSpec.parse(name)) for name in names] == list(names)
     assert QuantSpec.parse("q4g64") == QuantSpec(4, 64) and QuantSpec.parse("q2s") == QuantSpec(2, 0, True)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "q", "q5", "q16", "q1s", "q0", "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss",
+    ["", "q", "q5", "q16", "q1s", "q1.6", "q1.6g128", "q1.6g32s", "q1.60s", "q1.s", "q2.0", "q0",
+     "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss",
      "bf16s", "float16", "q4g\uff16\uff14", "q4g" + "9" * 5000, "q4g16777248", "x" * 5000],
 )  # fmt: skip
 def test_not_a_format(text: str) -> None:
@@ -76,6 +81,8 @@ def test_not_a_format(text: str) -> None:
         ({"bitwidth": 4, "float_type": "bfloat16"}, "float_type belongs to bitwidth 16"),
         ({"bitwidth": 16, "float_type": "float16", "group_size": 32}, "no groups"),
         ({"bitwidth": 16, "float_type": "float16", "symmetric": True}, "no groups"),
+        ({"bitwidth": TERNARY}, "1.6 bits is symmetric"),
+        ({"bitwidth": TERNARY, "symmetric": True, "group_size": 96}, "multiple of 64, found 96"),
         ({"bitwidth": 4, "group_size": -32}, "group_size"),
         ({"bitwidth": 4, "group_size": 33}, "multiple of 32"),
         ({"bitwidth": 4, "group_size": MAX_DIMENSION + 32}, "group_size"),
@@ -95,6 +102,11 @@ def test_rows_out_of_range(rows: int) -> None:
 def test_columns_that_no_format_holds() -> None:
     assert not any(QuantSpec.parse(text).fits(0) for text in ("q4", "bf16"))
     assert not QuantSpec(4).fits(48) and QuantSpec.parse("bf16").fits(1)
+
+
+@pytest.mark.parametrize(("text", "bits"), [("q1.6g64s", 1.875), ("q1.6g128s", 1.75), ("q1.6s", 1.625 + 16 / 2048)])
+def test_bits_of_three_values(text: str, bits: float) -> None:
+    assert QuantSpec.parse(text).bits_per_weight(2048) == bits
 
 
 @given(value=st.integers(0, 10**6), multiple=st.integers(1, 5000))

@@ -2,6 +2,7 @@
 //
 // A row block holds 16 rows. Quantized: groups of [16 scales][16 minima, if asymmetric][tiles of 16 rows x 32 columns].
 // 16-bit: columns of 16 values. Every plane of a tile is 64 bytes: one 32-bit lane per row, four columns in its bytes.
+// Three values: tiles of 64 columns, in three planes and a quarter of one.
 // Sizes: rows and columns are at most 2^24, bits at most 16, so every size below fits in 53 bits.
 
 #pragma once
@@ -18,6 +19,12 @@ constexpr int kPlaneBytes = 64;
 constexpr int kScaleBytes = 2 * kRowsPerBlock;
 constexpr int64_t kMaxDimension = int64_t{1} << 24;
 
+// Stands for a bitwidth: codes 0, 1 and 2, five of them in a byte, which has 3^5 values.
+constexpr int kTernary = 243;
+constexpr int kTernaryPlanes = 3;
+constexpr int kTernaryDigits = 5;
+constexpr int kTernaryTileBytes = kTernaryPlanes * kPlaneBytes + kRowsPerBlock;
+
 template <int Bitwidth>
 struct Tile {
     uint8_t planes[Bitwidth][kPlaneBytes];
@@ -26,6 +33,8 @@ struct Tile {
 static_assert(kPlaneBytes == kRowsPerBlock * kColumnsPerLane, "a plane is one byte per row and column of a lane");
 static_assert(sizeof(Tile<2>) == 128 && sizeof(Tile<3>) == 192, "tile sizes of docs/format.md");
 static_assert(sizeof(Tile<4>) == 256 && sizeof(Tile<8>) == 512, "tile sizes of docs/format.md");
+static_assert(kTernaryTileBytes == 208, "tile sizes of docs/format.md");
+static_assert(kTernaryPlanes * kTernaryDigits + 1 == 2 * kLanesPerTile, "the sixteenth lane of a tile stands alone");
 static_assert(sizeof(Tile<4>) * 8 == 4 * kRowsPerBlock * kColumnsPerTile, "a tile has no padding");
 
 enum class FloatType : int { kNone = 0, kBfloat16 = 1, kFloat16 = 2, kMxfp4 = 3 };
@@ -57,8 +66,17 @@ static inline int64_t group_header_bytes(const MatrixView& matrix) {
     return matrix.is_symmetric ? kScaleBytes : 2 * kScaleBytes;
 }
 
+// Columns of a tile of codes: one tile of activations, or two.
+static inline int64_t tile_columns(const MatrixView& matrix) {
+    return matrix.bitwidth == kTernary ? 2 * kColumnsPerTile : kColumnsPerTile;
+}
+
+static inline int64_t tile_bytes(const MatrixView& matrix) {
+    return matrix.bitwidth == kTernary ? kTernaryTileBytes : int64_t{kPlaneBytes} * matrix.bitwidth;
+}
+
 static inline int64_t group_bytes(const MatrixView& matrix) {
-    return group_header_bytes(matrix) + group_columns(matrix) / kColumnsPerTile * kPlaneBytes * matrix.bitwidth;
+    return group_header_bytes(matrix) + group_columns(matrix) / tile_columns(matrix) * tile_bytes(matrix);
 }
 
 static inline int64_t block_bytes(const MatrixView& matrix) {
@@ -83,12 +101,13 @@ static inline bool is_valid(const MatrixView& matrix) {
                (matrix.float_type == FloatType::kBfloat16 || matrix.float_type == FloatType::kFloat16);
     }
     const int bits = matrix.bitwidth;
-    const bool is_known = (bits == 1 && !matrix.is_symmetric) || bits == 2 || bits == 3 || bits == 4 || bits == 8;
-    const bool is_group = matrix.group_size >= 0 && matrix.group_size % kColumnsPerTile == 0 &&
+    const bool is_known = (bits == 1 && !matrix.is_symmetric) || (bits == kTernary && matrix.is_symmetric) || bits == 2 ||
+                          bits == 3 || bits == 4 || bits == 8;
+    const bool is_group = matrix.group_size >= 0 && matrix.group_size % tile_columns(matrix) == 0 &&
                           matrix.columns % group_columns(matrix) == 0;
     const bool is_mxfp4 = matrix.float_type == FloatType::kMxfp4 && bits == 4 && matrix.group_size == kColumnsPerTile &&
                           !matrix.is_symmetric;
-    return is_known && is_group && matrix.columns % kColumnsPerTile == 0 && (is_mxfp4 || matrix.float_type == FloatType::kNone);
+    return is_known && is_group && matrix.columns % tile_columns(matrix) == 0 && (is_mxfp4 || matrix.float_type == FloatType::kNone);
 }
 
 }  // namespace moec

@@ -10,7 +10,7 @@
 // 96 tokens and multiplied by 6 tokens at a time; the accumulators rest in memory between panels, which changes no bit.
 
 constexpr int kVectorsPerBlock = kRowsPerBlock / kLanes;
-constexpr int kPanelColumns = 256;
+constexpr int kPanelColumns = 256;  // a whole number of tiles in every format
 constexpr int kTileTokens = 6;
 constexpr int kChunkTokens = 96;
 
@@ -21,16 +21,43 @@ constexpr int kMxfp4 = 44;
 constexpr int kMxfp4Centre = 12;
 alignas(16) constexpr uint8_t kMxfp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-constexpr int planes_of(int bitwidth) { return bitwidth == kMxfp4 ? 4 : bitwidth; }
+// Lines of memory in a tile, at most.
+constexpr int lines_of(int bitwidth) { return bitwidth == kMxfp4 || bitwidth == kTernary ? 4 : bitwidth; }
 
-// Codes of eight rows in column 4 Quad + Column of a tile. lanes: the tile, plus 32 bytes for rows 8 to 15.
-template <int Bitwidth, int Quad, int Column>
-MOEC_INLINE Ints code_of(const uint8_t* lanes) {
+// Tiles of 32 columns, as activations have them, in a tile of codes.
+constexpr int parts_of(int bitwidth) { return bitwidth == kTernary ? 2 : 1; }
+
+// The code of the weight 0 in symmetric formats.
+constexpr int centre_of(int bitwidth) { return bitwidth == kTernary ? 1 : 1 << (bitwidth - 1); }
+
+// Codes of three values of eight rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: rows 0 to 7, or 8 to 15.
+// A byte of a plane is a fraction of 256 whose digits to the base 3 are five codes: three times the fraction is a code and,
+// what is left, the fraction of those behind it.
+template <int Quad, int Vector>
+MOEC_INLINE Ints ternary_quad(const uint8_t* tile) {
+    constexpr int kPlane = Quad / kTernaryDigits;
+    if constexpr (kPlane == kTernaryPlanes) {  // a byte per row, two bits per column
+        const Ints row = load_bytes(tile + kPlane * kPlaneBytes + Vector * kLanes);
+        const Ints pair = either(row, shift_left<12>(row));
+        return mask(either(pair, shift_left<6>(pair)), 0x03030303u);
+    } else {
+        Ints fractions = as_fractions(load_lanes(tile + kPlane * kPlaneBytes + Vector * (kPlaneBytes / kVectorsPerBlock)));
+        unroll<Quad % kTernaryDigits>([&](auto) MOEC_INLINE_LAMBDA { fractions = without_digits(fractions); });
+        return digits_of(fractions);
+    }
+}
+
+// Codes of eight rows in column 4 Quad + Column of a tile. Vector: rows 0 to 7, or 8 to 15.
+template <int Bitwidth, int Quad, int Column, int Vector>
+MOEC_INLINE Ints code_of(const uint8_t* tile) {
     constexpr int kByte = 8 * Column;
+    const uint8_t* lanes = tile + Vector * (kPlaneBytes / kVectorsPerBlock);
     if constexpr (Bitwidth == kMxfp4) {
-        return mask(look_up(kMxfp4Levels, code_of<4, Quad, Column>(lanes)), 255);
+        return mask(look_up(kMxfp4Levels, code_of<4, Quad, Column, Vector>(tile)), 255);
+    } else if constexpr (Bitwidth == kTernary) {
+        return mask(shift_right<kByte>(ternary_quad<Quad, Vector>(tile)), 255);
     } else if constexpr (Bitwidth == 3) {
-        const Ints low = code_of<2, Quad, Column>(lanes);
+        const Ints low = code_of<2, Quad, Column, Vector>(tile);
         const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
         constexpr int kShift = kByte + Quad - 2;  // brings the high bit to bit 2
         if constexpr (kShift >= 0) {
@@ -51,12 +78,14 @@ struct TileCursor {
     int64_t tile_in_group, tiles_per_group, bytes_per_group, header_bytes, bytes_per_tile;
 };
 
-inline TileCursor tiles_of(const MatrixView& matrix, int64_t block, int64_t first_tile) {
+// column: the first one of a tile.
+inline TileCursor tiles_of(const MatrixView& matrix, int64_t block, int64_t column) {
     TileCursor cursor;
-    cursor.tiles_per_group = group_columns(matrix) / kColumnsPerTile;
+    const int64_t first_tile = column / tile_columns(matrix);
+    cursor.tiles_per_group = group_columns(matrix) / tile_columns(matrix);
     cursor.bytes_per_group = group_bytes(matrix);
     cursor.header_bytes = group_header_bytes(matrix);
-    cursor.bytes_per_tile = int64_t{kPlaneBytes} * matrix.bitwidth;
+    cursor.bytes_per_tile = tile_bytes(matrix);
     cursor.tile_in_group = first_tile % cursor.tiles_per_group;
     cursor.group = matrix.data + block * block_bytes(matrix) + first_tile / cursor.tiles_per_group * cursor.bytes_per_group;
     return cursor;
@@ -82,7 +111,7 @@ MOEC_INLINE void load_scales(const uint8_t* group, Floats* scale, Floats* minimu
             minimum[V] = mul(scale[V], broadcast(-static_cast<float>(kMxfp4Centre)));
         } else if constexpr (IsSymmetric) {
             scale[V] = load_half(group + V * 2 * kLanes);
-            minimum[V] = mul(scale[V], broadcast(-static_cast<float>(1 << (Bitwidth - 1))));
+            minimum[V] = mul(scale[V], broadcast(-static_cast<float>(centre_of(Bitwidth))));
         } else {
             scale[V] = load_half(group + V * 2 * kLanes);
             minimum[V] = load_half(group + kScaleBytes + V * 2 * kLanes);
@@ -121,16 +150,17 @@ void multiply_vector_16_bit(const MatrixView& matrix, int64_t block, const float
 // Columns [k, k + count) of one block as floats. k: a multiple of 256. panel: [count, 16], written.
 template <int Bitwidth, bool IsSymmetric>
 void dequantize_panel_quantized(const MatrixView& matrix, int64_t block, int64_t k, int64_t count, float* panel) {
-    TileCursor cursor = tiles_of(matrix, block, k / kColumnsPerTile);
+    constexpr int kColumns = parts_of(Bitwidth) * kColumnsPerTile;
+    TileCursor cursor = tiles_of(matrix, block, k);
     Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
-    for (int64_t done = 0; done < count; done += kColumnsPerTile, advance(cursor), panel += kColumnsPerTile * kRowsPerBlock) {
+    for (int64_t done = 0; done < count; done += kColumns, advance(cursor), panel += kColumns * kRowsPerBlock) {
         load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
         const uint8_t* tile = tile_at(cursor);
-        unroll<kColumnsPerTile>([&](auto column) MOEC_INLINE_LAMBDA {
+        unroll<kColumns>([&](auto column) MOEC_INLINE_LAMBDA {
             constexpr int C = decltype(column)::value;
             unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
                 constexpr int V = decltype(v)::value;
-                const Ints code = code_of<Bitwidth, C / kColumnsPerLane, C % kColumnsPerLane>(tile + V * (kPlaneBytes / 2));
+                const Ints code = code_of<Bitwidth, C / kColumnsPerLane, C % kColumnsPerLane, V>(tile);
                 store(panel + C * kRowsPerBlock + V * kLanes, fma(scale[V], to_float(code), minimum[V]));
             });
         });
@@ -175,6 +205,8 @@ inline DequantizePanel panel_of(const MatrixView& matrix) {
     switch (matrix.bitwidth) {
         case 1:
             return dequantize_panel_quantized<1, false>;
+        case kTernary:
+            return dequantize_panel_quantized<kTernary, true>;
         case 2:
             return quantized_panel<2>(matrix.is_symmetric);
         case 3:

@@ -46,21 +46,24 @@ inline void round_row(const float* x, int64_t columns, int8_t* codes, float* ste
     }
 }
 
-// Codes of eight rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. lanes: the tile, plus 32 bytes for rows 8 to 15.
-template <int Bitwidth, int Quad>
-MOEC_INLINE Ints quad_of(const uint8_t* lanes) {
+// Codes of eight rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: rows 0 to 7, or 8 to 15.
+template <int Bitwidth, int Quad, int Vector>
+MOEC_INLINE Ints quad_of(const uint8_t* tile) {
     constexpr uint32_t kEveryByte = 0x01010101u;
+    const uint8_t* lanes = tile + Vector * (kPlaneBytes / kVectorsPerBlock);
     if constexpr (Bitwidth == kMxfp4) {
-        return look_up(kMxfp4Levels, quad_of<4, Quad>(lanes));
+        return look_up(kMxfp4Levels, quad_of<4, Quad, Vector>(tile));
+    } else if constexpr (Bitwidth == kTernary) {
+        return ternary_quad<Quad, Vector>(tile);
     } else if constexpr (Bitwidth == 8) {
         return load_lanes(lanes + Quad * kPlaneBytes);
     } else if constexpr (Bitwidth == 3) {
         const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
         constexpr int kShift = Quad - 2;  // brings the high bit to bit 2
         if constexpr (kShift >= 0) {
-            return either(quad_of<2, Quad>(lanes), mask(shift_right<kShift>(plane), 4 * kEveryByte));
+            return either(quad_of<2, Quad, Vector>(tile), mask(shift_right<kShift>(plane), 4 * kEveryByte));
         } else {
-            return either(quad_of<2, Quad>(lanes), mask(shift_left<-kShift>(plane), 4 * kEveryByte));
+            return either(quad_of<2, Quad, Vector>(tile), mask(shift_left<-kShift>(plane), 4 * kEveryByte));
         }
     } else {
         constexpr int kQuadsPerPlane = 8 / Bitwidth;
@@ -119,28 +122,32 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
     Floats sum[kVectorsPerBlock], scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
     unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { sum[decltype(v)::value] = zero(); });
     TileCursor cursor = tiles_of(matrix, block, 0);
+    constexpr int kParts = parts_of(Bitwidth);
     const int64_t tiles = matrix.columns / kColumnsPerTile;
-    for (int64_t t = 0; t < tiles; ++t, advance(cursor)) {
+    for (int64_t t = 0; t < tiles; t += kParts, advance(cursor)) {
         if (cursor.tile_in_group == 0) {
             load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
         }
         const uint8_t* tile = tile_at(cursor);
-        unroll<planes_of(Bitwidth)>([&](auto plane) MOEC_INLINE_LAMBDA { prefetch(tile + kPrefetchBytes + decltype(plane)::value * kPlaneBytes); });
-        const int8_t* codes = x.codes + t * kColumnsPerTile;
-        TileSum<Bitwidth> products[kVectorsPerBlock];
-        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { products[decltype(v)::value] = no_sum<Bitwidth>(); });
-        unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
-            constexpr int Q = decltype(quad)::value;
-            const Ints input = broadcast_bytes(codes + Q * kColumnsPerLane);
+        unroll<lines_of(Bitwidth)>([&](auto line) MOEC_INLINE_LAMBDA { prefetch(tile + kPrefetchBytes + decltype(line)::value * kPlaneBytes); });
+        unroll<kParts>([&](auto part) MOEC_INLINE_LAMBDA {
+            constexpr int P = decltype(part)::value;
+            const int8_t* codes = x.codes + (t + P) * kColumnsPerTile;
+            TileSum<Bitwidth> products[kVectorsPerBlock];
+            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { products[decltype(v)::value] = no_sum<Bitwidth>(); });
+            unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
+                constexpr int Q = decltype(quad)::value;
+                const Ints input = broadcast_bytes(codes + Q * kColumnsPerLane);
+                unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+                    constexpr int V = decltype(v)::value;
+                    add_quad<Bitwidth, Q>(products[V], quad_of<Bitwidth, P * kQuadsPerTile + Q, V>(tile), input);
+                });
+            });
+            const Floats step = broadcast(x.steps[t + P]), total = broadcast(x.sums[t + P]);
             unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
                 constexpr int V = decltype(v)::value;
-                add_quad<Bitwidth, Q>(products[V], quad_of<Bitwidth, Q>(tile + V * (kPlaneBytes / kVectorsPerBlock)), input);
+                sum[V] = add_tile(sum[V], step, scale[V], minimum[V], dot_of<Bitwidth>(products[V], total), total);
             });
-        });
-        const Floats step = broadcast(x.steps[t]), total = broadcast(x.sums[t]);
-        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
-            constexpr int V = decltype(v)::value;
-            sum[V] = add_tile(sum[V], step, scale[V], minimum[V], dot_of<Bitwidth>(products[V], total), total);
         });
     }
     unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]); });
@@ -154,22 +161,26 @@ struct BytePanel {
 
 template <int Bitwidth, bool IsSymmetric>
 void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel) {
-    TileCursor cursor = tiles_of(matrix, block, first_tile);
+    constexpr int kParts = parts_of(Bitwidth);
+    TileCursor cursor = tiles_of(matrix, block, first_tile * kColumnsPerTile);
     uint8_t* out = panel.codes;
-    for (int64_t t = 0; t < tiles; ++t, advance(cursor)) {
+    for (int64_t t = 0; t < tiles; t += kParts, advance(cursor)) {
         Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
         load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
         const uint8_t* tile = tile_at(cursor);
         unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(v)::value;
-            store(panel.scales[t] + V * kLanes, scale[V]);
-            store(panel.scales[t] + kRowsPerBlock + V * kLanes, minimum[V]);
-            unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
+            unroll<kParts>([&](auto part) MOEC_INLINE_LAMBDA {
+                constexpr int P = decltype(part)::value;
+                store(panel.scales[t + P] + V * kLanes, scale[V]);
+                store(panel.scales[t + P] + kRowsPerBlock + V * kLanes, minimum[V]);
+            });
+            unroll<kParts * kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
                 constexpr int Q = decltype(quad)::value;
-                store_lanes(out + Q * kPlaneBytes + V * (kPlaneBytes / 2), quad_of<Bitwidth, Q>(tile + V * (kPlaneBytes / 2)));
+                store_lanes(out + Q * kPlaneBytes + V * (kPlaneBytes / 2), quad_of<Bitwidth, Q, V>(tile));
             });
         });
-        out += kQuadsPerTile * kPlaneBytes;
+        out += kParts * kQuadsPerTile * kPlaneBytes;
     }
 }
 
@@ -231,6 +242,8 @@ inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
     switch (matrix.bitwidth) {
         case 1:
             return make_rounded_format<1, false>();
+        case kTernary:
+            return make_rounded_format<kTernary, true>();
         case 2:
             return matrix.is_symmetric ? make_rounded_format<2, true>() : make_rounded_format<2, false>();
         case 3:

@@ -105,6 +105,16 @@ inline Ints look_up(const uint8_t* table, const Ints& indices) {
         return entries;
     });
 }
+// Fractions of 256 in bytes: three times each is its first digit to the base 3, and the fraction behind it in the low byte.
+inline Ints as_fractions(const Ints& a) { return a; }
+inline Ints without_digits(const Ints& a) {
+    constexpr uint32_t kEven = 0x00FF00FFu;
+    return each<Ints>([&](int i) { return ((a.v[i] & kEven) * 3 & kEven) | ((a.v[i] >> 8 & kEven) * 3 & kEven) << 8; });
+}
+inline Ints digits_of(const Ints& a) {
+    constexpr uint32_t kEven = 0x00FF00FFu;
+    return each<Ints>([&](int i) { return ((a.v[i] & kEven) * 3 >> 8 & kEven) | ((a.v[i] >> 8 & kEven) * 3 & ~kEven); });
+}
 template <int Count>
 inline Ints shift_right(const Ints& a) { return each<Ints>([&](int i) { return a.v[i] >> Count; }); }
 template <int Count>

@@ -65,6 +65,16 @@ inline Ints look_up(const uint8_t* table, Ints indices) {
     return {vreinterpretq_u32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_u32(indices.low))),
             vreinterpretq_u32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_u32(indices.high)))};
 }
+// Fractions of 256 in bytes.
+inline Ints as_fractions(Ints a) { return a; }
+inline uint32x4_t three_times(uint32x4_t a) { return vreinterpretq_u32_u8(vmulq_u8(vreinterpretq_u8_u32(a), vdupq_n_u8(3))); }
+inline Ints without_digits(Ints a) { return {three_times(a.low), three_times(a.high)}; }
+// 3 / 4 of a byte in steps of 64: rounding down twice moves no byte over a third of 256.
+inline uint32x4_t thirds(uint32x4_t a) {
+    const uint8x16_t bytes = vreinterpretq_u8_u32(a);
+    return vreinterpretq_u32_u8(vshrq_n_u8(vhaddq_u8(bytes, vshrq_n_u8(bytes, 1)), 6));
+}
+inline Ints digits_of(Ints a) { return {thirds(a.low), thirds(a.high)}; }
 template <int Count>
 inline Ints shift_right(Ints a) {
     if constexpr (Count == 0) {

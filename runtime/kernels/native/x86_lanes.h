@@ -44,6 +44,15 @@ inline Ints load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl
 inline Ints look_up(const uint8_t* table, Ints indices) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), indices);
 }
+// Fractions of 256 in bytes, kept less 128, so that a comparison of signed bytes orders them; three times a fraction, less 128
+// again and without what is above 255, is three times the byte.
+inline Ints as_fractions(Ints a) { return _mm256_xor_si256(a, _mm256_set1_epi8(-128)); }
+inline Ints without_digits(Ints a) { return _mm256_add_epi8(a, _mm256_add_epi8(a, a)); }
+// 0, 1 or 2 thirds of 256: one, less one below 86, and one more above 170. GCC makes a third instruction of `not below`.
+inline Ints digits_of(Ints a) {
+    const __m256i below = _mm256_cmpgt_epi8(_mm256_set1_epi8(86 - 128), a), above = _mm256_cmpgt_epi8(a, _mm256_set1_epi8(170 - 128));
+    return _mm256_sub_epi8(_mm256_add_epi8(_mm256_set1_epi8(1), below), above);
+}
 template <int Count>
 inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, Count); }
 template <int Count>

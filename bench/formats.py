@@ -1,0 +1,107 @@
+"""What sets of formats are worth to the search: ``python bench/formats.py``, a few minutes on two cores.
+
+The knapsack spends each budget of bytes on the shipped example with each set of formats, units priced by predicted KL
+(Fisher), and the KL of its plan on validation answers is measured; so is that of each format everywhere. One JSON
+object a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+
+import numpy as np
+
+from moec.compiler.calibration import calibrate
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk
+from moec.compiler.families import lower
+from moec.compiler.fisher import TEXTS, predict_units
+from moec.compiler.journal import Journal
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.search.baselines import fits_all, uniform_like
+from moec.compiler.search.frontier import ChoiceTable, least_loss
+from moec.compiler.sensitivity import plain_plan
+from moec.compiler.trials import TaskData, Trials
+from moec.compiler.unit_store import UnitStore
+from moec.evaluation.data import load_splits
+from moec.manifests.quant import QuantSpec
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CALIBRATION_ITEMS, KL_ITEMS = 1_000, 512
+BEFORE = "q1g64,q1g128,q2g32,q2g64,q2g128,q3g32,q3g64,q3g128"
+SETS = (BEFORE, f"{BEFORE},q1.6g128s", f"{BEFORE},q1.6g64s,q1.6g128s,q1.6s")
+
+
+def silent(done: int, total: int) -> None:
+    """No progress bar."""
+
+
+class Bench:
+    """The example with every format of `specs` predicted."""
+
+    def __init__(self, task: str, specs: Sequence[QuantSpec], folder: Path) -> None:
+        splits = load_splits(str(EXAMPLES / "data"), task)
+        lowering, reference = lower(open_checkpoint(str(EXAMPLES / "model"))), ReferenceModel(EXAMPLES / "model")
+        items = splits.train.items[:CALIBRATION_ITEMS]
+        pairs = reference.encode_pairs([(splits.task.prompt(item), splits.task.answer(item)) for item in items])
+        self.plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
+        self.store = UnitStore(lowering, calibrate(reference, pairs).second_moments, "gptq")
+        journal = Journal(folder, "bench", Disk())
+        self.trials = Trials(
+            reference, self.store, (TaskData(splits.task, splits.validation, 1),), KL_ITEMS, silent, journal
+        )
+        self.store.prepare(specs, silent)
+        self.predicted = predict_units(reference, self.store, specs, [pairs[:TEXTS]], 0, journal, silent)
+
+    def kl_within(self, specs: Sequence[QuantSpec], bits_per_weight: float) -> tuple[float, float] | None:
+        """Bits per weight and measured KL of the plan of these formats that fits the budget; None if none does."""
+        units = tuple(self.plain.units)
+        costs, losses = (np.full((len(units), len(specs)), np.inf) for _ in range(2))
+        for row, unit in enumerate(units):
+            rows, columns = self.plain.model.unit_shape(unit.layer, unit.projection)
+            for column, spec in enumerate(specs):
+                if spec.fits(columns):
+                    costs[row, column] = rows * spec.row_bytes(columns)
+                    losses[row, column] = self.predicted[(unit, spec)]
+        choice = least_loss(ChoiceTable(costs, losses), bits_per_weight * self.plain.expert_weights / 8)
+        if choice is None:
+            return None
+        chosen = {unit: specs[int(choice[row])] for row, unit in enumerate(units)}
+        plan = replace(self.plain, units=chosen)
+        return plan.bits_per_weight, self.trials.kl(plan, "bench").mean
+
+    def kl_everywhere(self, spec: QuantSpec) -> tuple[float, float] | None:
+        """Bits per weight and measured KL of one format for all units; None if it does not fit them."""
+        plan = uniform_like(self.plain, spec)
+        return (plan.bits_per_weight, self.trials.kl(plan, str(spec)).mean) if fits_all(self.plain, spec) else None
+
+
+def main() -> None:
+    """Read the command line, print one line per format and one per set and budget."""
+    parser = argparse.ArgumentParser(description="KL that the search finds at equal bytes with sets of formats.")
+    parser.add_argument("--task", default="gsm8k")
+    parser.add_argument("--bits", default="1.5,1.6,1.7,1.8,1.9,2.0,2.1,2.25,2.4", help="Budgets in bits per weight.")
+    parser.add_argument("--sets", default=";".join(SETS), help="Sets of formats, `;` between sets.")
+    options = parser.parse_args()
+    sets = [[QuantSpec.parse(text) for text in part.split(",")] for part in options.sets.split(";")]
+    specs = list(dict.fromkeys(spec for offered in sets for spec in offered))
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options.task, specs, Path(folder))
+        for spec in specs:
+            print(json.dumps({"everywhere": str(spec), "found": bench.kl_everywhere(spec)}), flush=True)
+        for budget in map(float, options.bits.split(",")):
+            for offered in sets:
+                line = {"bits": budget, "set": ",".join(map(str, offered)), "found": bench.kl_within(offered, budget)}
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

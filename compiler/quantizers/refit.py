@@ -1,0 +1,62 @@
+"""Scales and minima anew, for codes that stay: least squares on the outputs.
+
+GPTQ rounds on scales that were chosen for rounding to nearest. With the codes it gives, outputs are linear in scales
+and minima, and the best ones solve a small system per row.
+Shapes: N rows, K columns, G groups of g columns, P = G, or 2 G with minima.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..quantized import QuantizedMatrix
+
+_RIDGE = 1e-4  # of the mean diagonal: keeps what the codes do not decide, like scales of groups of zeros
+_SYSTEM_VALUES = 1 << 22  # of the systems solved at once, 32 MiB
+
+
+def refit(weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> QuantizedMatrix:
+    """The same codes on the scales and minima that minimise d H d^T of every row, up to float16.
+
+    weight: [N, K] float32. moment: H, [K, K], positive definite. Scales that would not be positive stay as they are.
+    """
+    groups = matrix.scales.shape[1]
+    unknowns = groups if matrix.minima is None else 2 * groups
+    rows = max(1, _SYSTEM_VALUES // unknowns**2)
+    residual = (weight - matrix.dequantize()) @ moment
+    offset = matrix.spec.centre if matrix.minima is None else 0
+    parts = [
+        _steps(codes.float() - offset, left, moment, groups, matrix.minima is not None)
+        for codes, left in zip(torch.split(matrix.codes, rows), torch.split(residual, rows), strict=True)
+    ]
+    steps = torch.cat(parts)
+    scales = (matrix.scales.float() + steps[:, :groups]).half()
+    scales = torch.where((scales > 0) & torch.isfinite(scales), scales, matrix.scales)
+    if matrix.minima is None:
+        return QuantizedMatrix(matrix.spec, matrix.codes, scales, None)
+    minima = (matrix.minima.float() + steps[:, groups:]).half()
+    minima = torch.where(torch.isfinite(minima), minima, matrix.minima)
+    return QuantizedMatrix(matrix.spec, matrix.codes, scales, minima)
+
+
+def _steps(codes: Tensor, residual: Tensor, moment: Tensor, groups: int, has_minima: bool) -> Tensor:
+    """What to add to scales, and to minima behind them, [N, P] float32. codes: [N, K]; residual: d H, [N, K]."""
+    rows, columns = codes.shape
+    grouped, left = codes.reshape(rows, groups, -1), residual.reshape(rows, groups, -1)
+    strips = moment.reshape(groups, columns // groups, columns)
+    unknowns = 2 * groups if has_minima else groups
+    system = torch.empty(rows, unknowns, unknowns, dtype=torch.float64)
+    wanted = [(left * grouped).sum(-1)]
+    for group in range(groups):
+        product = (grouped[:, group] @ strips[group]).reshape(rows, groups, -1)
+        system[:, group, :groups] = (product * grouped).sum(-1)
+        if has_minima:
+            system[:, group, groups:] = system[:, groups:, group] = product.sum(-1)
+    if has_minima:
+        system[:, groups:, groups:] = strips.reshape(groups, columns // groups, groups, -1).sum((1, 3))
+        wanted.append(left.sum(-1))
+    diagonal = system.diagonal(dim1=1, dim2=2)
+    diagonal += (_RIDGE * diagonal.mean(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
+    steps: Tensor = torch.linalg.solve(system, torch.cat(wanted, 1).double())
+    return steps.float()
