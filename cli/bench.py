@@ -22,6 +22,8 @@ from .traces import check_traceable, recorded_trace, replayed_bundle
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
+    from moec.runtime.engine import Engine
+    from moec.runtime.options import RuntimeOptions
     from moec.runtime.prefetch import LayerAdvice
     from moec.runtime.statistics import RunStatistics
     from moec.runtime.trace import Trace
@@ -87,17 +89,16 @@ def bench_command(
     options = build_options(values, bundle=bundle)
     if modes is not None:
         options = sweep_options(options)
-    elif not options.modes.is_lossless and (trace_out is not None or policies != "none"):
-        raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
+    elif trace_out is not None or policies != "none":
+        _check_lossless(options)
     host = probe_host(_probed_place(opened))
-    if text_path is not None:
-        sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
-    else:
+    if text_path is None:
         sequence = continuation(bundle, options.lossless(), values["kernels"], prompt, tokens)
+    else:
+        sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
     prompt_length = len(sequence) - tokens
     if modes is not None:
-        rows = speed_sweep(bundle, options, values["kernels"], sequence, prompt_length)
-        output.data_json({"rows": rows}) if as_json else output.data(speed_page(rows, options))
+        _print_sweep(speed_sweep(bundle, options, values["kernels"], sequence, prompt_length), options, as_json)
         return
     gc.collect()  # an engine that made the sequence is not the one that is measured
     host = _with_read_bandwidth(host, opened, options.threads or host.threads)
@@ -109,20 +110,44 @@ def bench_command(
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
         statistics, tracer = measure_decode(engine, sequence, prompt_length)
-        advice = engine.model.advice_by_layer()
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
         write_trace(trace_out, trace)
-    ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
     simulated = _simulate(opened, trace) if policies == "all" else []
-    if as_json:
-        told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
-        told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
-        told |= {"decisions": None if engine.mode_counts is None else engine.mode_counts.to_plain()}
-        told["prefetch_by_layer"] = [each.to_plain() for each in advice]
-        output.data_json({**told, "tokens": tokens, "host": host.to_plain()})
+    _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()} if as_json else None)
+
+
+def _tell(
+    engine: Engine,
+    statistics: RunStatistics,
+    ceiling: dict[str, Any],
+    simulated: list[dict[str, Any]],
+    conditions: dict[str, Any] | None,
+) -> None:
+    """The measurement for people, or with its conditions as JSON."""
+    ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
+    advice, counts = engine.model.advice_by_layer(), engine.mode_counts
+    if conditions is None:
+        _print_measurement(statistics, ratio, advice, simulated)
         return
-    _print_measurement(statistics, ratio, advice, simulated)
+    told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
+    told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
+    told |= {"decisions": None if counts is None else counts.to_plain()}
+    told["prefetch_by_layer"] = [each.to_plain() for each in advice]
+    output.data_json({**told, **conditions})
+
+
+def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: bool) -> None:
+    if as_json:
+        output.data_json({"rows": rows})
+    else:
+        output.data(speed_page(rows, options))
+
+
+def _check_lossless(options: RuntimeOptions) -> None:
+    """Refuse a trace of anything but a lossless run. Raises OptionError."""
+    if not options.modes.is_lossless:
+        raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
 
 
 def _opened(bundle: Path, trace_out: Path | None) -> Bundle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import OptionError
+from moec.manifests.router import RouterSpec, StaticRouting
 from moec.runtime import load
 from moec.runtime.batch import forced_logits, generate_many
 from moec.runtime.bundle import open_bundle
 from moec.runtime.modes.choice import ModeCounts
+from moec.runtime.modes.decoder import check_modes
+from moec.runtime.modes.settings import parse_modes
 
 Decoded = Callable[..., tuple[np.ndarray, ModeCounts | None]]
 ALL_MODES = {
@@ -242,3 +246,26 @@ def test_a_flat_router_is_seen() -> None:
     assert counts.to_plain()["lower_half_share"] == pytest.approx(0.15)
     counts.count_weights(np.full((3, 4), 0.1, np.float32))
     assert counts.to_plain()["lower_half_share"] == pytest.approx((0.15 + 3 * 0.5) / 4)
+
+
+@pytest.mark.parametrize(
+    ("router", "modes", "told"),
+    [
+        ({"scoring": "uniform", "static": True}, {"big_little": "gamma=0.5"}, "experts follow from the token"),
+        ({"scoring": "sparsemixer", "margin": 0.01}, {"cache_routing": "margin=0.5"}, "weighs the two it chose"),
+        ({"scoring": "sparsemixer", "margin": 0.01}, {"big_little": "gamma=0.5"}, None),
+    ],
+)
+def test_routers_that_a_mode_cannot_weigh_are_refused(
+    two_version_bundle: Path, router: dict[str, Any], modes: dict[str, str], told: str | None
+) -> None:
+    model = open_bundle(two_version_bundle).manifest.model
+    static = StaticRouting(tuple([0, 1] * model.vocab_size)) if router.pop("static", False) else None
+    spec = RouterSpec(renormalize=False, static=static, **router)
+    layers = [replace(layer, experts=replace(layer.experts, top_k=2, router=spec)) for layer in model.layers]
+    asked = parse_modes(*(modes.get(name) for name in ("dynamic_precision", "big_little", "cache_routing")))
+    if told is None:
+        check_modes(asked, replace(model, layers=tuple(layers)), 0)
+        return
+    with pytest.raises(OptionError, match=told):
+        check_modes(asked, replace(model, layers=tuple(layers)), 0)
