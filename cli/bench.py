@@ -13,7 +13,7 @@ from moec.manifests.errors import OptionError
 
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
-from .mode_sweep import speed_page, speed_sweep, sweep_options
+from .mode_sweep import mode_sweep_option, speed_page, speed_sweep, sweep_options
 from .paths import bundle_argument, file_option
 from .run import statistics_block
 from .runtime_options import build_options, bundle_folder, mode_options, mode_text, open_engine, runtime_options
@@ -52,7 +52,7 @@ SHARES = (0.25, 0.5, 0.75)
     "--trace-out",
     help="Write the run's routing trace, for `moec simulate` and `moec tune`.",
 )
-@click.option("--modes", type=click.Choice(("sweep",)), help="Measure every lossy mode against the lossless run.")
+@mode_sweep_option("Measure every lossy mode, or these settings, against the lossless run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
 @mode_options
@@ -98,7 +98,7 @@ def bench_command(
         sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
     prompt_length = len(sequence) - tokens
     if modes is not None:
-        _print_sweep(speed_sweep(bundle, options, values["kernels"], sequence, prompt_length), options, as_json)
+        _print_sweep(speed_sweep(bundle, modes, options, values["kernels"], sequence, prompt_length), options, as_json)
         return
     gc.collect()  # an engine that made the sequence is not the one that is measured
     host = _with_read_bandwidth(host, opened, options.threads or host.threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 
 from . import output
 from .compile_log import CompileLog, stage_table
+from .mode_sweep import mode_sweep_option
 from .paths import PATH
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
@@ -117,11 +119,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     metavar="BITS",
     help="Store a second version of every larger expert in 1 to 4 bits, for `moec run --dynamic-precision`.",
 )
-@click.option(
-    "--modes",
-    type=click.Choice(("sweep",)),
-    help="Measure the runtime's lossy modes on up to 500 held-out items, for quality.json.",
-)
+@mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
@@ -202,7 +200,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
 
 
 def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:
-    """What `--modes sweep` measures. Raises OptionError where there is nothing to measure it on."""
+    """What `--modes` measures. Raises OptionError where there is nothing to measure it on."""
     from moec.manifests.errors import OptionError
 
     from .mode_sweep import measure_partial
@@ -211,10 +209,10 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
         return None
     if options.data is None or values["plan_only"] or values["memory"] is not None:
         raise OptionError(
-            "`--modes sweep` is measured on held-out items of a whole bundle",
+            "`--modes` is measured on held-out items of a whole bundle",
             "add `--data`, leave out `--plan-only` and `--memory`; `moec eval --modes sweep` measures any bundle",
         )
-    return measure_partial
+    return partial(measure_partial, values["modes"])
 
 
 def _sweep(values: dict[str, Any]) -> tuple[float, ...]:

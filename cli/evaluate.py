@@ -15,6 +15,7 @@ import click
 from moec.manifests.errors import InputError, OptionError
 
 from . import output
+from .mode_sweep import mode_sweep_option
 from .paths import PATH
 from .runtime_options import (
     MODE_NAMES,
@@ -53,10 +54,8 @@ _FOR_CHECKPOINTS = ("threads",)
 @click.option(
     "--per-item", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write JSONL, a line per item."
 )
-@click.option(
-    "--modes",
-    type=click.Choice(("sweep",)),
-    help="Measure every lossy mode against the lossless run, and keep that beside the bundle, `NAME.modes.json`.",
+@mode_sweep_option(
+    "Measure every lossy mode, or these settings, against the lossless run; kept beside the bundle, `NAME.modes.json`."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @runtime_options
@@ -97,8 +96,8 @@ def eval_command(
     if modes is not None:
         for name, given in (("slots", slots), ("per-item", per_item)):
             if given is not None:
-                raise OptionError(f"`--{name}` has no effect beside `--modes sweep`", "leave it out")
-        _sweep(model, items.task, items.items, examples, values, as_json)
+                raise OptionError(f"`--{name}` has no effect beside `--modes`", "leave it out")
+        _sweep(model, modes, items.task, items.items, examples, values, as_json)
         return
     with _engine(ctx, model, slots, values) as (engine, facts):
         with output.Progress(f"{items.task.name}, {len(items)} items") as progress:
@@ -113,15 +112,21 @@ def eval_command(
 
 
 def _sweep(
-    model: Path, task: Task, items: Sequence[Item], shots: Sequence[Item], values: dict[str, Any], as_json: bool
+    model: Path,
+    modes: str,
+    task: Task,
+    items: Sequence[Item],
+    shots: Sequence[Item],
+    values: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """`--modes sweep`: the table, and the record beside the bundle."""
     from moec.runtime.bundle import open_bundle
     from moec.runtime.modes.record import write_record
 
-    from .mode_sweep import QualitySweep, quality_page, sweep_options, sweep_settings
+    from .mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
-    settings = sweep_settings(open_bundle(bundle_folder(model)).manifest)
+    settings = settings_of(modes, open_bundle(bundle_folder(model)).manifest)
     options = sweep_options(build_options(values, bundle=model))
     record = QualitySweep(model, options, values["kernels"], task, items, shots).run(settings)
     path = write_record(model, record)

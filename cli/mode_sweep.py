@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.modes.settings import LossyModes, parse_modes
+from moec.runtime.modes.settings import LossyModes, parse_mode_list, parse_modes
 
 from . import output
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from .engines import BundleEngine
 
+F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_CACHE = "25%"
 LOSSLESS = "lossless"
 KL_LOGITS = 1 << 26
@@ -40,22 +43,28 @@ _TOGETHER = (
 )
 
 
-def sweep_settings(manifest: BundleManifest) -> list[dict[str, str]]:
-    """Options of every setting of a sweep, the lossless one first; none for models that have no modes.
+def mode_sweep_option(effect: str) -> Callable[[F], F]:
+    """`--modes sweep`, or the settings that one wants to know of."""
+    return click.option("--modes", metavar="sweep|SETTING;...", help=effect)
 
-    Raises OptionError for those.
-    """
+
+def settings_of(text: str, manifest: BundleManifest) -> list[dict[str, str]]:
+    """Options of every setting that `--modes` asks for, the lossless one first. Raises OptionError."""
     from moec.runtime.modes.decoder import check_modes
 
+    found = _all_settings(manifest) if text == "sweep" else [{}, *parse_mode_list(text)]
+    for options in found:
+        check_modes(modes_of(options), manifest.model, len(manifest.low_experts))
+    return found
+
+
+def _all_settings(manifest: BundleManifest) -> list[dict[str, str]]:
     has_low = bool(manifest.low_experts)
     found: list[dict[str, str]] = [{}]
     found += [{"dynamic_precision": text} for text in (*_DYNAMIC * has_low, *_SKIPPING)]
     found += [{"big_little": text} for text in _BIG_LITTLE]
     found += [{"cache_routing": text} for text in _CACHE_ROUTING]
-    found += [each for each in _TOGETHER if has_low or "dynamic_precision" not in each]
-    for options in found:
-        check_modes(modes_of(options), manifest.model, len(manifest.low_experts))
-    return found
+    return found + [each for each in _TOGETHER if has_low or "dynamic_precision" not in each]
 
 
 def modes_of(options: dict[str, str]) -> LossyModes:
@@ -70,7 +79,7 @@ def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
     Raises OptionError if a mode was given.
     """
     if not options.modes.is_lossless:
-        raise OptionError("`--modes sweep` sets the modes itself", f"leave out {', '.join(options.modes.parts())}")
+        raise OptionError("`--modes` sets the modes itself", f"leave out {', '.join(options.modes.parts())}")
     cache = DEFAULT_CACHE if options.memory is None and options.expert_cache is None else options.expert_cache
     return replace(options, slots=1, expert_cache=cache)
 
@@ -170,12 +179,12 @@ def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult
     }
 
 
-def measure_partial(path: Path, task: Task, items: Sequence[Item], shots: Sequence[Item]) -> dict[str, Any]:
+def measure_partial(modes: str, path: Path, task: Task, items: Sequence[Item], shots: Sequence[Item]) -> dict[str, Any]:
     """The record for quality.json of a bundle that is not published yet, experts in a cache of DEFAULT_CACHE."""
     from moec.runtime.bundle import open_bundle
     from moec.runtime.options import RuntimeOptions
 
-    settings = sweep_settings(open_bundle(path, allow_partial=True).manifest)
+    settings = settings_of(modes, open_bundle(path, allow_partial=True).manifest)
     options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
     return untimed(QualitySweep(path, options, None, task, items, shots).run(settings, is_partial=True))
 
@@ -232,7 +241,7 @@ def decisions_text(decisions: dict[str, Any] | None) -> str:
 
 
 def speed_sweep(
-    path: Path, options: RuntimeOptions, kernels: str | None, sequence: list[int], prompt_tokens: int
+    path: Path, modes: str, options: RuntimeOptions, kernels: str | None, sequence: list[int], prompt_tokens: int
 ) -> list[dict[str, Any]]:
     """Every setting timed on the same forced tokens, each in an engine of its own; logits are held against lossless."""
     from moec.evaluation.divergence import log_softmax, summarise_divergence
@@ -241,7 +250,7 @@ def speed_sweep(
     from .measurement import measure_decode
     from .runtime_options import bundle_folder, open_engine
 
-    settings = sweep_settings(open_bundle(bundle_folder(path)).manifest)
+    settings = settings_of(modes, open_bundle(bundle_folder(path)).manifest)
     rows: list[dict[str, Any]] = []
     log_p: list[np.ndarray] = []
     for number, setting in enumerate(settings, 1):

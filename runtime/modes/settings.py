@@ -98,7 +98,7 @@ class LossyModes:
 
     def to_text(self) -> str:
         """For the `mode:` line."""
-        return "; ".join(f"{name} {value}" for name, value in self.parts().items())
+        return " + ".join(f"{name} {value}" for name, value in self.parts().items())
 
 
 def parse_modes(dynamic_precision: str | None, big_little: str | None, cache_routing: str | None) -> LossyModes:
@@ -108,6 +108,28 @@ def parse_modes(dynamic_precision: str | None, big_little: str | None, cache_rou
         None if big_little is None else parse_big_little(big_little),
         None if cache_routing is None else parse_cache_routing(cache_routing),
     )
+
+
+def parse_mode_list(text: str) -> list[dict[str, str]]:
+    """Settings apart by `;`, each of modes joined by `+`, as `to_text` writes them -> options of each.
+
+    Raises OptionError.
+    `big-little gamma=0.7; dynamic-precision 0.6,1 + cache-routing margin=0.2` are two.
+    """
+    names = {"big-little": "big_little", "cache-routing": "cache_routing", "dynamic-precision": "dynamic_precision"}
+    found = []
+    for setting in text.split(";"):
+        options: dict[str, str] = {}
+        for part in setting.split("+"):
+            name, _, value = part.strip().partition(" ")
+            if name not in names or names[name] in options:
+                raise OptionError(
+                    f"`--modes {text[:60]}`: `{part.strip()[:40]}` is not a mode",
+                    "write `sweep`, or settings like `big-little gamma=0.7; dynamic-precision 0.6,1`",
+                )
+            options[names[name]] = value.strip()
+        found.append(options)
+    return found
 
 
 def parse_dynamic_precision(text: str) -> DynamicPrecision:

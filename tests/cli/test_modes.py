@@ -108,6 +108,14 @@ def test_a_sweep_of_speed(invoke: Invoke, two_versions: Path) -> None:
     assert "x lossless" in page and "big-little gamma=0.5,k=K/2" in page and "fallback 100" in page
 
 
+def test_a_sweep_of_chosen_settings(invoke: Invoke, two_versions: Path) -> None:
+    modes = "big-little gamma=0.5; dynamic-precision 0,1 + cache-routing margin=0.2"
+    result = invoke("bench", two_versions, "--modes", modes, "--tokens", 4, "--prompt", "abc", "--json")
+    assert result.exit_code == 0, result.stderr
+    wanted = ["", "big-little gamma=0.5,k=K/2", "cache-routing margin=0.2,drop=0 + dynamic-precision 0,1"]
+    assert [row["mode"] for row in json.loads(result.stdout)["rows"]] == wanted
+
+
 def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> None:
     modes = ("--big-little", "gamma=0.5", "--cache-routing", "margin=0.5", "--expert-cache", "50%")
     told = json.loads(invoke("eval", two_versions, "--data", texts, *modes, "--json").stdout)
@@ -122,6 +130,8 @@ def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> 
         (("eval", "--modes", "sweep", "--slots", 2), "`--slots` has no effect"),
         (("eval", "--modes", "sweep", "--big-little", "gamma=0.5"), "sets the modes itself"),
         (("bench", "--modes", "sweep", "--big-little", "gamma=0.5"), "sets the modes itself"),
+        (("eval", "--modes", "big-little gamma=0.5; more"), "`more` is not a mode"),
+        (("eval", "--modes", "big-little gamma=0.5 + big-little gamma=0.6"), "is not a mode"),
         (("bench", "--big-little", "gamma=0.5", "--trace-out", "x.trace"), "is of a lossless run"),
     ],
 )
@@ -145,7 +155,7 @@ def test_a_compile_puts_what_modes_cost_into_the_bundle(invoke: Invoke, checkpoi
     target, data = tmp_path / "out", tmp_path / "texts"
     save_texts(data, train=4, validation=4, test=6)
     common = ("compile", checkpoint, "--bits-per-weight", 9, "--bits", 8, "--sensitivity", "proxy", "-o", target)
-    assert "`--modes sweep` is measured on" in invoke("compile", checkpoint, "--uniform", 8, "--modes", "sweep").stderr
+    assert "`--modes` is measured on" in invoke("compile", checkpoint, "--uniform", 8, "--modes", "sweep").stderr
     result = invoke(*common, "--data", data, "--fallback-bits", 2, "--group-size", 32, "--modes", "sweep")
     assert result.exit_code == 0, result.stderr
     quality = json.loads((target / "quality.json").read_text())

@@ -193,8 +193,9 @@ def test_forced_answers_are_decoded(two_version_bundle: Path) -> None:
 
 def test_the_mode_line_names_what_is_lossy(two_version_bundle: Path) -> None:
     with load(two_version_bundle, context=64, expert_cache="50%", cache_state="cold", **ALL_MODES) as engine:
-        assert "LOSSY (big-little gamma=0.055,k=K/2; cache-routing margin=0.3,drop=0.1; dynamic-precision 0.4,0.8)" in (
-            engine.mode
+        assert (
+            "LOSSY (big-little gamma=0.055,k=K/2 + cache-routing margin=0.3,drop=0.1 + dynamic-precision 0.4,0.8)"
+            in (engine.mode)
         )
         assert "cold start" in engine.mode and not engine.is_lossless
     with load(two_version_bundle, context=64, expert_cache="50%") as engine:
