@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ from moec.manifests.errors import InputError, OptionError
 
 from . import output
 from .mode_sweep import mode_sweep_option
-from .paths import PATH
+from .paths import PATH, write_json_lines
 from .runtime_options import (
     MODE_NAMES,
     OPTION_NAMES,
@@ -104,7 +102,8 @@ def eval_command(
             result = evaluate(items.task, items.items, engine, shots=examples, progress=progress)
         told = {**facts, **_runtime_facts(engine)}
     if per_item is not None:
-        _write_items(per_item, result)
+        rows = result.to_json(per_item=True)["items"]
+        write_json_lines(per_item, rows if isinstance(rows, list) else [])
     if as_json:
         output.data_json({**result.to_json(), "skipped": items.skipped, **told})
     else:
@@ -168,20 +167,6 @@ def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
         facts |= {"mode": mode_text(engine.engine), "hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
         facts |= {} if counts is None else {"decisions": counts.to_plain()}
     return facts
-
-
-def _write_items(path: Path, result: EvaluationResult) -> None:
-    """A line per item; the file appears when it is complete."""
-    rows = result.to_json(per_item=True)["items"]
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            for row in rows if isinstance(rows, list) else []:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        beside.replace(path)
-    except OSError as problem:
-        beside.unlink(missing_ok=True)
-        raise InputError(f"`{path}` cannot be written: {problem.strerror}", "name another file") from problem
 
 
 def _page(result: EvaluationResult) -> str:

@@ -25,6 +25,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = {
     "compile": "compile:compile_command",
     "run": "run:run_command",
+    "generate": "generate:generate_command",
     "eval": "evaluate:eval_command",
     "inspect": "inspect:inspect_command",
     "verify": "verify:verify_command",

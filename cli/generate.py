@@ -1,0 +1,96 @@
+"""`moec generate`: many prompts, of any length, from a file into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import DataError, OptionError
+
+from . import output
+from .paths import bundle_argument, file_option, write_json_lines
+from .runtime_options import build_options, mode_options, runtime_options
+
+if TYPE_CHECKING:
+    from moec.evaluation.engine import Generation
+    from moec.evaluation.jsonl import Rows
+
+DEFAULT_SLOTS = 32
+# What ends the body of a function in HumanEval. Source: Evaluating Large Language Models Trained on Code, section 2.1.
+CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+
+
+@click.command("generate", short_help="Continue every prompt of a file, many side by side.")
+@bundle_argument
+@file_option("--prompts", required=True, help="JSONL, a prompt in each object.")
+@file_option("--out", "-o", required=True, help="JSONL to write: `completion`, and `task_id` where the prompt has one.")
+@click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Where the prompt is.")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Longest continuation.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End a continuation in front of this text; repeatable.")
+@click.option("--code", is_flag=True, help="End it where a function of Python ends, as HumanEval does.")
+@click.option("--slots", type=int, metavar="N", help="Prompts decoded side by side.  [default: 32, or what fits]")
+@runtime_options
+@mode_options
+def generate_command(
+    bundle: Path,
+    prompts: Path,
+    out: Path,
+    field: str,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    code: bool,
+    slots: int | None,
+    **values: Any,
+) -> None:
+    """Continue every prompt of a JSONL file, greedily, and write a line for each, in their order.
+
+    A prompt's text does not depend on those beside it. HumanEval's problems go in as they are published, and what
+    comes out is what its checker reads; it runs the code, moec does not.
+
+    \b
+    moec generate mixtral-moec --prompts questions.jsonl -o answers.jsonl --stop $'\\n\\n'
+    moec generate mixtral-moec --prompts HumanEval.jsonl -o samples.jsonl --code --max-new-tokens 512
+    """
+    from moec.evaluation.engine import GenerationRequest
+    from moec.evaluation.jsonl import read_jsonl
+
+    from .engines import bundle_engine
+
+    if max_new_tokens < 1:
+        raise OptionError(f"`--max-new-tokens` must be at least 1, found {max_new_tokens}", "leave it out for 256")
+    rows, ends = read_jsonl(prompts), (*stop, *(CODE_STOPS if code else ()))
+    requests = [GenerationRequest(text, None, max_new_tokens, ends) for text in _texts(rows, field)]
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    with bundle_engine(bundle, options, values["kernels"], shrinks=slots is None) as engine:
+        output.say(engine.engine.mode)
+        with output.Progress(f"{len(requests)} prompts") as progress:
+            found = engine.generate(requests, progress)
+    write_json_lines(out, _lines(rows, found, ends))
+    output.say(f"{sum(each.tokens for each in found)} tokens in `{out}`")
+
+
+def _texts(rows: Rows, field: str) -> list[str]:
+    """The prompts. Raises DataError for an object without one."""
+    found = []
+    for number, row in rows.numbered:
+        text = row.get(field)
+        if not isinstance(text, str) or not text:
+            told = ", ".join(f"`{name}`" for name in sorted(row)[:10]) or "none"
+            raise DataError(
+                f"{rows.place(number)}: expected a text in the field `{field}`, found the fields {told}",
+                "name the field of the prompt with `--field`",
+            )
+        found.append(text)
+    return found
+
+
+def _lines(rows: Rows, found: Sequence[Generation], stops: Sequence[str]) -> list[dict[str, object]]:
+    lines = []
+    for (_, row), generation in zip(rows.numbered, found, strict=True):
+        ends = [at for at in (generation.text.find(stop) for stop in stops) if at >= 0]
+        named = {"task_id": row["task_id"]} if "task_id" in row else {}
+        lines.append({**named, "completion": generation.text[: min(ends, default=len(generation.text))]})
+    return lines
