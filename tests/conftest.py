@@ -6,10 +6,16 @@ And `one_thread`, for tests whose results or times depend on torch's threads.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+
+# As the console script does, before torch is imported: two test processes whose threads spin while they wait starve
+# each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 _results: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
