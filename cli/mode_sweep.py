@@ -30,7 +30,7 @@ DEFAULT_CACHE = "25%"
 LOSSLESS = "lossless"
 KL_LOGITS = 1 << 26
 """Logits of the lossless run that are kept to hold the others against, 256 MiB."""
-KL_ITEMS = 256
+KL_ITEMS = 100
 _DYNAMIC = ("0.9,1", "0.75,1", "0.6,1", "0.6,0.9", "0,1")
 _SKIPPING = ("0.9,0.9", "0.75,0.75")
 _BIG_LITTLE = ("gamma=0.9", "gamma=0.7", "gamma=0.5")
