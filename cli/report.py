@@ -27,7 +27,7 @@ def plan_heat_map(quality: Quality) -> str:
     if max(map(len, units["down"]), default=0) > _MOST_GROUPS:
         body = [heat_map([[sum(bits) / len(bits) for bits in zip(*own, strict=True)] for own in layers])]
     else:
-        body = ["bits per unit (whole bits of gate, up, down; one group per expert)"]
+        body = ["bits per unit (whole bits of gate, up, down, t three values; one group per expert)"]
         for layer, own in enumerate(layers):
             groups = ["".join(map(_digit, bits)) for bits in zip(*own, strict=True)]
             body.append(f"layer {layer:>3}  " + (" ".join(groups) or "no routed experts"))
@@ -58,6 +58,8 @@ def _height(bits: float) -> float:
 
 def _digit(bits: float) -> str:
     whole = int(bits)
+    if 1.6 < bits < 2:
+        return "t"
     return "F" if whole >= 16 else str(min(whole, 9))
 
 

@@ -134,6 +134,8 @@ def test_the_report_in_a_terminal() -> None:
     lines = plan_heat_map(quality).splitlines()
     assert lines[1] == "layer   0  234 888 234 234" and lines[2] == "layer   1  234 234 234 234"
     assert "q2g64 x7" in lines[-1]
+    quality["bits"]["units"]["up"][0][0] = 1.6875  # three values and a scale per row
+    assert plan_heat_map(quality).splitlines()[1].startswith("layer   0  2t4 888")
     for bits in quality["bits"]["units"].values():
         bits[0], bits[1] = [1.0, 16.0] * 32, []
     wide = plan_heat_map(quality).splitlines()
