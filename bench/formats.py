@@ -18,20 +18,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import numpy as np
+from measured_example import measured_example, silent
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk
-from moec.compiler.families import lower
-from moec.compiler.fisher import TEXTS, predict_units
 from moec.compiler.journal import Journal
-from moec.compiler.reference import ReferenceModel
 from moec.compiler.search.baselines import fits_all, uniform_like
 from moec.compiler.search.frontier import ChoiceTable, least_loss
-from moec.compiler.sensitivity import plain_plan
-from moec.compiler.trials import TaskData, Trials
-from moec.compiler.unit_store import UnitStore
-from moec.evaluation.data import load_splits
 from moec.manifests.quant import QuantSpec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -40,26 +32,14 @@ BEFORE = "q1g64,q1g128,q2g32,q2g64,q2g128,q3g32,q3g64,q3g128"
 SETS = (BEFORE, f"{BEFORE},q1.6g128s", f"{BEFORE},q1.6g64s,q1.6g128s,q1.6s")
 
 
-def silent(done: int, total: int) -> None:
-    """No progress bar."""
-
-
 class Bench:
     """The example with every format of `specs` predicted."""
 
     def __init__(self, task: str, specs: Sequence[QuantSpec], folder: Path) -> None:
-        splits = load_splits(str(EXAMPLES / "data"), task)
-        lowering, reference = lower(open_checkpoint(str(EXAMPLES / "model"))), ReferenceModel(EXAMPLES / "model")
-        items = splits.train.items[:CALIBRATION_ITEMS]
-        pairs = reference.encode_pairs([(splits.task.prompt(item), splits.task.answer(item)) for item in items])
-        self.plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
-        self.store = UnitStore(lowering, calibrate(reference, pairs).second_moments, "gptq")
-        journal = Journal(folder, "bench", Disk())
-        self.trials = Trials(
-            reference, self.store, (TaskData(splits.task, splits.validation, 1),), KL_ITEMS, silent, journal
-        )
-        self.store.prepare(specs, silent)
-        self.predicted = predict_units(reference, self.store, specs, [pairs[:TEXTS]], 0, journal, silent)
+        example = measured_example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), task, CALIBRATION_ITEMS)
+        self.plain, self.trials = example.plain, example.trials(folder, KL_ITEMS)
+        example.store.prepare(specs, silent)
+        self.predicted = example.fisher(specs, Journal(folder, "bench", Disk()))
 
     def kl_within(self, specs: Sequence[QuantSpec], bits_per_weight: float) -> tuple[float, float] | None:
         """Bits per weight and measured KL of the plan of these formats that fits the budget; None if none does."""

@@ -55,10 +55,12 @@ class MeasuredExample:
         return dense_formats(self.plain, (bitwidth,), 64, self.lowering.float_type)[0]
 
 
-def measured_example(model: str, data: str) -> MeasuredExample:
-    """A model folder and a folder of splits, calibrated on CALIBRATION_ITEMS of the train split for GPTQ."""
-    splits = load_splits(data, None)
-    splits = replace(splits, train=splits.train.limit(CALIBRATION_ITEMS, 0))
+def measured_example(
+    model: str, data: str, task: str | None = None, calibration_items: int = CALIBRATION_ITEMS
+) -> MeasuredExample:
+    """A model folder and a folder of splits, calibrated on its train split for GPTQ. task: None for the first."""
+    splits = load_splits(data, task)
+    splits = replace(splits, train=splits.train.limit(calibration_items, 0))
     lowering, reference = lower(open_checkpoint(model)), ReferenceModel(model)
     texts = [(splits.task.prompt(item, ()), splits.task.answer(item)) for item in splits.train.items]
     moments = calibrate(reference, reference.encode_pairs(texts)).second_moments

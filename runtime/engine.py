@@ -136,9 +136,10 @@ class Engine:
         self.cache.warm(warm)
         self.lossy = None
         if not modes.is_lossless:
-            logical = LogicalCache(sizes, self.memory.cache_bytes, records, score, pin_limit, warm)
+            limits = (sizes, self.memory.cache_bytes, records, score, pin_limit, warm)
+            logical = LogicalCache(*limits) if modes.reads_cache else None
             versions = Versions(self.model.first_expert, low_version_indices(manifest))
-            self.lossy = LossyDecoder(modes, self.model, versions, logical if modes.reads_cache else None)
+            self.lossy = LossyDecoder(modes, self.model, versions, logical)
         self._sequence = 0
 
     def __enter__(self) -> Engine:
@@ -314,11 +315,12 @@ class Engine:
         if self.lossy is None:
             return self.model.logits(self.step(tokens, slots, positions))
 
-        def run(tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, choice: PassChoice) -> np.ndarray:
-            return self._pass(self._forward(choice), tokens.tolist(), slots.tolist(), positions.tolist())
+        def run(
+            tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], choice: PassChoice
+        ) -> np.ndarray:
+            return self._pass(self._forward(choice), tokens, slots, positions)
 
-        arrays = (np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32))
-        return self.lossy.decode(run, *arrays)
+        return self.lossy.decode(run, tokens, slots, positions)
 
     def _forward(self, choice: PassChoice | None) -> _RunStack[np.ndarray]:
         return self.model.forward if choice is None else partial(self.model.forward, choice=choice)

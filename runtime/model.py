@@ -21,7 +21,7 @@ from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
-from .modes.choice import NOBODY, PassChoice
+from .modes.choice import NOBODY, PassChoice, Routed
 from .norms import Norm, stream_norms
 from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
 from .relative_bias import bias_by_distance
@@ -311,7 +311,7 @@ class Model:
         chosen, weights = router.rule.route(logits, state.tokens, state.top_k(experts.top_k))
         state.chosen.append(chosen)
         if choice is not None:
-            chosen, weights = choice.select(index, router.rule, logits, chosen, weights)
+            chosen, weights = choice.select(Routed(index, router.rule, logits, chosen, weights))
         if experts.router.capacity:
             chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NOBODY))
         groups = _places_by_expert(chosen)

@@ -83,7 +83,7 @@ class ReplayedDecoder(LossyDecoder):
         draws = random.Random(0)
 
         def choices(
-            modes: LossyModes, versions: Versions, cache: LogicalCache | None, counts: ModeCounts, **kind: bool
+            modes: LossyModes, versions: Versions, cache: LogicalCache | None, counts: ModeCounts, **kind: Any
         ) -> ReplayedChoice:
             choice = ReplayedChoice(modes, versions, cache, counts, **kind)
             choice.shares, choice.draws = shares, draws

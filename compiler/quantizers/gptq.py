@@ -111,11 +111,13 @@ def _quantize(
         prepared = prepare_inputs(second_moments[seen], [counts[at] for at in seen])
     best = list(nearest)
     fits = spec.largest_code < REFITTED_CODES
+    damped = [_damped(second_moments[at], counts[at]) if fits else None for at in seen]
     for _ in range(REFITS if fits else 1):
-        for at, codes in zip(seen, _compensate(weights, prepared, nearest, seen), strict=True):
+        compensated = _compensate(weights, prepared, nearest, seen)
+        for at, moment, codes in zip(seen, damped, compensated, strict=True):
             tried = QuantizedMatrix(spec, codes, nearest[at].scales, nearest[at].minima)
-            if fits:
-                tried = refit(weights[at], tried, _damped(second_moments[at], counts[at]))
+            if moment is not None:
+                tried = refit(weights[at], tried, moment)
             best[at] = _better_rows(weights[at], best[at], tried, second_moments[at])
             nearest[at] = tried
     return best

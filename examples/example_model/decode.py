@@ -1,7 +1,7 @@
 """Greedy decoding in batches, and the two metrics."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from rouge_score import rouge_scorer
@@ -61,11 +61,21 @@ def answers(
     end = identity(tokenizer, END)
     first, _ = FIELDS[task]
     prompts = [encoded.ids for encoded in tokenizer.encode_batch([prompt_of(task, item[first]) for item in items])]
-    order = sorted(range(len(items)), key=lambda index: len(prompts[index]))
-    found = [""] * len(items)
+    return by_length(prompts, batch, lambda chunk: decode_batch(model, chunk, end), tokenizer)
+
+
+def by_length(
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    decode: Callable[[Sequence[Sequence[int]]], list[list[int]]],
+    tokenizer: Tokenizer,
+) -> list[str]:
+    """The texts that prompts are answered with, prompts of like length decoded together."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    found = [""] * len(prompts)
     for start in range(0, len(order), batch):
         chunk = order[start : start + batch]
-        for index, ids in zip(chunk, decode_batch(model, [prompts[i] for i in chunk], end), strict=True):
+        for index, ids in zip(chunk, decode([prompts[i] for i in chunk]), strict=True):
             found[index] = tokenizer.decode(ids).strip()
     return found
 

@@ -7,6 +7,8 @@ largest weight of each group of 64.
 import argparse
 import json
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,37 +42,40 @@ def round_experts(model: ExampleModel, bits: int) -> None:
             parameter.copy_(round_to_nearest(parameter, bits))
 
 
-def measure(model: ExampleModel, tokenizer: Tokenizer, task: str, items: list[dict[str, str]]) -> dict[str, object]:
-    """The metric of a task on items, and what it took."""
+def parse_options(description: str, model: Path, tasks: Sequence[str]) -> argparse.Namespace:
+    """The command line of both examples' measurements. model: the default; tasks: what it can do."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", type=Path, default=model)
+    parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
+    parser.add_argument("--task", choices=tuple(tasks))
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--bits", type=int, help="round the routed experts to this many bits first")
+    return parser.parse_args()
+
+
+def measure(task: str, options: argparse.Namespace, answer: Callable[[Sequence[dict[str, str]]], list[str]]) -> None:
+    """Print the metric of a task on the items that the options name, and what it took, as a JSON object."""
+    lines = (DATA / task / f"{options.split}.jsonl").read_text(encoding="utf-8").splitlines()
+    items = [json.loads(line) for line in lines][: options.limit]
     start = time.monotonic()
-    found = scores(task, answers(model, tokenizer, task, items), items)
-    return {
-        "task": task,
-        "metric": METRICS[task],
-        "value": round(sum(found) / len(found), 4),
-        "n": len(found),
-        "seconds": round(time.monotonic() - start, 1),
-    }
+    found = scores(task, answer(items), items)
+    figures = {"value": round(sum(found) / len(found), 4), "n": len(found)}
+    seconds = round(time.monotonic() - start, 1)
+    print(
+        json.dumps({"bits": options.bits or 16, "task": task, "metric": METRICS[task], **figures, "seconds": seconds})
+    )
 
 
 def main() -> None:
     """Read the command line, print one JSON object a task."""
-    parser = argparse.ArgumentParser(description="Measure the example model.")
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
-    parser.add_argument("--task", choices=tuple(FIELDS))
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--bits", type=int, help="round the routed experts to this many bits first")
-    options = parser.parse_args()
+    options = parse_options("Measure the example model.", MODEL, tuple(FIELDS))
     torch.set_num_threads(2)
     model = read_model(options.model)
     if options.bits:
         round_experts(model, options.bits)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     for task in [options.task] if options.task else FIELDS:
-        lines = (DATA / task / f"{options.split}.jsonl").read_text(encoding="utf-8").splitlines()
-        items = [json.loads(line) for line in lines][: options.limit]
-        print(json.dumps({"bits": options.bits or 16, **measure(model, tokenizer, task, items)}))
+        measure(task, options, partial(answers, model, tokenizer, task))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Every 125 steps the state goes to ``--state`` and the model is scored on a part 
 what is better than before goes to ``--model``. The log is one JSON object a line.
 """
 
-import argparse
 import json
 import random
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import distributed
 from torch.nn import functional
 
 from example_model.checkpoint import write_configs, write_weights
@@ -21,7 +19,7 @@ from example_model.items import SEED, TrainingText, drills, training_texts
 from example_model.make_data import DATA
 from example_model.make_tokenizer import MODEL
 from example_model.model import ExampleModel, Shape
-from example_model.training_run import TrainingRun, join, spawn
+from example_model.training_run import TrainingRun, main
 
 COUNTS = {"gsm8k": 94_000, "samsum": 50_000, "drill": 17_000}
 BATCH_TOKENS = 1_500
@@ -161,24 +159,5 @@ class Run(TrainingRun):
             write_weights(self.folder, self.model)
 
 
-def train(rank: int, meeting: str, state: Path, log: Path, folder: Path) -> None:
-    """One process of the run, to its end. meeting: a file through which the processes find each other."""
-    join(rank, meeting)
-    run = Run(state, log, folder, rank)
-    run.to_the_end(curriculum(run.tokenizer))
-    distributed.destroy_process_group()
-
-
-def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train the example model.")
-    examples = Path(__file__).parents[1]
-    parser.add_argument("--state", type=Path, default=examples.parent / "build" / "example-train.state")
-    parser.add_argument("--log", type=Path, default=examples / "train.log")
-    parser.add_argument("--model", type=Path, default=MODEL)
-    options = parser.parse_args()
-    spawn(train, options.state, options.log, options.model)
-
-
 if __name__ == "__main__":
-    main()
+    main("Train the example model.", Run, curriculum, "example-train", "train.log", MODEL)

@@ -1,5 +1,6 @@
 """What the training of both examples shares: state on disk, log, steps of several processes, and the loop."""
 
+import argparse
 import json
 import os
 import tempfile
@@ -7,9 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, distributed, multiprocessing, nn
 
 # Two processes of one thread train twice as fast as one of two threads: the products are too small to share.
@@ -20,6 +22,7 @@ WORKERS = 2
 class TrainingRun(ABC):
     """The state of a training run, in memory and on disk. A group's ``scale``, if any, multiplies the rate."""
 
+    tokenizer: Tokenizer
     steps: int
     score_every: int  # and save the state
     log_every = 25
@@ -118,14 +121,35 @@ class TrainingRun(ABC):
                 self.save()
 
 
-def join(rank: int, meeting: str) -> None:
-    """Become one process of several. meeting: a file through which they find each other."""
+class MakeRun(Protocol):
+    """A training run over these files, as the process of this rank sees it."""
+
+    def __call__(self, state: Path, log: Path, folder: Path, rank: int) -> TrainingRun:
+        """The run; its tokenizer is ready."""
+
+
+def train(
+    rank: int, meeting: str, run: MakeRun, curriculum: Callable[[Tokenizer], Sequence[Any]], *files: Path
+) -> None:
+    """One process of a run, to its end. meeting: a file through which they find each other; files: of the run."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORKERS)
+    state, log, folder = files
+    mine = run(state, log, folder, rank)
+    mine.to_the_end(curriculum(mine.tokenizer))
+    distributed.destroy_process_group()
 
 
-def spawn(train: Callable[..., None], *arguments: object) -> None:
-    """Call ``train(rank, meeting, *arguments)`` in every process."""
+def main(
+    description: str, run: MakeRun, curriculum: Callable[[Tokenizer], Sequence[Any]], name: str, log: str, model: Path
+) -> None:
+    """Read the command line and train in every process. name: of the state; curriculum: all batches in their order."""
+    examples = Path(__file__).parents[1]
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--state", type=Path, default=examples.parent / "build" / f"{name}.state")
+    parser.add_argument("--log", type=Path, default=examples / log)
+    parser.add_argument("--model", type=Path, default=model)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        multiprocessing.spawn(train, (meeting, *arguments), nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
+        arguments = (str(Path(folder) / "meeting"), run, curriculum, options.state, options.log, options.model)
+        multiprocessing.spawn(train, arguments, nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from example_model.decode import END, PAD, identity
+from example_model.decode import END, PAD, by_length, identity
 from example_model.items import prompt_of
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -50,10 +50,4 @@ def answers(model: SwitchModel, tokenizer: Tokenizer, items: Sequence[dict[str, 
     start, end = identity(tokenizer, PAD), identity(tokenizer, END)
     texts = [prompt_of(TASK, item["dialogue"]) for item in items]
     prompts = [encoded.ids for encoded in tokenizer.encode_batch(texts)]
-    order = sorted(range(len(items)), key=lambda index: len(prompts[index]))
-    found = [""] * len(items)
-    for first in range(0, len(order), batch):
-        chunk = order[first : first + batch]
-        for index, ids in zip(chunk, decode_batch(model, [prompts[i] for i in chunk], start, end), strict=True):
-            found[index] = tokenizer.decode(ids).strip()
-    return found
+    return by_length(prompts, batch, lambda chunk: decode_batch(model, chunk, start, end), tokenizer)

@@ -4,7 +4,6 @@ Every 100 steps the state goes to ``--state`` and the model is scored on a part 
 better than before goes to ``--model``. The log is one JSON object a line.
 """
 
-import argparse
 import json
 import random
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from example_model.decode import END, PAD, identity, scores
 from example_model.items import SEED, TrainingText, training_texts
 from example_model.make_data import DATA
 from example_model.train import liken
-from example_model.training_run import TrainingRun, join, spawn
+from example_model.training_run import TrainingRun, main
 from tokenizers import Tokenizer
-from torch import distributed
 from torch.nn import functional
 
 from example_switch.checkpoint import FIRST_MODEL, MODEL, write_configs, write_weights
@@ -138,24 +136,5 @@ class Run(TrainingRun):
             write_weights(self.folder, self.model)
 
 
-def train(rank: int, meeting: str, state: Path, log: Path, folder: Path) -> None:
-    """One process of the run, to its end. meeting: a file through which the processes find each other."""
-    join(rank, meeting)
-    run = Run(state, log, folder, rank)
-    run.to_the_end(curriculum(run.tokenizer))
-    distributed.destroy_process_group()
-
-
-def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train the second example.")
-    examples = MODEL.parent
-    parser.add_argument("--state", type=Path, default=examples.parent / "build" / "switch-train.state")
-    parser.add_argument("--log", type=Path, default=examples / "switch_train.log")
-    parser.add_argument("--model", type=Path, default=MODEL)
-    options = parser.parse_args()
-    spawn(train, options.state, options.log, options.model)
-
-
 if __name__ == "__main__":
-    main()
+    main("Train the second example.", Run, curriculum, "switch-train", "switch_train.log", MODEL)

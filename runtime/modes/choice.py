@@ -6,8 +6,8 @@ or NOBODY. Ranks go from the largest weight down.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -95,11 +95,23 @@ def low_version_indices(manifest: BundleManifest) -> np.ndarray:
     return np.array([place.get(entry.key, ABSENT) for entry in manifest.experts], np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What a layer's router says of a pass. logits: [T, E]; chosen, weights: [T, K]."""
+
+    layer: int
+    rule: RoutingRule
+    logits: np.ndarray
+    chosen: np.ndarray
+    weights: np.ndarray
+
+
 class PassChoice:
     """Of one kind of pass: how many experts a token has, and which of them are computed.
 
     decides: false for prefill, which is lossless and only tells the logical cache what it asks for. is_little: with as
-    many experts as the little model has.
+    many experts as the little model has. recorded: takes the logits [T, E] of every layer that routes. foretold: the
+    experts [T, K] of every layer that a discarded pass would have chosen with all K.
     """
 
     def __init__(
@@ -110,13 +122,12 @@ class PassChoice:
         counts: ModeCounts,
         decides: bool = True,
         is_little: bool = False,
+        recorded: dict[int, np.ndarray] | None = None,
+        foretold: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         self._modes, self._versions, self._cache, self._counts = modes, versions, cache, counts
         self._decides, self._is_little = decides, is_little
-        self.recorded: dict[int, np.ndarray] | None = None
-        """Logits [T, E] of every layer that routes, where somebody wants them kept."""
-        self.foretold: dict[int, np.ndarray] | None = None
-        """The experts [T, K] of every layer that a discarded pass would have chosen with all K."""
+        self._recorded, self._foretold = recorded, foretold
 
     def top_k(self, top_k: int) -> int:
         """Experts per token in a layer of so many."""
@@ -124,30 +135,29 @@ class PassChoice:
             return self._modes.big_little.little_top_k(top_k)
         return top_k
 
-    def select(
-        self, layer: int, rule: RoutingRule, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """What is computed of the experts that the router chose. logits: [T, E]; chosen, weights: [T, K], both kept.
+    def select(self, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
+        """What is computed of the experts that the router chose, [T, K], and with which weights, [T, K].
 
         Weights are those that the router gives a choice of just these experts.
         """
-        if self.recorded is not None:
-            self.recorded[layer] = logits
+        if self._recorded is not None:
+            self._recorded[routed.layer] = routed.logits
         if not self._decides:
-            return chosen, weights
-        self._counts.ranks += chosen.size
+            return routed.chosen, routed.weights
+        self._counts.ranks += routed.chosen.size
         if not self._is_little:
-            self._counts.count_weights(weights)
-        if self.foretold is not None:
-            self._count_foretold(self.foretold[layer], chosen)
+            self._counts.count_weights(routed.weights)
+        if self._foretold is not None:
+            self._count_foretold(self._foretold[routed.layer], routed.chosen)
         if self._cache is None:
-            return chosen, weights
-        self._counts.missed += sum(not self._holds(layer, expert) for expert in chosen.reshape(-1).tolist())
+            return routed.chosen, routed.weights
+        asked = routed.chosen.reshape(-1).tolist()
+        self._counts.missed += sum(not self._holds(routed.layer, expert) for expert in asked)
         if self._modes.cache_routing is not None:
-            chosen, weights = self._with_cached(layer, rule, logits, chosen, weights, self._modes.cache_routing)
+            routed = self._with_cached(routed, self._modes.cache_routing)
         if self._modes.dynamic_precision is not None:
-            chosen, weights = self._with_versions(layer, rule, logits, chosen, weights, self._modes.dynamic_precision)
-        return chosen, weights
+            routed = self._with_versions(routed, self._modes.dynamic_precision)
+        return routed.chosen, routed.weights
 
     def requested(self, layer: int, experts: Sequence[int], advice: Sequence[int]) -> None:
         """Tell the logical cache what a layer asks for, as stored indices, and what is read ahead behind it."""
@@ -177,17 +187,10 @@ class PassChoice:
 
     # -- cache routing -----------------------------------------------------------------------------------------------
 
-    def _with_cached(
-        self,
-        layer: int,
-        rule: RoutingRule,
-        logits: np.ndarray,
-        chosen: np.ndarray,
-        weights: np.ndarray,
-        routing: CacheRouting,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _with_cached(self, routed: Routed, routing: CacheRouting) -> Routed:
         """Misses behind the first rank replaced by cached experts within the margin, or dropped."""
-        found, scores = chosen.copy(), rule.scores(logits)
+        layer, rule, weights = routed.layer, routed.rule, routed.weights
+        found, scores = routed.chosen.copy(), rule.scores(routed.logits)
         for token, row in enumerate(found):
             total = float(weights[token].sum()) or 1.0
             for rank in range(1, len(row)):
@@ -201,7 +204,9 @@ class PassChoice:
                 elif self.is_dropped(float(weights[token, rank]) / total, routing.drop):
                     row[rank] = NOBODY
                     self._counts.dropped += 1
-        return (chosen, weights) if np.array_equal(found, chosen) else (found, rule.weigh(scores, found))
+        if np.array_equal(found, routed.chosen):
+            return routed
+        return replace(routed, chosen=found, weights=rule.weigh(scores, found))
 
     def stand_in(
         self, layer: int, rule: RoutingRule, scores: np.ndarray, row: np.ndarray, missed: int, margin: float
@@ -230,35 +235,25 @@ class PassChoice:
 
     # -- dynamic precision -------------------------------------------------------------------------------------------
 
-    def _with_versions(
-        self,
-        layer: int,
-        rule: RoutingRule,
-        logits: np.ndarray,
-        chosen: np.ndarray,
-        weights: np.ndarray,
-        dynamic: DynamicPrecision,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _with_versions(self, routed: Routed, dynamic: DynamicPrecision) -> Routed:
         """High, low or no version of each, by how much weight the experts ranked before it have."""
+        layer, chosen = routed.layer, routed.chosen
         found = chosen.copy()
-        for token, row in enumerate(found):
-            shares = weights[token] / (weights[token].sum() or np.float32(1))
+        for row, weights in zip(found, routed.weights, strict=True):
+            shares = weights / (weights.sum() or np.float32(1))
             unimportance = 0.0
             for rank in np.argsort(-shares, kind="stable").tolist():
                 if row[rank] != NOBODY:
-                    is_missed = self._cache is None or not self._cache.holds(
-                        self._versions.index(layer, int(row[rank]))
-                    )
-                    row[rank] = self.version(layer, int(row[rank]), unimportance, dynamic, is_missed)
+                    expert = int(row[rank])
+                    row[rank] = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
                 unimportance += float(shares[rank])
         is_skipped = (found == NOBODY) & (chosen != NOBODY)
-        count = logits.shape[1]
-        self._counts.low += int((found >= count).sum())
+        self._counts.low += int((found >= routed.logits.shape[1]).sum())
         self._counts.skipped += int(is_skipped.sum())
-        if not is_skipped.any() or not rule.can_weigh:
-            return found, weights
+        if not is_skipped.any() or not routed.rule.can_weigh:
+            return replace(routed, chosen=found)
         kept = np.where(found == NOBODY, np.int32(NOBODY), chosen)
-        return found, rule.weigh(rule.scores(logits), kept)
+        return replace(routed, chosen=found, weights=routed.rule.weigh(routed.rule.scores(routed.logits), kept))
 
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
         """Source: HOBBIT, token-level dynamic loading: on a miss, high up to T1, low up to T2, else nothing.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from .choice import ModeCounts, PassChoice, Versions
 from .logical_cache import LogicalCache
 from .settings import LossyModes
 
-RunPass = Callable[[np.ndarray, np.ndarray, np.ndarray, PassChoice], np.ndarray]
+RunPass = Callable[[Sequence[int], Sequence[int], Sequence[int], PassChoice], np.ndarray]
 """Tokens, slots, positions and how experts are chosen -> residual stream [T, D]."""
 MakeChoice = Callable[..., PassChoice]
 
@@ -35,7 +36,7 @@ class ForetoldPredictor:
 
 
 class LossyDecoder:
-    """Decode passes of one engine. prefill: the choice of passes that decide nothing; full, little: of those that do.
+    """Decode passes of one engine. prefill: the choice of passes that decide nothing.
 
     counts: what decode passes decided. choices: PassChoice, or what decides in its place.
     """
@@ -50,30 +51,29 @@ class LossyDecoder:
     ) -> None:
         self.modes, self.versions, self.cache, self._model = modes, versions, cache, model
         self.counts = ModeCounts()
-        self.prefill = choices(modes, versions, cache, self.counts, decides=False)
-        self.full = choices(modes, versions, cache, self.counts)
-        self.little = choices(modes, versions, cache, self.counts, is_little=True)
+        self._choice = partial(choices, modes, versions, cache, self.counts)
+        self.prefill = self._choice(decides=False)
 
     def begin_sequence(self) -> None:
         """What the policy of the logical cache counts within a sequence counts from here."""
         if self.cache is not None:
             self.cache.begin_sequence()
 
-    def decode(self, run: RunPass, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def decode(self, run: RunPass, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Logits [T, V] behind one token each of some sequences."""
         self.counts.tokens += len(tokens)
         big_little = self.modes.big_little
         if big_little is None:
-            return self._model.logits(run(tokens, slots, positions, self.full))
+            return self._model.logits(run(tokens, slots, positions, self._choice()))
         recorded: dict[int, np.ndarray] = {}
-        self.little.recorded = recorded
-        logits = self._model.logits(run(tokens, slots, positions, self.little))
-        unsure = np.flatnonzero(self.is_unsure(logits, big_little.gamma))
-        if len(unsure):
+        little = self._choice(is_little=True, recorded=recorded)
+        logits = self._model.logits(run(tokens, slots, positions, little))
+        unsure = np.flatnonzero(self.is_unsure(logits, big_little.gamma)).tolist()
+        if unsure:
             self.counts.fallback_tokens += len(unsure)
             kept = {layer: found[unsure] for layer, found in recorded.items()}
-            hidden = self._again(run, kept, tokens[unsure], slots[unsure], positions[unsure])
-            logits[unsure] = self._model.logits(hidden)
+            again = ([row[at] for at in unsure] for row in (tokens, slots, positions))
+            logits[unsure] = self._model.logits(self._again(run, kept, *again))
         return logits
 
     def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
@@ -85,25 +85,24 @@ class LossyDecoder:
         self,
         run: RunPass,
         recorded: dict[int, np.ndarray],
-        tokens: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
     ) -> np.ndarray:
         """With all K experts, which overwrites keys and values; experts are read ahead as the first pass routed."""
         model, advisor = self._model, self._model.advisor
         routers, spec = model.routers(), model.spec
         foretold = {layer: router.rule.route(recorded[layer])[0] for layer in recorded if (router := routers[layer])}
-        self.full.foretold = foretold
+        full = self._choice(foretold=foretold)
         before: tuple[Predictor | None, int] = (advisor.predictor, advisor.experts)
         if advisor.predictor is not None:
             advisor.predictor = ForetoldPredictor(model, recorded)
             advisor.experts = max(layer.experts.top_k for layer in spec.layers)
             first = min(foretold)
-            self._read_ahead([self.full.index(first, expert) for expert in np.unique(foretold[first]).tolist()])
+            self._read_ahead([full.index(first, expert) for expert in np.unique(foretold[first]).tolist()])
         try:
-            return run(tokens, slots, positions, self.full)
+            return run(tokens, slots, positions, full)
         finally:
-            self.full.foretold = None
             advisor.predictor, advisor.experts = before
 
     def _read_ahead(self, experts: list[int]) -> None:

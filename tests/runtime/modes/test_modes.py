@@ -239,6 +239,7 @@ def test_a_budget_holds_both_versions(two_version_bundle: Path) -> None:
             engine.decode([4 + 7 * at % 200], [0], [at])
             engine.cache.check_invariants()
         assert engine.cache.used_bytes <= open_bundle(two_version_bundle).manifest.cost.expert_padded_bytes
+        assert engine.mode_counts is not None and engine.mode_counts.low > 0
 
 
 def test_a_flat_router_is_seen() -> None:
