@@ -119,6 +119,12 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     metavar="BITS",
     help="Store a second version of every larger expert in 1 to 4 bits, for `moec run --dynamic-precision`.",
 )
+@click.option(
+    "--prune-experts/--keep-experts",
+    "prune",
+    default=None,
+    help="Whether the search may leave experts out.  [default: with --loss and --kl, which measure what it costs]",
+)
 @mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
@@ -252,6 +258,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         symmetric=values["symmetric"],
         confidence=values["confidence"],
         fallback_bits=values["fallback_bits"],
+        prune=values["prune"],
     )
 
 

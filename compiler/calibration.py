@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moec.evaluation.data import SplitData
 from moec.evaluation.engine import Progress, no_progress
 from moec.evaluation.text_pairs import TokenPair
+from moec.manifests.bundle import CalibrationSummary
 from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
 
@@ -300,3 +302,16 @@ def texts_digest(rows: Sequence[Sequence[int]]) -> str:
     for row in rows:
         digest.update(np.array([len(row), *row], dtype="<i4").tobytes())
     return digest.hexdigest()
+
+
+def calibration_summary(statistics: ActivationStatistics, splits: Sequence[SplitData]) -> CalibrationSummary:
+    """The manifest's note of the text that was counted. splits: of all tasks, whose train items it is."""
+    digest = hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
+    return CalibrationSummary(
+        task="+".join(split.task.name for split in splits),
+        data_sha256=digest,
+        items=sum(len(split.train.items) for split in splits),
+        tokens=statistics.num_tokens,
+        seed=statistics.seed,
+        experts_without_tokens=tuple(f"{key.layer}.{key.expert}" for key in statistics.unseen_experts),
+    )

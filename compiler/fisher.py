@@ -96,7 +96,7 @@ class FisherProxy:
         tokens = sum(scored[at] for at in usable)
         for place, unit in enumerate(self._units):
             columns = model.unit_shape(unit.layer, unit.projection)[1]
-            squares[place, [not spec.fits(columns) for spec in self._specs]] = np.nan
+            squares[place, [not _is_asked(unit.projection, spec, columns) for spec in self._specs]] = np.nan
         return squares / (2 * SKETCHES * max(tokens, 1))
 
     def _squares(
@@ -129,7 +129,7 @@ class FisherProxy:
             unit = UnitKey(record.layer, record.expert, projection)
             original = self._store.original(record.layer, projection)[record.expert]
             for column, spec in enumerate(self._specs):
-                if gradient is None or not spec.fits(original.shape[1]):
+                if gradient is None or not _is_asked(projection, spec, original.shape[1]):
                     continue
                 moved = record.inputs[projection] @ (self._store.weight(unit, spec) - original).T
                 sums = (moved * gradient).sum(1, dtype=torch.float64)
@@ -152,6 +152,11 @@ class FisherProxy:
             yield
         finally:
             network.model.set_experts_implementation(before)
+
+
+def _is_asked(projection: str, spec: QuantSpec, columns: int) -> bool:
+    """Whether a format is predicted: if it fits; what leaves an expert out, of its last projection alone."""
+    return spec.fits(columns) and not (spec.is_pruned and projection != "down")
 
 
 def shortened(pair: TokenPair, tokens: int) -> TokenPair:

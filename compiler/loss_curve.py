@@ -110,6 +110,7 @@ class _LayerSpace(SearchSpace):
 
 def per_layer_space(space: SearchSpace, plan: CompilePlan) -> SearchSpace:
     """The same knapsack with one choice per layer, and the dense formats of a plan."""
+    space = space.without_pruning()
     rows = space.plain.model.expert_layers
     width = len(space.unit_specs)
     costs, losses = np.zeros((len(rows), width)), np.zeros((len(rows), width))

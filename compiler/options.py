@@ -31,9 +31,10 @@ _OF_DATA: dict[str, object] = {
     "seed": 0,
     "sensitivity": "auto",
     "search": "knapsack",
+    "prune": None,
 }
 _OF_SEARCH: dict[str, object] = {"bits": BITWIDTHS, "objective": None}
-_OPTION_NAMES = {"tasks": "task", "comparisons": "no-comparisons"}
+_OPTION_NAMES = {"tasks": "task", "comparisons": "no-comparisons", "prune": "prune-experts/--keep-experts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class CompileOptions:
     device profile's. limit: items per split. symmetric, of a uniform target: no minima; None: the format decides.
     confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
     fallback_bits: of a second version of every expert that is larger; None: there is none.
+    prune: whether the search may leave experts out; None: where a measured loss or KL decides.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -64,6 +66,7 @@ class CompileOptions:
     symmetric: bool | None = None
     confidence: float | None = None
     fallback_bits: int | None = None
+    prune: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -119,6 +122,7 @@ class CompileOptions:
         if self.search == "edgemoe":
             self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
             self._refuse_given({"comparisons": True}, "beside `--search edgemoe`, which is one of them")
+            self._refuse_given({"prune": None}, "beside `--search edgemoe`, which keeps all experts")
 
     def _refuse_given(self, defaults: Mapping[str, object], reason: str) -> None:
         for name, default in defaults.items():
@@ -227,6 +231,7 @@ class CompileOptions:
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
+            **({} if self.prune is None else {"prune": str(self.prune).lower()}),
             **({} if self.fallback_bits is None else {"fallback_bits": str(self.fallback_bits)}),
         }
 

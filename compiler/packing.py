@@ -10,7 +10,7 @@ import torch
 
 from moec.manifests.quant import COLUMNS_PER_TILE, MXFP4_EXPONENTS, ROWS_PER_BLOCK, QuantSpec, round_up
 
-from .quantized import QuantizedMatrix
+from .quantized import QuantizedMatrix, left_out
 from .ternary_packing import pack_ternary, unpack_ternary
 
 _LANE_BYTES = 4
@@ -27,6 +27,8 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
     Source: docs/format.md, Packing.
     """
     spec = matrix.spec
+    if spec.is_pruned:
+        return np.empty(0, np.uint8)
     codes, scales, minima = _checked(matrix)
     rows, columns = codes.shape
     groups = spec.groups(columns)
@@ -64,6 +66,8 @@ def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
 
 def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> QuantizedMatrix:
     """The matrix that `pack` made these bytes of, exactly. data: uint8, `spec.packed_bytes(rows, columns)` of them."""
+    if spec.is_pruned:
+        return left_out(rows, columns)
     groups, parts = spec.groups(columns), 1 if spec.symmetric or spec.is_mxfp4 else 2
     blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
     header = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES

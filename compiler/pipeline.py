@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from moec.evaluation.data import SplitData
-from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest, CalibrationSummary
+from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
-from .calibration import ActivationStatistics, calibrate, unseen_notes
+from .calibration import ActivationStatistics, calibrate, calibration_summary, unseen_notes
 from .certify import MODES_ITEMS, DivergenceCertificate, TaskCertificate, certify_task
 from .checkpoint import Checkpoint, open_checkpoint
 from .cluster.session import ClusterSession, check_cluster, cluster_session
@@ -46,6 +46,7 @@ from .quality import model_card, quality_report
 from .reference import ReferenceModel
 from .request import CompileRequest, CompileResult
 from .search.knapsack import search
+from .search.pruning import LEFT_OUT, left_out_losses, prunes, with_pruning
 from .search.space import SearchSpace, build_space
 from .sensitivity import Progress, SensitivityTable, dense_formats, measure_sensitivity, plain_plan
 from .tables import Tables
@@ -69,6 +70,7 @@ class _Stage:
     splits: tuple[SplitData, ...]
     shots: Shots
     is_layerwise: bool = False
+    prunes: bool = False
     journal: Journal | None = None
     cluster: ClusterSession | None = None
     reference: ReferenceModel | None = None
@@ -150,6 +152,7 @@ def _choose_way(stage: _Stage) -> None:
     request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
     threads = torch.get_num_threads()
     stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, threads, limit)
+    stage.prunes = prunes(request.options, model, stage.is_layerwise)
     if stage.is_layerwise:
         planning.check_layerwise(model, request.options, stage.specs, threads, limit, len(stage.splits))
         need = planning.need_bytes(model, stage.specs, threads, len(stage.splits))
@@ -311,6 +314,8 @@ def _search(stage: _Stage) -> CompilePlan:
     reads = choose_objective(stage.request.profile, options.objective, plain, popularity)
     weights = byte_weights(stage.lowering.model, popularity, reads)
     stage.space = build_space(plain, store, stage.sensitivity, weights, stage.specs, dense)
+    if stage.prunes:
+        stage.space = with_pruning(stage.space, left_out_losses(store, stage.sensitivity, popularity))
     return search(stage.space, trials, options.target, talk.note)
 
 
@@ -320,24 +325,11 @@ def _predict_units(stage: _Stage, progress: Progress) -> Mapping[tuple[UnitKey, 
     if reference is None or store is None or stage.journal is None:
         raise RuntimeError("predictions need the reference model and the unit store")
     texts = [reference.encode_pairs(train_texts(split, stage.shots)[:TEXTS]) for split in stage.splits]
-    return predict_units(reference, store, stage.specs, texts, stage.request.options.seed, stage.journal, progress)
+    specs = (*stage.specs, LEFT_OUT) if stage.prunes else stage.specs
+    return predict_units(reference, store, specs, texts, stage.request.options.seed, stage.journal, progress)
 
 
 # -- bundle ----------------------------------------------------------------------------------------------------------
-
-
-def _calibration_summary(stage: _Stage) -> CalibrationSummary | None:
-    if stage.statistics is None:
-        return None
-    digest = hashlib.sha256("".join(split.train.sha256 for split in stage.splits).encode()).hexdigest()
-    return CalibrationSummary(
-        task="+".join(split.task.name for split in stage.splits),
-        data_sha256=digest,
-        items=sum(len(split.train.items) for split in stage.splits),
-        tokens=stage.statistics.num_tokens,
-        seed=stage.request.options.seed,
-        experts_without_tokens=tuple(f"{k.layer}.{k.expert}" for k in stage.statistics.unseen_experts),
-    )
 
 
 def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[str, Any]:
@@ -350,7 +342,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         device=summarise_device(request.profile, plan),
         disk=request.disk,
         options={**request.options.to_plain(), "quantizer": plan.quantizer},
-        calibration=_calibration_summary(stage),
+        calibration=None if stage.statistics is None else calibration_summary(stage.statistics, stage.splits),
         statistics=stage.statistics,
         packed_units=None if store is None else store.for_bundle,
         progress=request.talk.progress("writing the bundle"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moec.manifests.quant import QuantSpec
+from moec.manifests.quant import PRUNED, QuantSpec
 
 from .mxfp4 import values as mxfp4_values
 
@@ -16,7 +16,7 @@ class QuantizedMatrix:
     """Codes with their scales: what every quantizer returns and what the packer stores.
 
     codes: [N, K] uint8, at most `spec.largest_code`. scales: [N, G] float16, finite; of mxfp4 uint8, exponents.
-    minima: [N, G] float16, or None in symmetric formats and mxfp4.
+    minima: [N, G] float16, or None in symmetric formats and mxfp4. A matrix that is left out has neither: G is 0.
     The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing),
     so a quantizer must round scales and minima to float16 before it chooses codes.
     """
@@ -30,9 +30,17 @@ class QuantizedMatrix:
         """The weights the runtime computes with. [N, K] float32."""
         rows, columns = self.codes.shape
         groups = self.scales.shape[1]
+        if self.spec.is_pruned:
+            return torch.zeros(rows, columns)
         if self.spec.is_mxfp4:
             return mxfp4_values(self.codes.reshape(rows, groups, -1), self.scales).reshape(rows, columns)
         scales = self.scales.float().unsqueeze(-1)
         minima = -scales * float(self.spec.centre) if self.minima is None else self.minima.float().unsqueeze(-1)
         grouped = self.codes.reshape(rows, groups, columns // groups).float()
         return torch.addcmul(minima, grouped, scales).reshape(rows, columns)
+
+
+def left_out(rows: int, columns: int) -> QuantizedMatrix:
+    """A matrix of an expert that is left out: no weight but 0. Its codes take no memory."""
+    codes = torch.zeros(1, 1, dtype=torch.uint8).expand(rows, columns)
+    return QuantizedMatrix(QuantSpec(PRUNED), codes, torch.empty(rows, 0, dtype=torch.float16), None)

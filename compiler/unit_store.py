@@ -14,7 +14,7 @@ from .families.lowering import Lowering
 from .output_error import output_error
 from .packing import pack
 from .parallel import workers
-from .quantized import QuantizedMatrix
+from .quantized import QuantizedMatrix, left_out
 from .quantizers import quantize_batch
 from .quantizers.rtn import quantize_rtn
 from .second_moments import SecondMoments
@@ -113,6 +113,8 @@ class UnitStore:
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         """Codes of one unit in a format below 16 bits."""
+        if spec.is_pruned:
+            return left_out(*self.model.unit_shape(unit.layer, unit.projection))
         self._quantize(unit.layer, unit.projection, spec)
         return self._units[(unit, spec)]
 

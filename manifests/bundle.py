@@ -90,12 +90,21 @@ class ExpertEntry:
             raise ValueError(f"expert key out of range: {self.layer}, {self.expert}")
         if not (0 <= self.offset_bytes <= MAX_FILE_BYTES and self.offset_bytes % EXPERT_ALIGNMENT_BYTES == 0):
             raise ValueError(f"offset_bytes must be a multiple of {EXPERT_ALIGNMENT_BYTES}, found {self.offset_bytes}")
-        if not (0 < self.size_bytes <= MAX_FILE_BYTES and self.size_bytes % EXPERT_ALIGNMENT_BYTES == 0):
+        specs = [spec for spec in (self.gate, self.up, self.down) if spec is not None]
+        if any(spec.is_pruned != self.is_pruned for spec in specs):
+            raise ValueError("an expert is left out as a whole: q0 for all its projections, or for none")
+        least = 0 if self.is_pruned else 1
+        if not (least <= self.size_bytes <= MAX_FILE_BYTES and self.size_bytes % EXPERT_ALIGNMENT_BYTES == 0):
             raise ValueError(f"size_bytes must be a multiple of {EXPERT_ALIGNMENT_BYTES}, found {self.size_bytes}")
 
     @property
     def key(self) -> ExpertKey:
         return ExpertKey(self.layer, self.expert)
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the expert is left out: nothing is stored, and it adds nothing."""
+        return self.up.is_pruned
 
     def spec(self, projection: str) -> QuantSpec:
         """The format of one projection. Raises KeyError for one that the expert does not have."""
@@ -266,6 +275,8 @@ class BundleManifest:
                 raise ValueError(f"{place}: expected file `{file_name(entry.layer)}`, found `{entry.file}`")
             if entry.offset_bytes < end.get(entry.file, 0):
                 raise ValueError(f"{place}: overlaps the expert before it in `{entry.file}`")
+            if entry.is_pruned and self.model.layers[entry.layer].experts.has_bias:
+                raise ValueError(f"{place}: experts with biases cannot be left out")
             end[entry.file] = entry.offset_bytes + entry.size_bytes
             if end[entry.file] > file_sizes.get(entry.file, -1):
                 raise ValueError(f"{place}: lies outside `{entry.file}` or the file is not listed")
@@ -280,7 +291,7 @@ class BundleManifest:
             keeps_16_bit = len(entry.shape) == 1 or entry.name.endswith("router")
             if keeps_16_bit and entry.spec.bitwidth != 16:
                 raise ValueError(f"dense[{entry.name}]: norms and routers stay at 16 bits, found {entry.spec}")
-            if not entry.spec.fits(entry.shape[-1]):
+            if entry.spec.is_pruned or not entry.spec.fits(entry.shape[-1]):
                 raise ValueError(f"dense[{entry.name}]: format {entry.spec} cannot hold {entry.shape[-1]} columns")
 
     def _check_cost(self) -> None:

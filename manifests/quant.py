@@ -13,6 +13,8 @@ from typing import Literal
 LAYOUT = "rows16"
 ROWS_PER_BLOCK = 16
 COLUMNS_PER_TILE = 32
+PRUNED = 0
+"""Stands in the place of a bitwidth for experts that are left out: no bytes, no computing, nothing added."""
 TERNARY = 1.6
 """Stands in the place of a bitwidth for codes 0, 1 and 2, five of them in a byte."""
 BITWIDTHS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
@@ -42,7 +44,8 @@ def round_up(value: int, multiple: int) -> int:
 class QuantSpec:
     """How one matrix is stored.
 
-    bitwidth: 1, 2, 3, 4, 8 (codes with scales), TERNARY or 16 (the checkpoint's own floats, unchanged). With float_type
+    bitwidth: 1, 2, 3, 4, 8 (codes with scales), TERNARY, 16 (the checkpoint's own floats, unchanged), or PRUNED:
+    nothing is stored, which holds for all projections of an expert or none. With float_type
     `mxfp4` the codes of 4 bits are floats (E2M1) and the scale of 32 columns a power of two (E8M0): the checkpoint's
     own, too.
     group_size: columns that share one scale, a multiple of 32, with TERNARY of 64; 0: one scale per row.
@@ -58,14 +61,14 @@ class QuantSpec:
     float_type: FloatType = "none"
 
     def __post_init__(self) -> None:
-        if self.bitwidth not in BITWIDTHS:
+        if self.bitwidth != PRUNED and self.bitwidth not in BITWIDTHS:
             raise ValueError(f"bitwidth must be one of {BITWIDTHS}, found {self.bitwidth}")
         if (self.bitwidth == 16) != (self.float_type in ("bfloat16", "float16")):
             raise ValueError("a 16-bit float_type belongs to bitwidth 16 and to no other")
         if self.is_mxfp4 and (self.bitwidth, self.group_size, self.symmetric) != (4, MXFP4_GROUP_SIZE, False):
             raise ValueError(f"mxfp4 has 4 bits in groups of {MXFP4_GROUP_SIZE}, and no minima")
-        if self.bitwidth == 16 and (self.group_size or self.symmetric):
-            raise ValueError("a 16-bit matrix has no groups")
+        if self.bitwidth in (16, PRUNED) and (self.group_size or self.symmetric):
+            raise ValueError("a 16-bit matrix, or one that is left out, has no groups")
         if self.bitwidth == 1 and self.symmetric:
             raise ValueError("a symmetric matrix of 1 bit has no weight above 0")
         if self.is_ternary and not self.symmetric:
@@ -77,6 +80,11 @@ class QuantSpec:
     def is_mxfp4(self) -> bool:
         """Whether codes are 4-bit floats with scales that are powers of two."""
         return self.float_type == "mxfp4"
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether nothing is stored, and every weight counts as 0."""
+        return self.bitwidth == PRUNED
 
     @property
     def is_ternary(self) -> bool:
@@ -113,25 +121,27 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: str) -> QuantSpec:
-        """Read the short form (`q4g64`, `q8`, `q2s`, `q1.6g128s`, `bf16`). Raises ValueError."""
+        """Read the short form (`q4g64`, `q8`, `q2s`, `q1.6g128s`, `q0`, `bf16`). Raises ValueError."""
         if text == "mxfp4":
             return cls(4, MXFP4_GROUP_SIZE, float_type="mxfp4")
         if text in ("bf16", "fp16"):
             return cls(16, float_type="bfloat16" if text == "bf16" else "float16")
         match = _SHORT.fullmatch(text)
+        if text == "q0":
+            return cls(PRUNED)
         if match is None:
             raise ValueError(f"not a format: `{text[:40]}` (expected a form like `q4g64`, `q8s`, `bf16`)")
         return cls(TERNARY if "." in match[1] else int(match[1]), int(match[2] or 0), bool(match[3]))
 
     def groups(self, columns: int) -> int:
-        """Groups per row; 0 for 16-bit."""
-        if self.bitwidth == 16:
+        """Groups per row; 0 for 16-bit and for what is left out."""
+        if self.bitwidth in (16, PRUNED):
             return 0
         return columns // self.group_size if self.group_size else 1
 
     def fits(self, columns: int) -> bool:
         """Whether rows of `columns` weights can be stored in this format."""
-        if self.bitwidth == 16:
+        if self.bitwidth in (16, PRUNED):
             return columns > 0
         return columns > 0 and columns % self.tile_columns == 0 and columns % (self.group_size or 1) == 0
 

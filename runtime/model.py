@@ -69,9 +69,12 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
 def bind_experts(
     bundle: Bundle, entries: Sequence[ExpertEntry], storage: ExpertStorage, dense: dict[str, Any]
 ) -> list[Any]:
-    """One kernels.Expert per manifest entry, over its fixed place in storage. Touches no page."""
-    model, bound = bundle.manifest.model, []
+    """One kernels.Expert per manifest entry, over its fixed place in storage; None if left out. Touches no page."""
+    model, bound = bundle.manifest.model, list[Any]()
     for index, entry in enumerate(entries):
+        if entry.is_pruned:
+            bound.append(None)
+            continue
         spec = model.layers[entry.layer].experts
         specs = {projection: entry.spec(projection) for projection in spec.projections}
         offsets, _ = unit_offsets(model, entry.layer, specs)
@@ -162,6 +165,10 @@ class Model:
             for at, layer in enumerate(self.spec.layers)
         ]
         self._first_expert: list[int] = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
+        self._pruned: list[list[int]] = [[] for _ in self.spec.layers]
+        for entry in bundle.manifest.experts:
+            if entry.is_pruned:
+                self._pruned[entry.layer].append(entry.expert)
         rules = {at: router.rule for at, router in enumerate(self._routers) if router is not None}
         static = {at: rule.static for at, rule in rules.items() if rule.static is not None}
         self.advisor = Advisor(self.spec, self._first_expert, static=static)
@@ -294,7 +301,8 @@ class Model:
             self.trace.add_layer(index, state.chosen[index], advice)
         if state.choice is not None:
             state.choice.requested(index, list(asked), advice)
-        has_nobody = state.choice is not None or bool(self.spec.layers[index].experts.router.capacity)
+        capacity = self.spec.layers[index].experts.router.capacity
+        has_nobody = state.choice is not None or bool(capacity or self._pruned[index])
         self._compute(index, asked, normed, weights, hidden, advice, has_nobody)
         return following
 
@@ -315,7 +323,8 @@ class Model:
         if experts.router.capacity:
             chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NOBODY))
         groups = _places_by_expert(chosen)
-        groups.pop(NOBODY, None)
+        for nobody in (NOBODY, *self._pruned[index]):
+            groups.pop(nobody, None)
         if choice is None:
             return {first + expert: places for expert, places in groups.items()}, weights
         return {choice.index(index, expert): places for expert, places in groups.items()}, weights

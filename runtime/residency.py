@@ -22,8 +22,9 @@ Order = Callable[[int, np.ndarray], np.ndarray]
 class Residency:
     """A ledger. Invariant: bytes of queued, loading and resident experts never exceed the capacity.
 
-    sizes: bytes per expert, int64 [N]. records: told of every use. pin_limit_bytes: what advice may hold. evicted: told
-    of every expert that goes. state, int8; is_leased; is_ahead: read ahead and not asked for since; is_seen: [N].
+    sizes: bytes per expert, int64 [N]; an expert of none is left out of its model: always there, never counted.
+    records: told of every use. pin_limit_bytes: what advice may hold. evicted: told of every expert that goes.
+    state, int8; is_leased; is_ahead: read ahead and not asked for since; is_seen: [N].
     demand, advice: queued reads, most urgent first. prefetches, int64 [2, N]: read ahead; of these, asked for in time.
     """
 
@@ -39,7 +40,8 @@ class Residency:
         self.sizes: list[int] = sizes.tolist()
         self.capacity_bytes, self.pin_limit_bytes, self.used_bytes = capacity_bytes, pin_limit_bytes, 0
         self._records, self._order, self._evicted = records, order, evicted
-        self.state = np.zeros(len(sizes), np.int8)
+        self._is_stored = sizes > 0
+        self.state = np.where(self._is_stored, ABSENT, RESIDENT).astype(np.int8)
         self.is_leased = np.zeros(len(sizes), bool)
         self.is_ahead = np.zeros(len(sizes), bool)
         self.is_seen = np.zeros(len(sizes), bool)
@@ -53,6 +55,7 @@ class Residency:
         """One layer of one pass asks for experts: those that are there, now leased, and those that are not."""
         hits: list[int] = []
         misses: list[int] = []
+        experts = [index for index in experts if self.sizes[index]]
         self._layer = layer
         self._clock += 1
         self._records.use(experts, self._clock)
@@ -168,7 +171,7 @@ class Residency:
 
         The order is made when it is first needed, and serves all reads that are started together.
         """
-        candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased)
+        candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased & self._is_stored)
         order = self._order(self._layer, candidates).tolist()
         rank = {index: position for position, index in enumerate(self._pins)}
         free = [index for index in order if index not in rank]

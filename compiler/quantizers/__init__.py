@@ -10,7 +10,7 @@ import torch
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import QuantSpec
 
-from ..quantized import QuantizedMatrix
+from ..quantized import QuantizedMatrix, left_out
 from .exact import repack_mxfp4
 
 QUANTIZERS = ("gptq", "rtn", "quanto")
@@ -39,6 +39,8 @@ def quantizer(name: str) -> Quantizer:
     ) -> QuantizedMatrix:
         if spec.is_mxfp4:
             return repack_mxfp4(weight, spec)
+        if spec.is_pruned:
+            return left_out(*weight.shape)
         arguments = (second_moment, tokens) if name == "gptq" else ()
         return function(weight, spec, *arguments)  # type: ignore[no-any-return]
 
@@ -56,7 +58,7 @@ def quantize_batch(
 
     weights: [E, N, K] floats. second_moments: [E, K, K] or None. tokens: [E] or None. Raises as the quantizer does.
     """
-    if name == "gptq" and not spec.is_mxfp4:
+    if name == "gptq" and not (spec.is_mxfp4 or spec.is_pruned):
         from .gptq import quantize_gptq_batch
 
         return quantize_gptq_batch(weights, spec, second_moments, tokens)

@@ -26,7 +26,9 @@ class ChoiceTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
+    """From one corner of a unit's lower convex hull to the next: less cost for more loss."""
+
     ratio: float
     unit: int
     option: int
@@ -34,7 +36,7 @@ class _Step:
     added_loss: float
 
 
-def _hull_steps(costs: np.ndarray, losses: np.ndarray, unit: int) -> tuple[int, list[_Step]]:
+def hull_steps(costs: np.ndarray, losses: np.ndarray, unit: int) -> tuple[int, list[Step]]:
     """Start option of a unit (least loss) and its steps down the lower convex hull, cheapest loss per cost first."""
     order = sorted(np.flatnonzero(np.isfinite(costs)).tolist(), key=lambda s: (losses[s], costs[s]))
     hull: list[int] = []
@@ -51,15 +53,15 @@ def _hull_steps(costs: np.ndarray, losses: np.ndarray, unit: int) -> tuple[int, 
     steps = []
     for before, after in itertools.pairwise(hull):
         saved, added = float(costs[before] - costs[after]), float(losses[after] - losses[before])
-        steps.append(_Step(added / saved, unit, after, saved, added))
+        steps.append(Step(added / saved, unit, after, saved, added))
     return hull[0], steps
 
 
-def _all_steps(table: ChoiceTable) -> tuple[np.ndarray, list[_Step]]:
+def _all_steps(table: ChoiceTable) -> tuple[np.ndarray, list[Step]]:
     start = np.empty(len(table.costs), np.int64)
-    steps: list[_Step] = []
+    steps: list[Step] = []
     for unit in range(len(table.costs)):
-        start[unit], own = _hull_steps(table.costs[unit], table.losses[unit], unit)
+        start[unit], own = hull_steps(table.costs[unit], table.losses[unit], unit)
         steps += own
     # Stable in (ratio, unit): the same table gives the same plan.
     return start, sorted(steps, key=lambda step: (step.ratio, step.unit))
@@ -104,7 +106,7 @@ def least_loss(table: ChoiceTable, cost_budget: float) -> np.ndarray | None:
     return choice
 
 
-def _taken(start: np.ndarray, steps: list[_Step]) -> tuple[list[int], np.ndarray]:
+def _taken(start: np.ndarray, steps: list[Step]) -> tuple[list[int], np.ndarray]:
     """The option before each step, and the choice [U] after all of them."""
     choice, before = start.copy(), []
     for step in steps:

@@ -19,7 +19,7 @@ from ..plan import CompilePlan
 from ..targets import Target
 from ..trials import Trials, kl_bound, margin
 from .frontier import least_cost, least_loss
-from .space import SearchSpace, size_table
+from .space import SearchSpace
 
 MAX_GENERATED = 6
 MAX_KL = 8
@@ -48,7 +48,7 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> Co
         return _search_kl(space, trials, target.value, note).plan
     weights = space.plain.expert_weights
     budget = target.value if target.kind == "size" else target.value * weights / 8
-    table = size_table(space)
+    table = space.size_table()
     choice = least_loss(table, budget)
     if choice is None:
         least = float(np.min(table.costs, axis=1).sum())

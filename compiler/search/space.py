@@ -34,10 +34,29 @@ class SearchSpace:
     def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
         """The plan of a choice [U]."""
         units = {unit: self.unit_specs[int(choice[row])] for row, unit in enumerate(self.units)}
+        return replace(self.plain, units=units, dense=self.dense_of(choice[len(self.units) :]))
+
+    def without_pruning(self) -> SearchSpace:
+        """The space whose rows are units, all of them kept."""
+        return self
+
+    def dense_of(self, choice: Sequence[int] | np.ndarray) -> dict[str, QuantSpec]:
+        """The format of every dense weight. choice: of the dense groups."""
         dense = dict(self.plain.dense)
-        for row, group in enumerate(self.groups, len(self.units)):
-            dense.update({name: self.dense_options[int(choice[row])][name] for name in group.tensors})
-        return replace(self.plain, units=units, dense=dense)
+        for group, column in zip(self.groups, choice, strict=True):
+            dense.update({name: self.dense_options[int(column)][name] for name in group.tensors})
+        return dense
+
+    def size_table(self) -> ChoiceTable:
+        """The table with plain bytes of routed experts as cost and dense rows free: for size and bits targets."""
+        costs = np.full_like(self.table.costs, np.inf)
+        for row, unit in enumerate(self.units):
+            rows, columns = self.plain.model.unit_shape(unit.layer, unit.projection)
+            for column, spec in enumerate(self.unit_specs):
+                if spec.fits(columns):
+                    costs[row, column] = rows * spec.row_bytes(columns)
+        costs[len(self.units) :] = np.where(np.isfinite(self.table.costs[len(self.units) :]), 0.0, np.inf)
+        return ChoiceTable(costs, self.table.losses)
 
 
 def build_space(
@@ -86,15 +105,3 @@ def dense_bytes(plain: CompilePlan, group: DenseGroup, specs: Mapping[str, Quant
     """Packed bytes of one dense group."""
     shapes = plain.model.dense_shapes()
     return sum(shapes[name][0] * specs[name].row_bytes(shapes[name][-1]) for name in group.tensors)
-
-
-def size_table(space: SearchSpace) -> ChoiceTable:
-    """The same table with plain bytes of routed experts as cost and dense rows free: for size and bits targets."""
-    costs = np.full_like(space.table.costs, np.inf)
-    for row, unit in enumerate(space.units):
-        rows, columns = space.plain.model.unit_shape(unit.layer, unit.projection)
-        for column, spec in enumerate(space.unit_specs):
-            if spec.fits(columns):
-                costs[row, column] = rows * spec.row_bytes(columns)
-    costs[len(space.units) :] = np.where(np.isfinite(space.table.costs[len(space.units) :]), 0.0, np.inf)
-    return ChoiceTable(costs, space.table.losses)

@@ -135,7 +135,8 @@ def test_a_size_target_without_data_measures_nothing() -> None:
 
 
 def test_a_size_below_the_smallest_plan() -> None:
-    smallest = toy_space(specs=(QuantSpec(2, 64),)).plan([0] * 30).expert_packed_bytes
+    space = toy_space(specs=(QuantSpec(2, 64),))
+    smallest = space.plan([0] * len(space.table.costs)).expert_packed_bytes
     with pytest.raises(TargetUnreachable, match=f"{smallest} bytes") as caught:
         search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("size", smallest - 1), silent)
     assert "--bits" in str(caught.value.hint)

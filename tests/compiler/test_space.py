@@ -7,7 +7,7 @@ import pytest
 
 from moec.compiler.objective import ByteWeights
 from moec.compiler.search.frontier import least_cost
-from moec.compiler.search.space import dense_bytes, size_table
+from moec.compiler.search.space import dense_bytes
 from moec.manifests.quant import QuantSpec
 from tests.compiler.toy_search import BF16, toy_model, toy_space
 
@@ -47,7 +47,7 @@ def test_formats_that_do_not_fit_are_left_out_of_a_row() -> None:
 
 def test_a_size_target_counts_routed_experts_alone() -> None:
     space = toy_space(weights=ByteWeights(np.full((2, 4), 7.0), 5.0))
-    table = size_table(space)
+    table = space.size_table()
     units = len(space.units)
     assert np.all(table.costs[units:][np.isfinite(table.costs[units:])] == 0)
     choice = least_cost(space.table, 0.05)

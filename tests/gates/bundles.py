@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from moec.compiler.low_versions import with_low_versions
 from moec.compiler.plan import CompilePlan
 from moec.compiler.uniform import uniform_plan
 from moec.manifests.bundle import DeviceSummary
-from moec.manifests.quant import QuantSpec
+from moec.manifests.model import ExpertKey
+from moec.manifests.quant import PRUNED, QuantSpec
 
 DEVICE = DeviceSummary("host", "0" * 64, 1 << 30, 1 << 29)
 MIXED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q3g32", "q4s", "q8", "bf16", "q4g32"))
@@ -27,14 +29,24 @@ def mixed_formats(plan: CompilePlan) -> CompilePlan:
 
 
 def emit_bundle(
-    checkpoint_folder: Path, target: Path, bitwidth: int = 16, mixed: bool = False, low: str | None = None
+    checkpoint_folder: Path,
+    target: Path,
+    bitwidth: int = 16,
+    mixed: bool = False,
+    low: str | None = None,
+    pruned: Sequence[ExpertKey] = (),
 ) -> Path:
-    """Compile with one format for all experts, or with many; dense weights at 16 bits. low: format of low versions."""
+    """Compile with one format for all experts, or with many; dense weights at 16 bits.
+
+    low: format of low versions. pruned: experts that are left out.
+    """
     checkpoint = open_checkpoint(str(checkpoint_folder))
     lowering = lower(checkpoint)
     group = 0 if bitwidth == 16 else 32
     plan = uniform_plan(lowering.model, bitwidth, group, 16, lowering.float_type)
     plan = mixed_formats(plan) if mixed else plan
+    left_out = {unit: QuantSpec(PRUNED) for key in pruned for unit in plan.model.units_of(key)}
+    plan = replace(plan, units={**plan.units, **left_out})
     if low is not None:
         plan = with_low_versions(plan, QuantSpec.parse(low))
     partial, disk = target.with_name(target.name + ".partial"), Disk()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.manifests.quant import MAX_DIMENSION, TERNARY, QuantSpec, round_up
+from moec.manifests.quant import MAX_DIMENSION, PRUNED, TERNARY, QuantSpec, round_up
 
 GROUPS = st.sampled_from((0, 32, 64, 96, 128, 256))
 SPECS = st.one_of(
@@ -55,14 +55,14 @@ def test_short_form_round_trip(spec: QuantSpec) -> None:
 
 
 def test_short_forms() -> None:
-    names = ("q4g64", "q8", "q2s", "q3g32s", "q1.6g128s", "q1.6s", "bf16", "fp16")
+    names = ("q4g64", "q8", "q2s", "q3g32s", "q1.6g128s", "q1.6s", "q0", "bf16", "fp16")
     assert [str(QuantSpec.parse(name)) for name in names] == list(names)
     assert QuantSpec.parse("q4g64") == QuantSpec(4, 64) and QuantSpec.parse("q2s") == QuantSpec(2, 0, True)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "q", "q5", "q16", "q1s", "q1.6", "q1.6g128", "q1.6g32s", "q1.60s", "q1.s", "q2.0", "q0",
+    ["", "q", "q5", "q16", "q1s", "q1.6", "q1.6g128", "q1.6g32s", "q1.60s", "q1.s", "q2.0", "q0s", "q0g64", "q00",
      "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss",
      "bf16s", "float16", "q4g\uff16\uff14", "q4g" + "9" * 5000, "q4g16777248", "x" * 5000],
 )  # fmt: skip
@@ -76,7 +76,9 @@ def test_not_a_format(text: str) -> None:
     ("fields", "message"),
     [
         ({"bitwidth": 5}, "bitwidth must be one of"),
-        ({"bitwidth": 0}, "bitwidth must be one of"),
+        ({"bitwidth": -1}, "bitwidth must be one of"),
+        ({"bitwidth": 0, "group_size": 32}, "has no groups"),
+        ({"bitwidth": 0, "symmetric": True}, "has no groups"),
         ({"bitwidth": 16}, "float_type belongs to bitwidth 16"),
         ({"bitwidth": 4, "float_type": "bfloat16"}, "float_type belongs to bitwidth 16"),
         ({"bitwidth": 16, "float_type": "float16", "group_size": 32}, "no groups"),
@@ -113,3 +115,9 @@ def test_bits_of_three_values(text: str, bits: float) -> None:
 def test_round_up(value: int, multiple: int) -> None:
     found = round_up(value, multiple)
     assert found % multiple == 0 and value <= found < value + multiple
+
+
+def test_what_is_left_out_takes_no_bytes_and_fits_everywhere() -> None:
+    spec = QuantSpec(PRUNED)
+    assert spec.is_pruned and spec.fits(7) and not spec.fits(0)
+    assert spec.packed_bytes(16, 7) == spec.row_bytes(7) == spec.bits_per_weight(7) == spec.groups(7) == 0

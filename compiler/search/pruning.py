@@ -1,0 +1,139 @@
+"""Leaving experts out: rows of the knapsack that hold a whole expert, with its being left out as one more option.
+
+An expert's units add up, so the lower convex hull of their sums is made of the steps of their own hulls, in order of
+loss per cost; being left out is a point beside that hull. Its predicted loss is that of a down projection without
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moec.manifests.errors import OptionError
+from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
+from moec.manifests.quant import PRUNED, QuantSpec
+
+from ..options import CompileOptions
+from ..plan import CompilePlan
+from ..sensitivity import SensitivityTable
+from ..unit_store import UnitStore
+from .frontier import ChoiceTable, hull_steps
+from .space import SearchSpace
+
+LEAST_TOKENS = 32
+"""Calibration tokens of an expert that may be left out: of one that fewer asked for, too little is known."""
+LEFT_OUT = QuantSpec(PRUNED)
+
+
+@dataclass(frozen=True, slots=True)
+class PrunableSpace(SearchSpace):
+    """Rows are experts, then dense groups. options: per expert, what each column gives its units.
+
+    units_alone: the same with rows of units, none of them left out.
+    """
+
+    options: tuple[tuple[Mapping[UnitKey, QuantSpec], ...], ...]
+    units_alone: SearchSpace
+
+    def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
+        """The plan of a choice, one option per row."""
+        units: dict[UnitKey, QuantSpec] = {}
+        for row, options in enumerate(self.options):
+            units.update(options[int(choice[row])])
+        ordered = {unit: units[unit] for unit in self.plain.units}
+        return replace(self.plain, units=ordered, dense=self.dense_of(choice[len(self.options) :]))
+
+    def without_pruning(self) -> SearchSpace:
+        return self.units_alone
+
+    def size_table(self) -> ChoiceTable:
+        alone = self.units_alone.size_table()
+        costs = np.full_like(self.table.costs, np.inf)
+        for row, options in enumerate(self.options):
+            for column, option in enumerate(options):
+                costs[row, column] = sum(self._bytes(unit, spec) for unit, spec in option.items())
+        groups = alone.costs[len(self.units) :]
+        costs[len(self.options) :, : groups.shape[1]] = groups
+        return ChoiceTable(costs, self.table.losses)
+
+    def _bytes(self, unit: UnitKey, spec: QuantSpec) -> float:
+        rows, columns = self.plain.model.unit_shape(unit.layer, unit.projection)
+        return rows * spec.row_bytes(columns)
+
+
+def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float]) -> PrunableSpace:
+    """A space whose experts may be left out. losses: predicted, of those that may."""
+    model, row_of = space.plain.model, {unit: row for row, unit in enumerate(space.units)}
+    options, costs, priced = [], [], []
+    for key in model.expert_keys():
+        own = model.units_of(key)
+        points = _sums([row_of[unit] for unit in own], space.table)
+        formats = ([space.unit_specs[column] for column in columns] for *_, columns in points)
+        found = [dict(zip(own, specs, strict=True)) for specs in formats]
+        if key in losses:
+            found.append(dict.fromkeys(own, LEFT_OUT))
+            points.append((0.0, losses[key], ()))
+        options.append(tuple(found))
+        costs.append([cost for cost, *_ in points])
+        priced.append([loss for _, loss, _ in points])
+    groups = slice(len(space.units), None)
+    table = ChoiceTable(
+        _rows([*costs, *space.table.costs[groups].tolist()]), _rows([*priced, *space.table.losses[groups].tolist()])
+    )
+    return PrunableSpace(
+        space.plain, space.units, space.unit_specs, space.groups, space.dense_options, table, tuple(options), space
+    )
+
+
+def _sums(rows: Sequence[int], table: ChoiceTable) -> list[tuple[float, float, tuple[int, ...]]]:
+    """The hull of what these rows cost and lose together, least loss first, with the option of each row."""
+    hulls = [hull_steps(table.costs[row], table.losses[row], at) for at, row in enumerate(rows)]
+    chosen = [start for start, _ in hulls]
+    points = [_total(table, rows, chosen)]
+    for step in sorted((step for _, steps in hulls for step in steps), key=lambda step: (step.ratio, step.unit)):
+        chosen[step.unit] = step.option
+        points.append(_total(table, rows, chosen))
+    return points
+
+
+def _total(table: ChoiceTable, rows: Sequence[int], chosen: Sequence[int]) -> tuple[float, float, tuple[int, ...]]:
+    cost = sum(float(table.costs[row, option]) for row, option in zip(rows, chosen, strict=True))
+    loss = sum(float(table.losses[row, option]) for row, option in zip(rows, chosen, strict=True))
+    return cost, loss, tuple(chosen)
+
+
+def _rows(values: Sequence[Sequence[float]]) -> np.ndarray:
+    """Rows of different lengths as a matrix, the rest infinite."""
+    matrix = np.full((len(values), max(map(len, values))), np.inf)
+    for row, own in enumerate(values):
+        matrix[row, : len(own)] = own
+    return matrix
+
+
+def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> bool:
+    """Whether experts may be left out: as asked, else where a measured loss or KL decides.
+
+    Raises OptionError where it is asked for and cannot be.
+    """
+    refusal = None
+    if any(layer.experts.has_bias for layer in model.layers):
+        refusal = "experts with biases add something even without weights"
+    elif is_layerwise:
+        refusal = "layer by layer no expert is left out"
+    if options.prune and refusal is not None:
+        raise OptionError(f"`--prune-experts`: {refusal}", "leave it out")
+    is_measured = options.target.kind in ("loss", "kl") and options.search == "knapsack"
+    return refusal is None and (is_measured if options.prune is None else options.prune)
+
+
+def left_out_losses(
+    store: UnitStore, sensitivity: SensitivityTable, popularity: np.ndarray | None
+) -> dict[ExpertKey, float]:
+    """Predicted KL of leaving out each expert that calibration knows. popularity: tokens, [L, E]."""
+    if popularity is None:
+        return {}
+    known = (key for key in store.model.expert_keys() if popularity[key.layer, key.expert] >= LEAST_TOKENS)
+    return {key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT) for key in known}

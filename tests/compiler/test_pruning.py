@@ -1,0 +1,112 @@
+"""Experts that the search leaves out: the knapsack's rows, who may be left out, and what a compile makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.compiler.options import CompileOptions
+from moec.compiler.search.frontier import least_cost, least_loss
+from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
+from moec.compiler.sensitivity import SensitivityTable
+from moec.compiler.targets import Target
+from moec.manifests.errors import OptionError
+from moec.manifests.model import ExpertKey
+from moec.manifests.quant import QuantSpec
+from tests.compiler.toy_search import BF16, predicted_loss, toy_model, toy_space
+
+LOSS = Target("loss", 0.02)
+
+
+def test_rows_of_experts_offer_what_rows_of_units_do() -> None:
+    space = toy_space()
+    whole = with_pruning(space, {})
+    for budget in (0.0, 0.01, 0.1, 0.5, np.inf):
+        plan = whole.plan(least_cost(whole.table, budget))
+        assert plan == space.plan(least_cost(space.table, budget)) or predicted_loss(space, plan) <= budget
+    for bits in (3.0, 4.0, 6.5):
+        budget = bits * space.plain.expert_weights / 8
+        choices = least_loss(space.size_table(), budget), least_loss(whole.size_table(), budget)
+        assert choices[0] is not None and choices[1] is not None
+        assert space.plan(choices[0]) == whole.plan(choices[1])
+
+
+def test_an_expert_that_costs_nothing_to_leave_out_is_left_out() -> None:
+    space = toy_space()
+    key = ExpertKey(1, 2)
+    pruned = with_pruning(space, {key: 0.0, ExpertKey(0, 0): 1e9})
+    for budget in (0.0, 0.1):
+        plan = pruned.plan(least_cost(pruned.table, budget))
+        out = {unit for unit, spec in plan.units.items() if spec == LEFT_OUT}
+        assert out == set(plan.model.units_of(key)), "all of it, and nothing else"
+        assert pruned.table.totals(least_cost(pruned.table, budget))[1] <= budget
+    assert list(plan.units) == list(space.plain.units)
+    assert pruned.without_pruning() is space and space.without_pruning() is space
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.floats(0, 0.2), min_size=4, max_size=4), st.floats(0, 0.6))
+def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[float], budget: float) -> None:
+    """Against all choices of a model of one layer, four experts and two formats."""
+    space = toy_space(toy_model(layers=1), specs=(QuantSpec(2, 64), BF16), dense_widths=(16,))
+    pruned = with_pruning(space, {ExpertKey(0, expert): loss for expert, loss in enumerate(losses)})
+    cost, loss = pruned.table.totals(least_cost(pruned.table, budget))
+    assert loss <= budget + 1e-12
+    rows = [np.flatnonzero(np.isfinite(row)).tolist() for row in pruned.table.costs]
+    within = [
+        found[0] for choice in itertools.product(*rows) if (found := pruned.table.totals(np.array(choice)))[1] <= budget
+    ]
+    steps = max(float(np.ptp(row[np.isfinite(row)])) for row in pruned.table.costs)
+    assert cost <= min(within) + steps
+
+
+def test_who_too_few_tokens_asked_for_stays() -> None:
+    space = toy_space()
+
+    class Store:
+        model = space.plain.model
+
+        def error(self, unit: Any, spec: QuantSpec) -> float:
+            assert unit.projection == "down" and spec == LEFT_OUT
+            return 1.0 + unit.expert
+
+    table = SensitivityTable(np.full((2, 3), 0.5), {}, np.ones((2, 4)))
+    popularity = np.full((2, 4), LEAST_TOKENS)
+    popularity[1, 2] = LEAST_TOKENS - 1
+    found = left_out_losses(Store(), table, popularity)  # type: ignore[arg-type]
+    assert ExpertKey(1, 2) not in found and len(found) == 7
+    assert found[ExpertKey(0, 3)] == 0.5 * 4.0
+    assert left_out_losses(Store(), table, None) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "is_layerwise", "expected"),
+    [
+        (LOSS, {}, False, True),
+        (Target("kl", 0.01), {}, False, True),
+        (LOSS, {"prune": False}, False, False),
+        (LOSS, {"search": "edgemoe"}, False, False),
+        (Target("kl", 0.01), {}, True, False),
+        (Target("bits_per_weight", 3.0), {}, False, False),
+        (Target("bits_per_weight", 3.0), {"prune": True}, False, True),
+    ],
+)
+def test_experts_are_left_out_where_a_measured_target_decides(
+    target: Target, given: dict[str, Any], is_layerwise: bool, expected: bool
+) -> None:
+    assert prunes(CompileOptions(target, data="d", **given), toy_model(), is_layerwise) is expected
+
+
+def test_asked_for_where_it_cannot_be() -> None:
+    options = CompileOptions(Target("kl", 0.01), data="d", prune=True)
+    with pytest.raises(OptionError, match="`--prune-experts`: layer by layer no expert is left out"):
+        prunes(options, toy_model(), is_layerwise=True)
+    with pytest.raises(OptionError, match="`--prune-experts/--keep-experts` has no effect beside `--search edgemoe`"):
+        CompileOptions(LOSS, data="d", prune=True, search="edgemoe")
+    with pytest.raises(OptionError, match="has no effect beside `--uniform`"):
+        CompileOptions(Target("uniform", 4), prune=False)
