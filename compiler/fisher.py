@@ -131,7 +131,8 @@ class FisherProxy:
             for column, spec in enumerate(self._specs):
                 if gradient is None or not _is_asked(projection, spec, original.shape[1]):
                     continue
-                moved = record.inputs[projection] @ (self._store.weight(unit, spec) - original).T
+                change = -original if spec.is_pruned else self._store.weight(unit, spec) - original
+                moved = record.inputs[projection] @ change.T
                 sums = (moved * gradient).sum(1, dtype=torch.float64)
                 totals[:, self._place[unit], column].index_add_(0, text, sums)
 

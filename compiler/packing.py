@@ -67,7 +67,7 @@ def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
 def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> QuantizedMatrix:
     """The matrix that `pack` made these bytes of, exactly. data: uint8, `spec.packed_bytes(rows, columns)` of them."""
     if spec.is_pruned:
-        return left_out(rows, columns)
+        return left_out(rows)
     groups, parts = spec.groups(columns), 1 if spec.symmetric or spec.is_mxfp4 else 2
     blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
     header = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES

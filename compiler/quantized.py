@@ -16,7 +16,8 @@ class QuantizedMatrix:
     """Codes with their scales: what every quantizer returns and what the packer stores.
 
     codes: [N, K] uint8, at most `spec.largest_code`. scales: [N, G] float16, finite; of mxfp4 uint8, exponents.
-    minima: [N, G] float16, or None in symmetric formats and mxfp4. A matrix that is left out has neither: G is 0.
+    minima: [N, G] float16, or None in symmetric formats and mxfp4. A matrix that is left out has no
+    columns: K and G are 0.
     The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing),
     so a quantizer must round scales and minima to float16 before it chooses codes.
     """
@@ -31,7 +32,7 @@ class QuantizedMatrix:
         rows, columns = self.codes.shape
         groups = self.scales.shape[1]
         if self.spec.is_pruned:
-            return torch.zeros(rows, columns)
+            return torch.empty(rows, 0)
         if self.spec.is_mxfp4:
             return mxfp4_values(self.codes.reshape(rows, groups, -1), self.scales).reshape(rows, columns)
         scales = self.scales.float().unsqueeze(-1)
@@ -40,7 +41,7 @@ class QuantizedMatrix:
         return torch.addcmul(minima, grouped, scales).reshape(rows, columns)
 
 
-def left_out(rows: int, columns: int) -> QuantizedMatrix:
-    """A matrix of an expert that is left out: no weight but 0. Its codes take no memory."""
-    codes = torch.zeros(1, 1, dtype=torch.uint8).expand(rows, columns)
-    return QuantizedMatrix(QuantSpec(PRUNED), codes, torch.empty(rows, 0, dtype=torch.float16), None)
+def left_out(rows: int) -> QuantizedMatrix:
+    """A matrix of an expert that is left out: rows without columns."""
+    nothing = torch.empty(rows, 0)
+    return QuantizedMatrix(QuantSpec(PRUNED), nothing.to(torch.uint8), nothing.half(), None)

@@ -96,7 +96,8 @@ class UnitStore:
         found = []
         for expert, matrix in enumerate(self._quantize_batch(weights, spec, moments, tokens)):
             moment = None if moments is None else moments[expert]
-            found.append((matrix, float(output_error(weights[expert], matrix.dequantize(), moment))))
+            stored = torch.zeros_like(weights[expert]) if spec.is_pruned else matrix.dequantize()
+            found.append((matrix, float(output_error(weights[expert], stored, moment))))
         return found
 
     def _keep(
@@ -114,7 +115,7 @@ class UnitStore:
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         """Codes of one unit in a format below 16 bits."""
         if spec.is_pruned:
-            return left_out(*self.model.unit_shape(unit.layer, unit.projection))
+            return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
         self._quantize(unit.layer, unit.projection, spec)
         return self._units[(unit, spec)]
 
@@ -123,7 +124,7 @@ class UnitStore:
         return pack(self.matrix(unit, spec))
 
     def weight(self, unit: UnitKey, spec: QuantSpec) -> torch.Tensor:
-        """The weights the runtime would compute with, [N, K] float32."""
+        """The weights the runtime would compute with, [N, K] float32; [N, 0] of an expert that is left out."""
         if spec.bitwidth == 16:
             return self.original(unit.layer, unit.projection)[unit.expert]
         return self.matrix(unit, spec).dequantize()

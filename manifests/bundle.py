@@ -221,6 +221,15 @@ class BundleManifest:
     low_experts: tuple[ExpertEntry, ...] = field(default=(), metadata=OPTIONAL)
 
     @property
+    def pruned_experts(self) -> list[list[int]]:
+        """The experts of each layer that are left out."""
+        pruned: list[list[int]] = [[] for _ in self.model.layers]
+        for entry in self.experts:
+            if entry.is_pruned:
+                pruned[entry.layer].append(entry.expert)
+        return pruned
+
+    @property
     def stored_experts(self) -> tuple[ExpertEntry, ...]:
         """All that expert files hold: every expert, and behind them the low versions."""
         return (*self.experts, *self.low_experts)
@@ -243,6 +252,13 @@ class BundleManifest:
         if len(self.experts) != count or tuple(entry.key for entry in self.experts) != self.model.expert_keys():
             raise ValueError(f"experts: expected all {count} of the model once each, in order")
         self._check_entries("experts", self.experts, experts_file_name, file_sizes)
+        for index, layer in enumerate(self.model.layers):
+            kept = [not entry.is_pruned for entry in self.experts if entry.layer == index]
+            if not all(kept) and (not layer.experts.can_lose_experts or sum(kept) < layer.experts.top_k):
+                raise ValueError(
+                    f"experts: layer {index} leaves {kept.count(False)} of {len(kept)} out, and its router needs "
+                    + (f"{layer.experts.top_k}" if layer.experts.can_lose_experts else "all of them")
+                )
 
     def _check_low_experts(self, file_sizes: dict[str, int]) -> None:
         sizes = {entry.key: entry.size_bytes for entry in self.experts}
@@ -275,8 +291,6 @@ class BundleManifest:
                 raise ValueError(f"{place}: expected file `{file_name(entry.layer)}`, found `{entry.file}`")
             if entry.offset_bytes < end.get(entry.file, 0):
                 raise ValueError(f"{place}: overlaps the expert before it in `{entry.file}`")
-            if entry.is_pruned and self.model.layers[entry.layer].experts.has_bias:
-                raise ValueError(f"{place}: experts with biases cannot be left out")
             end[entry.file] = entry.offset_bytes + entry.size_bytes
             if end[entry.file] > file_sizes.get(entry.file, -1):
                 raise ValueError(f"{place}: lies outside `{entry.file}` or the file is not listed")

@@ -100,6 +100,11 @@ class ExpertsSpec:
             self.router.static.check(self.count, self.top_k)
 
     @property
+    def can_lose_experts(self) -> bool:
+        """Whether the router does without some of them: it then chooses among the others."""
+        return self.router.is_by_logits and self.count > self.top_k
+
+    @property
     def projections(self) -> tuple[str, ...]:
         """Of one expert, in storage order."""
         return PROJECTIONS[1:] if self.activation == "relu" else PROJECTIONS

@@ -75,6 +75,12 @@ class RouterSpec:
             require(is_bare, "uniform is for static routing, without renormalizing and bias")
 
     @property
+    def is_by_logits(self) -> bool:
+        """Whether the order of the logits alone decides who is chosen: one without a finite logit never is."""
+        is_alone = not self.correction and self.groups == 1 and self.static is None and not self.capacity
+        return is_alone and self.scoring in ("softmax", "sigmoid")
+
+    @property
     def is_plain(self) -> bool:
         """Softmax and nothing else: the scores are the logits' order."""
         return self.scoring == "softmax" and not self.correction and self.groups == 1 and self.static is None

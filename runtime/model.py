@@ -124,8 +124,8 @@ def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> d
     return found
 
 
-def _router(experts: ExpertsSpec, weights: dict[str, Any]) -> Router | None:
-    return Router(experts, weights.get("router"), weights.get("router_bias")) if experts.count else None
+def _router(experts: ExpertsSpec, weights: dict[str, Any], pruned: Sequence[int]) -> Router | None:
+    return Router(experts, weights.get("router"), weights.get("router_bias"), pruned) if experts.count else None
 
 
 class Model:
@@ -159,16 +159,13 @@ class Model:
             for at, layer in enumerate(self.spec.layers)
             if layer.cross is not None
         }
-        self._routers = [_router(layer.experts, weights[at]) for at, layer in enumerate(self.spec.layers)]
+        pruned = bundle.manifest.pruned_experts
+        self._routers = [_router(layer.experts, weights[at], pruned[at]) for at, layer in enumerate(self.spec.layers)]
         self._shared = [
             SharedExpert(weights[at], layer.experts.activation) if layer.shared else None
             for at, layer in enumerate(self.spec.layers)
         ]
         self._first_expert: list[int] = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
-        self._pruned: list[list[int]] = [[] for _ in self.spec.layers]
-        for entry in bundle.manifest.experts:
-            if entry.is_pruned:
-                self._pruned[entry.layer].append(entry.expert)
         rules = {at: router.rule for at, router in enumerate(self._routers) if router is not None}
         static = {at: rule.static for at, rule in rules.items() if rule.static is not None}
         self.advisor = Advisor(self.spec, self._first_expert, static=static)
@@ -301,8 +298,7 @@ class Model:
             self.trace.add_layer(index, state.chosen[index], advice)
         if state.choice is not None:
             state.choice.requested(index, list(asked), advice)
-        capacity = self.spec.layers[index].experts.router.capacity
-        has_nobody = state.choice is not None or bool(capacity or self._pruned[index])
+        has_nobody = state.choice is not None or bool(self.spec.layers[index].experts.router.capacity)
         self._compute(index, asked, normed, weights, hidden, advice, has_nobody)
         return following
 
@@ -323,8 +319,7 @@ class Model:
         if experts.router.capacity:
             chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NOBODY))
         groups = _places_by_expert(chosen)
-        for nobody in (NOBODY, *self._pruned[index]):
-            groups.pop(nobody, None)
+        groups.pop(NOBODY, None)
         if choice is None:
             return {first + expert: places for expert, places in groups.items()}, weights
         return {choice.index(index, expert): places for expert, places in groups.items()}, weights

@@ -5,6 +5,8 @@ Shapes: T tokens, E experts, K top-k, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moec.manifests.model import ExpertsSpec, RouterSpec
@@ -15,8 +17,13 @@ from . import kernels
 class RoutingRule:
     """How a layer's logits become experts: what its ExpertsSpec asks for, made ready once."""
 
-    def __init__(self, experts: ExpertsSpec) -> None:
+    def __init__(self, experts: ExpertsSpec, pruned: Sequence[int] = ()) -> None:
+        """pruned: experts that are left out, and never chosen."""
         self._experts = experts
+        self._kept: np.ndarray | None = None
+        if pruned:
+            self._kept = np.ones(experts.count, bool)
+            self._kept[list(pruned)] = False
         router = experts.router
         self._is_plain = router.is_plain
         self._correction = np.array(router.correction, np.float32) if router.correction else None
@@ -34,6 +41,7 @@ class RoutingRule:
         where two are weighed as a pair, of the pair. Equal scores: the lowest expert wins.
         """
         router, top_k = self._experts.router, top_k or self._experts.top_k
+        logits = self._among_kept(logits)
         if router.scoring == "sparsemixer":
             chosen, weights = sparsemixer(logits, router.margin)
             return chosen[:, :top_k], weights[:, :top_k]
@@ -58,12 +66,12 @@ class RoutingRule:
 
     def demand(self, logits: np.ndarray) -> np.ndarray:
         """How much tokens ask for each expert, all together, float32 [E]; for predictions."""
-        ranked = self._ranked(expert_scores(logits, self._experts.router))
+        ranked = self._ranked(self.scores(logits))
         return np.asarray(ranked.clip(min=0).sum(axis=0), np.float32)
 
     def scores(self, logits: np.ndarray) -> np.ndarray:
         """The score of every expert, which its weight is made of. [T, E] -> float32 [T, E]."""
-        return expert_scores(logits, self._experts.router)
+        return expert_scores(self._among_kept(logits), self._experts.router)
 
     def allowed(self, scores: np.ndarray) -> np.ndarray:
         """Which experts a token may choose: those of its best groups. scores: [E] -> bool [E]."""
@@ -84,6 +92,10 @@ class RoutingRule:
         if self._experts.router.renormalize:
             weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)
         return np.asarray(weights * np.float32(self._experts.router.scale), np.float32)
+
+    def _among_kept(self, logits: np.ndarray) -> np.ndarray:
+        """Logits with those of experts that are left out at -inf. [T, E] -> [T, E]."""
+        return logits if self._kept is None else np.where(self._kept, logits, np.float32(-np.inf))
 
     def _ranked(self, scores: np.ndarray) -> np.ndarray:
         corrected = scores if self._correction is None else scores + self._correction
@@ -129,9 +141,15 @@ def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) ->
 class Router:
     """From a layer's normed residual stream to the logits of its experts, and the rule that these go by."""
 
-    def __init__(self, experts: ExpertsSpec, matrix: kernels.PackedMatrix | None, bias: np.ndarray | None) -> None:
-        """matrix: [E, D], None where all experts are alike; bias: float32 [E]."""
-        self.rule = RoutingRule(experts)
+    def __init__(
+        self,
+        experts: ExpertsSpec,
+        matrix: kernels.PackedMatrix | None,
+        bias: np.ndarray | None,
+        pruned: Sequence[int] = (),
+    ) -> None:
+        """matrix: [E, D], None where all experts are alike; bias: float32 [E]; pruned: as in RoutingRule."""
+        self.rule = RoutingRule(experts, pruned)
         self._matrix, self._bias, self._count = matrix, bias, experts.count
 
     def logits(self, normed: np.ndarray) -> np.ndarray:

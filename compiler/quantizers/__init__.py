@@ -40,7 +40,7 @@ def quantizer(name: str) -> Quantizer:
         if spec.is_mxfp4:
             return repack_mxfp4(weight, spec)
         if spec.is_pruned:
-            return left_out(*weight.shape)
+            return left_out(len(weight))
         arguments = (second_moment, tokens) if name == "gptq" else ()
         return function(weight, spec, *arguments)  # type: ignore[no-any-return]
 

@@ -1,8 +1,8 @@
 """Leaving experts out: rows of the knapsack that hold a whole expert, with its being left out as one more option.
 
-An expert's units add up, so the lower convex hull of their sums is made of the steps of their own hulls, in order of
-loss per cost; being left out is a point beside that hull. Its predicted loss is that of a down projection without
-weights.
+The router of its layer then chooses among the others. An expert's units add up, so the lower convex hull of their sums
+is made of the steps of their own hulls, in order of loss per cost; being left out is a point beside that hull. Its
+predicted loss is that of a down projection without weights, which leaves the choice of the others as it was.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> boo
     Raises OptionError where it is asked for and cannot be.
     """
     refusal = None
-    if any(layer.experts.has_bias for layer in model.layers):
-        refusal = "experts with biases add something even without weights"
+    if not any(layer.experts.can_lose_experts for layer in model.layers):
+        refusal = "the routers of this model need all of their experts"
     elif is_layerwise:
         refusal = "layer by layer no expert is left out"
     if options.prune and refusal is not None:
@@ -132,8 +132,16 @@ def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> boo
 def left_out_losses(
     store: UnitStore, sensitivity: SensitivityTable, popularity: np.ndarray | None
 ) -> dict[ExpertKey, float]:
-    """Predicted KL of leaving out each expert that calibration knows. popularity: tokens, [L, E]."""
-    if popularity is None:
-        return {}
-    known = (key for key in store.model.expert_keys() if popularity[key.layer, key.expert] >= LEAST_TOKENS)
-    return {key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT) for key in known}
+    """Predicted KL of leaving out each expert that may be. popularity: tokens, [L, E].
+
+    Those are experts that calibration knows, and in each layer the cheapest, as many as its router does without.
+    """
+    found: dict[ExpertKey, float] = {}
+    for layer, spec in enumerate(store.model.layers):
+        if popularity is None or not spec.experts.can_lose_experts:
+            continue
+        known = [ExpertKey(layer, e) for e in range(spec.experts.count) if popularity[layer, e] >= LEAST_TOKENS]
+        losses = {key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT) for key in known}
+        cheapest = sorted(losses, key=lambda key: (losses[key], key))[: spec.experts.count - spec.experts.top_k]
+        found.update({key: losses[key] for key in cheapest})
+    return found

@@ -217,7 +217,7 @@ class PassChoice:
             return None
         near = np.flatnonzero(rule.allowed(scores) & (scores >= least))
         for expert in near[np.argsort(-scores[near], kind="stable")].tolist():
-            if expert not in row and self._is_cached(layer, expert) and self._is_stored(layer, expert):
+            if expert not in row and self._is_cached(layer, expert):
                 return int(expert)
         return None
 
@@ -229,9 +229,6 @@ class PassChoice:
         """Whether a version that may be computed is there."""
         low = self._versions.low(layer, expert) if self._modes.dynamic_precision is not None else None
         return self._holds(layer, expert) or (low is not None and self._holds(layer, low))
-
-    def _is_stored(self, layer: int, expert: int) -> bool:
-        return self._cache is not None and self._cache.takes_room(self._versions.index(layer, expert))
 
     def _holds(self, layer: int, version: int) -> bool:
         return self._cache is not None and self._cache.holds(self._versions.index(layer, version))

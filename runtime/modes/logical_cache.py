@@ -37,12 +37,8 @@ class LogicalCache:
         self._cache.fill(warm)
 
     def holds(self, index: int) -> bool:
-        """Whether an expert is there, or is left out of the bundle."""
+        """Whether an expert is there."""
         return self._cache.holds(index)
-
-    def takes_room(self, index: int) -> bool:
-        """Whether there is anything to be read of an expert; not of one that is left out of the bundle."""
-        return self._cache.sizes[index] > 0
 
     def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
         """One layer of one pass asks for experts, and behind them for others that may be needed next.

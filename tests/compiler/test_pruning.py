@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MixtralForCausalLM
 
 from moec.compiler.options import CompileOptions
+from moec.compiler.quantized import left_out
+from moec.compiler.reference import ReferenceModel
 from moec.compiler.search.frontier import least_cost, least_loss
 from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
 from moec.compiler.sensitivity import SensitivityTable
@@ -19,6 +24,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 from tests.compiler.toy_search import BF16, predicted_loss, toy_model, toy_space
+from tests.pruned_mixtral import PRUNED, save_whole, save_without
 
 LOSS = Target("loss", 0.02)
 
@@ -77,11 +83,45 @@ def test_who_too_few_tokens_asked_for_stays() -> None:
 
     table = SensitivityTable(np.full((2, 3), 0.5), {}, np.ones((2, 4)))
     popularity = np.full((2, 4), LEAST_TOKENS)
-    popularity[1, 2] = LEAST_TOKENS - 1
+    popularity[1, 2] = 0
     found = left_out_losses(Store(), table, popularity)  # type: ignore[arg-type]
-    assert ExpertKey(1, 2) not in found and len(found) == 7
-    assert found[ExpertKey(0, 3)] == 0.5 * 4.0
+    assert found == {ExpertKey(0, 0): 0.5, ExpertKey(0, 1): 1.0, ExpertKey(1, 0): 0.5, ExpertKey(1, 1): 1.0}, "two stay"
+    popularity[1, 1] = LEAST_TOKENS - 1
+    assert ExpertKey(1, 3) in left_out_losses(Store(), table, popularity)  # type: ignore[arg-type]
     assert left_out_losses(Store(), table, None) == {}  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
+    return ReferenceModel(save_whole(tmp_path_factory.mktemp("whole") / "model"))
+
+
+def test_the_reference_routes_among_the_others(reference: ReferenceModel, tmp_path: Path) -> None:
+    """As a checkpoint that never had those experts; and as before, to the bit, when they are back."""
+    fewer = MixtralForCausalLM.from_pretrained(save_without(tmp_path / "fewer"), dtype=torch.float32)
+    rows = [[5, 6, 7, 8, 9, 10, 11, 12]]
+    with torch.no_grad():
+        expected = fewer(torch.tensor(rows)).logits[0]
+    before = reference.network.logits(reference.network.hidden(rows)[0])
+    units = [unit for key in PRUNED for unit in reference.model.units_of(key)]
+    nothing = {
+        unit: left_out(reference.model.unit_shape(unit.layer, unit.projection)[0]).dequantize() for unit in units
+    }
+    with reference.weights(nothing):
+        found = reference.network.logits(reference.network.hidden(rows)[0])
+        assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+        back = {unit: torch.zeros(reference.model.unit_shape(0, unit.projection)) for unit in units[:3]}
+        with reference.weights(back):
+            inner = reference.network.logits(reference.network.hidden(rows)[0])
+        assert not torch.equal(inner, found), "expert 1 of layer 0 is back, without weights"
+        assert torch.equal(found, reference.network.logits(reference.network.hidden(rows)[0]))
+    assert torch.equal(before, reference.network.logits(reference.network.hidden(rows)[0]))
+    for unit in units:
+        reference.set_weight(unit, nothing[unit])
+    assert torch.equal(found, reference.network.logits(reference.network.hidden(rows)[0]))
+    reference.set_weight(units[0], reference.original_weight(units[0]))
+    reference.restore()
+    assert torch.equal(before, reference.network.logits(reference.network.hidden(rows)[0]))
 
 
 @pytest.mark.parametrize(

@@ -1,31 +1,32 @@
-"""Bundles with experts left out: nothing of them is stored, read, computed or counted."""
+"""Bundles with experts left out: nothing of them is stored, read or computed, and routers choose among the others."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from transformers import MixtralForCausalLM
 
-from moec.manifests.model import ExpertKey
+from moec.manifests.model import ExpertKey, ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle, verify_bundle
+from moec.runtime.routing import RoutingRule
 from tests.gates.bundles import emit_bundle
-from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.pruned_mixtral import PRUNED, save_whole, save_without
 
 TOKENS = np.random.default_rng(7).integers(4, 260, 48).tolist()
 PROMPT_TOKENS = 16
-PRUNED = (ExpertKey(0, 1), ExpertKey(1, 0), ExpertKey(1, 5), *(ExpertKey(2, expert) for expert in range(8)))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pruned") / "model"
-    return save_tiny_mixtral(folder, TinyMixtral(layers=3, experts=8, top_k=4, seed=8))
+    return save_whole(tmp_path_factory.mktemp("pruned") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -33,80 +34,116 @@ def pruned(checkpoint: Path) -> Path:
     return emit_bundle(checkpoint, checkpoint.parent / "bundle", pruned=PRUNED)
 
 
-@pytest.fixture(scope="module")
-def zeroed(checkpoint: Path) -> Path:
-    """The same checkpoint with zeros for the weights of those experts, all of them stored."""
-    folder = save_tiny_mixtral(checkpoint.parent / "zeroed", TinyMixtral(layers=3, experts=8, top_k=4, seed=8))
-    (file,) = folder.glob("*.safetensors")
-    weights = load_file(file)
-    for layer, expert in PRUNED:
-        for name in [n for n in weights if n.startswith(f"model.layers.{layer}.block_sparse_moe.experts.{expert}.")]:
-            weights[name] = weights[name] * 0
-    save_file(weights, file, {"format": "pt"})
-    return emit_bundle(folder, checkpoint.parent / "zeroed-bundle")
-
-
 def run(bundle: Path, **options: Any) -> tuple[np.ndarray, Any]:
+    """Logits of forced tokens behind a prompt, and what the cache did."""
     with load(bundle, context=64, **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()
-        engine.prefill(TOKENS[:PROMPT_TOKENS])
-        rows = [engine.decode([TOKENS[at]], [0], [at]) for at in range(PROMPT_TOKENS, len(TOKENS))]
+        rows = [engine.model.logits(engine.prefill(TOKENS[:PROMPT_TOKENS])[-1:])]
+        rows += [engine.decode([TOKENS[at]], [0], [at]) for at in range(PROMPT_TOKENS, len(TOKENS))]
         engine.cache.check_invariants()
         return np.concatenate(rows), engine.cache.stats
 
 
-def test_what_is_left_out_counts_as_zero_and_is_never_read(pruned: Path, zeroed: Path) -> None:
-    expected, every = run(zeroed, expert_cache="100%", prefetch="off")
-    cache = str(open_bundle(pruned).manifest.cost.minimum_expert_bytes)
-    for options in ({"expert_cache": "100%"}, {"expert_cache": cache}, {"expert_cache": cache, "prefetch": "off"}):
-        logits, stats = run(pruned, **options)
-        assert np.array_equal(logits.view(np.uint32), expected.view(np.uint32)), options
-        assert 0 < stats.lookups < every.lookups
+@pytest.mark.gate("G9")
+def test_logits_are_those_of_a_model_that_never_had_them(pruned: Path, tmp_path: Path) -> None:
+    model = MixtralForCausalLM.from_pretrained(save_without(tmp_path / "fewer"), dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0, PROMPT_TOKENS - 1 :].numpy()
+    logits, _ = run(pruned, expert_cache="100%")
+    assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.gate("G2")
+@pytest.mark.parametrize("prefetch", ["lookahead", "path", "popularity", "off"])
+def test_what_is_left_out_is_never_read(pruned: Path, prefetch: str) -> None:
+    expected, _ = run(pruned, expert_cache="100%", prefetch="off")
     manifest = open_bundle(pruned).manifest
     assert [entry.key for entry in manifest.experts if entry.size_bytes == 0] == sorted(PRUNED)
-    assert stats.bytes_read == stats.misses * max(entry.size_bytes for entry in manifest.experts) > 0
+    logits, stats = run(pruned, expert_cache=str(manifest.cost.minimum_expert_bytes), prefetch=prefetch)
+    assert np.array_equal(logits.view(np.uint32), expected.view(np.uint32))
+    assert stats.misses > 0 and stats.bytes_read % max(entry.size_bytes for entry in manifest.experts) == 0
+    assert stats.bytes_read // max(entry.size_bytes for entry in manifest.experts) == stats.reads, "of whole experts"
 
 
-def test_the_file_of_a_layer_that_keeps_no_expert_holds_none(pruned: Path) -> None:
+def test_files_hold_what_is_kept(pruned: Path) -> None:
     opened = open_bundle(pruned)
     verify_bundle(opened)
-    assert all(tensor.size_bytes == 0 for tensor in opened.headers["experts-00002.safetensors"].values())
-    manifest = opened.manifest
-    kept = sum(not entry.is_pruned for entry in manifest.experts)
-    assert manifest.cost.expert_bits_per_weight == pytest.approx(16 * kept / len(manifest.experts))
+    sizes = [tensor.size_bytes for tensor in opened.headers["experts-00001.safetensors"].values()]
+    assert sizes[:3] == [0, 0, 0] and min(sizes[3:]) > 0
+    assert opened.manifest.cost.expert_bits_per_weight == pytest.approx(16 * 5 / 8)
 
 
-def test_lossy_modes_take_what_is_left_out_as_there(checkpoint: Path) -> None:
-    """Never low, skipped, replaced or a stand-in: these are decisions on misses."""
-    target = checkpoint.parent / "versions"
-    bundle = emit_bundle(checkpoint, target, bitwidth=8, low="q2g32", pruned=[ExpertKey(0, e) for e in range(8)])
+def test_lossy_modes_never_see_what_is_left_out(checkpoint: Path) -> None:
+    bundle = emit_bundle(checkpoint, checkpoint.parent / "versions", bitwidth=8, low="q2g32", pruned=PRUNED)
     manifest = open_bundle(bundle).manifest
-    assert {entry.layer for entry in manifest.low_experts} == {1, 2}
-    half: dict[str, Any] = {"expert_cache": "50%", "cache_state": "cold", "prefetch": "off"}
-    for modes in ({"dynamic_precision": "0,0"}, {"cache_routing": "margin=0.9,drop=0.3"}):
+    assert not {entry.key for entry in manifest.low_experts} & set(PRUNED) and len(manifest.low_experts) == 15
+    half: dict[str, Any] = {"expert_cache": "60%", "cache_state": "cold", "prefetch": "off"}
+    for modes in ({"dynamic_precision": "0,0.4"}, {"cache_routing": "margin=0.9"}, {"big_little": "gamma=0.9"}):
         with load(bundle, context=64, **half, **modes) as engine:
             engine.begin_sequence()
             engine.prefill(TOKENS[:PROMPT_TOKENS])
             for at in range(PROMPT_TOKENS, len(TOKENS)):
                 engine.decode([TOKENS[at]], [0], [at])
-            counts, stats = engine.mode_counts, engine.cache.stats
-            assert counts is not None and counts.ranks == 3 * 4 * (len(TOKENS) - PROMPT_TOKENS)
-            assert 0 < counts.missed <= counts.ranks * 2 / 3
-            assert counts.low + counts.skipped + counts.replaced + counts.dropped > 0
-            assert stats.lookups <= (len(TOKENS) - PROMPT_TOKENS) * 2 * 4 + 2 * 8, "none of layer 0"
+            counts, resident = engine.mode_counts, engine.cache.resident()
+            assert counts is not None and counts.ranks > 0
+            assert counts.low + counts.skipped + counts.replaced + counts.fallback_tokens > 0
+            is_asked = engine.cache.stats.lookups
+        assert is_asked > 0 and len(resident)
 
 
-@pytest.mark.parametrize("projection", ["gate", "up", "down"])
-def test_an_expert_is_left_out_as_a_whole(pruned: Path, projection: str) -> None:
-    manifest = open_bundle(pruned).manifest
-    entry = next(entry for entry in manifest.experts if not entry.is_pruned)
-    with pytest.raises(ValueError, match="left out as a whole"):
-        dataclasses.replace(entry, **{projection: QuantSpec(0)})
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_rule_chooses_as_if_the_others_were_all(scoring: Any, renormalize: bool) -> None:
+    router, left_out = RouterSpec(scoring, renormalize), [0, 3, 6]
+    kept = [e for e in range(8) if e not in left_out]
+    logits = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32) * 4
+    rule = RoutingRule(ExpertsSpec(8, 3, 32, "silu", router), left_out)
+    fewer = RoutingRule(ExpertsSpec(5, 3, 32, "silu", router))
+    chosen, weights = rule.route(logits)
+    expected, expected_weights = fewer.route(logits[:, kept].copy())
+    assert np.array_equal(chosen, np.array(kept)[expected])
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-6)
+    np.testing.assert_allclose(rule.demand(logits)[kept], fewer.demand(logits[:, kept].copy()), rtol=1e-5)
+    assert not rule.demand(logits)[left_out].any() and not rule.scores(logits)[:, left_out].any()
 
 
-def test_nothing_but_experts_can_be_left_out(pruned: Path) -> None:
-    manifest = open_bundle(pruned).manifest
+def test_an_expert_is_left_out_as_a_whole(pruned: Path) -> None:
+    entry = next(entry for entry in open_bundle(pruned).manifest.experts if not entry.is_pruned)
+    for projection in ("gate", "up", "down"):
+        with pytest.raises(ValueError, match="left out as a whole"):
+            dataclasses.replace(entry, **{projection: QuantSpec(0)})
+
+
+def _more_than_it_does_without(checkpoint: Path, target: Path) -> None:
+    emit_bundle(checkpoint, target, pruned=[ExpertKey(1, expert) for expert in range(5)])
+
+
+def _a_dense_weight(checkpoint: Path, target: Path) -> None:
+    manifest = open_bundle(emit_bundle(checkpoint, target)).manifest
     dense = [dataclasses.replace(e, spec=QuantSpec(0)) if e.name == "lm_head" else e for e in manifest.dense]
-    with pytest.raises(ValueError, match=r"dense\[lm_head\]: format q0 cannot hold"):
-        dataclasses.replace(manifest, dense=tuple(dense))
+    dataclasses.replace(manifest, dense=tuple(dense))
+
+
+def _where_groups_decide(checkpoint: Path, target: Path) -> None:
+    manifest = open_bundle(emit_bundle(checkpoint, target, pruned=PRUNED)).manifest
+    router = dataclasses.replace(manifest.model.layers[0].experts.router, groups=2)
+    layers = [
+        dataclasses.replace(x, experts=dataclasses.replace(x.experts, router=router)) for x in manifest.model.layers
+    ]
+    dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, layers=tuple(layers)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_more_than_it_does_without, "layer 1 leaves 5 of 8 out, and its router needs 4"),
+        (_a_dense_weight, r"dense\[lm_head\]: format q0 cannot hold"),
+        (_where_groups_decide, "layer 0 leaves 3 of 8 out, and its router needs all of them"),
+    ],
+)
+def test_what_cannot_be_left_out(
+    checkpoint: Path, tmp_path: Path, make: Callable[[Path, Path], None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(checkpoint, tmp_path / "bundle")
