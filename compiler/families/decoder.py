@@ -31,6 +31,7 @@ from moec.manifests.model import (
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
 from ..mxfp4 import BLOCK_VALUES, BLOCKS_SUFFIX, SCALES_SUFFIX
+from ..stand_ins import is_stood_in
 from .lowering import HeadPart, Lowering, TensorSource, common_float_type
 from .rope import read_rope
 from .settings import Settings
@@ -225,7 +226,11 @@ def lower_family(
 def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: DecoderParts) -> ModelSpec:
     """Raises CheckpointError, ValueError on a contradiction."""
     settings.one_of("hidden_act", ("silu",))
-    tie = settings.boolean("tie_word_embeddings", parts.ties) and not _head_differs(checkpoint)
+    tie = settings.boolean("tie_word_embeddings", parts.ties)
+    if tie and _head_differs(checkpoint):
+        if is_stood_in(checkpoint):
+            settings.fail("tie_word_embeddings", f"false, because `{_HEAD}` and `{_EMBEDDING}` differ")
+        tie = False  # as transformers has it
     return ModelSpec(
         family=family,
         hidden_size=settings.integer("hidden_size"),
@@ -266,7 +271,7 @@ def _plays_no_part(name: str, layers: int) -> bool:
 
 
 def _head_differs(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint said to be tied holds another output matrix; transformers then does not tie them."""
+    """Whether a checkpoint said to be tied holds another output matrix."""
     if _HEAD not in checkpoint.tensors or _EMBEDDING not in checkpoint.tensors:
         return False
     return not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING))

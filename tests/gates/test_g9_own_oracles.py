@@ -18,6 +18,8 @@ from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.oracles.models import load_oracle
 from tests.tiny_models import VOCABULARY
 
+pytestmark = pytest.mark.oracle
+
 PROMPT_TOKENS, DECODE_STEPS = 40, 32
 TOLERANCE = 1e-3  # of the largest logit
 END = 2
