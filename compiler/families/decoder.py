@@ -139,12 +139,18 @@ def _two(keys: tuple[str, ...]) -> tuple[str, str]:
 
 def plain_first(settings: Settings, routed: LayerSpec, default: int) -> tuple[LayerSpec, ...]:
     """`first_k_dense_replace` layers plain, then routed ones. Raises CheckpointError."""
+    first, layers = first_routed(settings, default), count_layers(settings)
+    plain = plain_layer(routed.attention, settings.integer("intermediate_size"))
+    return (plain,) * first + (routed,) * (layers - first)
+
+
+def first_routed(settings: Settings, default: int) -> int:
+    """`first_k_dense_replace`. Raises CheckpointError."""
     first, layers = settings.raw("first_k_dense_replace"), count_layers(settings)
     first = default if first is None else first
     if type(first) is not int or not 0 <= first < layers:
         settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
-    plain = plain_layer(routed.attention, settings.integer("intermediate_size"))
-    return (plain,) * first + (routed,) * (layers - first)
+    return first
 
 
 def count_layers(settings: Settings) -> int:

@@ -8,7 +8,16 @@ from __future__ import annotations
 from moec.manifests.model import LayerSpec, RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, attention_of, count_layers, experts_of, lower_family, plain_layer
+from .decoder import (
+    DecoderNames,
+    DecoderParts,
+    attention_of,
+    count_layers,
+    experts_of,
+    first_routed,
+    lower_family,
+    plain_layer,
+)
 from .deepseek import TRAINING, fixed, shared_width
 from .lowering import Lowering
 from .rope import read_early_rope
@@ -33,8 +42,6 @@ def _parts(settings: Settings) -> DecoderParts:
     attention = attention_of(settings, rope=read_early_rope)
     routed = LayerSpec(attention, experts, shared_width(settings, "n_shared_experts", experts.width))
     plain = plain_layer(attention, settings.integer("intermediate_size"))
-    layers, step = count_layers(settings), settings.optional_integer("moe_layer_freq") or 1
-    first = settings.raw("first_k_dense_replace") or 0
-    if type(first) is not int or not 0 <= first < layers:
-        settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
-    return DecoderParts(tuple(routed if at >= first and at % step == 0 else plain for at in range(layers)))
+    first, step = first_routed(settings, default=0), settings.optional_integer("moe_layer_freq") or 1
+    layers = range(count_layers(settings))
+    return DecoderParts(tuple(routed if at >= first and at % step == 0 else plain for at in layers))

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.checkpoint import WEIGHTS_NAME, Checkpoint, open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.reference_weights import WeightStore
 from moec.manifests.errors import CheckpointError
+from moec.manifests.model import PROJECTIONS
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
 from moec.runtime.chat import render_chat
@@ -107,11 +108,53 @@ def test_minicpm_is_what_its_configuration_says(tmp_path: Path) -> None:
     assert (experts.count, experts.top_k, experts.width, experts.router.renormalize) == (6, 2, 96, True)
 
 
+# config.json of deepseek-moe-16b-chat; MiniCPM-2B's with eight experts, which is how MiniCPM-MoE-8x2B began.
+PUBLISHED = {
+    "deepseek": {
+        "architectures": ["DeepseekForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"}, "aux_loss_alpha": 0.001,
+        "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 4096,
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 28,
+        "num_key_value_heads": 16, "pretraining_tp": 1, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 10000, "scoring_func": "softmax", "seq_aux": True, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.36.2", "use_cache": True, "vocab_size": 102400,
+    },
+    "minicpm": {
+        "architectures": ["MiniCPMForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "auto_map": {"AutoConfig": "configuration_minicpm.MiniCPMConfig"}, "hidden_size": 2304,
+        "initializer_range": 0.1, "intermediate_size": 5760, "max_position_embeddings": 4096, "num_attention_heads": 36,
+        "num_hidden_layers": 40, "num_key_value_heads": 36, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "torch_dtype": "bfloat16", "transformers_version": "4.36.0", "use_cache": True, "vocab_size": 122753,
+        "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4, "num_experts": 8, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "billions", "gigabytes"), [("deepseek", 16.4, (32.7, 32.8)), ("minicpm", 13.9, (27.65, 27.75))]
+)
+def test_published_models_have_the_sizes_of_their_files(
+    family: str, billions: float, gigabytes: tuple[float, float]
+) -> None:
+    """16 bits per weight: six files of 5 GB and one of 2.77; one of 27.7, which has a single matrix of embeddings."""
+    config = {**PUBLISHED[family], "model_type": family}
+    model = lower(Checkpoint(Path("none"), "none", config, {}, {})).model
+    weights = sum(math.prod(shape) for shape in model.dense_shapes().values())
+    for layer in model.expert_layers:
+        each = sum(math.prod(model.unit_shape(layer, projection)) for projection in PROJECTIONS)
+        weights += model.layers[layer].experts.count * each
+    assert round(weights / 1e9, 1) == billions
+    assert gigabytes[0] <= 2 * weights / 1e9 <= gigabytes[1]
+
+
 @pytest.mark.parametrize(
     ("copy", "changes", "message"),
     [
         ("deepseek", {"scoring_func": "sigmoid"}, "key `scoring_func`: expected `softmax`"),
         ("deepseek", {"first_k_dense_replace": 3}, "key `first_k_dense_replace`: expected fewer layers than the 3"),
+        ("deepseek", {"first_k_dense_replace": False}, "key `first_k_dense_replace`: expected fewer layers than the 3"),
         ("deepseek", {"moe_layer_freq": 0}, "key `moe_layer_freq`: expected a whole number"),
         ("deepseek", {"norm_topk_prob": 1}, "key `norm_topk_prob`: expected true or false"),
         ("deepseek", {"n_routed_experts": ...}, "key `n_routed_experts`: expected a whole number"),
