@@ -10,7 +10,7 @@ import math
 from moec.manifests.model import RouterSpec
 
 from ..checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, alike, attention_of, experts_of, lower_family
+from .decoder import DecoderNames, DecoderParts, alike, attention_of, count_layers, experts_of, lower_family
 from .lowering import Lowering
 from .rope import read_early_rope
 from .settings import Settings
@@ -31,14 +31,14 @@ def lower(checkpoint: Checkpoint) -> Lowering:
 def _parts(settings: Settings) -> DecoderParts:
     """What is the family's own in config.json."""
     settings.passed_over("auto_map", "pretraining_tp")
-    attention = attention_of(settings, rope=read_early_rope)
     router = RouterSpec("softmax", renormalize=True)
     experts = experts_of(settings, router, count=("num_experts",), width="intermediate_size")
-    layers = alike(settings, attention, experts).layers
     # No defaults: releases of the configuration class differ in theirs.
     scales = {
         "embedding_scale": settings.number("scale_emb"),
-        "residual_scale": settings.number("scale_depth") / math.sqrt(len(layers)),
+        "residual_scale": settings.number("scale_depth") / math.sqrt(count_layers(settings)),
         "logits_scale": settings.number("dim_model_base") / settings.integer("hidden_size"),
     }
-    return DecoderParts(layers, scales, ties=True)
+    # Last: what stands in for the model has to be known where the rotary embedding is stretched.
+    attention = attention_of(settings, rope=read_early_rope)
+    return DecoderParts(alike(settings, attention, experts).layers, scales, ties=True)
