@@ -10,7 +10,7 @@ ROOMS := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format typecheck contracts gates bench schema docs clean links
+.PHONY: help venv demo test lint format typecheck contracts gates oracles bench schema docs clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ contracts: $(READY) links  ## Who may import whom
 
 gates: $(READY)  ## Run the tests of the gates alone, slow ones included
 	MOEC_SLOW=1 $(BIN)/python -m pytest -m gate
+
+oracles: $(READY)  ## Hold every family against its oracle, and nothing else
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m oracle
 
 bench: $(READY)  ## The yardstick beside llama.cpp: an hour, 26 GB in build/yardstick, root
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \

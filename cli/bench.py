@@ -17,7 +17,7 @@ from .mode_sweep import mode_sweep_option, speed_page, speed_sweep, sweep_option
 from .paths import bundle_argument, file_option
 from .run import statistics_block
 from .runtime_options import build_options, bundle_folder, mode_options, mode_text, open_engine, runtime_options
-from .traces import check_traceable, recorded_trace, replayed_bundle
+from .traces import recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
@@ -80,12 +80,13 @@ def bench_command(
     moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
     """
     from moec.profiles.probe import probe_host
+    from moec.runtime.bundle import open_bundle
     from moec.runtime.statistics import reset_peak_memory
     from moec.runtime.trace_file import write_trace
 
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
-    opened = _opened(bundle, trace_out)
+    opened = open_bundle(bundle_folder(bundle))
     options = build_options(values, bundle=bundle)
     if modes is not None:
         options = sweep_options(options)
@@ -148,15 +149,6 @@ def _check_lossless(options: RuntimeOptions) -> None:
     """Refuse a trace of anything but a lossless run. Raises OptionError."""
     if not options.modes.is_lossless:
         raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
-
-
-def _opened(bundle: Path, trace_out: Path | None) -> Bundle:
-    from moec.runtime.bundle import open_bundle
-
-    opened = open_bundle(bundle_folder(bundle))
-    if trace_out is not None:
-        check_traceable(opened)
-    return opened
 
 
 def _print_measurement(

@@ -41,7 +41,12 @@ _OPTIONS = (
         "--expert-cache", metavar="SIZE|PERCENT", help="Memory for routed experts, like `512MiB` or `50%` of them."
     ),
     click.option(
-        "--context", type=int, default=0, metavar="N", help="Longest sequence.  [default: the model's, at most 4096]"
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Longest sequence; beyond its original context a longrope model takes its long form throughout.  "
+        "[default: the model's, of longrope the original one, at most 4096]",
     ),
     click.option(
         "--policy", type=click.Choice(POLICIES), default="lrfu", show_default=True, help="Which expert goes first."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moec.manifests.errors import InputError, OptionError
+from moec.manifests.errors import InputError
 
 from . import output
 
@@ -57,15 +57,6 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     return ReplayedBundle(sizes, records, warm_order(records).tolist(), bundle.manifest.cost.minimum_expert_bytes)
 
 
-def check_traceable(bundle: Bundle) -> None:
-    """Refuse models that the trace format has no room for. Raises OptionError."""
-    if bundle.manifest.model.encoder is not None:
-        raise OptionError(
-            f"`{bundle.path}` holds a model with an encoder, and traces have passes over all layers alone",
-            "take `moec bench --policies all`, which needs no trace file",
-        )
-
-
 def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, host: DeviceProfile) -> Trace:
     """What an engine has done, as a trace. host: the rates measured just before.
 
@@ -87,29 +78,31 @@ def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, ho
         memory_bytes_per_s=host.memory_bytes_per_s,
         storage_bytes_per_s=tracer.read_bytes_per_s or host.storage_bytes_per_s,
         storage_latency_ns=host.storage_latency_ns,
+        first_decoder_layer=engine.model.spec.first_decoder_layer,
     )
     return Trace(header, tuple(tracer.passes))
 
 
 def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
-    """Read traces that fit a bundle. Raises InputError on a damaged file or one of another model, OptionError on a
-    model with an encoder.
+    """Read traces that fit a bundle. Raises InputError on a damaged file or one of another model.
 
     A trace of another compile of the same model has the same routes, nearly, and other times: that is said.
     """
     from moec.runtime.trace_file import read_trace
     from moec.runtime.tuning import bundle_sha256
 
-    check_traceable(bundle)
     digest = bundle_sha256(bundle.path)
     traces: list[Trace] = []
-    shape = [(layer.experts.count, layer.experts.top_k) for layer in bundle.manifest.model.layers]
+    model = bundle.manifest.model
+    shape = [(layer.experts.count, layer.experts.top_k) for layer in model.layers]
     for path in paths:
         trace = read_trace(path)
         found = list(zip(trace.header.experts, trace.header.top_k, strict=True))
-        if found != shape:
+        encoder_layers = trace.header.first_decoder_layer
+        if (found, encoder_layers) != (shape, model.first_decoder_layer):
             raise InputError(
-                f"the trace `{path}` is of a model of {_shape_text(found)}, the bundle has {_shape_text(shape)}",
+                f"the trace `{path}` is of a model of {_shape_text(found, encoder_layers)}, the bundle has "
+                f"{_shape_text(shape, model.first_decoder_layer)}",
                 "record one with `moec bench BUNDLE --trace-out FILE`",
             )
         if trace.header.bundle != digest:
@@ -118,7 +111,8 @@ def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
     return traces
 
 
-def _shape_text(shape: Sequence[tuple[int, int]]) -> str:
+def _shape_text(shape: Sequence[tuple[int, int]], encoder_layers: int) -> str:
     kinds = sorted(set(shape), reverse=True)
     experts = ", ".join(f"{count} experts, top-{top_k}" for count, top_k in kinds[:3])
-    return f"{len(shape)} layers ({experts})"
+    of_encoder = f", {encoder_layers} of them an encoder's," if encoder_layers else ""
+    return f"{len(shape)} layers{of_encoder} ({experts})"

@@ -21,12 +21,14 @@ from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.model import ModelSpec
 
 from .checkpoint import open_checkpoint
-from .families import lower
+from .families import Lowering, lower
 from .parallel import one_torch_thread, workers
 from .reference_decode import Continuation, GreedyDecoder
 from .reference_network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network, padded
 from .reference_seq2seq import load_seq2seq_network
+from .reference_stand_in import load_stand_in
 from .reference_weights import WeightName, WeightStore
+from .stand_ins import is_stood_in
 from .tokenizer import load_tokenizer
 
 Score = Callable[[Tensor, Tensor], Tensor]
@@ -47,8 +49,7 @@ class ReferenceModel:
         self._threads = threads or torch.get_num_threads()
         lowering = lower(open_checkpoint(str(path)))
         self.model: ModelSpec = lowering.model
-        load = load_network if lowering.model.encoder is None else load_seq2seq_network
-        self.network: Network = load(lowering)
+        self.network: Network = _load(lowering)
         self._tokenizer = load_tokenizer(lowering.checkpoint.root)
         self._weights = WeightStore(self.network, TORCH_TYPES[lowering.float_type])
 
@@ -255,3 +256,10 @@ class ReferenceModel:
     def weights(self, mapping: Mapping[WeightName, Tensor]) -> AbstractContextManager[None]:
         """Compute with these weights inside a `with` block, afterwards with what was there before."""
         return self._weights.exchanged(mapping)
+
+
+def _load(lowering: Lowering) -> Network:
+    """The network of a checkpoint. Raises CheckpointError."""
+    if lowering.model.encoder is not None:
+        return load_seq2seq_network(lowering)
+    return load_stand_in(lowering) if is_stood_in(lowering.checkpoint) else load_network(lowering)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -24,6 +25,7 @@ from moec.manifests.errors import CheckpointError
 
 from .families import Lowering
 from .families.lowering import TensorSource
+from .stand_ins import build_model, read_config
 
 TOKENS_PER_FORWARD = 2048
 """Tokens of one forward pass: more is slower on a CPU, where larger activations leave the cache."""
@@ -153,7 +155,7 @@ def load_network(lowering: Lowering) -> Network:
     Raises CheckpointError if transformers cannot build the model, or if a weight is missing or has another shape.
     """
     model = load_model(lowering, AutoModelForCausalLM)
-    return _network(model, lowering, list(lowering.model.expert_layers))
+    return network_of(model, lowering, list(lowering.model.expert_layers))
 
 
 def load_model(lowering: Lowering, loader: Any) -> Any:
@@ -162,16 +164,10 @@ def load_model(lowering: Lowering, loader: Any) -> Any:
     Raises CheckpointError as `load_network`.
     """
     root = lowering.checkpoint.root
-    try:
-        with _quiet():
-            model, report = loader.from_pretrained(
-                root, dtype=torch.float32, local_files_only=True, output_loading_info=True, **_unpacking(lowering)
-            )
-    except _FOREIGN_ERRORS as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"`{root}`: transformers cannot load the model: {reason}", "check that the folder is complete"
-        ) from error
+    with quiet_transformers(root, "load the model"):
+        model, report = loader.from_pretrained(
+            root, dtype=torch.float32, local_files_only=True, output_loading_info=True, **_unpacking(lowering)
+        )
     faults = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if faults:
         raise CheckpointError(
@@ -205,30 +201,22 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> Network:
     Its backbone takes `inputs_embeds` and returns what the layer makes of them: the norm behind it is left out, and so
     is a scale of the embeddings. Raises CheckpointError if transformers cannot build the model.
     """
-    root = lowering.checkpoint.root
-    loader: Any = AutoModelForCausalLM
-    try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(root, local_files_only=True)
-            config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config
-            kind = _ROUTED if lowering.model.layers[layer].experts.count else _PLAIN
-            changes = {**kind, "layer_types": (getattr(config, "layer_types", None) or [None])[layer:][:1]}
-            for name, value in {**changes, "embedding_multiplier": 1.0}.items():
-                if getattr(config, name, None) is not None:
-                    setattr(config, name, value)
-            model = loader.from_config(config, dtype=torch.float32)
-    except _FOREIGN_ERRORS as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"`{root}`: transformers cannot build a layer of the model: {reason}", "check that the folder is complete"
-        ) from error
+    with quiet_transformers(lowering.checkpoint.root, "build a layer of the model"):
+        config = read_config(lowering.checkpoint)
+        config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        kind = _ROUTED if lowering.model.layers[layer].experts.count else _PLAIN
+        changes = {**kind, "layer_types": (getattr(config, "layer_types", None) or [None])[layer:][:1]}
+        for name, value in {**changes, "embedding_multiplier": 1.0}.items():
+            if getattr(config, name, None) is not None:
+                setattr(config, name, value)
+        model = build_model(config, lowering.checkpoint)
     model.get_decoder().norm = torch.nn.Identity()
-    return _network(model, lowering, [0] if lowering.model.layers[layer].experts.count else [])
+    return network_of(model, lowering, [0] if lowering.model.layers[layer].experts.count else [])
 
 
-def _network(model: Any, lowering: Lowering, expected: list[int]) -> Network:
+def network_of(model: Any, lowering: Lowering, expected: list[int]) -> Network:
     """The model with our experts forward, if the right layers hold routed experts. Raises CheckpointError."""
     model.eval().requires_grad_(False)
     experts = _find_experts(model)
@@ -296,14 +284,19 @@ def _round_to_16_bits(model: Any, lowering: Lowering) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers: what it finds is reported as errors here."""
+def quiet_transformers(root: Path, what: str) -> Iterator[None]:
+    """No progress bars and no advice from transformers; what it raises becomes a CheckpointError: it cannot `what`."""
     settings: Any = transformers_logging
     bars, level = settings.is_progress_bar_enabled(), settings.get_verbosity()
     settings.disable_progress_bar()
     settings.set_verbosity_error()
     try:
         yield
+    except _FOREIGN_ERRORS as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"`{root}`: transformers cannot {what}: {reason}", "check that the folder is complete"
+        ) from error
     finally:
         settings.set_verbosity(level)
         if bars:

@@ -17,7 +17,7 @@ from .trace import TracedPass
 
 def recorded_advice(each: TracedPass, layer: int) -> Sequence[int]:
     """What was advised when the trace was made."""
-    return each.advice[layer]
+    return each.advice[layer - each.first_layer]
 
 
 def no_advice(each: TracedPass, layer: int) -> Sequence[int]:
@@ -31,7 +31,9 @@ def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec) -> Advice:
     advisor = Advisor(model, first, table_predictor(kind, tables, model))
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:
-        chosen = [np.array(part, np.int32).reshape(each.tokens, -1) for part in each.chosen[: layer + 1]]
+        before = [np.empty((each.tokens, 0), np.int32)] * each.first_layer  # an encoder's layers chose for others
+        parts = each.chosen[: layer - each.first_layer + 1]
+        chosen = [*before, *(np.array(part, np.int32).reshape(each.tokens, -1) for part in parts)]
         return advisor.advise(PassState(layer, np.empty((each.tokens, 0), np.float32), chosen))[1]
 
     return advise if advisor.predictor is not None else no_advice

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Predicted decoding: the passes after the first, as RunStatistics counts them; None: nothing to tell.
+    """Predicted decoding: the passes behind the prompt's, as RunStatistics counts them; None: nothing to tell.
 
     cache: counts of all passes. busy: share of decoding in which storage was reading; stall: in which a layer waited.
     """
@@ -90,10 +90,10 @@ def predict_timeline(
     accesses, first_use = with_next_use(trace.accesses(), len(sizes))
     cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes)
     cache.fill(warm)
-    run, layers = _Run(cache, rates, advice), len(trace.header.experts)
+    run, rest = _Run(cache, rates, advice), iter(accesses)
     marks = []
-    for number, each in enumerate(trace.passes):
-        run.run_pass(each, accesses[number * layers : (number + 1) * layers])
+    for each in trace.passes:
+        run.run_pass(each, list(islice(rest, len(each.chosen))))
         marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
     return _summary(cache, policy if isinstance(policy, str) else "custom", trace.prompt_passes, marks)
 
@@ -170,7 +170,7 @@ class _Run:
         """All layers, then the head. accesses: with the position of every expert's next use."""
         other_ns = each.other_ns / len(accesses)
         for layer, experts, next_use in accesses:
-            self._compute(each.dense_ns[layer] + other_ns)
+            self._compute(each.dense_ns[layer - each.first_layer] + other_ns)
             hits, misses = self._cache.ask(layer, experts, next_use)
             self._cache.issue(misses)
             ahead = self._advice(each, layer)
@@ -182,7 +182,8 @@ class _Run:
 
     def _run_experts(self, each: TracedPass, layer: int, hits: list[int], misses: list[int]) -> None:
         """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first."""
-        each_ns, shared_ns = each.experts_ns[layer] / max(len(hits) + len(misses), 1), each.shared_ns[layer]
+        at = layer - each.first_layer
+        each_ns, shared_ns = each.experts_ns[at] / max(len(hits) + len(misses), 1), each.shared_ns[at]
         is_one = each.tokens == 1
         while hits:
             some = list(hits) if is_one else hits[:1]

@@ -27,7 +27,8 @@ class TraceHeader:
     """Where a trace comes from.
 
     bundle: SHA-256 of the bundle's manifest file. experts, top_k: per layer. prompt_tokens: of the first passes, after
-    which every pass is one token. prefetch: whose advice was recorded.
+    which every pass is one token. prefetch: whose advice was recorded. first_decoder_layer: layers below are an
+    encoder's, whose one pass comes first, over the whole prompt; 0: there is none.
     memory_bytes_per_s, storage_bytes_per_s, storage_latency_ns: of the recording machine, as a device profile has them;
     the second is what the reads of the run reached, where they were many.
     """
@@ -41,6 +42,7 @@ class TraceHeader:
     memory_bytes_per_s: int
     storage_bytes_per_s: int
     storage_latency_ns: int
+    first_decoder_layer: int = 0
 
     @property
     def first_expert(self) -> list[int]:
@@ -87,20 +89,38 @@ class TracedPass:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Passes in order: the prompt's, then one per further token."""
+    """Passes in order: the prompt's, then one per further token. With an encoder its pass over the prompt, then one of
+    the decoder per token.
+    """
 
     header: TraceHeader
     passes: tuple[TracedPass, ...]
 
     @property
     def prompt_passes(self) -> int:
-        """How many passes the prompt took. Raises ValueError if no pass ends where it ends."""
+        """How many passes come before the first token: with an encoder its own and the decoder's first.
+
+        Raises ValueError if no pass ends where the prompt ends, or passes of an encoder are not as they must be.
+        """
+        if self.header.first_decoder_layer:
+            return self._passes_with_encoder()
         done = 0
         for number, each in enumerate(self.passes, 1):
             done += each.tokens
             if done == self.header.prompt_tokens:
                 return number
         raise ValueError(f"no pass ends with the prompt, behind {self.header.prompt_tokens} tokens")
+
+    def _passes_with_encoder(self) -> int:
+        first, tokens = self.header.first_decoder_layer, [each.tokens for each in self.passes]
+        starts = [each.first_layer for each in self.passes]
+        if len(starts) < 2 or starts != [0, *[first] * (len(starts) - 1)] or tokens[0] != self.header.prompt_tokens:
+            raise ValueError(
+                f"expected one pass of the encoder, over {self.header.prompt_tokens} tokens, then passes of the decoder"
+            )
+        if tokens[1] != 1:
+            raise ValueError(f"expected a first pass of the decoder over 1 token, found {tokens[1]}")
+        return 2
 
     def accesses(self) -> list[Access]:
         """What the cache was asked for, pass by pass and layer by layer."""

@@ -28,20 +28,26 @@ MAX_TOKENS = 1 << 20
 _MAX_NUMBER = 1 << 60
 _RATES = ("memory_bytes_per_s", "storage_bytes_per_s", "storage_latency_ns")
 _HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader))}
-_PASS_KEYS = {item.name for item in fields(TracedPass)} - {"first_layer"}  # 0: no traces of models with an encoder
+_PASS_KEYS = {item.name for item in fields(TracedPass)}
+# Of models with an encoder alone.
+_ENCODER_HEADER_KEY, _ENCODER_PASS_KEY = "first_decoder_layer", "first_layer"
 
 
 def write_trace(path: Path, trace: Trace) -> None:
     """Write a trace, whole or not at all. Raises InputError if the place cannot be written, ValueError on passes that
-    begin behind an encoder.
+    begin behind an encoder where the header has none.
     """
-    if any(each.first_layer for each in trace.passes):
-        raise ValueError("the format has no passes that begin behind an encoder")
+    has_encoder = trace.header.first_decoder_layer > 0
+    if not has_encoder and any(each.first_layer for each in trace.passes):
+        raise ValueError("the header has no encoder, but passes begin behind one")
     part = path.with_name(path.name + ".new")
     header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
+    lines = [header, *map(asdict, trace.passes)]
+    if not has_encoder:
+        lines = [_without(line, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY) for line in lines]
     try:
         with part.open("w", encoding="utf-8") as file:
-            for line in (header, *map(_pass_plain, trace.passes)):
+            for line in lines:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
         os.replace(part, path)
     except OSError as error:
@@ -73,10 +79,8 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-def _pass_plain(each: TracedPass) -> dict[str, Any]:
-    plain = asdict(each)
-    del plain["first_layer"]
-    return plain
+def _without(plain: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {name: value for name, value in plain.items() if name not in keys}
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -98,7 +102,8 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
         raise ValueError(f"expected the format `{FORMAT}`, found {str(plain.get('format'))[:40]!r}")
     if type(plain.get("version")) is not int or plain["version"] != FORMAT_VERSION:
         raise ValueError(f"expected version {FORMAT_VERSION}, found {str(plain.get('version'))[:40]!r}")
-    _check_keys(plain, _HEADER_KEYS)
+    has_encoder = _ENCODER_HEADER_KEY in plain
+    _check_keys(plain, _HEADER_KEYS if has_encoder else _HEADER_KEYS - {_ENCODER_HEADER_KEY})
     if not isinstance(plain["bundle"], str) or not re.fullmatch(r"[0-9a-f]{64}", plain["bundle"]):
         raise ValueError(f"`bundle`: expected a SHA-256, found {str(plain['bundle'])[:40]!r}")
     if plain["prefetch"] not in PREFETCHERS:
@@ -109,22 +114,39 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     top_k = _numbers(plain, "top_k", MAX_EXPERTS, len(experts))
     if any(few > count for few, count in zip(top_k, experts, strict=True)):
         raise ValueError("`top_k`: expected at most a layer's experts")
+    first = _number(plain, _ENCODER_HEADER_KEY, 1) if has_encoder else 0
+    if first >= len(experts):
+        raise ValueError(f"`{_ENCODER_HEADER_KEY}`: expected less than the {len(experts)} layers, found {first}")
     rates = {name: _number(plain, name, 1) for name in _RATES}
     prefetch = cast(Prefetch, plain["prefetch"])
     counts = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads")}
-    return TraceHeader(bundle=plain["bundle"], experts=experts, top_k=top_k, prefetch=prefetch, **counts, **rates)
+    return TraceHeader(
+        bundle=plain["bundle"],
+        experts=experts,
+        top_k=top_k,
+        prefetch=prefetch,
+        first_decoder_layer=first,
+        **counts,
+        **rates,
+    )
 
 
 def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
-    _check_keys(plain, _PASS_KEYS)
-    layers, tokens = len(header.experts), _number(plain, "tokens", 1)
+    has_encoder, first = header.first_decoder_layer > 0, 0
+    _check_keys(plain, _PASS_KEYS if has_encoder else _PASS_KEYS - {_ENCODER_PASS_KEY})
+    if has_encoder:
+        first = _number(plain, _ENCODER_PASS_KEY)
+        if first not in (0, header.first_decoder_layer):
+            raise ValueError(f"`{_ENCODER_PASS_KEY}`: expected 0 or {header.first_decoder_layer}, found {first}")
+    end = header.first_decoder_layer if has_encoder and not first else len(header.experts)
+    layers, tokens = end - first, _number(plain, "tokens", 1)
     if tokens > MAX_TOKENS:
         raise ValueError(f"`tokens`: expected at most {MAX_TOKENS}, found {tokens}")
     chosen = [
-        _experts(f"chosen[{layer}]", found, header.experts[layer])
+        _experts(f"chosen[{layer}]", found, header.experts[first + layer])
         for layer, found in enumerate(_list(plain, "chosen", layers))
     ]
-    for layer, (experts, top_k) in enumerate(zip(chosen, header.top_k, strict=True)):
+    for layer, (experts, top_k) in enumerate(zip(chosen, header.top_k[first:end], strict=True)):
         _check_choice(layer, experts, tokens, top_k)
     total = sum(header.experts)
     advice = [_experts(f"advice[{layer}]", found, total) for layer, found in enumerate(_list(plain, "advice", layers))]
@@ -138,6 +160,7 @@ def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
         head_ns=_number(plain, "head_ns"),
         elapsed_ns=_number(plain, "elapsed_ns"),
         stall_ns=_number(plain, "stall_ns"),
+        first_layer=first,
     )
 
 

@@ -10,18 +10,33 @@ from collections.abc import Callable, Mapping
 from moec.manifests.errors import CheckpointError
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
-from . import deepseek, ernie4_5_moe, glm4_moe, gpt_oss, granite, mixtral, olmoe, phimoe, qwen, switch_transformers
+from . import (
+    deepseek,
+    deepseek_moe,
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    minicpm,
+    mixtral,
+    olmoe,
+    phimoe,
+    qwen,
+    switch_transformers,
+)
 from .lowering import Lowering, TensorSource
 
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
+    "deepseek": deepseek_moe.lower,
     "deepseek_v2": deepseek.lower_v2,
     "deepseek_v3": deepseek.lower_v3,
     "ernie4_5_moe": ernie4_5_moe.lower,
     "glm4_moe": glm4_moe.lower,
     "gpt_oss": gpt_oss.lower,
     "granitemoe": granite.lower,
+    "minicpm": minicpm.lower,
     "mixtral": mixtral.lower,
     "olmoe": olmoe.lower,
     "phimoe": phimoe.lower,

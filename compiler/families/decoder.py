@@ -31,6 +31,7 @@ from moec.manifests.model import (
 
 from ..checkpoint import CONFIG_NAME, Checkpoint
 from ..mxfp4 import BLOCK_VALUES, BLOCKS_SUFFIX, SCALES_SUFFIX
+from ..stand_ins import is_stood_in
 from .lowering import HeadPart, Lowering, TensorSource, common_float_type
 from .rope import read_rope
 from .settings import Settings
@@ -74,8 +75,8 @@ class DecoderNames:
 
     routers: on disk, the first that is there. experts: one tensor per projection. stacked: gate and up in one stack,
     down in another, the first pair that is there. loaded_router: in transformers' model. shared: the module of shared
-    experts. correction: what is added to scores when experts are chosen. is_transposed: stacks are [inputs, outputs],
-    and gate and up take turns in theirs.
+    experts; loaded_shared: in transformers' model if it has another name. correction: what is added to scores when
+    experts are chosen. is_transposed: stacks are [inputs, outputs], and gate and up take turns in theirs.
     """
 
     routers: tuple[str, ...] = ("mlp.gate.weight",)
@@ -84,6 +85,7 @@ class DecoderNames:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
     shared: str = "mlp.shared_experts"
+    loaded_shared: str = ""
     shared_router: str = "mlp.shared_expert_gate.weight"
     correction: str = "mlp.gate.e_score_correction_bias"
     is_transposed: bool = False
@@ -91,10 +93,14 @@ class DecoderNames:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """What a family reads of config.json itself. more: further fields of ModelSpec."""
+    """What a family reads of config.json itself.
+
+    more: further fields of ModelSpec. ties: whether embeddings are tied where config.json does not say.
+    """
 
     layers: tuple[LayerSpec, ...]
     more: Mapping[str, Any] = field(default_factory=dict)
+    ties: bool = False
 
 
 def alike(
@@ -133,12 +139,18 @@ def _two(keys: tuple[str, ...]) -> tuple[str, str]:
 
 def plain_first(settings: Settings, routed: LayerSpec, default: int) -> tuple[LayerSpec, ...]:
     """`first_k_dense_replace` layers plain, then routed ones. Raises CheckpointError."""
+    first, layers = first_routed(settings, default), count_layers(settings)
+    plain = plain_layer(routed.attention, settings.integer("intermediate_size"))
+    return (plain,) * first + (routed,) * (layers - first)
+
+
+def first_routed(settings: Settings, default: int) -> int:
+    """`first_k_dense_replace`. Raises CheckpointError."""
     first, layers = settings.raw("first_k_dense_replace"), count_layers(settings)
     first = default if first is None else first
     if type(first) is not int or not 0 <= first < layers:
         settings.fail("first_k_dense_replace", f"fewer layers than the {layers} there are")
-    plain = plain_layer(routed.attention, settings.integer("intermediate_size"))
-    return (plain,) * first + (routed,) * (layers - first)
+    return first
 
 
 def count_layers(settings: Settings) -> int:
@@ -220,7 +232,11 @@ def lower_family(
 def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: DecoderParts) -> ModelSpec:
     """Raises CheckpointError, ValueError on a contradiction."""
     settings.one_of("hidden_act", ("silu",))
-    tie = settings.boolean("tie_word_embeddings", False) and not _head_differs(checkpoint)
+    tie = settings.boolean("tie_word_embeddings", parts.ties)
+    if tie and _head_differs(checkpoint):
+        if is_stood_in(checkpoint):
+            settings.fail("tie_word_embeddings", f"false, because `{_HEAD}` and `{_EMBEDDING}` differ")
+        tie = False  # as transformers has it
     return ModelSpec(
         family=family,
         hidden_size=settings.integer("hidden_size"),
@@ -261,7 +277,7 @@ def _plays_no_part(name: str, layers: int) -> bool:
 
 
 def _head_differs(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint said to be tied holds another output matrix; transformers then does not tie them."""
+    """Whether a checkpoint said to be tied holds another output matrix."""
     if _HEAD not in checkpoint.tensors or _EMBEDDING not in checkpoint.tensors:
         return False
     return not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING))
@@ -308,9 +324,9 @@ def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames,
     count = layer.experts.count
     for name, bias, first, step in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
         found[f"experts_{name}_bias"] = _Place(prefix + f"mlp.experts.{bias}_proj_bias", stack=(count, first, step))
-    shared = names.shared if layer.experts.count else "mlp"
+    shared, loaded = (names.shared, names.loaded_shared or names.shared) if count else ("mlp", "mlp")
     for name in ("gate", "up", "down"):
-        found[f"shared_{name}"] = _Place(f"{prefix}{shared}.{name}_proj.weight")
+        found[f"shared_{name}"] = _Place(f"{prefix}{shared}.{name}_proj.weight", f"{prefix}{loaded}.{name}_proj.weight")
     found["shared_router"] = _Place(prefix + names.shared_router)
     return found
 

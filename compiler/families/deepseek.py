@@ -19,7 +19,7 @@ from .settings import Settings
 _NAMES = DecoderNames()
 ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts")
 _LATENT_NORM_EPS = 1e-6  # of both bottlenecks in the modeling code, whatever config.json says of the others
-_TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "head_dim", "qk_head_dim")
+TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "head_dim", "qk_head_dim")
 
 
 def lower_v2(checkpoint: Checkpoint) -> Lowering:
@@ -33,7 +33,7 @@ def lower_v3(checkpoint: Checkpoint) -> Lowering:
 
 
 def _v2_parts(settings: Settings) -> DecoderParts:
-    _fixed(settings, "scoring_func", "softmax")
+    fixed(settings, "scoring_func", "softmax")
     if settings.boolean("norm_topk_prob", False):
         settings.fail("norm_topk_prob", "false, all that transformers computes", "compile another checkpoint")
     is_grouped = settings.one_of("topk_method", ("greedy", "group_limited_greedy")) != "greedy"
@@ -51,8 +51,8 @@ def _v2_parts(settings: Settings) -> DecoderParts:
 
 
 def _v3_parts(settings: Settings) -> DecoderParts:
-    _fixed(settings, "scoring_func", "sigmoid")
-    _fixed(settings, "topk_method", "noaux_tc")
+    fixed(settings, "scoring_func", "sigmoid")
+    fixed(settings, "topk_method", "noaux_tc")
     settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # guess tokens further ahead
     attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
     layers = _layers(settings, attention, experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS))
@@ -93,8 +93,8 @@ def shared_width(settings: Settings, key: str, width: int) -> SharedSpec | None:
 
 def _layers(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
     """The first layers plain, then routed ones."""
-    settings.passed_over(*_TRAINING)
-    _fixed(settings, "moe_layer_freq", 1)
+    settings.passed_over(*TRAINING)
+    fixed(settings, "moe_layer_freq", 1)
     shared = shared_width(settings, "n_shared_experts", experts.width)
     return plain_first(settings, LayerSpec(attention, experts, shared), default=0)
 
@@ -115,6 +115,7 @@ def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:
     return AttentionSpec(heads, heads, head_size, rope, scale=scale, latent=latent)
 
 
-def _fixed(settings: Settings, key: str, value: object) -> None:
+def fixed(settings: Settings, key: str, value: object) -> None:
+    """A key that may be absent or have this value. Raises CheckpointError."""
     if settings.raw(key) not in (None, value):
         settings.fail(key, f"`{value}`", "compile another checkpoint")

@@ -10,6 +10,7 @@ from typing import Any
 
 from moec.manifests.model import RopeSpec
 
+from ..stand_ins import read_config
 from .settings import Settings
 
 _REMEDY = "compile a checkpoint whose rotary embedding is plain or one of these"
@@ -22,6 +23,7 @@ _STRETCHED = {
     },
 }  # fmt: skip
 _PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_EARLY_THETA = 10_000.0
 
 
 def read_rope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
@@ -30,11 +32,41 @@ def read_rope(settings: Settings, head_size: int, *, share: float = 1.0, interle
     Raises CheckpointError naming the key.
     """
     kind, parameters = _parameters(settings)
+    return _rope(settings, kind, parameters, int(head_size * _share(settings, parameters, share)), interleaved)
+
+
+def read_early_rope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
+    """As `read_rope`, of code that came with a checkpoint: plain or `linear`, over whole heads of hidden_size / heads.
+
+    Its base is 10,000 where config.json does not say. Raises CheckpointError naming the key.
+    """
+    kind, parameters = _parameters(settings)
+    if kind not in ("default", "linear"):
+        settings.fail("rope_scaling", "rope type `linear` or null", _REMEDY)
+    if head_size * settings.integer("num_attention_heads") != settings.integer("hidden_size"):
+        settings.fail("head_dim", "hidden_size divided by num_attention_heads")
+    if _share(settings, parameters, share) != 1:
+        settings.fail("partial_rotary_factor", "1", _REMEDY)
+    return _rope(settings, kind, parameters, head_size, interleaved, _EARLY_THETA)
+
+
+def _share(settings: Settings, parameters: dict[str, Any], share: float) -> float:
+    """The share of features that rotate. Raises CheckpointError."""
     stated = parameters.get("partial_rotary_factor", settings.raw("partial_rotary_factor"))
     if stated is not None and (type(stated) not in (int, float) or not 0 < stated <= 1):
         settings.fail("partial_rotary_factor", "a share of 0 to 1")
-    size = int(head_size * (share if stated is None else stated))
-    theta = settings.rope_theta()
+    return share if stated is None else float(stated)
+
+
+def _rope(
+    settings: Settings,
+    kind: str,
+    parameters: dict[str, Any],
+    size: int,
+    interleaved: bool,
+    default_theta: float | None = None,
+) -> RopeSpec:
+    theta = settings.rope_theta(default_theta)
     if kind == "default":
         return RopeSpec(theta, size, interleaved)
     frequencies, magnitude = _stretched(settings, kind)
@@ -77,12 +109,10 @@ def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
 def _stretched(settings: Settings, kind: str) -> tuple[list[float], float]:
     """Radians per position of each pair, and the factor of cosines and sines."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
-        config = AutoConfig.from_pretrained(settings.checkpoint.root, local_files_only=True)
-        frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, device=None)
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](read_config(settings.checkpoint), device=None)
     except (
         ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError, StrictDataclassError
     ) as error:  # fmt: skip

@@ -114,12 +114,12 @@ class Settings:
             self.fail(key, f"one of {', '.join(f'`{name}`' for name in values)}", "compile another checkpoint")
         return str(value)
 
-    def rope_theta(self) -> float:
-        """Base of the rotary embedding, from `rope_theta` or `rope_parameters`."""
+    def rope_theta(self, default: float | None = None) -> float:
+        """Base of the rotary embedding, from `rope_theta` or `rope_parameters`; `default` where neither has it."""
         parameters = self.raw("rope_parameters") or {}
         nested = parameters.get("rope_theta")
         if nested is None:
-            return self.number("rope_theta")
+            return self.number("rope_theta", default)
         if type(nested) not in (int, float) or not nested > 0:
             self.fail("rope_parameters", "a positive `rope_theta`")
         if self.raw("rope_theta") not in (None, nested):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from moec.runtime import load
+from moec.runtime.bundle import open_bundle
+from moec.runtime.trace import Trace, TracedPass, TraceHeader
+from moec.runtime.trace_file import read_trace, write_trace
 from tests.tiny_compile import compile_tiny, save_dialogues, save_texts
 from tests.tiny_switch import TINY_SWITCHES, Oracle, save_tiny_switch
 
@@ -81,10 +85,41 @@ def test_text_without_a_prompt_is_refused_in_one_sentence(invoke: Invoke, made: 
         assert result.exit_code == 1 and "prompt is empty" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_traces_are_refused(invoke: Invoke, made: Path, tmp_path: Path) -> None:
-    """Their format has no passes of an encoder."""
-    result = invoke("bench", made / "bundle", "--tokens", 4, "--trace-out", tmp_path / "a.trace")
-    assert result.exit_code == 1 and "traces have passes over all layers alone" in result.stderr
-    result = invoke("simulate", made / "bundle", "--trace", tmp_path / "a.trace")
-    assert result.exit_code == 1 and "traces have passes over all layers alone" in result.stderr
-    assert not list(tmp_path.iterdir())
+def test_traces_are_recorded_simulated_and_fitted_to(invoke: Invoke, made: Path, tmp_path: Path) -> None:
+    bundle, paths = Path(shutil.copytree(made / "bundle", tmp_path / "bundle")), []
+    for number, prompt in enumerate((PROMPT, "Dialogue:\ntwo red pens\nSummary:")):
+        paths.append(tmp_path / f"{number}.trace")
+        arguments = ("--prompt", prompt, "--tokens", 6, "--expert-cache", "50%", "--trace-out", paths[-1])
+        result = invoke("bench", bundle, *arguments)
+        assert result.exit_code == 0, result.stderr
+    first = open_bundle(bundle).manifest.model.first_decoder_layer
+    trace = read_trace(paths[0])
+    assert trace.header.first_decoder_layer == first > 0
+    assert [each.first_layer for each in trace.passes] == [0, *[first] * 6] and trace.prompt_passes == 2
+    for prefetch in ("lookahead", "path", "popularity", "off"):
+        result = invoke("simulate", bundle, "--trace", paths[0], "--prefetch", prefetch, "--json")
+        assert result.exit_code == 0, result.stderr
+        told = json.loads(result.stdout)
+        assert told["recorded"]["tokens"] == 6 and told["rows"] and all(row["ttft_ns"] > 0 for row in told["rows"])
+    result = invoke("tune", bundle, "--trace", paths[0], "--held-out", paths[1], "--expert-cache", "50%", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert {row["policy"] for row in json.loads(result.stdout)["rows"]} >= {"lrfu", "hobbit", "optimum"}
+
+
+def test_a_trace_of_other_stacks_is_refused(invoke: Invoke, made: Path, tmp_path: Path) -> None:
+    """As many layers and experts, but another of them is the decoder's first."""
+    model, path = open_bundle(made / "bundle").manifest.model, tmp_path / "a.trace"
+    counts = tuple(layer.experts.count for layer in model.layers)
+    top_k = tuple(layer.experts.top_k for layer in model.layers)
+    first = model.first_decoder_layer - 1
+
+    def one_token(layers: range) -> TracedPass:
+        chosen, times = tuple(tuple(range(top_k[layer])) for layer in layers), (0,) * len(layers)
+        return TracedPass(1, chosen, ((),) * len(layers), times, times, times, 0, 0, 0, layers.start)
+
+    header = TraceHeader("0" * 64, counts, top_k, 1, "off", 1, 1, 1, 1, first)
+    write_trace(path, Trace(header, (one_token(range(first)), one_token(range(first, len(counts))))))
+    result = invoke("simulate", made / "bundle", "--trace", path)
+    assert result.exit_code == 1, result.stdout
+    assert f"{len(counts)} layers, {first} of them an encoder's, (" in result.stderr
+    assert f"the bundle has {len(counts)} layers, {first + 1} of them an encoder's, (" in result.stderr

@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
 from .conftest import InvokeIn
 
 
-@pytest.fixture(scope="module", params=["deepseek-v3", "qwen2-plain-between", "gpt-oss", "phimoe"])
+@pytest.fixture(scope="module", params=["deepseek", "deepseek-v3", "qwen2-plain-between", "gpt-oss", "phimoe"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(request.param)
-    folder = save_tiny_family(root / "model", TINY_FAMILIES[request.param])
+    if request.param in OWN_FAMILIES:
+        folder = save_own_family(root / "model", OWN_FAMILIES[request.param])
+    else:
+        folder = save_tiny_family(root / "model", TINY_FAMILIES[request.param])
     texts = save_texts(root / "texts")
     compile_tiny(folder, root / "bundle", "bits_per_weight", 4.5, data=str(texts), tasks=("perplexity",))
     return root

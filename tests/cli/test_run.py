@@ -204,3 +204,9 @@ def test_what_is_no_bundle_is_refused(invoke: Invoke, checkpoint: Path, tmp_path
     assert packed.exit_code == 1 and "moec unpack" in packed.stderr
     other = invoke("run", checkpoint, "--prompt", "x")
     assert other.exit_code == 1 and "holds no bundle: `moec.json` is missing" in other.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "generate", "eval"])
+def test_help_tells_what_a_context_changes_in_longrope_models(invoke: Invoke, command: str) -> None:
+    text = " ".join(invoke(command, "--help").stdout.split())
+    assert "--context N Longest sequence; beyond its original context a longrope model takes its long form" in text

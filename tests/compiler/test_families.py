@@ -20,6 +20,8 @@ from moec.manifests.model import UnitKey
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
+pytestmark = pytest.mark.oracle
+
 DISK_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 

@@ -31,6 +31,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec
 from tests.manifests.examples import layer_spec, model_spec
+from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
@@ -48,12 +49,15 @@ OTHERS = (
     "qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled", "gpt-oss",
     "phimoe",
 )  # fmt: skip
-EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3", *OTHERS], indirect=True)
+OWN = ("deepseek-every-other", "minicpm")
+EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3", *OTHERS, *OWN], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["olmoe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers of four experts, one of which few tokens reach; or another family."""
+    if request.param in OWN:
+        return save_own_family(tmp_path_factory.mktemp(request.param) / "tiny", OWN_FAMILIES[request.param])
     if request.param in OTHERS:
         return save_tiny_family(tmp_path_factory.mktemp(request.param) / "tiny", TINY_FAMILIES[request.param])
     save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[request.param]

@@ -28,6 +28,8 @@ from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
+pytestmark = pytest.mark.oracle
+
 MXFP4 = QuantSpec.parse("mxfp4")
 TOKENS = np.random.default_rng(5).integers(4, 260, 30).tolist()
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)

@@ -20,6 +20,8 @@ from moec.compiler.reference import ReferenceModel
 from moec.manifests.errors import CheckpointError, ContextOverflow
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, TinyFamily, save_tiny_family
 
+pytestmark = pytest.mark.oracle
+
 ORIGINAL = {"original_max_position_embeddings": 128}
 # As configurations of the hub have it: the older name, `type`, and the original context outside as well.
 OLD = {key: value for key, value in LONGROPE.items() if key not in ("rope_type", "rope_theta")} | {"type": "longrope"}

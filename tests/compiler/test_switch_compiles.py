@@ -29,6 +29,8 @@ from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, na
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
 
+pytestmark = pytest.mark.oracle
+
 TEXTS = [
     ("a lamp near a ", "box"),
     ("seven green pens and two red ones", "two red ones"),

@@ -16,6 +16,8 @@ from tests.gates.bundles import emit_bundle
 from tests.tiny_models import VOCABULARY
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, save_tiny_switch
 
+pytestmark = pytest.mark.oracle
+
 PROMPT_TOKENS, PREFILL, DECODE_STEPS = 60, 8, 32
 TOLERANCE = 1e-3  # of the largest logit
 DRAW = np.random.default_rng(7)

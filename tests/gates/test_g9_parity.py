@@ -21,6 +21,8 @@ from tests.tiny_models import (
     save_tiny_qwen3_moe,
 )
 
+pytestmark = pytest.mark.oracle
+
 PROMPT_TOKENS, DECODE_STEPS = 40, 32
 TOLERANCE = 1e-3  # of the largest logit
 

@@ -22,7 +22,7 @@ from tests.gates.bundles import emit_bundle
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import VOCABULARY
 
-pytestmark = pytest.mark.gate("G9")
+pytestmark = [pytest.mark.gate("G9"), pytest.mark.oracle]
 TOLERANCE = 1e-3  # of the largest logit
 ORIGINAL, WHOLE = 32, 128
 TOKENS = np.random.default_rng(11).integers(4, VOCABULARY, 72).tolist()

@@ -24,6 +24,8 @@ from moec.runtime.bundle import open_bundle
 from tests.gates.bundles import DEVICE
 from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_mixtral
 
+pytestmark = pytest.mark.oracle
+
 EXPERTS, TOP_K, LAYERS = 6, 2, 4
 LEARNED = 2  # the layer that goes by its router as before
 TOKENS = np.random.default_rng(5).integers(0, VOCABULARY, 60).tolist()

@@ -17,6 +17,8 @@ from tests.gates.bundles import emit_bundle
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
+pytestmark = pytest.mark.oracle
+
 ENDS = list(range(2, 288, 7))
 PROMPT = [5, 60, 31, 7, 90, 8]
 NEW_TOKENS = 14

@@ -10,6 +10,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from moec.manifests.model import RelativeBiasSpec
 from moec.runtime.relative_bias import bias_by_distance, distance_buckets
 
+pytestmark = pytest.mark.oracle
+
 FURTHEST = 5000
 
 

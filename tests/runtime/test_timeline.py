@@ -128,6 +128,23 @@ def test_shared_experts_compute_under_the_reads_and_the_rest_between_layers() ->
     assert small([each], 100).ttft_ns == 3 + 10 + 105 + 20 + 30 + 7
 
 
+def test_an_encoder_runs_once_and_its_experts_go_first() -> None:
+    """One layer of an encoder and one of a decoder, two experts of 100 bytes each, room for two of the four."""
+    records = expert_records(np.repeat(np.arange(2), 2), np.zeros(4), 2, encoder_layers=1)
+    encoded = replace(one_token([[0, 1]], head=7), tokens=2)
+    steps = [replace(one_token([[expert]]), first_layer=1) for expert in (0, 1, 0)]
+    header = replace(trace_of([encoded], [2, 2], 1).header, first_decoder_layer=1)
+    trace = Trace(header, (encoded, *steps))
+    found = predict_timeline(trace, np.full(4, 100, np.int64), 200, records, "lru", RATES, recorded_advice, 0)
+    # Encoder: 10 dense, 105 and 105 of reads with the first expert's 10 under the second, 10, 7 of the head. Then the
+    # decoder's first token, for which an expert of the encoder goes: 10, 105, 20.
+    assert found.ttft_ns == 10 + 105 + 105 + 10 + 7 + 10 + 105 + 20
+    # The second token's expert takes the place of the encoder's other one; the third hits.
+    assert (found.tpot_p50_ns, found.tpot_p95_ns, found.tpot_mean_ns) == (30, 135, round((135 + 30) / 2))
+    cache = found.cache
+    assert (cache.misses, cache.hits, cache.evictions, cache.rereads, found.tokens) == (4, 1, 2, 0, 3)
+
+
 def test_what_cannot_fit_is_refused() -> None:
     with pytest.raises(MemoryBudgetExceeded, match="an expert of 100 bytes does not fit into 99"):
         small([one_token([[0]])], 99)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +25,29 @@ NS = st.integers(0, 1 << 60)
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
+    """Of decoders, and of decoders behind an encoder."""
     layers = draw(st.integers(1, 3))
+    encoder = draw(st.integers(0, layers - 1))
     experts = draw(st.lists(st.integers(0, 5), min_size=layers, max_size=layers))
     top_k = [draw(st.integers(0, count)) for count in experts]
-    prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    tokens = [*prompt, *[1] * draw(st.integers(0, 3))]
+    prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=1 if encoder else 2))
+    tokens = [*prompt, *[1] * draw(st.integers(1 if encoder else 0, 3))]
     total = sum(experts)
     passes = []
-    for count in tokens:
+    for number, count in enumerate(tokens):
+        first = encoder if number else 0
+        ran = slice(first, encoder if encoder and not number else layers)
         chosen = []
-        for width, few in zip(experts, top_k, strict=True):
+        for width, few in zip(experts[ran], top_k[ran], strict=True):
             each = st.permutations(range(width)).map(lambda order, few=few: order[:few])
             chosen.append(tuple(e for _ in range(count) for e in draw(each)))
-        advice = tuple(
-            tuple(draw(st.lists(st.integers(0, total - 1), max_size=3))) if total else () for _ in range(layers)
-        )
-        per_layer = st.lists(NS, min_size=layers, max_size=layers).map(tuple)
+        advice = tuple(tuple(draw(st.lists(st.integers(0, total - 1), max_size=3))) if total else () for _ in chosen)
+        per_layer = st.lists(NS, min_size=len(chosen), max_size=len(chosen)).map(tuple)
         times = (draw(per_layer), draw(per_layer), draw(per_layer), draw(NS), draw(NS), draw(NS))
-        passes.append(TracedPass(count, tuple(chosen), advice, *times))
+        passes.append(TracedPass(count, tuple(chosen), advice, *times, first_layer=first))
     prefetch = draw(st.sampled_from(PREFETCHERS))
-    header = TraceHeader("0f" * 32, tuple(experts), tuple(top_k), sum(prompt), prefetch, 2, 10**10, 10**9, 64_000)
+    rates = (10**10, 10**9, 64_000)
+    header = TraceHeader("0f" * 32, tuple(experts), tuple(top_k), sum(prompt), prefetch, 2, *rates, encoder)
     return Trace(header, tuple(passes))
 
 
@@ -104,6 +108,19 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
     assert trace.passes[0].other_ns == 50 - 3 - 2 - 2 - 5
 
 
+# One layer of an encoder, one of a decoder.
+ENCODER_HEADER = {**HEADER, "first_decoder_layer": 1}
+_TIMES = {"dense_ns": [1], "experts_ns": [1], "shared_ns": [0]}
+ENCODED = {**PROMPT, **_TIMES, "chosen": [[0, 1, 1, 2]], "advice": [[4]], "first_layer": 0}
+DECODED = {**PROMPT, **_TIMES, "tokens": 1, "chosen": [[3]], "advice": [[]], "first_layer": 1}
+
+
+def test_a_trace_with_an_encoder_by_hand(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path / "t", ENCODER_HEADER, ENCODED, DECODED, DECODED))
+    assert trace.prompt_passes == 2 and [each.first_layer for each in trace.passes] == [0, 1, 1]
+    assert trace.accesses() == [(0, (0, 1, 2)), (1, (7,)), (1, (7,))]
+
+
 def header(**changes: Any) -> Callable[[], list[Any]]:
     return lambda: [{**HEADER, **changes}, PROMPT, TOKEN]
 
@@ -141,6 +158,20 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         (token(head_ns=1 << 61), "`head_ns`: expected a whole number"),
         (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token behind the prompt"),
         (lambda: [HEADER], "no pass ends with the prompt"),
+        (header(first_decoder_layer=0), "`first_decoder_layer`: expected a whole number of 1 or more"),
+        (header(first_decoder_layer=2), "`first_decoder_layer`: expected less than the 2 layers, found 2"),
+        (header(first_decoder_layer=1), "line 2 is not of a routing trace: expected other fields, unknown []"),
+        (lambda: [HEADER, ENCODED], "expected other fields, unknown ['first_layer'], missing []"),
+        (lambda: [ENCODER_HEADER, {**ENCODED, "first_layer": 2}], "`first_layer`: expected 0 or 1, found 2"),
+        (lambda: [ENCODER_HEADER, {**ENCODED, "chosen": [[0, 1, 1, 2], [3, 3]]}], "`chosen`: expected a list of 1"),
+        (lambda: [ENCODER_HEADER, ENCODED], "expected one pass of the encoder, over 2 tokens, then passes of the"),
+        (lambda: [ENCODER_HEADER, DECODED, ENCODED], "expected one pass of the encoder, over 2 tokens, then"),
+        (lambda: [ENCODER_HEADER, ENCODED, DECODED, ENCODED], "expected one pass of the encoder, over 2 tokens"),
+        (lambda: [{**ENCODER_HEADER, "prompt_tokens": 3}, ENCODED, DECODED], "the encoder, over 3 tokens, then"),
+        (
+            lambda: [ENCODER_HEADER, ENCODED, {**DECODED, "tokens": 2, "chosen": [[3, 1]]}],
+            "expected a first pass of the decoder over 1 token, found 2",
+        ),
         (lambda: [HEADER, [1]], "line 2 is not of a routing trace: expected a JSON object"),
     ],
 )
@@ -208,9 +239,14 @@ def test_passes_of_an_encoder_and_of_the_decoder_behind_it_are_kept_apart(tmp_pa
     assert [(each.first_layer, each.tokens) for each in recorder.passes] == [(0, 2), (1, 1), (1, 1)]
     accesses = [access for each in recorder.passes for access in each.accesses([0, 4, 8, 12])]
     assert accesses == [(0, (1, 3)), (1, (5,)), (2, (10,)), (1, (5,)), (2, (10,))]
-    header = TraceHeader("0f" * 32, (4, 4, 4), (1, 1, 1), 2, "off", 2, 10**10, 10**9, 64_000)
-    with pytest.raises(ValueError, match="behind an encoder"):
-        write_trace(tmp_path / "a.trace", Trace(header, tuple(recorder.passes)))
+    header = TraceHeader("0f" * 32, (4, 4, 4), (1, 1, 1), 2, "off", 2, 10**10, 10**9, 64_000, first_decoder_layer=1)
+    trace = Trace(header, tuple(recorder.passes))
+    assert trace.prompt_passes == 2 and trace.accesses() == accesses
+    write_trace(tmp_path / "a.trace", trace)
+    assert read_trace(tmp_path / "a.trace") == trace
+    (tmp_path / "a.trace").unlink()
+    with pytest.raises(ValueError, match="passes begin behind one"):
+        write_trace(tmp_path / "a.trace", replace(trace, header=replace(header, first_decoder_layer=0)))
     assert not list(tmp_path.iterdir())
 
 

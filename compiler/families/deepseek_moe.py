@@ -1,0 +1,48 @@
+"""DeepSeekMoE-16B: Llama's attention, plain layers first, softmax router, shared experts without a gate.
+
+Source: DeepSeekMoE, sections 3.1 and 3.2, and the configuration published with deepseek-moe-16b; docs/families.md says
+what rests on implementations of others.
+"""
+
+from __future__ import annotations
+
+from moec.manifests.model import LayerSpec, RouterSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import (
+    DecoderNames,
+    DecoderParts,
+    attention_of,
+    count_layers,
+    experts_of,
+    first_routed,
+    lower_family,
+    plain_layer,
+)
+from .deepseek import TRAINING, fixed, shared_width
+from .lowering import Lowering
+from .rope import read_early_rope
+from .settings import Settings
+
+_NAMES = DecoderNames(stacked=(), loaded_shared="mlp.shared_expert")
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a DeepSeekMoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    return lower_family(checkpoint, "deepseek", _NAMES, _parts)
+
+
+def _parts(settings: Settings) -> DecoderParts:
+    """What is the family's own in config.json."""
+    settings.passed_over(*TRAINING)
+    fixed(settings, "scoring_func", "softmax")
+    top_k = settings.integer("num_experts_per_tok")
+    # One chosen expert keeps its share of the softmax, whatever the key says.
+    router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False) and top_k > 1)
+    experts = experts_of(settings, router, count=("n_routed_experts",))
+    attention = attention_of(settings, rope=read_early_rope)
+    routed = LayerSpec(attention, experts, shared_width(settings, "n_shared_experts", experts.width))
+    plain = plain_layer(attention, settings.integer("intermediate_size"))
+    first, step = first_routed(settings, default=0), settings.optional_integer("moe_layer_freq") or 1
+    layers = range(count_layers(settings))
+    return DecoderParts(tuple(routed if at >= first and at % step == 0 else plain for at in layers))

@@ -1,0 +1,44 @@
+"""MiniCPM-MoE: Llama's attention, Mixtral's experts, scales of embeddings, residuals and logits.
+
+Source: MiniCPM, section 3 and appendix A.1; docs/families.md says what rests on implementations of others.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moec.manifests.model import RouterSpec
+
+from ..checkpoint import Checkpoint
+from .decoder import DecoderNames, DecoderParts, alike, attention_of, count_layers, experts_of, lower_family
+from .lowering import Lowering
+from .rope import read_early_rope
+from .settings import Settings
+
+_NAMES = DecoderNames(
+    loaded_router="block_sparse_moe.router.weight",
+    experts="mlp.experts.{expert}.{projection}.weight",
+    projections=("w1", "w3", "w2"),
+    stacked=(),
+)
+
+
+def lower(checkpoint: Checkpoint) -> Lowering:
+    """Translate a MiniCPM-MoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    return lower_family(checkpoint, "minicpm", _NAMES, _parts)
+
+
+def _parts(settings: Settings) -> DecoderParts:
+    """What is the family's own in config.json."""
+    settings.passed_over("auto_map", "pretraining_tp")
+    router = RouterSpec("softmax", renormalize=True)
+    experts = experts_of(settings, router, count=("num_experts",), width="intermediate_size")
+    # No defaults: releases of the configuration class differ in theirs.
+    scales = {
+        "embedding_scale": settings.number("scale_emb"),
+        "residual_scale": settings.number("scale_depth") / math.sqrt(count_layers(settings)),
+        "logits_scale": settings.number("dim_model_base") / settings.integer("hidden_size"),
+    }
+    # Last: what stands in for the model has to be known where the rotary embedding is stretched.
+    attention = attention_of(settings, rope=read_early_rope)
+    return DecoderParts(alike(settings, attention, experts).layers, scales, ties=True)

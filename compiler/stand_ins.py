@@ -1,0 +1,101 @@
+"""Families that transformers does not have, as models of it that compute the same: what the reference model is of them.
+
+DeepSeekMoE is Qwen2-MoE without biases, its shared expert's gate held open. MiniCPM-MoE is GraniteMoE, whose softmax
+over the chosen experts equals a renormalised softmax over all. tests/oracles defines both anew and holds these to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint
+
+# What all of them call by the same name; a key that is absent has the default of transformers' configuration.
+_COMMON = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+_THETA = 10_000.0
+
+
+class OpenGate(torch.nn.Module):
+    """In the place of a linear gate whose sigmoid is taken: 1 for every token."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[N, D] -> [N, 1], infinite."""
+        return hidden_states.new_full((*hidden_states.shape[:-1], 1), math.inf)
+
+
+def is_stood_in(checkpoint: Checkpoint) -> bool:
+    """Whether transformers has no model of this family."""
+    return checkpoint.config["model_type"] in _CONFIGS
+
+
+def read_config(checkpoint: Checkpoint) -> Any:
+    """transformers' configuration of a checkpoint, or of what stands in for it. Raises what transformers raises."""
+    make = _CONFIGS.get(checkpoint.config["model_type"])
+    if make is not None:
+        return make(checkpoint.config)
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(checkpoint.root, local_files_only=True)
+
+
+def build_model(config: Any, checkpoint: Checkpoint) -> Any:
+    """A model of a configuration of `read_config` in float32, random or empty. Raises as `read_config`."""
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    model = loader.from_config(config, dtype=torch.float32)
+    if checkpoint.config["model_type"] == "deepseek":
+        for layer in model.get_decoder().layers:
+            if hasattr(layer.mlp, "shared_expert_gate"):
+                layer.mlp.shared_expert_gate = OpenGate()
+    return model
+
+
+def _deepseek(own: Mapping[str, Any]) -> Any:
+    from transformers import Qwen2MoeConfig
+
+    layers, step = own["num_hidden_layers"], own.get("moe_layer_freq") or 1
+    first = own.get("first_k_dense_replace") or 0
+    return Qwen2MoeConfig(
+        **_common(own),
+        tie_word_embeddings=own.get("tie_word_embeddings") or False,
+        qkv_bias=False,
+        num_experts=own["n_routed_experts"],
+        moe_intermediate_size=own["moe_intermediate_size"],
+        shared_expert_intermediate_size=(own.get("n_shared_experts") or 0) * own["moe_intermediate_size"],
+        norm_topk_prob=bool(own.get("norm_topk_prob")) and own["num_experts_per_tok"] > 1,
+        mlp_only_layers=[at for at in range(layers) if at < first or at % step],
+    )
+
+
+def _minicpm(own: Mapping[str, Any]) -> Any:
+    from transformers import GraniteMoeConfig
+
+    tie = own.get("tie_word_embeddings")
+    return GraniteMoeConfig(
+        **_common(own),
+        tie_word_embeddings=True if tie is None else tie,
+        num_local_experts=own["num_experts"],
+        attention_multiplier=(own["hidden_size"] // own["num_attention_heads"]) ** -0.5,
+        embedding_multiplier=own["scale_emb"],
+        residual_multiplier=own["scale_depth"] / math.sqrt(own["num_hidden_layers"]),
+        logits_scaling=own["hidden_size"] / own["dim_model_base"],
+    )
+
+
+def _common(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that have one name everywhere; without keys that padding or ends of text concern."""
+    found = {name: own[name] for name in _COMMON if own.get(name) is not None}
+    found.setdefault("num_key_value_heads", own["num_attention_heads"])
+    return {**found, "rope_theta": own.get("rope_theta") or _THETA}
+
+
+_CONFIGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {"deepseek": _deepseek, "minicpm": _minicpm}
