@@ -34,6 +34,8 @@ from .families import Lowering, TensorSource, lower
 from .fisher import TEXTS, check_sensitivity, predict_units
 from .journal import Journal
 from .layerwise import planning
+from .layerwise.certificate import certify_layerwise
+from .layerwise.plan_bundles import PlanBundles
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
@@ -155,7 +157,7 @@ def _choose_way(stage: _Stage) -> None:
     stage.prunes = prunes(request.options, model, stage.is_layerwise)
     if stage.is_layerwise:
         planning.check_layerwise(model, request.options, stage.specs, threads, limit, len(stage.splits))
-        need = planning.need_bytes(model, stage.specs, threads, len(stage.splits))
+        need = planning.need_bytes(model, request.options, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
 
@@ -222,10 +224,7 @@ def _make_high_plan(stage: _Stage) -> CompilePlan:
             stage.request.talk.note(note)
         moments = stage.statistics.second_moments
     stage.store = UnitStore(stage.lowering, moments, options.quantizer)
-    data = tuple(
-        TaskData(split.task, split.validation, len(split.test.items), stage.shots[split.task.name])
-        for split in stage.splits
-    )
+    data = _task_data(stage)
     progress = stage.request.talk.progress("measuring on validation items")
     if stage.cluster is None or stage.reference is None:
         stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
@@ -262,10 +261,21 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     for note in unseen_notes(found.statistics):
         talk.note(note)
     progress = talk.progress("measuring layer by layer")
-    stage.trials = StreamedTrials(lowering, inputs, found, progress, journal, threads)
+    room = planning.runtime_bytes(lowering.model, stage.request.memory_limit_bytes)
+    bundles = PlanBundles(stage.request, stage.checkpoint, lowering, found.statistics, found.store, room)
+    tasks = _task_data(stage) if options.target.kind == "loss" else ()
+    stage.trials = StreamedTrials(lowering, inputs, found, progress, journal, threads, tasks, bundles)
+    stage.trials.require_baselines()
     plan = _search(stage)
     summarise_device(stage.request.profile, plan)
     return plan
+
+
+def _task_data(stage: _Stage) -> tuple[TaskData, ...]:
+    return tuple(
+        TaskData(split.task, split.validation, len(split.test.items), stage.shots[split.task.name])
+        for split in stage.splits
+    )
 
 
 def _curve(stage: _Stage) -> LossCurve:
@@ -364,12 +374,9 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
     if request.measure_modes is not None and stage.splits:
         task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
         stage.modes = request.measure_modes(partial, task, items, stage.shots[task.name])
-    if stage.swept is not None:
-        if stage.trials is not None:
-            stage.trials.close()
-        room = planning.runtime_bytes(stage.lowering.model, request.memory_limit_bytes)
-        with request.open_runtime(partial, room) as engine:
-            stage.divergences = planning.certify_swept(stage.lowering, *stage.swept, engine, request.talk)
+    if stage.swept is not None and isinstance(stage.trials, StreamedTrials):
+        found = certify_layerwise(request, partial, stage.trials, stage.swept, stage.splits, stage.shots)
+        stage.certificates, stage.divergences = found
     quality = _quality(stage, plan, manifest)
     finish(partial, manifest, canonical_json(quality), model_card(manifest, quality).encode(), request.disk)
     return quality

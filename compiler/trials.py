@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -193,14 +193,24 @@ class Trials:
         """The unquantized model on the validation items of one task."""
         name = data.task.name
         if name not in self._baselines:
-            plain = self.journal.json(
-                f"baseline-{name}",
-                lambda: evaluate(
-                    data.task, data.validation.items, self.reference, shots=data.shots, progress=self.progress
-                ).to_json(per_item=True),
-            )
+            plain = self.journal.json(f"baseline-{name}", lambda: self._measure_baseline(data).to_json(per_item=True))
             self._baselines[name] = EvaluationResult.from_json(plain)
         return self._baselines[name]
+
+    def _measure_baseline(self, data: TaskData) -> EvaluationResult:
+        with self.unquantized() as engine:
+            return evaluate(data.task, data.validation.items, engine, shots=data.shots, progress=self.progress)
+
+    @contextmanager
+    def unquantized(self) -> Iterator[TextEngine]:
+        """What answers as the checkpoint does."""
+        yield self.reference
+
+    @contextmanager
+    def planned(self, plan: CompilePlan, store: UnitStore | None = None) -> Iterator[TextEngine]:
+        """What answers as a plan does. store: of its units, where it is another than this one's."""
+        with self.reference.weights(self.weights_of(plan, store)):
+            yield self.reference
 
     def close(self) -> None:
         """Give back what only measuring needs; nothing is measured after it."""
@@ -233,14 +243,14 @@ class Trials:
     def _measure_losses(self, plan: CompilePlan, target: float, store: UnitStore | None) -> dict[str, LossEstimate]:
         """Loss per task; stops after the first task that does not keep the target."""
         losses: dict[str, LossEstimate] = {}
-        with self.reference.weights(self.weights_of(plan, store)):
+        with self.planned(plan, store) as engine:
             for data in self.tasks:
-                losses[data.task.name] = self._measure(data, target)
+                losses[data.task.name] = self._measure(data, target, engine)
                 if not keeps(losses[data.task.name], target, data.certification_items):
                     break
         return losses
 
-    def _measure(self, data: TaskData, target: float) -> LossEstimate:
+    def _measure(self, data: TaskData, target: float, engine: TextEngine) -> LossEstimate:
         """Loss on validation; stops early where it is CLEAR_STANDARD_ERRORS away from what decides."""
         baseline, items, done = self.baseline(data), data.validation.items, 0
         results: list[EvaluationResult] = []
@@ -248,9 +258,7 @@ class Trials:
         while True:
             look = next((n for n in LOOKS if done < n < len(items)), len(items))
             part, guesses = items[done:look], drafts[done:look]
-            results.append(
-                evaluate(data.task, part, self.reference, shots=data.shots, drafts=guesses, progress=self.progress)
-            )
+            results.append(evaluate(data.task, part, engine, shots=data.shots, drafts=guesses, progress=self.progress))
             done = look
             estimate = loss_so_far(data.task, baseline, results)
             distance = abs(estimate.loss + margin(estimate, data.certification_items) - target)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-import torch
-
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
@@ -15,13 +12,12 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
 from ..calibration import chosen_texts
-from ..certify import LOGITS_AT_ONCE, BundleEngine, DivergenceCertificate, certify_divergence
+from ..certify import LOGITS_AT_ONCE
 from ..families import Lowering
-from ..options import CompileOptions, Talk
+from ..options import CompileOptions
 from ..tokenizer import load_tokenizer
 from .memory import RUNTIME_CONTEXT, certifying_bytes, streamed_bytes, whole_bytes
-from .slot import output_head
-from .sweep import AnswerTexts, SweepInputs, SweepResult
+from .sweep import AnswerTexts, SweepInputs
 
 CALIBRATION_TOKENS = 65_536
 """Tokens that calibration runs at most: their residual streams are what a sweep holds beside one layer."""
@@ -36,26 +32,28 @@ def goes_layer_by_layer(model: ModelSpec, specs: Sequence[QuantSpec], threads: i
     return whole_bytes(model, specs, threads) > limit_bytes
 
 
-def need_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int, tasks: int = 1) -> int:
-    """Peak memory of a compile layer by layer, for texts of any length: of its passes, or of the certificate."""
+def need_bytes(
+    model: ModelSpec, options: CompileOptions, specs: Sequence[QuantSpec], threads: int, tasks: int = 1
+) -> int:
+    """Peak memory of a compile layer by layer, for texts of any length: of its passes, or of the certificate.
+
+    The certificate of a loss runs two bundles, the checkpoint's own weights in one of them.
+    """
     passes = streamed_bytes(model, CALIBRATION_TOKENS + (1 + tasks) * ANSWER_TOKENS, specs, threads)
-    return max(passes, _certificate_bytes(model) + certifying_bytes(model, (1 + tasks) * ANSWER_TOKENS))
+    runtimes = 1 + (options.target.kind == "loss")
+    certified = runtimes * certifying_bytes(model, (1 + tasks) * ANSWER_TOKENS)
+    return max(passes, _certificate_bytes(model) + certified)
 
 
 def check_layerwise(
     model: ModelSpec, options: CompileOptions, specs: Sequence[QuantSpec], threads: int, limit_bytes: int, tasks: int
 ) -> None:
     """Refuse what cannot be compiled layer by layer. Raises OptionError with the memory that would do."""
-    whole, need = whole_bytes(model, specs, threads), need_bytes(model, specs, threads, tasks)
+    whole, need = whole_bytes(model, specs, threads), need_bytes(model, options, specs, threads, tasks)
     if model.encoder is not None:
         raise OptionError(
             f"a model with an encoder is searched in memory as a whole, {whole} bytes, found {limit_bytes}",
             "take `--uniform`, or raise `--memory`",
-        )
-    if options.target.kind == "loss":
-        raise OptionError(
-            f"a loss target needs generated answers of the whole model, {whole} bytes of memory, found {limit_bytes}",
-            "take `--kl`, `--bits-per-weight` or `--size`, or raise `--memory`",
         )
     if not tasks:
         raise OptionError(
@@ -146,23 +144,3 @@ def _certificate_bytes(model: ModelSpec) -> int:
     """What a certificate holds beside the runtime: the output matrix, logits of both sides and the making of them."""
     held = max(LOGITS_AT_ONCE, SCORED_TOKENS * model.vocab_size)
     return 4 * 4 * held + 2 * model.vocab_size * model.hidden_size + (64 << 20)
-
-
-def certify_swept(
-    lowering: Lowering, inputs: SweepInputs, found: SweepResult, engine: BundleEngine, talk: Talk
-) -> dict[str, DivergenceCertificate]:
-    """KL of the bundle, run by the runtime that ships, on each task's held-out answers."""
-    head = output_head(lowering)
-
-    def of_task(task: str) -> DivergenceCertificate:
-        texts, states = inputs.held_out[task], found.held_out[task]
-        starts = [0, *np.cumsum(texts.counts).tolist()]
-
-        def reference(first: int, last: int) -> list[np.ndarray]:
-            log_p = head.logits(states[starts[first] : starts[last]])
-            log_p -= log_p.logsumexp(-1, keepdim=True)
-            return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
-
-        return certify_divergence(task, texts.pairs, reference, lowering.model.vocab_size, engine, talk)
-
-    return {task: of_task(task) for task in inputs.held_out}

@@ -1,33 +1,40 @@
-"""A plan measured layer by layer: KL to the unquantized model on answer tokens, the whole model read once."""
+"""A plan measured where the model does not fit in memory.
+
+Its KL to the unquantized model layer by layer, the whole model read once; generated answers by a bundle in passing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moec.evaluation.engine import TextEngine
 from moec.evaluation.statistics import DistributionSummary, distribution_summary
-from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
 
+from ..certify import BundleEngine
 from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
 from ..parallel import workers
 from ..plan import CompilePlan
 from ..reference_weights import WeightName
-from ..trials import Trials
+from ..sensitivity import plain_plan
+from ..trials import TaskData, Trials
 from ..unit_store import UnitStore
+from .plan_bundles import PlanBundles
 from .slot import LayerSlot, OutputHead, TextStates, divergences
 from .store import layer_units
 from .sweep import SweepInputs, SweepResult
 
 
 class StreamedTrials(Trials):
-    """Trials of a model that is never in memory as a whole: KL alone, no generated answers."""
+    """Trials of a model that is never in memory as a whole. tasks: of a loss target, none for others."""
 
     def __init__(
         self,
@@ -37,10 +44,13 @@ class StreamedTrials(Trials):
         progress: Progress,
         journal: Journal,
         threads: int,
+        tasks: Sequence[TaskData],
+        bundles: PlanBundles,
     ) -> None:
-        super().__init__(None, found.store, (), 0, progress, journal)
+        super().__init__(None, found.store, tasks, 0, progress, journal)
+        self._bundles = bundles
         self._inputs, self._answers, self._threads = inputs, found.answers, threads
-        self._lowering = lowering
+        self.lowering = lowering
         self._slot: LayerSlot | None = None
 
     @property
@@ -51,15 +61,24 @@ class StreamedTrials(Trials):
         """Give back the layer's memory; nothing is measured after it."""
         self._slot = None
 
-    def require_baselines(self) -> None:
-        raise OptionError(
-            "a loss target needs generated answers, and the model does not fit in memory",
-            "take `--kl`, `--bits-per-weight` or `--size`, or raise `--memory`",
-        )
+    @contextmanager
+    def unquantized(self, share: int = 1) -> Iterator[BundleEngine]:
+        """As in Trials. share: a part of the memory for runtimes, one of so many."""
+        plain = plain_plan(self.lowering.model, self.lowering.spec_16bit, self.store.quantizer)
+        with self._bundles.opened(plain, "unquantized", share) as engine:
+            yield engine
+
+    @contextmanager
+    def planned(self, plan: CompilePlan, store: UnitStore | None = None) -> Iterator[TextEngine]:
+        if store not in (None, self.store):
+            raise ValueError("a bundle takes its units from this store")
+        self.close()  # the layer's memory is the runtime's now
+        with self._bundles.opened(plan) as engine:
+            yield engine
 
     def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
         source, layers = store or self.store, plan.model.num_layers
-        slot = self._slot = self._slot or LayerSlot(self._lowering)
+        slot = self._slot = self._slot or LayerSlot(self.lowering)
         embedding = self._dense(plan, source, "embedding")
         texts = TextStates.begin(self._inputs.answers.rows, lambda ids: slot.embed(ids, embedding))
         with workers(self._threads) as pool:

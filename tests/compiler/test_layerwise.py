@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,9 @@ from moec.compiler.sensitivity import plain_plan
 from moec.compiler.targets import TargetKind
 from moec.compiler.uniform import dense_spec, uniform_plan
 from moec.compiler.unit_store import UnitStore
+from moec.evaluation.data import load_splits
 from moec.evaluation.divergence import divergence, log_softmax
+from moec.evaluation.run import evaluate
 from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec
@@ -272,9 +275,40 @@ def test_a_kl_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
     assert min(measured) <= 0.05
 
 
+LOSS: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 3, 4, 8), "group_sizes": (32,), "dense_bits": 8}
+
+
+def test_a_loss_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
+    """Judged by bundles in the runtime; the baseline is that of the whole model in transformers."""
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts", validation=20)
+    found = compile_tiny(model, tmp_path / "out", "loss", 0.03, quick=False, data=str(texts), **LOSS)
+    quality = check_bundle(tmp_path / "out")
+    task = quality["tasks"]["perplexity"]
+    assert quality["verdict"] in ("supported", "met") and task["loss"]["loss"] <= 0.03 and task["n"] == 40
+    assert task["kl"]["mean"] > 0 and not quality["held_out_kl"]
+    judged = [trial for trial in quality["trials"] if trial["accepted"] is not None]
+    assert any(trial["accepted"] for trial in judged)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "texts"], "no bundle of a trial"
+    split = load_splits(str(texts), "perplexity")
+    assert task["baseline"] == pytest.approx(
+        evaluate(split.task, split.test.items, ReferenceModel(model)).value, rel=1e-3
+    )
+    assert found.plan.bits_per_weight < 16
+
+
+def test_bundles_of_trials_never_take_the_place_of_anything(too_large: None, tmp_path: Path) -> None:
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    own = tmp_path / "out-unquantized.partial"
+    own.mkdir()
+    (own / "letter.txt").write_text("mine")
+    with pytest.raises(OptionError, match="is in the way and was not left by a compile"):
+        compile_tiny(model, tmp_path / "out", "loss", 0.03, quick=False, data=str(texts), **LOSS)
+    assert (own / "letter.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("kind", "with_data", "memory", "words"),
-    [("loss", True, 10**12, "generated answers"), ("size", False, 10**12, "--data"), ("kl", True, 10**6, "--memory")],
+    [("size", False, 10**12, "--data"), ("kl", True, 10**6, "--memory"), ("loss", True, 10**6, "--memory")],
 )
 def test_what_cannot_go_layer_by_layer_says_what_would_do(
     too_large: None, tmp_path: Path, kind: TargetKind, with_data: bool, memory: int, words: str
