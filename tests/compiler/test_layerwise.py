@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -141,7 +141,7 @@ def test_more_bits_cost_less_and_every_layer_has_a_gain(lowering: Lowering, tmp_
 def test_a_plan_measures_as_the_whole_model_does(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
     inputs, journal = inputs_of(lowering), Journal(tmp_path / "w.work", "x", Disk())
     found = Sweep(lowering, inputs, journal, 2).run(nothing)
-    trials = StreamedTrials(lowering, inputs, found, nothing, journal, 2)
+    trials = StreamedTrials(lowering, inputs, found, nothing, journal, 2, (), cast(Any, None))
     plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
     assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
     plan = uniform_plan(lowering.model, 3, 32, 4, lowering.float_type, "gptq")
