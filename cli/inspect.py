@@ -78,6 +78,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "experts": format_counts(manifest),
             "dense": dict(Counter(str(entry.spec) for entry in manifest.dense)),
             "bits_per_weight": cost.expert_bits_per_weight,
+            "pruned_experts": sum(map(len, manifest.pruned_experts)),
             "bits": [[average_bits(manifest, entry) for entry in row] for row in rows_by_layer(manifest)],
         },
         "sizes": _sizes(manifest),
@@ -190,6 +191,7 @@ def _long_context(model: dict[str, Any]) -> str:
 
 def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
     model, sizes, size = facts["model"], facts["sizes"], output.human_bytes
+    pruned = facts["formats"]["pruned_experts"]
     pairs: list[tuple[str, object]] = [
         ("bundle", f"{facts['name']}, made by {facts['producer']} for `{facts['device']}`"),
         (
@@ -201,6 +203,7 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
         ("files", size(sizes["bundle_bytes"])),
         ("experts", _against_16_bit(sizes["expert_packed_bytes"], sizes["expert_16_bit_bytes"])),
         ("  padded", size(sizes["expert_padded_bytes"])),
+        *([("  left out", f"{pruned} of {len(manifest.experts)}")] if pruned else []),
         *([("  low versions", size(sizes["low_expert_bytes"]))] if sizes["low_expert_bytes"] else []),
         ("dense", _against_16_bit(sizes["dense_packed_bytes"], sizes["dense_16_bit_bytes"])),
         ("bits per weight", f"{facts['formats']['bits_per_weight']:.3f} (routed experts, scales included)"),

@@ -32,7 +32,14 @@ def plan_heat_map(quality: Quality) -> str:
             groups = ["".join(map(_digit, bits)) for bits in zip(*own, strict=True)]
             body.append(f"layer {layer:>3}  " + (" ".join(groups) or "no routed experts"))
     formats = ", ".join(f"{name} x{count}" for name, count in quality["bits"]["formats"].items())
-    return "\n".join([*body, f"formats    {formats}"])
+    return "\n".join([*body, f"formats    {formats}", *_left_out(units["down"])])
+
+
+def _left_out(down: Sequence[Sequence[float]]) -> list[str]:
+    """A line on the experts that take no bytes, if there are any. down: bits, [L][E]."""
+    flat = [bits for row in down for bits in row]
+    count = flat.count(0)
+    return [f"left out   {count} of {len(flat)} experts (`--keep-experts` keeps all)"] if count else []
 
 
 def heat_map(bits: Sequence[Sequence[float]]) -> str:

@@ -143,6 +143,7 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
         "| | bytes |",
         "|---|---|",
         f"| routed experts, {sizes['expert_bits_per_weight']:.3f} bits per weight | {sizes['expert_packed_bytes']:,} |",
+        *_left_out_row(manifest),
         f"| routed experts at 16 bits | {sizes['expert_16bit_bytes']:,} |",
         f"| everything else | {sizes['dense_packed_bytes']:,} |",
         f"| expert bytes per token, nothing cached | {sizes['expected_read_bytes_per_token']:,} |",
@@ -167,6 +168,11 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _left_out_row(manifest: BundleManifest) -> list[str]:
+    pruned = sum(map(len, manifest.pruned_experts))
+    return [f"| of {len(manifest.experts)} routed experts left out | {pruned} |"] if pruned else []
 
 
 def _card_row(name: str, task: Mapping[str, Any]) -> str:

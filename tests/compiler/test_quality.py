@@ -160,3 +160,12 @@ def test_every_unit_is_in_the_grid() -> None:
     units = report()["bits"]["units"]
     assert all(UnitKey(layer, expert, p) in PLAIN.units for p in units for layer in range(2) for expert in range(4))
     assert all(len(units[p]) == 2 and len(units[p][0]) == 4 for p in PROJECTIONS)
+
+
+def test_experts_left_out_are_said() -> None:
+    assert "left out" not in plan_heat_map(report())
+    out = {unit: QuantSpec(0) for unit in PLAIN.units if unit[:2] in ((0, 2), (1, 3))}
+    plan = replace(mixed_plan(), units={**mixed_plan().units, **out})
+    lines = plan_heat_map(report(plan=plan, cost=cost_summary(plan))).splitlines()
+    assert lines[1] == "layer   0  234 888 000 234" and "q0 x6" in lines[-2]
+    assert lines[-1] == "left out   2 of 8 experts (`--keep-experts` keeps all)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import MixtralForCausalLM
 
+from moec.cli.main import cli
 from moec.manifests.model import ExpertKey, ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import load
@@ -147,3 +150,10 @@ def test_what_cannot_be_left_out(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make(checkpoint, tmp_path / "bundle")
+
+
+def test_inspect_says_what_is_left_out(pruned: Path) -> None:
+    page = CliRunner().invoke(cli, ["inspect", str(pruned)])
+    assert page.exit_code == 0 and "9 of 24" in page.stdout
+    told = json.loads(CliRunner().invoke(cli, ["inspect", str(pruned), "--json"]).stdout)
+    assert told["formats"]["pruned_experts"] == 9
