@@ -28,6 +28,17 @@ class SimulatedExpert:
     is_copy: bool
 
 
+def _own(expert: kernels.Expert) -> kernels.Expert:
+    """The expert over bytes of its own."""
+    gate, up, down = (
+        None if matrix is None else kernels.PackedMatrix(matrix.data.copy(), matrix.rows, matrix.columns, matrix.spec)
+        for matrix in (expert.gate, expert.up, expert.down)
+    )
+    if up is None or down is None:
+        raise ValueError("an expert has up and down")
+    return kernels.Expert(gate, up, down, expert.activation, expert.limit, expert.biases)
+
+
 class SimulatedDevice:
     """A device of these latencies and so many bytes. now_ns: the processor's time, which `advance` lets pass."""
 
@@ -56,13 +67,17 @@ class SimulatedDevice:
 
     def keep(self, expert: kernels.Expert) -> SimulatedExpert:
         """Upload an expert that stays. Raises MemoryBudgetExceeded."""
-        self._kept_bytes += expert_bytes(expert)
+        return self.keep_bytes(expert_bytes(expert), _own(expert))
+
+    def keep_bytes(self, size_bytes: int, expert: kernels.Expert | None = None) -> SimulatedExpert:
+        """As `keep`, of an expert of which only the size is known."""
+        self._kept_bytes += size_bytes
         self._check()
         return SimulatedExpert(expert, 0.0, is_copy=False)
 
     def copy(self, expert: kernels.Expert) -> SimulatedExpert:
         """Begin to copy an expert. Raises MemoryBudgetExceeded."""
-        return self.copy_bytes(expert_bytes(expert), expert)
+        return self.copy_bytes(expert_bytes(expert), _own(expert))
 
     def copy_bytes(self, size_bytes: int, expert: kernels.Expert | None = None) -> SimulatedExpert:
         """As `copy`, of an expert of which only the size is known."""

@@ -95,7 +95,8 @@ class TorchDevice:
         self._copies = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._done: list[torch.cuda.Event | None] = [None] * COPY_SLOTS
         self._next_slot = 0
-        self._rows = self._rounded = torch.empty(0)
+        self._rows = torch.empty(0)
+        self._rounded: torch.Tensor | None = None
         self._results: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []
 
     @property
@@ -142,7 +143,7 @@ class TorchDevice:
         """Take the rows of a layer, float32 [T, D]; results that were not collected are dropped."""
         self._results = []
         self._rows = torch.from_numpy(hidden_states).to(self._device)
-        self._rounded = round_activations(self._rows)
+        self._rounded = None
 
     def run(self, expert: TorchExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
         """Begin to compute an expert. tokens, ranks: int32 [n]."""
@@ -164,14 +165,21 @@ class TorchDevice:
         for number, matrix in enumerate((form.gate or form.up, form.up)):
             if form.gate is None and number == 0:  # relu reads up alone
                 continue
-            source = self._rows if matrix.spec.bitwidth == 16 else self._rounded
-            product = source.index_select(0, at) @ self._weights(expert, matrix).T
+            product = self._inputs(matrix).index_select(0, at) @ self._weights(expert, matrix).T
             products.append(product + biases[number] if biases else product)
         hidden = _activate(products, form.activation, form.limit)
         if form.down.spec.bitwidth != 16:
             hidden = round_activations(hidden)
         out = hidden @ self._weights(expert, form.down).T
         return out + biases[2] if biases else out
+
+    def _inputs(self, matrix: _Matrix) -> torch.Tensor:
+        """The rows of the layer as a matrix reads them; rounded once for all experts."""
+        if matrix.spec.bitwidth == 16:
+            return self._rows
+        if self._rounded is None:
+            self._rounded = round_activations(self._rows)
+        return self._rounded
 
     def _weights(self, expert: TorchExpert, matrix: _Matrix) -> torch.Tensor:
         return unpack(expert.image[matrix.start : matrix.end], matrix.rows, matrix.columns, matrix.spec)
@@ -194,7 +202,8 @@ class TorchDevice:
     def close(self) -> None:
         """Give the memory back."""
         self.synchronize()
-        self._arena = self._rows = self._rounded = torch.empty(0)
+        self._arena = self._rows = torch.empty(0)
+        self._rounded = None
         self._slots, self._staging, self._results = [], [], []
         if self._is_cuda:
             torch.cuda.empty_cache()

@@ -6,6 +6,8 @@ kernels. The layout is that of docs/format.md, Packing; the sizes are those of `
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
@@ -19,10 +21,21 @@ _FRACTION_BITS = 23
 _SMALLEST_ROUNDED = 2.0**-110  # as in the kernels: 127 divided by less could overflow
 
 
+@lru_cache
+def _shifts(bits: int, device: torch.device) -> torch.Tensor:
+    """Where the fields of a byte begin, uint8 [8 / bits, 1]; kept, because making it would wait for the device."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).unsqueeze(-1)
+
+
+@lru_cache
+def _mxfp4_levels(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(MXFP4_LEVELS).to(device)
+
+
 def _fields(planes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes as fields of so many bits, lowest first, along a new third axis: [n, planes, 64] -> [n, planes, f, 64]."""
-    parts = [(planes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    return torch.stack(parts, dim=2)
+    """Bytes as fields of so many bits, lowest first: uint8 [n, planes, 64] -> uint8 [n, planes x 8 / bits, 64]."""
+    fields = (planes.unsqueeze(2) >> _shifts(bits, planes.device)) & (2**bits - 1)
+    return fields.reshape(len(planes), -1, _PLANE_BYTES)
 
 
 def _ternary_lanes(tiles: torch.Tensor) -> torch.Tensor:
@@ -34,25 +47,21 @@ def _ternary_lanes(tiles: torch.Tensor) -> torch.Tensor:
         digits.append((fractions >> 8).to(torch.uint8))
         fractions = fractions & 255
     lanes = torch.cat(digits, dim=2).reshape(len(tiles), -1, _PLANE_BYTES)
-    last = torch.stack([(tiles[:, split:] >> shift) & 3 for shift in range(0, 8, 2)], dim=2)
+    last = (tiles[:, split:].unsqueeze(-1) >> _shifts(2, tiles.device).squeeze(-1)) & 3
     return torch.cat((lanes, last.reshape(len(tiles), 1, _PLANE_BYTES)), dim=1)
 
 
-def _tile_codes(tiles: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Codes of tiles, uint8 [n, bytes] -> uint8 [n, 16, columns of a tile]."""
+def _lanes(tiles: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Codes of tiles, uint8 [n, bytes] -> uint8 [n, q, 64]: byte 4 r + c of lane q is row r, column 4 q + c."""
     if spec.is_ternary:
-        lanes = _ternary_lanes(tiles)
-    elif spec.bitwidth == 3:
-        planes = tiles.reshape(len(tiles), 3, _PLANE_BYTES)
-        lanes = _fields(planes[:, :2], 2).reshape(len(tiles), -1, _PLANE_BYTES)
-        lanes = lanes | _fields(planes[:, 2:], 1).reshape(lanes.shape) << 2
-    else:
-        bits = int(spec.bitwidth)
-        planes = tiles.reshape(len(tiles), bits, _PLANE_BYTES)
-        lanes = (planes if bits == 8 else _fields(planes, bits)).reshape(len(tiles), -1, _PLANE_BYTES)
-    # lanes: q, then byte 4 r + c; column k = 4 q + c
-    by_lane = lanes.reshape(len(tiles), -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
-    return by_lane.permute(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, spec.tile_columns)
+        return _ternary_lanes(tiles)
+    planes = tiles.reshape(len(tiles), -1, _PLANE_BYTES)
+    if spec.bitwidth == 3:
+        return _fields(planes[:, :2], 2) | _fields(planes[:, 2:], 1) << 2
+    lanes = planes if spec.bitwidth == 8 else _fields(planes, int(spec.bitwidth))
+    if spec.is_mxfp4:
+        return _mxfp4_levels(tiles.device).index_select(0, lanes.reshape(-1).to(torch.int32)).reshape(lanes.shape)
+    return lanes
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:
@@ -90,16 +99,12 @@ def unpack(data: torch.Tensor, rows: int, columns: int, spec: QuantSpec) -> torc
     records = data.reshape(blocks, groups, -1)
     scales, minima, start = _scales(records, spec)
     tiles = records[:, :, start:].reshape(-1, ROWS_PER_BLOCK * spec.tile_row_bytes)
-    codes = _tile_codes(tiles, spec)
-    by_row = codes.reshape(blocks, -1, ROWS_PER_BLOCK, spec.tile_columns).permute(0, 2, 1, 3)
-    grouped = by_row.reshape(blocks, ROWS_PER_BLOCK, groups, -1)
-    if spec.is_mxfp4:
-        levels = torch.tensor(MXFP4_LEVELS.tolist(), dtype=torch.float32, device=data.device)
-        values = levels.index_select(0, grouped.reshape(-1).to(torch.int32)).reshape(grouped.shape)
-    else:
-        values = grouped.float()
-    # Into the same memory: a matrix of a large expert is the largest thing that the device holds for a moment.
-    return values.mul_(scales).add_(minima).reshape(-1, columns)[:rows]
+    lanes = _lanes(tiles, spec).reshape(blocks, columns // spec.tile_columns, -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
+    by_row = lanes.permute(0, 3, 1, 2, 4)
+    weights = torch.empty(by_row.shape, dtype=torch.float32, device=data.device).copy_(by_row)
+    # In place: for a moment this is the largest thing that the device holds.
+    grouped = weights.view(blocks, ROWS_PER_BLOCK, groups, -1).mul_(scales).add_(minima)
+    return grouped.view(-1, columns)[:rows]
 
 
 def round_activations(x: torch.Tensor) -> torch.Tensor:
