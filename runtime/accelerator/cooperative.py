@@ -38,7 +38,7 @@ class CooperativeExperts:
     """The experts of one bundle, some of them on a device.
 
     experts: of every stored index, bound to the host's memory; sizes: bytes of a copy, int [N]; residents: those that
-    stay on the device.
+    stay on the device. cooperation: may be changed between passes.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class CooperativeExperts:
     ) -> None:
         self.device, self.latency, self.placement = device, latency, placement
         self.counts = CooperationCounts()
-        self._experts, self._sizes, self._residents, self._cooperation = experts, sizes, residents, cooperation
+        self.cooperation: Cooperation = cooperation
+        self._experts, self._sizes, self._residents = experts, sizes, residents
 
     def absent(self, experts: Sequence[int]) -> list[int]:
         """Of these, the ones that are not on the device: what the host may have to read."""
@@ -68,7 +69,7 @@ class CooperativeExperts:
             ExpertLoad(index, len(places), self._sizes[index], index in self._residents)
             for index, places in asked.items()
         ]
-        plan = plan_layer(loads, self.latency, self._cooperation)
+        plan = plan_layer(loads, self.latency, self.cooperation)
         split = LayerSplit(self, plan, {index: _at(places, top_k) for index, places in asked.items()}, hidden_states)
         self.counts.resident += plan.count(Action.RESIDENT)
         self.counts.copied += plan.count(Action.COPY)
@@ -94,7 +95,7 @@ class CooperativeExperts:
         """For the `mode:` line: what is where, what was measured, what was done so far."""
         done = f", experts computed: {self.counts.to_text()}" if self.counts != CooperationCounts() else ""
         return (
-            f"accelerator {self.device.name} for routed experts, cooperation {self._cooperation}, "
+            f"accelerator {self.device.name} for routed experts, cooperation {self.cooperation}, "
             f"{len(self.placement.resident)} of {len(self._sizes)} experts on it in "
             f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
             f"{self.latency.to_text()}{done}; logits equal the CPU's to rounding, not to the bit"
@@ -104,7 +105,7 @@ class CooperativeExperts:
         """For `--json`."""
         return {
             "device": self.device.name,
-            "cooperation": self._cooperation,
+            "cooperation": self.cooperation,
             "used_bytes": self.device.used_bytes,
             "placement": self.placement.to_plain(),
             "latency": self.latency.to_plain(),

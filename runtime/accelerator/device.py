@@ -9,8 +9,8 @@ import numpy as np
 from .. import kernels
 
 COPY_SLOTS = 4
-"""Copies under way or waiting to be computed, at most. Two would keep a link busy if somebody began the next whenever one
-ends; the processor does that between two experts of its own, so the link needs a queue for the time of one.
+"""Copies under way or waiting to be computed, at most. Two would keep a link busy if somebody began the next whenever
+one ends; the processor does that between two experts of its own, so the link needs a queue for the time of one.
 """
 
 DeviceExpert: TypeAlias = Any

@@ -29,12 +29,12 @@ def _shifts(bits: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache
 def _mxfp4_levels(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(MXFP4_LEVELS).to(device)
+    return torch.tensor(MXFP4_LEVELS.tolist(), dtype=torch.uint8, device=device)
 
 
 def _fields(planes: torch.Tensor, bits: int) -> torch.Tensor:
     """Bytes as fields of so many bits, lowest first: uint8 [n, planes, 64] -> uint8 [n, planes x 8 / bits, 64]."""
-    fields = (planes.unsqueeze(2) >> _shifts(bits, planes.device)) & (2**bits - 1)
+    fields: torch.Tensor = (planes.unsqueeze(2) >> _shifts(bits, planes.device)) & (2**bits - 1)
     return fields.reshape(len(planes), -1, _PLANE_BYTES)
 
 

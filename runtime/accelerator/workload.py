@@ -76,10 +76,10 @@ def layer_ns(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Co
 def pass_ns(
     work: Workload, latency: LatencyModel, residents: np.ndarray, strategy: str, tokens: int, seed: int
 ) -> float:
-    """One pass of so many tokens. residents: bool [L, E]; seed: of the draws. Raises KeyError on an unknown strategy."""
+    """One pass of so many tokens. residents: bool [L, E]; seed: of the draws. Raises KeyError on another strategy."""
     cooperation, source = STRATEGIES[strategy], np.random.default_rng([seed, tokens])
     layers, experts = work.popularity.shape
-    total = work.head_ns + layers * (work.dense_fixed_ns + work.dense_token_ns * tokens)
+    total: float = work.head_ns + layers * (work.dense_fixed_ns + work.dense_token_ns * tokens)
     for layer in range(layers):
         counts = work.draw(layer, tokens, source)
         loads = [

@@ -1,4 +1,4 @@
-"""Whole runs with experts on both sides: the split changes nothing but rounding, and every way to share them is taken."""
+"""Whole runs with experts on both sides: the split changes nothing but rounding, whoever gets which experts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def computed_by_numpy(expert: kernels.Expert, x: np.ndarray) -> tuple[np.ndarray
         (expert.gate or expert.up, expert.up), products, (*expert.biases, 0, 0), strict=False
     ):
         reference.linear(matrix, x, product)
-        product += bias
+        np.add(product, bias, out=product)
     middle = reference.gated(*products, expert.activation, expert.limit)
     down = np.empty((expert.down.rows, expert.down.columns), np.float32)
     reference.dequantize_rows(expert.down, np.arange(expert.down.rows), down)

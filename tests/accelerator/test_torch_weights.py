@@ -24,7 +24,7 @@ def test_every_format_unpacks_to_the_bits_of_the_reference(device: torch.device,
 
 @pytest.mark.parametrize("text", ["q1", "q1.6s", "q2g64", "q3g32s", "q4g128", "q8", "bf16"])
 def test_any_bytes_unpack_as_in_the_reference(device: torch.device, text: str) -> None:
-    """Random codes, scales of every exponent that is a number: what a checkpoint could hold, not what quantizers write."""
+    """Random codes and scales, those that are no numbers left out: what a file can hold, not what quantizers write."""
     spec, rows, columns = QuantSpec.parse(text), 32, 256
     data = np.random.default_rng(5).integers(0, 256, spec.packed_bytes(rows, columns)).astype(np.uint8)
     with np.errstate(invalid="ignore"):
