@@ -1,7 +1,7 @@
 """What an accelerator would bring, simulated: ``python bench/simulated_accelerator.py [--model olmoe|mixtral] ...``.
 
 Nothing here ran on a GPU. The processor's side is measured on this machine: one expert of the model's shape and format,
-its dense products, its head, and the copy of an expert into a buffer. The device's side is arithmetic from the constants
+its dense products, its head, and the copy of an expert into a buffer. The device's side is arithmetic from constants
 that the options name: an expert takes LAUNCHES starts of a kernel, its bytes through the device's memory, and its
 products at the device's rate; the link carries an expert at its own rate. Which experts tokens choose is drawn from
 popularities rank^-SKEW. Attention over the cached keys is left out, on every side alike. Prints a Markdown table:

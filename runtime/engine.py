@@ -125,11 +125,11 @@ class Engine:
         self.model.advisor.layers, self.model.advisor.experts = options.prefetch_layers, options.prefetch_experts
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         if opened is not None:
-            args = (opened, manifest, options, experts, self._storage, records)
+            args = (opened, manifest, options, experts, self._storage, records, self.cache.has)
             self.model.accelerator = start_cooperation(*args)
         # Low versions come with a miss.
         order = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
-        warm = self.model.absent(order)
+        warm = self.model.absent_first(order)
         self.cache.warm(warm)
         self.lossy = None
         if not modes.is_lossless:

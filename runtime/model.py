@@ -175,6 +175,11 @@ class Model:
         """Of stored experts, those that no accelerator holds: what may be worth reading."""
         return list(experts) if self.accelerator is None else self.accelerator.absent(experts)
 
+    def absent_first(self, experts: Sequence[int]) -> list[int]:
+        """The same, what an accelerator holds behind the rest: worth the host's memory only if some is left."""
+        absent = set(self.absent(experts))
+        return sorted(experts, key=lambda index: index not in absent)
+
     @property
     def first_expert(self) -> list[int]:
         """[L + 1]: where each layer's experts begin when they are counted over all layers."""

@@ -6,7 +6,7 @@ split changes is only how each result was rounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class CooperativeExperts:
     """The experts of one bundle, some of them on a device.
 
     experts: of every stored index, bound to the host's memory; sizes: bytes of a copy, int [N]; residents: those that
-    stay on the device. cooperation: may be changed between passes.
+    stay on the device. cooperation: may be changed between passes. is_in_host: whether an expert's bytes are there now.
     """
 
     def __init__(
@@ -50,11 +50,12 @@ class CooperativeExperts:
         residents: dict[int, DeviceExpert],
         latency: LatencyModel,
         cooperation: Cooperation,
+        is_in_host: Callable[[int], bool] = lambda index: False,
     ) -> None:
         self.device, self.latency, self.placement = device, latency, placement
         self.counts = CooperationCounts()
         self.cooperation: Cooperation = cooperation
-        self._experts, self._sizes, self._residents = experts, sizes, residents
+        self._experts, self._sizes, self._residents, self._is_in_host = experts, sizes, residents, is_in_host
 
     def absent(self, experts: Sequence[int]) -> list[int]:
         """Of these, the ones that are not on the device: what the host may have to read."""
@@ -65,10 +66,11 @@ class CooperativeExperts:
 
         hidden_states: float32 [T, D].
         """
-        loads = [
-            ExpertLoad(index, len(places), self._sizes[index], index in self._residents)
-            for index, places in asked.items()
-        ]
+        loads = []
+        for index, places in asked.items():
+            is_resident = index in self._residents
+            in_host = is_resident and self._is_in_host(index)
+            loads.append(ExpertLoad(index, len(places), self._sizes[index], is_resident, in_host))
         plan = plan_layer(loads, self.latency, self.cooperation)
         split = LayerSplit(self, plan, {index: _at(places, top_k) for index, places in asked.items()}, hidden_states)
         self.counts.resident += plan.count(Action.RESIDENT)

@@ -6,7 +6,7 @@ only after. torch is imported here and nowhere earlier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,10 +103,12 @@ def start_cooperation(
     experts: Sequence[kernels.Expert],
     storage: ExpertStorage,
     records: ExpertRecords,
+    is_in_host: Callable[[int], bool],
 ) -> CooperativeExperts:
     """Measure latencies, then bring the most popular experts to the device. Call before the cache begins to read.
 
-    experts: of every stored index. Raises MemoryBudgetExceeded, and as `ExpertStorage.load`.
+    experts: of every stored index; is_in_host: what the cache has. Raises MemoryBudgetExceeded, and as
+    `ExpertStorage.load`.
     """
     from .torch_device import TorchDevice
 
@@ -116,7 +118,8 @@ def start_cooperation(
     device = TorchDevice(opened.name, opened.device, placement.resident_bytes, max(opened.sizes))
     latency = measure_bundle(device, experts, opened.sizes, storage)
     residents = bring(device, placement, experts, storage)
-    return CooperativeExperts(device, experts, opened.sizes, placement, residents, latency, options.cooperation)
+    known = (placement, residents, latency, options.cooperation, is_in_host)
+    return CooperativeExperts(device, experts, opened.sizes, *known)
 
 
 def measure_bundle(

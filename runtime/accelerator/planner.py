@@ -4,14 +4,17 @@ An expert on the device runs there. For any other there is a choice: the process
 copied and the device does. `published` is the rule of Twiddler (section 3.3, algorithm 1), expert by expert: copy where
 cpu_lat(s) > gpu_lat(s) + transfer_lat(). It counts times as if one followed the other. Processor, link and device work
 at the same time, copies wait for each other on the link and for a slot, so `auto` minimises when the layer is done: the
-experts with the most tokens are copied, as many as bring that time to its least. `gpu` copies all (HOBBIT's GPU-centric
-mode), `cpu` none (its cooperative mode).
+experts with the most tokens are copied, as many as bring that time to its least. Then experts on the device whose bytes
+the host has as well move to the processor, those with the fewest tokens first, as long as that helps: small experts can
+be faster here than their kernels start there. `gpu` copies all (HOBBIT's GPU-centric mode), `cpu` none (its cooperative
+mode).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,12 +36,16 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """What a layer asks of one expert. index: among the stored experts; size_bytes: of its copy."""
+    """What a layer asks of one expert. index: among the stored experts; size_bytes: of its copy.
+
+    is_resident: it is on the device; is_in_host: and in the host's memory as well.
+    """
 
     index: int
     tokens: int
     size_bytes: int
     is_resident: bool
+    is_in_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +69,61 @@ def plan_layer(
 ) -> LayerPlan:
     """Decide for the experts of one layer; no expert twice. slots: copies on the device at once."""
     missing = sorted((load for load in loads if not load.is_resident), key=_copied_first)
-    device_ns = sum(latency.device_ns(load.tokens) for load in loads if load.is_resident)
-    actions = {load.index: Action.RESIDENT for load in loads if load.is_resident}
-    best, best_ns, best_order = set[int](), float("inf"), tuple[int, ...]()
+    best = _Choice(loads, latency, slots)
     for copied in _candidates(missing, latency, cooperation):
+        best = best.or_better(copied, set())
+    if cooperation == "auto":
+        movable = sorted((load for load in loads if load.is_in_host and load.is_resident), key=_copied_first)
+        found = best.copied
+        for count in _counts(len(movable)):
+            moved = {load.index for load in movable[len(movable) - count :]}
+            best = best.or_better(found, moved).or_better(set(), moved)
+    return best.plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The best split of a layer so far: what is copied, and which residents the processor computes."""
+
+    loads: Sequence[ExpertLoad]
+    latency: LatencyModel
+    slots: int
+    copied: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
+    order: tuple[int, ...] = ()
+    makespan_ns: float = math.inf
+
+    def or_better(self, copied: Set[int], moved: Set[int]) -> _Choice:
+        """This choice, or another one if that ends earlier."""
+        on_device = [load for load in self.loads if load.is_resident and load.index not in moved]
+        others = (load for load in self.loads if not load.is_resident or load.index in moved)
+        off_device = sorted(others, key=_copied_first)
         order, makespan_ns = schedule(
-            [load for load in missing if load.index in copied],
-            [load for load in reversed(missing) if load.index not in copied],
-            latency,
-            device_ns,
-            slots,
+            [load for load in off_device if load.index in copied],
+            [load for load in reversed(off_device) if load.index not in copied],
+            self.latency,
+            sum(self.latency.device_ns(load.tokens) for load in on_device),
+            self.slots,
         )
-        if makespan_ns < best_ns:
-            best, best_ns, best_order = copied, makespan_ns, order
-    actions |= {load.index: Action.COPY if load.index in best else Action.CPU for load in missing}
-    return LayerPlan(actions, best_order, best_ns)
+        if makespan_ns >= self.makespan_ns:
+            return self
+        chosen = (frozenset(copied), frozenset(moved), order, makespan_ns)
+        return _Choice(self.loads, self.latency, self.slots, *chosen)
+
+    def plan(self) -> LayerPlan:
+        """What it means for every expert."""
+        actions = {}
+        for load in self.loads:
+            if load.is_resident and load.index not in self.moved:
+                actions[load.index] = Action.RESIDENT
+            else:
+                actions[load.index] = Action.COPY if load.index in self.copied else Action.CPU
+        return LayerPlan(actions, self.order, self.makespan_ns)
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers from 0 to most, both there, at most _MAX_TRIALS of them between."""
+    return [*range(0, most, -(-most // _MAX_TRIALS) or 1), most]
 
 
 def _copied_first(load: ExpertLoad) -> tuple[int, int, int]:
@@ -92,9 +139,7 @@ def _candidates(missing: Sequence[ExpertLoad], latency: LatencyModel, cooperatio
     published = {load.index for load in missing if pays_alone(load, latency)}
     if cooperation == "published":
         return [published]
-    step = -(-len(missing) // _MAX_TRIALS) or 1
-    counts = [*range(0, len(missing), step), len(missing)]
-    return [*({load.index for load in missing[:count]} for count in counts), published]
+    return [*({load.index for load in missing[:count]} for count in _counts(len(missing))), published]
 
 
 def pays_alone(load: ExpertLoad, latency: LatencyModel) -> bool:

@@ -1,8 +1,8 @@
 """What prefill, decoding and beam search would take on a simulated device, under every way to share the experts.
 
 Which experts a token chooses is drawn from their popularity, without replacement and independently of other tokens;
-every strategy sees the same draws. A pass is its layers one after the other: dense weights on the processor, then the
-experts as planned, on the clock of a SimulatedDevice.
+every strategy sees the same draws. The host's memory holds all experts. A pass is its layers one after the other: dense
+weights on the processor, then the experts as planned, on the clock of a SimulatedDevice.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def layer_ns(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Co
     device = SimulatedDevice(latency, memory_bytes=1 << 62)
     kept = device.keep_bytes(0)
     for load in loads:
-        if load.is_resident:
+        if plan.actions[load.index] is Action.RESIDENT:
             device.run_tokens(kept, load.tokens)
     for index in plan.order:
         load = by_index[index]
@@ -82,13 +82,9 @@ def pass_ns(
     total: float = work.head_ns + layers * (work.dense_fixed_ns + work.dense_token_ns * tokens)
     for layer in range(layers):
         counts = work.draw(layer, tokens, source)
+        kept = residents[layer] if cooperation is not None else np.zeros(experts, bool)
         loads = [
-            ExpertLoad(
-                expert,
-                int(counts[expert]),
-                work.expert_bytes,
-                cooperation is not None and bool(residents[layer, expert]),
-            )
+            ExpertLoad(expert, int(counts[expert]), work.expert_bytes, bool(kept[expert]), is_in_host=True)
             for expert in range(experts)
             if counts[expert]
         ]

@@ -114,7 +114,7 @@ def test_a_torch_device_computes_what_the_cpu_computes(
         counts, placed = used.counts, used.placement
         assert name != "cuda" or used.device.used_bytes <= placed.budget_bytes
         resident = set(placed.resident)
-        assert not resident & set(engine.cache.resident().tolist())  # not in the host's memory as well
+        assert not resident & set(engine.cache.resident().tolist())  # the host's memory has no room for them as well
         told = used.to_plain()
     assert 0 < len(placed.resident) < 0.5 * 36 and placed.resident_bytes + placed.fixed_bytes <= placed.budget_bytes
     assert counts.resident > 0 and counts.resident + counts.copied + counts.cpu > 4 * 20 * 3
@@ -142,10 +142,25 @@ def test_an_encoder_uses_the_device_too(tmp_path: Path) -> None:
     found = emit_bundle(save_tiny_switch(tmp_path / "model", tiny), tmp_path / "bundle")
     with load(found, context=64) as engine:
         expected = engine.logits([0, *TOKENS[:5]], prompt=TOKENS[:30])
-    with load(found, context=64, accelerator="torch-cpu", accelerator_memory="50MiB") as engine:
+    with load(found, context=64, accelerator="torch-cpu", accelerator_memory="50MiB", cooperation="gpu") as engine:
         logits = engine.logits([0, *TOKENS[:5]], prompt=TOKENS[:30])
         assert engine.model.accelerator is not None and engine.model.accelerator.counts.resident > 0
     assert not len(rows_that_differ(logits, expected))
+
+
+def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, on_cpu: np.ndarray) -> None:
+    """Where the host has room for all, experts of the device are read last, and computed where it is faster."""
+    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle)}
+    with load(bundle, context=128, expert_cache="100%", **options) as engine:
+        engine.cache.finish_warming()
+        used = engine.model.accelerator
+        assert used is not None and engine.cache.has(used.placement.resident[0])
+        used.latency = LatencyModel(1000.0, 10.0, 1e9, 0.0, 1.0, 1.0)
+        assert np.array_equal(logits_of(engine), on_cpu)
+        assert used.counts.cpu > 0 and used.counts.resident == used.counts.copied == 0
+        used.cooperation = "published"
+        engine.logits(TOKENS[:PREFILL])
+        assert used.counts.resident > 0
 
 
 def test_what_is_on_the_device_is_never_read_ahead(bundle: Path) -> None:

@@ -28,7 +28,7 @@ def test_the_planner_is_first_and_runs_repeat(tokens: int) -> None:
     assert residents.sum() == 10
     times_ns = {name: prefill_ns(WORK, LATENCY, residents, name, tokens) for name in STRATEGIES}
     shared = [name for name in STRATEGIES if STRATEGIES[name] is not None]
-    assert times_ns["planner"] == min(times_ns[name] for name in shared)
+    assert times_ns["planner"] == min(times_ns[name] for name in shared) < times_ns["CPU only"]
     assert times_ns == {name: prefill_ns(WORK, LATENCY, residents, name, tokens) for name in STRATEGIES}
 
 

@@ -13,7 +13,7 @@ import torch
 from .conftest import Invoke
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", 6)
-ON_TORCH = ("--accelerator", "torch-cpu", "--accelerator-memory", "20MiB")
+ON_TORCH = ("--accelerator", "torch-cpu", "--accelerator-memory", "20MiB", "--cooperation", "gpu")
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
@@ -28,7 +28,7 @@ def test_a_run_tells_where_experts_were_computed(invoke: Invoke, bundle: Path) -
     told = invoke("run", bundle, *PROMPT, *ON_TORCH)
     assert told.exit_code == 0 and told.stdout == alone.stdout
     mode = told.stderr.splitlines()[0]
-    assert "; accelerator torch-cpu for routed experts, cooperation auto, 24 of 24 experts on it in " in mode
+    assert "; accelerator torch-cpu for routed experts, cooperation gpu, 24 of 24 experts on it in " in mode
     assert "measured: CPU " in mode and "not to the bit" in mode
     assert "experts computed: " in told.stderr.splitlines()[-1] and "accelerator" not in alone.stderr
 
