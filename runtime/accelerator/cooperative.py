@@ -100,7 +100,7 @@ class CooperativeExperts:
             f"accelerator {self.device.name} for routed experts, cooperation {self.cooperation}, "
             f"{len(self.placement.resident)} of {len(self._sizes)} experts on it in "
             f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
-            f"{self.latency.to_text()}{done}; logits equal the CPU's to rounding, not to the bit"
+            f"{self.latency.to_text()}{done}; its sums have another order, so logits are not the CPU's to the bit"
         )
 
     def to_plain(self) -> dict[str, Any]:

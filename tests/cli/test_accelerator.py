@@ -29,7 +29,7 @@ def test_a_run_tells_where_experts_were_computed(invoke: Invoke, bundle: Path) -
     assert told.exit_code == 0 and told.stdout == alone.stdout
     mode = told.stderr.splitlines()[0]
     assert "; accelerator torch-cpu for routed experts, cooperation gpu, 24 of 24 experts on it in " in mode
-    assert "measured: CPU " in mode and "not to the bit" in mode
+    assert "measured: CPU " in mode and "not the CPU's to the bit" in mode
     assert "experts computed: " in told.stderr.splitlines()[-1] and "accelerator" not in alone.stderr
 
 
