@@ -12,11 +12,11 @@ mode).
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
 
 from ..options import Cooperation
 from .device import COPY_SLOTS
@@ -68,78 +68,28 @@ def plan_layer(
     loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation, slots: int = COPY_SLOTS
 ) -> LayerPlan:
     """Decide for the experts of one layer; no expert twice. slots: copies on the device at once."""
-    missing = sorted((load for load in loads if not load.is_resident), key=_copied_first)
-    best = _Choice(loads, latency, slots)
-    for copied in _candidates(missing, latency, cooperation):
-        best = best.or_better(copied, set())
+    ranked = sorted(
+        loads, key=lambda load: (-load.tokens, load.size_bytes, load.is_resident, load.is_in_host, load.index)
+    )
+    kinds = tuple((load.tokens, load.size_bytes, load.is_resident, load.is_in_host) for load in ranked)
+    found = _plan_kinds(kinds, latency, cooperation, slots)
+    actions = {ranked[at].index: action for at, action in found.actions.items()}
+    return LayerPlan(actions, tuple(ranked[at].index for at in found.order), found.predicted_ns)
+
+
+# A plan does not depend on which experts they are, and the layers of decoding are much alike: a plan of eight experts
+# takes 130 us, finding it again 7.
+@lru_cache(maxsize=1024)
+def _plan_kinds(
+    kinds: tuple[tuple[int, int, bool, bool], ...], latency: LatencyModel, cooperation: Cooperation, slots: int
+) -> LayerPlan:
+    """As `plan_layer`, for experts named by their places."""
+    layer = _Layer([ExpertLoad(at, *kind) for at, kind in enumerate(kinds)], latency, slots)
     if cooperation == "auto":
-        movable = sorted((load for load in loads if load.is_in_host and load.is_resident), key=_copied_first)
-        found = best.copied
-        for count in _counts(len(movable)):
-            moved = {load.index for load in movable[len(movable) - count :]}
-            best = best.or_better(found, moved).or_better(set(), moved)
-    return best.plan()
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The best split of a layer so far: what is copied, and which residents the processor computes."""
-
-    loads: Sequence[ExpertLoad]
-    latency: LatencyModel
-    slots: int
-    copied: frozenset[int] = frozenset()
-    moved: frozenset[int] = frozenset()
-    order: tuple[int, ...] = ()
-    makespan_ns: float = math.inf
-
-    def or_better(self, copied: Set[int], moved: Set[int]) -> _Choice:
-        """This choice, or another one if that ends earlier."""
-        on_device = [load for load in self.loads if load.is_resident and load.index not in moved]
-        others = (load for load in self.loads if not load.is_resident or load.index in moved)
-        off_device = sorted(others, key=_copied_first)
-        order, makespan_ns = schedule(
-            [load for load in off_device if load.index in copied],
-            [load for load in reversed(off_device) if load.index not in copied],
-            self.latency,
-            sum(self.latency.device_ns(load.tokens) for load in on_device),
-            self.slots,
-        )
-        if makespan_ns >= self.makespan_ns:
-            return self
-        chosen = (frozenset(copied), frozenset(moved), order, makespan_ns)
-        return _Choice(self.loads, self.latency, self.slots, *chosen)
-
-    def plan(self) -> LayerPlan:
-        """What it means for every expert."""
-        actions = {}
-        for load in self.loads:
-            if load.is_resident and load.index not in self.moved:
-                actions[load.index] = Action.RESIDENT
-            else:
-                actions[load.index] = Action.COPY if load.index in self.copied else Action.CPU
-        return LayerPlan(actions, self.order, self.makespan_ns)
-
-
-def _counts(most: int) -> list[int]:
-    """Numbers from 0 to most, both there, at most _MAX_TRIALS of them between."""
-    return [*range(0, most, -(-most // _MAX_TRIALS) or 1), most]
-
-
-def _copied_first(load: ExpertLoad) -> tuple[int, int, int]:
-    return -load.tokens, load.size_bytes, load.index
-
-
-def _candidates(missing: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation) -> list[set[int]]:
-    """Sets of experts to copy, fewest first, so that of equal times the one with the fewest copies is taken."""
-    if cooperation == "cpu":
-        return [set()]
-    if cooperation == "gpu":
-        return [{load.index for load in missing}]
-    published = {load.index for load in missing if pays_alone(load, latency)}
+        return layer.plan(layer.best())
     if cooperation == "published":
-        return [published]
-    return [*({load.index for load in missing[:count]} for count in _counts(len(missing))), published]
+        return layer.plan(layer.published())
+    return layer.plan(layer.split(len(layer.missing) if cooperation == "gpu" else 0, 0))
 
 
 def pays_alone(load: ExpertLoad, latency: LatencyModel) -> bool:
@@ -159,19 +109,129 @@ def schedule(
     A copy is begun as soon as a slot is free, else the processor computes; with nothing left to compute it waits.
     device_ns: what the device has to do before the first copy arrives.
     """
-    order, ends = list[int](), deque[float](maxlen=slots)
+    jobs = [[_job(load, latency) for load in part] for part in (copies, computed)]
+    return _run(jobs[0], jobs[1], device_ns, slots)
+
+
+class _Job(NamedTuple):
+    """An expert and what it would take, in ns."""
+
+    expert: int
+    cpu_ns: float
+    device_ns: float
+    staging_ns: float
+    link_ns: float
+
+
+def _job(load: ExpertLoad, latency: LatencyModel) -> _Job:
+    size = load.size_bytes
+    cpu_ns, device_ns = latency.cpu_ns(load.tokens), latency.device_ns(load.tokens)
+    return _Job(load.index, cpu_ns, device_ns, latency.staging_ns(size), latency.link_ns(size))
+
+
+def _run(
+    copies: Sequence[_Job], computed: Sequence[_Job], device_ns: float, slots: int
+) -> tuple[tuple[int, ...], float]:
+    """As `schedule`."""
+    order, ends = list[int](), list[float]()
     cpu_ns = link_ns = 0.0
-    waiting, own = deque(copies), deque(computed)
-    while waiting or own:
-        free_ns = ends[0] if len(ends) == slots else 0.0
-        if waiting and (free_ns <= cpu_ns or not own):
-            load = waiting.popleft()
-            cpu_ns = max(cpu_ns, free_ns) + latency.staging_ns(load.size_bytes)
-            link_ns = max(link_ns, cpu_ns) + latency.link_ns(load.size_bytes)
-            device_ns = max(device_ns, link_ns) + latency.device_ns(load.tokens)
+    copied = done = 0
+    while copied < len(copies) or done < len(computed):
+        free_ns = ends[copied - slots] if copied >= slots else 0.0
+        if copied < len(copies) and (free_ns <= cpu_ns or done == len(computed)):
+            job = copies[copied]
+            copied += 1
+            cpu_ns = max(cpu_ns, free_ns) + job.staging_ns
+            link_ns = max(link_ns, cpu_ns) + job.link_ns
+            device_ns = max(device_ns, link_ns) + job.device_ns
             ends.append(device_ns)
         else:
-            load = own.popleft()
-            cpu_ns += latency.cpu_ns(load.tokens)
-        order.append(load.index)
+            job = computed[done]
+            done += 1
+            cpu_ns += job.cpu_ns
+        order.append(job.expert)
     return tuple(order), max(cpu_ns, device_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Who gets what. copied: of the missing; moved: from the device to the processor; order, makespan_ns: then."""
+
+    copied: frozenset[int]
+    moved: frozenset[int]
+    order: tuple[int, ...]
+    makespan_ns: float
+
+
+class _Layer:
+    """The experts of one layer. missing: in the order of copies, most tokens first; movable: the same, last first."""
+
+    def __init__(self, loads: Sequence[ExpertLoad], latency: LatencyModel, slots: int) -> None:
+        self._loads, self._latency, self._slots = loads, latency, slots
+        ranked = sorted(loads, key=lambda load: (-load.tokens, load.size_bytes, load.index))
+        self._ranked = [(load, _job(load, latency)) for load in ranked]
+        self.missing = [job for load, job in self._ranked if not load.is_resident]
+        self.movable = [job for load, job in self._ranked if load.is_resident and load.is_in_host]
+        self._resident_ns = sum(job.device_ns for load, job in self._ranked if load.is_resident)
+
+    def published(self) -> _Split:
+        """Copies where it pays alone."""
+        copied = {load.index for load in self._loads if not load.is_resident and pays_alone(load, self._latency)}
+        return self._split(copied, set())
+
+    def split(self, copies: int, moved: int) -> _Split:
+        """With the first so many of the missing copied, and the last so many of the movable moved."""
+        last = self.movable[len(self.movable) - moved :]
+        return self._split({job.expert for job in self.missing[:copies]}, {job.expert for job in last})
+
+    def best(self) -> _Split:
+        """First how many to copy, then how many to move, with these copies or none."""
+        best = self._better(self.published(), [(copies, 0) for copies in _counts(len(self.missing))])
+        if not self.movable:
+            return best
+        found = len(best.copied)
+        return self._better(best, [(copies, moved) for moved in _counts(len(self.movable)) for copies in {found, 0}])
+
+    def _better(self, best: _Split, trials: Sequence[tuple[int, int]]) -> _Split:
+        """The best of a split and some others, most promising first: most need not be scheduled."""
+        for least_ns, copies, moved in sorted((self._least_ns(*trial), *trial) for trial in trials):
+            if least_ns >= best.makespan_ns:
+                break
+            best = min(best, self.split(copies, moved), key=lambda split: split.makespan_ns)
+        return best
+
+    def _least_ns(self, copies: int, moved: int) -> float:
+        """A split cannot end earlier: each side's own work, without any waiting."""
+        copied, own, last = self.missing[:copies], self.missing[copies:], self.movable[len(self.movable) - moved :]
+        cpu_ns = (
+            sum(job.staging_ns for job in copied) + sum(job.cpu_ns for job in own) + sum(job.cpu_ns for job in last)
+        )
+        device_ns = self._resident_ns - sum(job.device_ns for job in last) + sum(job.device_ns for job in copied)
+        link_ns = sum(job.link_ns for job in copied)
+        # Sums in another order than the schedule's: a bound by a hair too high would hide the better split.
+        return max(cpu_ns, device_ns, link_ns) * (1 - 1e-12)
+
+    def _split(self, copied: Set[int], moved: Set[int]) -> _Split:
+        device_ns = sum(job.device_ns for load, job in self._ranked if load.is_resident and job.expert not in moved)
+        waiting = [job for job in self.missing if job.expert in copied]
+        own = [
+            job
+            for load, job in reversed(self._ranked)
+            if (job.expert in moved if load.is_resident else job.expert not in copied)
+        ]
+        return _Split(frozenset(copied), frozenset(moved), *_run(waiting, own, device_ns, self._slots))
+
+    def plan(self, split: _Split) -> LayerPlan:
+        """What it means for every expert."""
+        actions = {}
+        for load in self._loads:
+            if load.is_resident and load.index not in split.moved:
+                actions[load.index] = Action.RESIDENT
+            else:
+                actions[load.index] = Action.COPY if load.index in split.copied else Action.CPU
+        return LayerPlan(actions, split.order, split.makespan_ns)
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers from 0 to most, both there, at most _MAX_TRIALS of them between."""
+    return [*range(0, most, -(-most // _MAX_TRIALS) or 1), most]
