@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _LIBRARY_BYTES = 64 << 20
 """On cuda, for the workspaces of its libraries, which torch allocates and counts with the rest."""
+_DENSE_BYTES = 0
+"""Of other weights on the device: attention, norms and the head are computed by the CPU."""
 _SAMPLES = 3
 """Experts that are timed: the smallest, the median and the largest."""
 
@@ -50,7 +52,7 @@ class OpenedAccelerator:
 def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> OpenedAccelerator | None:
     """The accelerator that the options name, its context created; None without one. Call before the budget is split.
 
-    Raises MissingDependency without torch, AcceleratorUnavailable.
+    Raises MissingDependency without torch, AcceleratorUnavailable, MemoryBudgetExceeded with the device's floor.
     """
     if options.accelerator is None:
         return None
@@ -80,6 +82,7 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
     working = working_bytes(manifest, tokens)
     host_bytes = memory_bytes if is_cpu else COPY_SLOTS * max(sizes)
     total = working + (0 if is_cpu else _LIBRARY_BYTES)
+    place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, _DENSE_BYTES)  # refuses before anything is opened or read
     return OpenedAccelerator(options.accelerator, device, memory_bytes, host_bytes, sizes, total)
 
 
@@ -108,18 +111,29 @@ def start_cooperation(
     """Measure latencies, then bring the most popular experts to the device. Call before the cache begins to read.
 
     experts: of every stored index; is_in_host: what the cache has. Raises MemoryBudgetExceeded, and as
-    `ExpertStorage.load`.
+    `ExpertStorage.load`; AcceleratorUnavailable where the device has less memory than it said.
     """
     from .torch_device import TorchDevice
 
     count = len(manifest.experts)
     order = np.argsort(-records.frequency[:count], kind="stable").tolist()
-    placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, 0)
-    device = TorchDevice(opened.name, opened.device, placement.resident_bytes, max(opened.sizes))
+    fixed = (COPY_SLOTS, opened.working_bytes, _DENSE_BYTES)
+    placement = place_experts(opened.sizes, order, opened.memory_bytes, *fixed)
+    try:
+        device = TorchDevice(opened.name, opened.device, placement.resident_bytes, max(opened.sizes))
+    except RuntimeError as error:  # torch's own for a device, or pinned memory, that is full
+        raise AcceleratorUnavailable(
+            f"`{opened.name}` does not give the {opened.memory_bytes} bytes of its budget: {_first_line(error)}",
+            "lower `--accelerator-memory`",
+        ) from error
     latency = measure_bundle(device, experts, opened.sizes, storage)
     residents = bring(device, placement, experts, storage)
     known = (placement, residents, latency, options.cooperation, is_in_host)
     return CooperativeExperts(device, experts, opened.sizes, *known)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def measure_bundle(

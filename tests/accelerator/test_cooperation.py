@@ -202,6 +202,20 @@ def test_a_budget_under_the_floor_is_refused_with_the_floor(bundle: Path) -> Non
         load(bundle, accelerator="torch-cpu", accelerator_memory="4KiB")
 
 
+def test_a_device_that_is_full_after_all_is_refused_in_one_sentence(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines.")
+
+    monkeypatch.setattr("moec.runtime.accelerator.torch_device.TorchDevice", full)
+    with pytest.raises(
+        AcceleratorUnavailable, match=r"does not give the \d+ bytes of its budget: CUDA out of memory"
+    ) as told:
+        load(bundle, context=128, accelerator="torch-cpu", accelerator_memory="64MiB")
+    assert "\n" not in str(told.value)
+
+
 def test_memory_of_torch_cpu_counts_in_the_budget_of_the_process(bundle: Path) -> None:
     with load(bundle, context=128, accelerator="torch-cpu", accelerator_memory="64MiB") as engine:
         assert engine.memory.accelerator_bytes == 64 << 20
