@@ -16,7 +16,16 @@ from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_
 from .mode_sweep import mode_sweep_option, speed_page, speed_sweep, sweep_options
 from .paths import bundle_argument, file_option
 from .run import statistics_block
-from .runtime_options import build_options, bundle_folder, mode_options, mode_text, open_engine, runtime_options
+from .runtime_options import (
+    accelerator_facts,
+    accelerator_options,
+    build_options,
+    bundle_folder,
+    mode_options,
+    mode_text,
+    open_engine,
+    runtime_options,
+)
 from .traces import recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:
@@ -56,6 +65,7 @@ SHARES = (0.25, 0.5, 0.75)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
 @mode_options
+@accelerator_options
 def bench_command(
     bundle: Path,
     tokens: int,
@@ -133,7 +143,7 @@ def _tell(
         return
     told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
     told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
-    told |= {"decisions": None if counts is None else counts.to_plain()}
+    told |= {"decisions": None if counts is None else counts.to_plain(), **accelerator_facts(engine)}
     told["prefetch_by_layer"] = [each.to_plain() for each in advice]
     output.data_json({**told, **conditions})
 
@@ -149,6 +159,8 @@ def _check_lossless(options: RuntimeOptions) -> None:
     """Refuse a trace of anything but a lossless run. Raises OptionError."""
     if not options.modes.is_lossless:
         raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
+    if options.accelerator is not None:
+        raise OptionError("a routing trace tells how long the CPU took", "leave out `--accelerator`")
 
 
 def _print_measurement(

@@ -16,8 +16,11 @@ from . import output
 from .mode_sweep import mode_sweep_option
 from .paths import PATH, write_json_lines
 from .runtime_options import (
+    ACCELERATOR_NAMES,
     MODE_NAMES,
     OPTION_NAMES,
+    accelerator_facts,
+    accelerator_options,
     build_options,
     bundle_folder,
     is_bundle,
@@ -58,6 +61,7 @@ _FOR_CHECKPOINTS = ("threads",)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @runtime_options
 @mode_options
+@accelerator_options
 @click.pass_context
 def eval_command(
     ctx: click.Context,
@@ -149,7 +153,8 @@ def _engine(
             output.say(bundle.engine.mode)
             yield bundle, {"engine": "runtime", "slots": bundle.engine.options.slots}
         return
-    without_effect = [name for name in (*OPTION_NAMES, *MODE_NAMES, "slots") if name not in _FOR_CHECKPOINTS]
+    names = (*OPTION_NAMES, *MODE_NAMES, *ACCELERATOR_NAMES, "slots")
+    without_effect = [name for name in names if name not in _FOR_CHECKPOINTS]
     refuse_given(ctx, without_effect, f"`{model}` is a checkpoint, which transformers runs")
     output.say("mode: checkpoint in transformers, float32")
     yield checkpoint_engine(model, values["threads"]), {"engine": "transformers"}
@@ -166,6 +171,7 @@ def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
         counts = engine.engine.mode_counts
         facts |= {"mode": mode_text(engine.engine), "hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
         facts |= {} if counts is None else {"decisions": counts.to_plain()}
+        facts |= accelerator_facts(engine.engine)
     return facts
 
 

@@ -12,7 +12,7 @@ from moec.manifests.errors import DataError, OptionError
 
 from . import output
 from .paths import bundle_argument, file_option, write_json_lines
-from .runtime_options import build_options, mode_options, runtime_options
+from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation
@@ -34,6 +34,7 @@ CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 @click.option("--slots", type=int, metavar="N", help="Prompts decoded side by side.  [default: 32, or what fits]")
 @runtime_options
 @mode_options
+@accelerator_options
 def generate_command(
     bundle: Path,
     prompts: Path,

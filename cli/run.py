@@ -14,7 +14,16 @@ from moec.manifests.errors import OptionError
 from . import output
 from .mode_sweep import decisions_text
 from .paths import bundle_argument
-from .runtime_options import build_options, mode_cost, mode_options, mode_text, open_engine, runtime_options
+from .runtime_options import (
+    accelerator_facts,
+    accelerator_options,
+    build_options,
+    mode_cost,
+    mode_options,
+    mode_text,
+    open_engine,
+    runtime_options,
+)
 
 if TYPE_CHECKING:
     from moec.runtime.beam import BeamOptions
@@ -45,6 +54,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
 @runtime_options
 @mode_options
+@accelerator_options
 def run_command(
     bundle: Path,
     prompt: str,
@@ -91,8 +101,10 @@ def run_command(
         result = _generate(engine, tokens, max_new_tokens, sampling, stop, shows_text=not as_json)
         if as_json:
             output.data_json(result[0])
-        else:
-            output.say(statistics_block(result[1], result[0].get("decisions")))
+            return
+        output.say(statistics_block(result[1], result[0].get("decisions")))
+        if engine.model.accelerator is not None:
+            output.say(f"experts computed: {engine.model.accelerator.counts.to_text()}")
 
 
 def _chat_tokens(engine: Engine, text: str, system: str | None) -> list[int]:
@@ -140,7 +152,8 @@ def _print_beams(engine: Engine, tokens: list[int], max_new_tokens: int, options
         {"text": text, "token_ids": list(beam.tokens), "score": beam.score}
         for text, beam in zip(texts, found, strict=True)
     ]
-    output.data_json({"beams": beams, "mode": mode_text(engine), "memory": engine.memory.to_plain()})
+    told = {"beams": beams, "mode": mode_text(engine), "memory": engine.memory.to_plain()}
+    output.data_json({**told, **accelerator_facts(engine)})
 
 
 def _generate(
@@ -173,6 +186,7 @@ def _generate(
         "memory": engine.memory.to_plain(),
         "statistics": statistics.to_plain(),
         **({} if engine.mode_counts is None else {"decisions": engine.mode_counts.to_plain()}),
+        **accelerator_facts(engine),
     }
     return values, statistics
 

@@ -11,7 +11,7 @@ import click
 
 from moec.manifests.errors import BundleIncomplete, InputError, OptionError
 from moec.runtime.modes.settings import CACHE_STATES
-from moec.runtime.options import IO_MODES, POLICIES, PREFETCHERS, RuntimeOptions
+from moec.runtime.options import COOPERATIONS, IO_MODES, POLICIES, PREFETCHERS, RuntimeOptions
 
 from . import output
 
@@ -113,6 +113,36 @@ _MODES = (
 )
 
 
+ACCELERATOR_NAMES = ("accelerator", "accelerator_memory", "cooperation")
+
+_ACCELERATOR = (
+    click.option(
+        "--accelerator",
+        metavar="NAME",
+        help="Let `cuda` or `cuda:N` compute routed experts beside the CPU; `torch-cpu` only shows that this works.",
+    ),
+    click.option(
+        "--accelerator-memory",
+        metavar="SIZE",
+        help="Its budget, filled with the most popular experts.  [default: 7/8 of what is free there]",
+    ),
+    click.option(
+        "--cooperation",
+        type=click.Choice(COOPERATIONS),
+        default="auto",
+        show_default=True,
+        help="Which of the others are copied there: as many as end a layer first, those that pay alone, all, none.",
+    ),
+)
+
+
+def accelerator_options(command: F) -> F:
+    """Add the accelerator to a command that has `runtime_options`."""
+    for option in reversed(_ACCELERATOR):
+        command = option(command)
+    return command
+
+
 def mode_options(command: F) -> F:
     """Add the lossy modes to a command that has `runtime_options`."""
     for option in reversed(_MODES):
@@ -150,7 +180,7 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
         threads=values["threads"],
         slots=slots,
         verify=not values["no_verify"],
-        **{name: values[name] for name in MODE_NAMES if name in values},
+        **{name: values[name] for name in (*MODE_NAMES, *ACCELERATOR_NAMES) if name in values},
     )
 
 
@@ -264,6 +294,12 @@ def open_engine(path: Path, options: RuntimeOptions, kernels: str | None = None)
     if kernels is not None:
         runtime_kernels.select(kernels)
     return Engine(open_bundle(folder), options)
+
+
+def accelerator_facts(engine: Engine) -> dict[str, Any]:
+    """What an accelerator did and what was measured of it, for `--json`; nothing without one."""
+    used = engine.model.accelerator
+    return {} if used is None else {"accelerator": used.to_plain()}
 
 
 def mode_text(engine: Engine) -> str:

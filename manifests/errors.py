@@ -14,6 +14,7 @@
         ContextOverflow                   prompt longer than the context
         StorageReadFailed
         KernelUnavailable
+        AcceleratorUnavailable
       MissingDependency               1   an extra is not installed
       BundleError                     3   a damaged or foreign bundle
         ManifestInvalid
@@ -94,6 +95,10 @@ class StorageReadFailed(ExecutionError):
 
 class KernelUnavailable(ExecutionError):
     """A forced instruction set is unknown or not supported by this processor."""
+
+
+class AcceleratorUnavailable(ExecutionError):
+    """An accelerator that was asked for is not there, or has less memory than its budget."""
 
 
 class MissingDependency(MoecError):

@@ -35,6 +35,7 @@ class MemoryPlan:
     cache_bytes: int
     budget_bytes: int | None
     context: int
+    accelerator_bytes: int = 0
 
     @property
     def floor_bytes(self) -> int:
@@ -42,7 +43,8 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        return self.process_bytes + self.dense_bytes + self.kv_bytes + self.scratch_bytes
+        parts = self.process_bytes + self.dense_bytes + self.kv_bytes + self.scratch_bytes
+        return parts + self.accelerator_bytes
 
     def to_plain(self) -> dict[str, int | None]:
         """For `--json`."""
@@ -114,13 +116,19 @@ def pass_bytes(manifest: BundleManifest, tokens: int) -> int:
     return 4 * tokens * (5 * model.hidden_size + widest)
 
 
-def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan:
+def chosen_context(model: ModelSpec, options: RuntimeOptions) -> int:
+    """Longest sequence of a run."""
+    return options.context or min(model.original_positions, DEFAULT_CONTEXT)
+
+
+def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_bytes: int = 0) -> MemoryPlan:
     """Split the budget. Call after imports and before weights are read.
 
+    accelerator_bytes: what an accelerator takes of this process's memory, staging buffers for instance.
     Raises MemoryBudgetExceeded with the floor when the budget is under it, OptionError when options conflict.
     """
     cost, model = manifest.cost, manifest.model
-    context = options.context or min(model.original_positions, DEFAULT_CONTEXT)
+    context = chosen_context(model, options)
     if context > model.max_positions:
         raise OptionError(
             f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"
@@ -132,6 +140,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions) -> MemoryPlan
         "scratch_bytes": scratch_bytes(manifest, options.slots, context),
         "minimum_expert_bytes": cost.minimum_expert_bytes,
         "context": context,
+        "accelerator_bytes": accelerator_bytes,
     }
     bare = MemoryPlan(cache_bytes=0, budget_bytes=None, **fixed)
     budget = parse_bytes(options.memory) if options.memory else None

@@ -16,10 +16,11 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from moec.manifests.bundle import TABLES_NAME, BundleManifest, ExpertEntry
-from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, KernelUnavailable, OptionError
+from moec.manifests.bundle import TABLES_NAME, ExpertEntry
+from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
 
 from . import kernels
+from .accelerator.opening import open_accelerator, start_cooperation
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
 from .bundle import Bundle, Tables, open_bundle, verify_files
 from .cache_statistics import CacheStats
@@ -85,26 +86,18 @@ def bundle_records(bundle: Bundle, tables: Tables, entries: Sequence[ExpertEntry
     return expert_records(layer, popularity, model.num_layers, model.first_decoder_layer, expert)
 
 
-def _check_cpu_features(manifest: BundleManifest) -> None:
-    missing = sorted(set(manifest.required_cpu_features) - set(kernels.available()))
-    if missing:
-        raise KernelUnavailable(
-            f"the bundle needs `{missing[0][:40]}`, this processor has {', '.join(kernels.available())}",
-            "compile for this device",
-        )
-
-
 class Engine:
     """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions) -> None:
         self.bundle, self.options = bundle, options
         manifest = bundle.manifest
-        _check_cpu_features(manifest)
+        kernels.require(manifest.required_cpu_features)
         if options.verify:
             verify_files(bundle, (TOKENIZER_NAME, TABLES_NAME))
         self.tokenizer = load_tokenizer(bundle.path)
-        self.memory: MemoryPlan = plan_memory(manifest, options)
+        opened = open_accelerator(manifest, options)  # first: what it takes of the memory counts
+        self.memory: MemoryPlan = plan_memory(manifest, options, 0 if opened is None else opened.host_bytes)
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
         tables = bundle.tables()
         dense = load_dense(bundle, options.verify)
@@ -131,8 +124,12 @@ class Engine:
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
         self.model.advisor.layers, self.model.advisor.experts = options.prefetch_layers, options.prefetch_experts
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
+        if opened is not None:
+            args = (opened, manifest, options, experts, self._storage, records, self.cache.has)
+            self.model.accelerator = start_cooperation(*args)
         # Low versions come with a miss.
-        warm = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
+        order = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
+        warm = self.model.absent_first(order)
         self.cache.warm(warm)
         self.lossy = None
         if not modes.is_lossless:
@@ -151,8 +148,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop the reader and close files."""
+        """Stop the reader, close files, give the accelerator's memory back."""
         self.cache.close()
+        if self.model.accelerator is not None:
+            self.model.accelerator.close()
         self._storage.close()
 
     def decoding_cache_bytes(self, positions: int) -> int:
@@ -174,6 +173,7 @@ class Engine:
             f"({share:.0%} of experts), policy {self.options.policy}{weights}, "
             f"prefetch {advice}, io {self._storage.mode}, readers {self.options.readers}, "
             f"kernels {kernels.active()}, threads {kernels.threads()}"
+            f"{'' if self.model.accelerator is None else f'; {self.model.accelerator.mode}'}"
         )
 
     def _loss_text(self) -> str:

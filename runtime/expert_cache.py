@@ -267,6 +267,10 @@ class ExpertCache:
             if held != self.used_bytes or held > self.capacity_bytes:
                 raise RuntimeError(f"ledger {self.used_bytes}, held {held}, capacity {self.capacity_bytes}")
 
+    def has(self, index: int) -> bool:
+        """Whether an expert is in memory now."""
+        return bool(self._state[index] == RESIDENT)
+
     def resident(self) -> np.ndarray:
         """Indices now in memory."""
         with self._lock:

@@ -15,6 +15,7 @@ from moec.manifests.errors import ChecksumMismatch
 from moec.manifests.model import PROJECTIONS, ExpertsSpec, ModelSpec
 
 from . import kernels
+from .accelerator.cooperative import CooperativeExperts
 from .address_space import map_anonymous
 from .attention import TokenPlaces, make_attention
 from .bundle import Bundle
@@ -172,6 +173,16 @@ class Model:
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
+        self.accelerator: CooperativeExperts | None = None
+
+    def absent(self, experts: Sequence[int]) -> list[int]:
+        """Of stored experts, those that no accelerator holds: what may be worth reading."""
+        return list(experts) if self.accelerator is None else self.accelerator.absent(experts)
+
+    def absent_first(self, experts: Sequence[int]) -> list[int]:
+        """The same, what an accelerator holds behind the rest: worth the host's memory only if some is left."""
+        absent = set(self.absent(experts))
+        return sorted(experts, key=lambda index: index not in absent)
 
     @property
     def first_expert(self) -> list[int]:
@@ -192,7 +203,7 @@ class Model:
 
     def prefetch(self, experts: Sequence[int]) -> None:
         """Read stored experts ahead, likeliest first."""
-        self._cache.prefetch(experts)
+        self._cache.prefetch(self.absent(experts))
 
     def forward(
         self,
@@ -233,7 +244,7 @@ class Model:
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         state = PassState(0, hidden, chosen, tokens, choice)
         if preload := self.advisor.preload(tokens, layers):
-            self._cache.prefetch(preload)
+            self.prefetch(preload)
         predicted: np.ndarray | None = None
         for index in layers:
             started_ns = time.perf_counter_ns()
@@ -299,7 +310,7 @@ class Model:
         if state.choice is not None:
             state.choice.requested(index, list(asked), advice)
         has_nobody = state.choice is not None or bool(self.spec.layers[index].experts.router.capacity)
-        self._compute(index, asked, normed, weights, hidden, advice, has_nobody)
+        self._compute(index, asked, normed, weights, hidden, self.absent(advice), has_nobody)
         return following
 
     def _route(
@@ -342,14 +353,17 @@ class Model:
         allocate = np.zeros if has_nobody else np.empty
         parts = allocate((len(hidden), weights.shape[1], hidden.shape[1]), np.float32)
         is_one = len(hidden) == 1
+        split = None if self.accelerator is None else self.accelerator.begin(asked, normed, chosen_count)
+        wanted, together = (asked, is_one) if split is None else (split.wanted, is_one and split.comes_together)
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
-        with closing(self._cache.stream(index, list(asked), advice, together=is_one)) as ready:
-            for experts in ready:
+        with closing(self._cache.stream(index, list(wanted), advice, together=together)) as ready:
+            for found in ready:
                 started_ns = time.perf_counter_ns()
-                if is_one:
+                experts = found if split is None else split.take(found)
+                if is_one and experts:
                     ranks = np.concatenate([asked[expert] for expert in experts])
                     kernels.experts_of_token([self._experts[expert] for expert in experts], normed, ranks, parts)
-                else:
+                elif experts:
                     self._compute_expert(experts[0], asked[experts[0]], chosen_count, normed, parts)
                 self.times.experts_ns += time.perf_counter_ns() - started_ns
                 if shared is not None:  # while misses are read
@@ -357,6 +371,10 @@ class Model:
                     shared = None
         if shared is not None:
             self._compute_shared(shared, normed, parts)
+        if split is not None:
+            started_ns = time.perf_counter_ns()
+            split.finish(parts)
+            self.times.experts_ns += time.perf_counter_ns() - started_ns
         out = np.empty_like(hidden)
         kernels.combine(parts, weights, out)
         self._add(hidden, out)

@@ -29,6 +29,10 @@ _UNITS = {
 Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
+Cooperation = Literal["auto", "published", "gpu", "cpu"]
+COOPERATIONS = ("auto", "published", "gpu", "cpu")
+TORCH_CPU = "torch-cpu"
+_ACCELERATOR = re.compile(r"cuda(?::[0-9]{1,3})?")
 
 
 def parse_bytes(text: str) -> int:
@@ -88,6 +92,8 @@ class RuntimeOptions:
     verify: compare every expert with its digest when it is first read. cache_state: `warm` fills the cache before the
     first token with what calibration saw most often, `cold` leaves it empty.
     dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
+    accelerator: `cuda`, `cuda:N` or `torch-cpu`, which computes some experts beside the CPU; accelerator_memory: its
+    own budget; cooperation: which missing experts are copied to it, see accelerator/planner.py.
     """
 
     memory: str | None = None
@@ -107,9 +113,12 @@ class RuntimeOptions:
     dynamic_precision: str | None = None
     big_little: str | None = None
     cache_routing: str | None = None
+    accelerator: str | None = None
+    accelerator_memory: str | None = None
+    cooperation: Cooperation = "auto"
 
     def __post_init__(self) -> None:
-        for text in (self.memory, self.expert_cache):
+        for text in (self.memory, self.expert_cache, self.accelerator_memory):
             if text is not None and not isinstance(text, str):
                 raise OptionError(f"`{text}` is not a size", "write it as text, like `512MiB` or `2GiB`")
         if self.policy not in POLICIES:
@@ -138,6 +147,25 @@ class RuntimeOptions:
             )
         if self.threads > MAX_THREADS:
             raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")
+        self._check_accelerator()
+
+    def _check_accelerator(self) -> None:
+        if self.cooperation not in COOPERATIONS:
+            raise OptionError(f"unknown cooperation `{self.cooperation}`", f"choose one of {', '.join(COOPERATIONS)}")
+        if self.accelerator is None:
+            if self.accelerator_memory is not None or self.cooperation != "auto":
+                raise OptionError("an accelerator's options have no effect without one", "add `--accelerator cuda`")
+            return
+        if self.accelerator != TORCH_CPU and not _ACCELERATOR.fullmatch(self.accelerator):
+            raise OptionError(f"unknown accelerator `{self.accelerator[:40]}`", f"choose cuda, cuda:N or {TORCH_CPU}")
+        if self.accelerator == TORCH_CPU and self.accelerator_memory is None:
+            raise OptionError(f"`{TORCH_CPU}` shares the host's memory", "say how much: `--accelerator-memory SIZE`")
+        if self.modes.reads_cache:
+            raise OptionError(
+                "`--dynamic-precision` and `--cache-routing` decide by what the host's cache lacks, which says nothing "
+                "of experts on an accelerator",
+                "leave out one of the two",
+            )
 
     @property
     def modes(self) -> LossyModes:

@@ -1,4 +1,5 @@
-"""Gate report: every test marked `gate(id)` is counted; the summary goes to the terminal and to build/gates.json.
+"""Gate report: every test marked `gate(id)` is counted; the summary goes to the terminal and to build/gates.json. Tests
+that were skipped with a reason that begins with NOT RUN are counted there, too.
 
 And `one_thread`, for tests whose results or times depend on torch's threads.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -36,7 +37,15 @@ def state(counts: dict[str, int]) -> str:
     return "FAILED" if counts.get("failed") else ("ok" if counts.get("passed") else "NOT RUN")
 
 
+def not_run(skipped: list[pytest.TestReport]) -> dict[str, int]:
+    """How many tests were skipped for want of something that this machine lacks, by what they say."""
+    reasons = [report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple)]
+    return Counter(reason[reason.index("NOT RUN") :] for reason in reasons if "NOT RUN" in reason)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in not_run(terminalreporter.stats.get("skipped", [])).items():
+        terminalreporter.write_line(f"{reason}: {count} tests")
     if not _results:
         return
     gates = {gate: dict(_results[gate]) for gate in sorted(_results, key=lambda name: int(name[1:]))}

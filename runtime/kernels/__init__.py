@@ -108,6 +108,16 @@ def active() -> str:
     return str(extension.active()) if extension else NUMPY
 
 
+def require(features: Sequence[str]) -> None:
+    """Raise KernelUnavailable unless these kernels, which a bundle says it needs, are all here."""
+    missing = sorted(set(features) - set(available()))
+    if missing:
+        raise KernelUnavailable(
+            f"the bundle needs `{missing[0][:40]}`, this processor has {', '.join(available())}",
+            "compile for this device",
+        )
+
+
 def select(name: str) -> None:
     """Use the kernels of this name from now on. Raises KernelUnavailable if this processor or build has none."""
     names = available()

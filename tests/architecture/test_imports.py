@@ -61,6 +61,7 @@ def test_runtime_package_loads_nothing() -> None:
 def test_engine_loads_numpy_and_tokenizers_only() -> None:
     found = foreign(
         "import moec.runtime.engine, moec.runtime.batch, moec.runtime.simulate, moec.runtime.statistics\n"
+        "import moec.runtime.accelerator.opening, moec.runtime.accelerator.workload\n"
         "from moec.runtime import Engine, load"
     )
     assert found <= ALLOWED, f"not on the list: {sorted(found - ALLOWED)}"

@@ -32,10 +32,10 @@ def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     own = budget.plan_memory
 
-    def small(manifest, options):  # type: ignore[no-untyped-def]
+    def small(manifest, options, accelerator_bytes=0):  # type: ignore[no-untyped-def]
         from dataclasses import replace
 
-        return replace(own(manifest, options), cache_bytes=manifest.cost.expert_padded_bytes // 4)
+        return replace(own(manifest, options, accelerator_bytes), cache_bytes=manifest.cost.expert_padded_bytes // 4)
 
     monkeypatch.setattr("moec.runtime.engine.plan_memory", small)
     return load(bundle, memory="100GB", context=CONTEXT)  # whatever the process of the tests holds

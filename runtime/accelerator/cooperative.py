@@ -1,0 +1,158 @@
+"""The experts of a layer on both sides at once: split by plan, computed, brought together at their places.
+
+Results land at (token, rank) whatever computed them, and the model adds them in router-rank order as ever, so what the
+split changes is only how each result was rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..options import Cooperation
+from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
+from .latency import LatencyModel
+from .placement import Placement
+from .planner import Action, ExpertLoad, LayerPlan, plan_layer
+
+
+@dataclass(slots=True)
+class CooperationCounts:
+    """Experts computed so far, one for each expert of each layer of each pass. copied_bytes: over the link."""
+
+    resident: int = 0
+    copied: int = 0
+    cpu: int = 0
+    copied_bytes: int = 0
+
+    def to_text(self) -> str:
+        """For people."""
+        return f"{self.resident} resident, {self.copied} copied, {self.cpu} on the CPU"
+
+
+class CooperativeExperts:
+    """The experts of one bundle, some of them on a device.
+
+    experts: of every stored index, bound to the host's memory; sizes: bytes of a copy, int [N]; residents: those that
+    stay on the device. cooperation: may be changed between passes. is_in_host: whether an expert's bytes are there now.
+    """
+
+    def __init__(
+        self,
+        device: ExpertDevice,
+        experts: Sequence[kernels.Expert],
+        sizes: Sequence[int],
+        placement: Placement,
+        residents: dict[int, DeviceExpert],
+        latency: LatencyModel,
+        cooperation: Cooperation,
+        is_in_host: Callable[[int], bool] = lambda index: False,
+    ) -> None:
+        self.device, self.latency, self.placement = device, latency, placement
+        self.counts = CooperationCounts()
+        self.cooperation: Cooperation = cooperation
+        self._experts, self._sizes, self._residents, self._is_in_host = experts, sizes, residents, is_in_host
+
+    def absent(self, experts: Sequence[int]) -> list[int]:
+        """Of these, the ones that are not on the device: what the host may have to read."""
+        return [index for index in experts if index not in self._residents]
+
+    def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int) -> LayerSplit:
+        """Plan a layer and start what is on the device. asked: places of each expert, token x top_k + rank.
+
+        hidden_states: float32 [T, D].
+        """
+        loads = []
+        for index, places in asked.items():
+            is_resident = index in self._residents
+            in_host = is_resident and self._is_in_host(index)
+            loads.append(ExpertLoad(index, len(places), self._sizes[index], is_resident, in_host))
+        plan = plan_layer(loads, self.latency, self.cooperation)
+        split = LayerSplit(self, plan, {index: _at(places, top_k) for index, places in asked.items()}, hidden_states)
+        self.counts.resident += plan.count(Action.RESIDENT)
+        self.counts.copied += plan.count(Action.COPY)
+        self.counts.cpu += plan.count(Action.CPU)
+        self.counts.copied_bytes += sum(load.size_bytes for load in loads if plan.actions[load.index] is Action.COPY)
+        return split
+
+    def copy(self, index: int) -> DeviceExpert:
+        """Begin to copy a stored expert, whose host bytes are there."""
+        return self.device.copy(self._experts[index])
+
+    def resident(self, index: int) -> DeviceExpert:
+        """An expert that stays on the device."""
+        return self._residents[index]
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self._residents.clear()
+        self.device.close()
+
+    @property
+    def mode(self) -> str:
+        """For the `mode:` line: what is where, what was measured, what was done so far."""
+        done = f", experts computed: {self.counts.to_text()}" if self.counts != CooperationCounts() else ""
+        return (
+            f"accelerator {self.device.name} for routed experts, cooperation {self.cooperation}, "
+            f"{len(self.placement.resident)} of {len(self._sizes)} experts on it in "
+            f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
+            f"{self.latency.to_text()}{done}; its sums have another order, so logits are not the CPU's to the bit"
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "device": self.device.name,
+            "cooperation": self.cooperation,
+            "used_bytes": self.device.used_bytes,
+            "placement": self.placement.to_plain(),
+            "latency": self.latency.to_plain(),
+            "experts": asdict(self.counts),
+        }
+
+
+def _at(places: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and ranks, int32, of places."""
+    return (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
+
+
+class LayerSplit:
+    """One layer under way. wanted: experts that need their host bytes, in the order in which to ask for them."""
+
+    def __init__(
+        self,
+        owner: CooperativeExperts,
+        plan: LayerPlan,
+        places: dict[int, tuple[np.ndarray, np.ndarray]],
+        hidden_states: np.ndarray,
+    ) -> None:
+        self._owner, self._device, self._places = owner, owner.device, places
+        self._copied = {index for index, action in plan.actions.items() if action is Action.COPY}
+        resident = [index for index, action in plan.actions.items() if action is Action.RESIDENT]
+        self.wanted: list[int] = list(plan.order)
+        self.uses_device = bool(resident or self._copied)
+        if self.uses_device:
+            self._device.begin(hidden_states)
+        for index in resident:
+            self._device.run(owner.resident(index), *places[index])
+
+    @property
+    def comes_together(self) -> bool:
+        """Whether experts may be taken all at once: no copy of theirs would have to wait for a slot."""
+        return len(self._copied) <= COPY_SLOTS
+
+    def take(self, experts: Sequence[int]) -> list[int]:
+        """Experts whose host bytes are there: begins the copies among them, and returns those that the CPU computes."""
+        for index in experts:
+            if index in self._copied:
+                self._device.run(self._owner.copy(index), *self._places[index])
+        return [index for index in experts if index not in self._copied]
+
+    def finish(self, parts: np.ndarray) -> None:
+        """Wait for the device and write its results, float32 [T, K, D]."""
+        if self.uses_device:
+            self._device.collect(parts)

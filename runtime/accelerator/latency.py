@@ -1,0 +1,173 @@
+"""What an expert takes on the processor, on the device, and on the way there: measured, never assumed.
+
+Source: Twiddler, section 3.3: cpu_lat grows with the tokens, transfer_lat does not, gpu_lat is constant. Here the
+device may take longer for more tokens as well, and a transfer has two parts: the processor copies an expert into a
+staging buffer, during which it computes nothing, and the link carries it on by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import numpy as np
+
+from .. import kernels
+from .device import DeviceExpert, ExpertDevice
+from .image import expert_bytes
+
+SAMPLE_TOKENS = (1, 8, 32)
+REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Times of one expert: fixed, and for each of its tokens or bytes. Nanoseconds, none negative.
+
+    device_*: of an expert that is on the device, rows to it and back included.
+    """
+
+    cpu_fixed_ns: float
+    cpu_token_ns: float
+    device_fixed_ns: float
+    device_token_ns: float
+    staging_ns_per_byte: float
+    link_ns_per_byte: float
+
+    def cpu_ns(self, tokens: int) -> float:
+        """Computed by the processor."""
+        return self.cpu_fixed_ns + self.cpu_token_ns * tokens
+
+    def device_ns(self, tokens: int) -> float:
+        """Computed by the device, the weights being there."""
+        return self.device_fixed_ns + self.device_token_ns * tokens
+
+    def staging_ns(self, size_bytes: int) -> float:
+        """Until the processor is done with a copy."""
+        return self.staging_ns_per_byte * size_bytes
+
+    def link_ns(self, size_bytes: int) -> float:
+        """On the way after that."""
+        return self.link_ns_per_byte * size_bytes
+
+    def transfer_ns(self, size_bytes: int) -> float:
+        """A copy alone, from its start until it has arrived."""
+        return self.staging_ns(size_bytes) + self.link_ns(size_bytes)
+
+    def to_plain(self) -> dict[str, float]:
+        """For `--json`."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """For the `mode:` line."""
+        rate = self.staging_ns_per_byte + self.link_ns_per_byte
+        copied = f"{1 / rate:.2f} GB/s" if rate else "no time"
+        return (
+            f"CPU {self.cpu_fixed_ns / 1e3:.0f} + {self.cpu_token_ns / 1e3:.1f} us a token, device "
+            f"{self.device_fixed_ns / 1e3:.0f} + {self.device_token_ns / 1e3:.1f} us a token, copies {copied}"
+        )
+
+
+def fit_line(tokens: Sequence[int], times_ns: Sequence[float]) -> tuple[float, float]:
+    """The line a + b * tokens with the least squared relative errors, neither a nor b negative.
+
+    tokens: two values or more that are not all equal; times_ns: positive. Relative, because the time of one token
+    decides in decoding and would vanish beside that of many. Raises ValueError otherwise.
+    """
+    s, t = np.asarray(tokens, np.float64), np.asarray(times_ns, np.float64)
+    if len(s) != len(t) or len(np.unique(s)) < 2 or bool((t <= 0).any()):
+        raise ValueError("a line needs positive times of two different counts of tokens")
+    weight = 1 / t
+    slope, fixed = np.polyfit(s, t, 1, w=weight)
+    if slope < 0:
+        return float((weight**2 * t).sum() / (weight**2).sum()), 0.0
+    if fixed < 0:
+        return 0.0, float((weight**2 * s * t).sum() / (weight**2 * s * s).sum())
+    return float(fixed), float(slope)
+
+
+def measure_latency(
+    device: ExpertDevice,
+    expert: kernels.Expert,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+    run_on_cpu: Callable[..., None] = kernels.expert_ffn,
+    repeats: int = REPEATS,
+) -> LatencyModel:
+    """Time an expert, whose bytes are in memory, on both sides: medians of a few repeats, lines through them.
+
+    Everything runs once before it is timed. run_on_cpu: with the arguments of `kernels.expert_ffn`.
+    """
+    source, size = np.random.default_rng(0), expert_bytes(expert)
+    cpu, on_device = list[float](), list[float]()
+    staged_ns, arrived_ns = _time_copy(device, expert, clock_ns, repeats)
+    for count in SAMPLE_TOKENS:
+        rows = source.standard_normal((count, expert.up.columns), np.float32)
+        parts = np.empty((count, 1, expert.down.rows), np.float32)
+        at = (np.arange(count, dtype=np.int32), np.zeros(count, np.int32))
+        compute = partial(run_on_cpu, expert, rows, *at, parts)
+        cpu.append(_median_ns(compute, clock_ns, repeats))
+        on_device.append(_time_device(device, expert, rows, at, parts, clock_ns, repeats))
+    return LatencyModel(
+        *fit_line(SAMPLE_TOKENS, cpu),
+        *fit_line(SAMPLE_TOKENS, on_device),
+        staging_ns_per_byte=staged_ns / size,
+        link_ns_per_byte=arrived_ns / size,
+    )
+
+
+def mean_latency(found: Sequence[LatencyModel]) -> LatencyModel:
+    """Every constant the mean of those of several experts; there is at least one."""
+    plain = [each.to_plain() for each in found]
+    return LatencyModel(**{name: statistics.fmean(each[name] for each in plain) for name in plain[0]})
+
+
+def _median_ns(call: Callable[[], object], clock_ns: Callable[[], int], repeats: int) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        started_ns = clock_ns()
+        call()
+        times.append(clock_ns() - started_ns)
+    return max(statistics.median(times), 1.0)  # a clock may stand still
+
+
+def _time_copy(
+    device: ExpertDevice, expert: kernels.Expert, clock_ns: Callable[[], int], repeats: int
+) -> tuple[float, float]:
+    """Until the processor is free again, and from then until the bytes have arrived: medians."""
+    staged, arrived = [], []
+    for _ in range(repeats + 1):
+        device.synchronize()
+        started_ns = clock_ns()
+        copied = device.copy(expert)
+        free_ns = clock_ns()
+        device.synchronize()
+        staged.append(free_ns - started_ns)
+        arrived.append(clock_ns() - free_ns)
+        device.drop(copied)
+    return statistics.median(staged[1:]), statistics.median(arrived[1:])
+
+
+def _time_device(
+    device: ExpertDevice,
+    expert: kernels.Expert,
+    rows: np.ndarray,
+    at: tuple[np.ndarray, np.ndarray],
+    parts: np.ndarray,
+    clock_ns: Callable[[], int],
+    repeats: int,
+) -> float:
+    """An expert that has arrived, rows to the device and back included."""
+    times = []
+    for _ in range(repeats + 1):
+        copied: DeviceExpert = device.copy(expert)
+        device.synchronize()
+        started_ns = clock_ns()
+        device.begin(rows)
+        device.run(copied, *at)
+        device.collect(parts)
+        times.append(clock_ns() - started_ns)
+    return max(statistics.median(times[1:]), 1.0)

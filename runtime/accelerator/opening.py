@@ -1,0 +1,166 @@
+"""From options to cooperating experts: the device is found, some experts are timed on both, the popular ones stay.
+
+Two steps, because what torch takes of the host's memory must be known before the budget is split, and experts are there
+only after. torch is imported here and nowhere earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moec.manifests.bundle import BundleManifest
+from moec.manifests.errors import AcceleratorUnavailable, MissingDependency
+
+from .. import kernels
+from ..budget import chosen_context, longest_pass
+from ..eviction import ExpertRecords
+from ..options import TORCH_CPU, RuntimeOptions, parse_bytes
+from ..storage import ExpertStorage
+from .cooperative import CooperativeExperts
+from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
+from .image import entry_bytes
+from .latency import LatencyModel, mean_latency, measure_latency
+from .placement import Placement, place_experts, working_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_LIBRARY_BYTES = 64 << 20
+"""On cuda, for the workspaces of its libraries, which torch allocates and counts with the rest."""
+_DENSE_BYTES = 0
+"""Of other weights on the device: attention, norms and the head are computed by the CPU."""
+_SAMPLES = 3
+"""Experts that are timed: the smallest, the median and the largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedAccelerator:
+    """A device that was found. memory_bytes: its budget; host_bytes: what it takes of this process's memory."""
+
+    name: str
+    device: torch.device
+    memory_bytes: int
+    host_bytes: int
+    sizes: tuple[int, ...]
+    working_bytes: int
+
+
+def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> OpenedAccelerator | None:
+    """The accelerator that the options name, its context created; None without one. Call before the budget is split.
+
+    Raises MissingDependency without torch, AcceleratorUnavailable, MemoryBudgetExceeded with the device's floor.
+    """
+    if options.accelerator is None:
+        return None
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"`--accelerator {options.accelerator}` needs the package `torch`, which is not installed",
+            'pip install "moec[cuda]"',
+        ) from error
+    is_cpu = options.accelerator == TORCH_CPU
+    device = torch.device("cpu") if is_cpu else _cuda(torch.device(options.accelerator))
+    given = None if options.accelerator_memory is None else parse_bytes(options.accelerator_memory)
+    if not is_cpu:
+        torch.zeros(1, device=device)  # the driver's share of this process's memory is there from now on
+        free = torch.cuda.mem_get_info(device)[0]
+        if given is not None and given > free:
+            raise AcceleratorUnavailable(
+                f"`--accelerator-memory {options.accelerator_memory}` is {given} bytes, `{options.accelerator}` has "
+                f"{free} free",
+                "ask for less, or leave it out for 7/8 of what is free",
+            )
+        given = free * 7 // 8 if given is None else given
+    memory_bytes = given or 0
+    sizes = tuple(entry_bytes(manifest.model, entry) for entry in manifest.stored_experts)
+    tokens = longest_pass(manifest.model, options.slots, chosen_context(manifest.model, options))
+    working = working_bytes(manifest, tokens)
+    host_bytes = memory_bytes if is_cpu else COPY_SLOTS * max(sizes)
+    total = working + (0 if is_cpu else _LIBRARY_BYTES)
+    place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, _DENSE_BYTES)  # refuses before anything is opened or read
+    return OpenedAccelerator(options.accelerator, device, memory_bytes, host_bytes, sizes, total)
+
+
+def _cuda(device: torch.device) -> torch.device:
+    """The device, if it is there. Raises AcceleratorUnavailable."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise AcceleratorUnavailable(
+            f"`--accelerator {device}`: torch {torch.__version__} sees {count} CUDA devices here",
+            "leave it out to run on the CPU alone",
+        )
+    return torch.device("cuda", device.index or 0)
+
+
+def start_cooperation(
+    opened: OpenedAccelerator,
+    manifest: BundleManifest,
+    options: RuntimeOptions,
+    experts: Sequence[kernels.Expert],
+    storage: ExpertStorage,
+    records: ExpertRecords,
+    is_in_host: Callable[[int], bool],
+) -> CooperativeExperts:
+    """Measure latencies, then bring the most popular experts to the device. Call before the cache begins to read.
+
+    experts: of every stored index; is_in_host: what the cache has. Raises MemoryBudgetExceeded, and as
+    `ExpertStorage.load`; AcceleratorUnavailable where the device has less memory than it said.
+    """
+    from .torch_device import TorchDevice
+
+    count = len(manifest.experts)
+    ranked = np.argsort(-records.frequency[:count], kind="stable").tolist()
+    order = [index for index in ranked if opened.sizes[index]]  # of the others nothing is stored
+    fixed = (COPY_SLOTS, opened.working_bytes, _DENSE_BYTES)
+    placement = place_experts(opened.sizes, order, opened.memory_bytes, *fixed)
+    try:
+        device = TorchDevice(opened.name, opened.device, placement.resident_bytes, max(opened.sizes))
+    except RuntimeError as error:  # torch's own for a device, or pinned memory, that is full
+        raise AcceleratorUnavailable(
+            f"`{opened.name}` does not give the {opened.memory_bytes} bytes of its budget: {_first_line(error)}",
+            "lower `--accelerator-memory`",
+        ) from error
+    latency = measure_bundle(device, experts, opened.sizes, storage)
+    residents = bring(device, placement, experts, storage)
+    known = (placement, residents, latency, options.cooperation, is_in_host)
+    return CooperativeExperts(device, experts, opened.sizes, *known)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def measure_bundle(
+    device: ExpertDevice, experts: Sequence[kernels.Expert], sizes: Sequence[int], storage: ExpertStorage
+) -> LatencyModel:
+    """Latencies of a few of the bundle's own experts, read for this and given up again."""
+    stored = np.flatnonzero(np.array(sizes))
+    by_size = stored[np.argsort(np.array(sizes)[stored], kind="stable")]
+    samples = sorted({int(by_size[at]) for at in np.linspace(0, len(by_size) - 1, _SAMPLES).round().astype(int)})
+    found = []
+    for index in samples:  # one at a time: the budget need not hold more
+        storage.load(index)
+        found.append(measure_latency(device, experts[index]))
+        storage.release(index)
+    storage.trim()
+    return mean_latency(found)
+
+
+def bring(
+    device: ExpertDevice, placement: Placement, experts: Sequence[kernels.Expert], storage: ExpertStorage
+) -> dict[int, DeviceExpert]:
+    """Read the residents one after the other and upload them; nothing of them stays in the host's memory."""
+    residents = dict[int, DeviceExpert]()
+    for index in placement.resident:
+        storage.load(index)
+        residents[index] = device.keep(experts[index])
+        storage.release(index)
+    storage.trim()
+    return residents

@@ -1,0 +1,119 @@
+"""Packed matrices unpacked by torch, on any of its devices: the bits of `kernels.packed_matrix.unpack`.
+
+scale * code is exact in float32 (11 and at most 8 significant bits), so the one rounding is that of the sum, as in the
+kernels. The layout is that of docs/format.md, Packing; the sizes are those of `manifests.quant`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
+
+from ..kernels.packed_matrix import MXFP4_CENTRE, MXFP4_LEVELS
+
+_PLANE_BYTES = 4 * ROWS_PER_BLOCK
+_COLUMNS_PER_LANE = 4
+_TERNARY_PLANES, _TERNARY_DIGITS = 3, 5
+_FRACTION_BITS = 23
+_SMALLEST_ROUNDED = 2.0**-110  # as in the kernels: 127 divided by less could overflow
+
+
+@lru_cache
+def _shifts(bits: int, device: torch.device) -> torch.Tensor:
+    """Where the fields of a byte begin, uint8 [8 / bits, 1]; kept, because making it would wait for the device."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).unsqueeze(-1)
+
+
+@lru_cache
+def _mxfp4_levels(device: torch.device) -> torch.Tensor:
+    return torch.tensor(MXFP4_LEVELS.tolist(), dtype=torch.uint8, device=device)
+
+
+def _fields(planes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes as fields of so many bits, lowest first: uint8 [n, planes, 64] -> uint8 [n, planes x 8 / bits, 64]."""
+    fields: torch.Tensor = (planes.unsqueeze(2) >> _shifts(bits, planes.device)) & (2**bits - 1)
+    return fields.reshape(len(planes), -1, _PLANE_BYTES)
+
+
+def _ternary_lanes(tiles: torch.Tensor) -> torch.Tensor:
+    """Codes of tiles of three values, uint8 [n, 208] -> uint8 [n, 16, 64]."""
+    digits, split = [], _TERNARY_PLANES * _PLANE_BYTES
+    fractions = tiles[:, :split].reshape(-1, _TERNARY_PLANES, 1, _PLANE_BYTES).to(torch.int16)
+    for _ in range(_TERNARY_DIGITS):
+        fractions = fractions * 3
+        digits.append((fractions >> 8).to(torch.uint8))
+        fractions = fractions & 255
+    lanes = torch.cat(digits, dim=2).reshape(len(tiles), -1, _PLANE_BYTES)
+    last = (tiles[:, split:].unsqueeze(-1) >> _shifts(2, tiles.device).squeeze(-1)) & 3
+    return torch.cat((lanes, last.reshape(len(tiles), 1, _PLANE_BYTES)), dim=1)
+
+
+def _lanes(tiles: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Codes of tiles, uint8 [n, bytes] -> uint8 [n, q, 64]: byte 4 r + c of lane q is row r, column 4 q + c."""
+    if spec.is_ternary:
+        return _ternary_lanes(tiles)
+    planes = tiles.reshape(len(tiles), -1, _PLANE_BYTES)
+    if spec.bitwidth == 3:
+        return _fields(planes[:, :2], 2) | _fields(planes[:, 2:], 1) << 2
+    lanes = planes if spec.bitwidth == 8 else _fields(planes, int(spec.bitwidth))
+    if spec.is_mxfp4:
+        return _mxfp4_levels(tiles.device).index_select(0, lanes.reshape(-1).to(torch.int32)).reshape(lanes.shape)
+    return lanes
+
+
+def _halves(data: torch.Tensor) -> torch.Tensor:
+    """Half-precision floats as bytes [blocks, G, 32] -> float32 [blocks, 16, G, 1]."""
+    return data.contiguous().view(torch.float16).float().permute(0, 2, 1).unsqueeze(-1)
+
+
+def _scales(records: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Scales and minima of the groups, float32 [blocks, 16, G, 1] each, and where a group's codes begin."""
+    if spec.is_mxfp4:
+        # 2^(e - 128) is the float whose exponent field is e - 1; the format has e from 2 to 254.
+        fields = (records[:, :, :ROWS_PER_BLOCK].to(torch.int32) - 1) << _FRACTION_BITS
+        scales = fields.view(torch.float32).permute(0, 2, 1).unsqueeze(-1)
+        return scales, scales * -MXFP4_CENTRE, ROWS_PER_BLOCK
+    header = 2 * ROWS_PER_BLOCK
+    scales = _halves(records[:, :, :header])
+    if spec.symmetric:
+        return scales, scales * -spec.centre, header
+    return scales, _halves(records[:, :, header : 2 * header]), 2 * header
+
+
+def unpack(data: torch.Tensor, rows: int, columns: int, spec: QuantSpec) -> torch.Tensor:
+    """The weights of a packed matrix, each rounded once.
+
+    data: uint8 [packed_bytes], contiguous and starting at an even address. Returns float32 [rows, columns] on the same
+    device. Raises ValueError for another size. Source: docs/format.md, Packing.
+    """
+    expected = spec.packed_bytes(rows, columns)
+    if data.dtype != torch.uint8 or data.numel() != expected:
+        raise ValueError(f"data: expected {expected} bytes, found {data.numel()} of {data.dtype}")
+    if spec.bitwidth == 16:
+        values = data.view(torch.bfloat16 if spec.float_type == "bfloat16" else torch.float16).float()
+        return values.reshape(-1, columns, ROWS_PER_BLOCK).permute(0, 2, 1).reshape(-1, columns)[:rows]
+    blocks, groups = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK, spec.groups(columns)
+    records = data.reshape(blocks, groups, -1)
+    scales, minima, start = _scales(records, spec)
+    tiles = records[:, :, start:].reshape(-1, ROWS_PER_BLOCK * spec.tile_row_bytes)
+    lanes = _lanes(tiles, spec).reshape(blocks, columns // spec.tile_columns, -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
+    by_row = lanes.permute(0, 3, 1, 2, 4)
+    weights = torch.empty(by_row.shape, dtype=torch.float32, device=data.device).copy_(by_row)
+    # In place: for a moment this is the largest thing that the device holds.
+    grouped = weights.view(blocks, ROWS_PER_BLOCK, groups, -1).mul_(scales).add_(minima)
+    return grouped.view(-1, columns)[:rows]
+
+
+def round_activations(x: torch.Tensor) -> torch.Tensor:
+    """Rows rounded to 8 bits per 32 columns, as every quantized matrix reads them on the CPU; float32 [T, K]."""
+    tiles = x.reshape(len(x), -1, COLUMNS_PER_TILE)
+    largest = tiles.abs().amax(dim=-1, keepdim=True)
+    # A tensor, not a number: torch divides by a number, or a number by a tensor, with a reciprocal, which rounds twice.
+    most = torch.full_like(largest, 127.0)
+    inverse = torch.where(largest >= _SMALLEST_ROUNDED, most / largest, 0.0)
+    codes = torch.round((tiles * inverse).clamp_(-127, 127))
+    steps = torch.where(torch.isfinite(largest), largest, torch.nan) / most
+    return (codes * steps).reshape(x.shape)

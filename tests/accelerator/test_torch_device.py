@@ -1,0 +1,134 @@
+"""Experts on a torch device: against the numpy kernels, kept and copied, any rows, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moec.runtime import kernels
+from moec.runtime.accelerator.device import COPY_SLOTS
+from moec.runtime.accelerator.image import expert_bytes
+from moec.runtime.accelerator.torch_device import TorchDevice
+from moec.runtime.kernels import reference
+from tests.kernels.test_linear import EXPERTS, biases_of, expert_of, inputs
+
+UNIFORM = [
+    (96, 64, (text,) * 3) for text in ("q1g32", "q2g32", "q3g32", "q4g32", "q4g32s", "q8", "mxfp4", "bf16", "fp16")
+] + [(128, 64, ("q1.6s",) * 3)]
+TOKENS, RANKS = np.array([8, 0, 3, 4], np.int32), np.array([0, 1, 1, 0], np.int32)
+
+
+def opened(device: torch.device, experts: list[kernels.Expert], kept: int) -> TorchDevice:
+    sizes = [expert_bytes(expert) for expert in experts]
+    return TorchDevice("test", device, sum(sizes[:kept]), max(sizes))
+
+
+def computed_by_numpy(expert: kernels.Expert, x: np.ndarray) -> tuple[np.ndarray, float]:
+    """Results at TOKENS and RANKS, float32 [9, 2, D], and how far others may be from them.
+
+    Sums differ in their last bits: 1e-5 of the largest result. Where that moves an input of `down` over the border
+    between two of its 8-bit codes, a step times a weight comes on top; one such input in a row is allowed.
+    """
+    out = np.zeros((9, 2, expert.down.rows), np.float32)
+    reference.expert_ffn(expert, x, TOKENS, RANKS, out)
+    rounding = 1e-5 * float(np.abs(out).max())
+    if expert.down.spec.bitwidth == 16:
+        return out, rounding
+    products = [np.empty((9, expert.up.rows), np.float32) for _ in range(2)]
+    for matrix, product, bias in zip(
+        (expert.gate or expert.up, expert.up), products, (*expert.biases, 0, 0), strict=False
+    ):
+        reference.linear(matrix, x, product)
+        np.add(product, bias, out=product)
+    middle = reference.gated(*products, expert.activation, expert.limit)
+    down = np.empty((expert.down.rows, expert.down.columns), np.float32)
+    reference.dequantize_rows(expert.down, np.arange(expert.down.rows), down)
+    return out, rounding + float(np.abs(middle).max()) / 127 * float(np.abs(down).max())
+
+
+def computed_by(device: TorchDevice, expert: kernels.Expert, x: np.ndarray, is_kept: bool) -> np.ndarray:
+    parts = np.zeros((9, 2, expert.down.rows), np.float32)
+    on_device = device.keep(expert) if is_kept else device.copy(expert)
+    device.begin(x)
+    device.run(on_device, TOKENS, RANKS)
+    device.collect(parts)
+    return parts
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "copied"])
+@pytest.mark.parametrize(("width", "hidden", "texts"), [*UNIFORM, *EXPERTS], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "relu", "clamped_swiglu"])
+def test_an_expert_computes_what_numpy_computes(
+    device: torch.device, width: int, hidden: int, texts: tuple[str, str, str], activation: str, is_kept: bool
+) -> None:
+    options: dict[str, Any] = {"activation": activation}
+    if activation == "clamped_swiglu":
+        options |= {"limit": 1.5, "biases": biases_of(width, hidden)}
+    expert, _ = expert_of(width, hidden, texts, **options)
+    x = inputs(9, hidden)
+    expected, tolerance = computed_by_numpy(expert, x)
+    found = computed_by(opened(device, [expert], 1), expert, x, is_kept)
+    assert np.abs(expected).max() > 0
+    assert np.abs(found - expected).max() <= tolerance
+    untouched = np.ones((9, 2), bool)
+    untouched[TOKENS, RANKS] = False
+    assert (found[untouched] == 0).all()
+
+
+def test_copies_take_turns_in_their_slots(device: torch.device) -> None:
+    """More experts than slots, in one layer; each result is that of the expert alone."""
+    experts = [expert_of(96, 64, (text,) * 3)[0] for text in ("q2g32", "q4g32", "q8", "bf16", "q3g32", "fp16")]
+    x, chosen = inputs(9, 64), opened(device, experts, 0)
+    alone = [computed_by(chosen, expert, x, is_kept=False) for expert in experts]
+    chosen.begin(x)
+    together = np.zeros((9, len(experts), 64), np.float32)
+    for rank, expert in enumerate(experts):
+        chosen.run(chosen.copy(expert), TOKENS, np.full(4, rank, np.int32))
+    chosen.collect(together)
+    for rank, single in enumerate(alone):
+        assert np.array_equal(together[TOKENS, rank], single[TOKENS, RANKS])
+
+
+def test_host_bytes_may_go_once_a_copy_has_begun(device: torch.device) -> None:
+    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
+    own = [
+        kernels.PackedMatrix(m.data.copy(), m.rows, m.columns, m.spec)
+        for m in (expert.gate, expert.up, expert.down)
+        if m
+    ]
+    moved = kernels.Expert(*own)
+    x, chosen = inputs(9, 64), opened(device, [expert], 0)
+    expected = computed_by(chosen, expert, x, is_kept=False)
+    parts = np.zeros((9, 2, 64), np.float32)
+    chosen.begin(x)
+    copied = chosen.copy(moved)
+    for matrix in own:
+        matrix.data[:] = 255
+    chosen.run(copied, TOKENS, RANKS)
+    chosen.collect(parts)
+    assert np.array_equal(parts, expected)
+
+
+def test_results_of_a_layer_that_was_given_up_are_dropped(device: torch.device) -> None:
+    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
+    x, chosen = inputs(9, 64), opened(device, [expert], 1)
+    kept = chosen.keep(expert)
+    chosen.begin(x)
+    chosen.run(kept, TOKENS, RANKS)
+    chosen.begin(x)
+    parts = np.zeros((9, 2, 64), np.float32)
+    chosen.collect(parts)
+    assert not parts.any()
+
+
+def test_memory_is_what_was_asked_for(device: torch.device) -> None:
+    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
+    chosen = opened(device, [expert], 1)
+    assert chosen.used_bytes >= (1 + COPY_SLOTS) * expert_bytes(expert)
+    chosen.keep(expert)
+    with pytest.raises(ValueError, match="target"):
+        chosen.keep(expert)
+    chosen.close()
