@@ -129,7 +129,7 @@ class Engine:
                 options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
             )
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
-        self.model.advisor.layers, self.model.advisor.experts = options.prefetch_layers, options.prefetch_experts
+        self.model.advisor.set_options(options, self.cache.holds)
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         # Low versions come with a miss.
         warm = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
@@ -139,6 +139,8 @@ class Engine:
             logical = LogicalCache(sizes, self.memory.cache_bytes, records, score, pin_limit, warm)
             versions = Versions(self.model.first_expert, low_version_indices(manifest))
             self.lossy = LossyDecoder(modes, self.model, versions, logical if modes.reads_cache else None)
+            if modes.reads_cache:  # then what is advised must not depend on arrival either
+                self.model.advisor.holds = logical.holds
         self._sequence = 0
 
     def __enter__(self) -> Engine:
@@ -166,7 +168,7 @@ class Engine:
         manifest = self.bundle.manifest
         share = min(self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
         weights = f" {self.options.policy_weights}" if self.options.policy_weights else ""
-        advice = "off (all fit)" if self._holds_all else self.options.prefetch
+        advice = "off (all fit)" if self._holds_all else self.options.prefetch_text
         return (
             f"mode: {'resident' if self._holds_all else 'streaming'}, {self._loss_text()}; expert cache "
             f"{'' if self._elastic is None else 'from '}{self.memory.cache_bytes / 2**20:.1f} MiB "

@@ -5,6 +5,8 @@ Shapes: T tokens, E experts, K top-k, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moec.manifests.model import ExpertsSpec, RouterSpec
@@ -132,17 +134,41 @@ class Router:
     def __init__(self, experts: ExpertsSpec, matrix: kernels.PackedMatrix | None, bias: np.ndarray | None) -> None:
         """matrix: [E, D], None where all experts are alike; bias: float32 [E]."""
         self.rule = RoutingRule(experts)
-        self._matrix, self._bias, self._count = matrix, bias, experts.count
+        self.matrix, self._bias, self._count = matrix, bias, experts.count
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
         """float32 [T, D] -> [T, E]."""
-        if self._matrix is None:
+        if self.matrix is None:
             return np.zeros((len(normed), self._count), np.float32)
-        logits = np.empty((len(normed), self._matrix.rows), np.float32)
-        kernels.linear(self._matrix, normed, logits)
+        logits = np.empty((len(normed), self.matrix.rows), np.float32)
+        kernels.linear(self.matrix, normed, logits)
+        return self.biased(logits)
+
+    def biased(self, product: np.ndarray) -> np.ndarray:
+        """The logits of a product with the matrix, float32 [T, E], in its place."""
         if self._bias is not None:
-            logits += self._bias
-        return logits
+            product += self._bias
+        return product
+
+
+def stacked_logits(routers: Sequence[Router], normed: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What each router gives for its own input, the bits of `Router.logits`, in one product. normed: [T, D] each.
+
+    All routers read all inputs, and each keeps the rows of its own: their weights, nearly all of the bytes, are read
+    once either way. Returns float32 [T, E] each. Source: HOBBIT, layer-level prediction, stacked gating.
+    """
+    with_matrix = [at for at, router in enumerate(routers) if router.matrix is not None]
+    if len(with_matrix) < 2:
+        return [router.logits(own) for router, own in zip(routers, normed, strict=True)]
+    tokens, together = len(normed[0]), np.concatenate([normed[at] for at in with_matrix])
+    matrices = [matrix for at in with_matrix if (matrix := routers[at].matrix) is not None]
+    outs = [np.empty((len(together), matrix.rows), np.float32) for matrix in matrices]
+    kernels.linears(matrices, together, outs)
+    own = {
+        at: routers[at].biased(out[place * tokens : (place + 1) * tokens])
+        for place, (at, out) in enumerate(zip(with_matrix, outs, strict=True))
+    }
+    return [own[at] if at in own else router.logits(normed[at]) for at, router in enumerate(routers)]
 
 
 def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:

@@ -20,7 +20,7 @@ RunPass = Callable[[np.ndarray, np.ndarray, np.ndarray, PassChoice], np.ndarray]
 MakeChoice = Callable[..., PassChoice]
 
 
-class ForetoldPredictor:
+class ForetoldPredictor(Predictor):
     """The routers of a discarded pass over the same tokens. Source: MoBiLE, prefetching on fallback."""
 
     def __init__(self, model: Model, recorded: dict[int, np.ndarray]) -> None:
