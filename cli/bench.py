@@ -12,6 +12,7 @@ import click
 from moec.manifests.errors import OptionError
 
 from . import output
+from .little_model import with_little_model
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .mode_sweep import mode_sweep_option, speed_page, speed_sweep, sweep_options
 from .paths import bundle_argument, file_option
@@ -50,7 +51,7 @@ SHARES = (0.25, 0.5, 0.75)
 )
 @file_option(
     "--trace-out",
-    help="Write the run's routing trace, for `moec simulate` and `moec tune`.",
+    help="Write the run's routing trace, and of each token what half of its experts say, for `simulate` and `tune`.",
 )
 @mode_sweep_option("Measure every lossy mode, or these settings, against the lossless run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -112,7 +113,7 @@ def bench_command(
         statistics, tracer = measure_decode(engine, sequence, prompt_length)
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
-        write_trace(trace_out, trace)
+        write_trace(trace_out, with_little_model(trace, bundle, options, values["kernels"], sequence, prompt_length))
     simulated = _simulate(opened, trace) if policies == "all" else []
     _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()} if as_json else None)
 

@@ -29,6 +29,8 @@ class PassState:
 
     hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
     tokens: int64 [T], None where a recorded pass is replayed. choice: what lossy modes make of the routers' choice.
+    logits: float32 [T, E], of the running layer, None where it routes nothing. foreseen: of the layers ahead that were
+    asked, the scores [E], nearest first.
     """
 
     layer: int
@@ -36,6 +38,8 @@ class PassState:
     chosen: list[np.ndarray]
     tokens: np.ndarray | None = None
     choice: PassChoice | None = None
+    logits: np.ndarray | None = None
+    foreseen: list[np.ndarray] = field(default_factory=list)
 
     def top_k(self, top_k: int) -> int:
         """Experts per token of this pass in a layer of so many."""
@@ -257,6 +261,7 @@ class Advisor:
         depth = max(self.layers, 1) if len(state.hidden) == 1 else 1
         aheads = self._routed_ahead[state.layer][:depth]
         scores = self._scores(state, aheads)
+        state.foreseen = [scores[ahead] for ahead in aheads if ahead in scores]
         for rank, ahead in enumerate(aheads, 1):
             experts, stored = self._predict(state, ahead, rank, scores.get(ahead))
             following = experts if rank == 1 else following

@@ -9,17 +9,19 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from moec.manifests.errors import InputError
 
-from .options import PREFETCHERS, Prefetch
-from .trace import Trace, TracedPass, TraceHeader
+from .options import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
+from .trace import PassScores, Trace, TracedPass, TraceHeader
+from .trace_scores import read_scores, scores_plain
 
 FORMAT = "moec-trace"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
 MAX_TRACE_BYTES = 1 << 30
 MAX_LINE_BYTES = 64 << 20
 MAX_LAYERS = 4096
@@ -29,6 +31,7 @@ _MAX_NUMBER = 1 << 60
 _RATES = ("memory_bytes_per_s", "storage_bytes_per_s", "storage_latency_ns")
 _HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader))}
 _PASS_KEYS = {item.name for item in fields(TracedPass)} - {"first_layer"}  # 0: no traces of models with an encoder
+_SINCE_2 = {"prefetch_layers", "prefetch_experts", "prefetch_rule", "scores"}
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -57,10 +60,11 @@ def read_trace(path: Path) -> Trace:
             raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
         with path.open("rb") as file:
             line = 1
-            header, passes = _header(_object(file.readline(MAX_LINE_BYTES + 1))), list[TracedPass]()
+            plain = _object(file.readline(MAX_LINE_BYTES + 1))
+            header, passes = _header(plain), list[TracedPass]()
             while data := file.readline(MAX_LINE_BYTES + 1):
                 line += 1
-                passes.append(_pass(_object(data), header))
+                passes.append(_pass(_object(data), header, plain["version"]))
         trace = Trace(header, tuple(passes))
         if any(each.tokens != 1 for each in passes[trace.prompt_passes :]):
             raise ValueError("expected passes of one token behind the prompt")
@@ -76,6 +80,7 @@ def read_trace(path: Path) -> Trace:
 def _pass_plain(each: TracedPass) -> dict[str, Any]:
     plain = asdict(each)
     del plain["first_layer"]
+    plain["scores"] = None if each.scores is None else scores_plain(each.scores)
     return plain
 
 
@@ -96,9 +101,10 @@ def _object(data: bytes) -> dict[str, Any]:
 def _header(plain: dict[str, Any]) -> TraceHeader:
     if plain.get("format") != FORMAT:
         raise ValueError(f"expected the format `{FORMAT}`, found {str(plain.get('format'))[:40]!r}")
-    if type(plain.get("version")) is not int or plain["version"] != FORMAT_VERSION:
-        raise ValueError(f"expected version {FORMAT_VERSION}, found {str(plain.get('version'))[:40]!r}")
-    _check_keys(plain, _HEADER_KEYS)
+    if type(plain.get("version")) is not int or plain["version"] not in READ_VERSIONS:
+        versions = " or ".join(map(str, READ_VERSIONS))
+        raise ValueError(f"expected version {versions}, found {str(plain.get('version'))[:40]!r}")
+    _check_keys(plain, _HEADER_KEYS - (_SINCE_2 if plain["version"] == 1 else set()))
     if not isinstance(plain["bundle"], str) or not re.fullmatch(r"[0-9a-f]{64}", plain["bundle"]):
         raise ValueError(f"`bundle`: expected a SHA-256, found {str(plain['bundle'])[:40]!r}")
     if plain["prefetch"] not in PREFETCHERS:
@@ -109,14 +115,23 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     top_k = _numbers(plain, "top_k", MAX_EXPERTS, len(experts))
     if any(few > count for few, count in zip(top_k, experts, strict=True)):
         raise ValueError("`top_k`: expected at most a layer's experts")
-    rates = {name: _number(plain, name, 1) for name in _RATES}
-    prefetch = cast(Prefetch, plain["prefetch"])
-    counts = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads")}
-    return TraceHeader(bundle=plain["bundle"], experts=experts, top_k=top_k, prefetch=prefetch, **counts, **rates)
+    numbers = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads", *_RATES)}
+    known: dict[str, Any] = {"bundle": plain["bundle"], "experts": experts, "top_k": top_k, **numbers}
+    header = TraceHeader(prefetch=cast(Prefetch, plain["prefetch"]), **known)
+    return header if plain["version"] == 1 else replace(header, **_advice_options(plain))
 
 
-def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
-    _check_keys(plain, _PASS_KEYS)
+def _advice_options(plain: dict[str, Any]) -> dict[str, Any]:
+    layers, experts = _number(plain, "prefetch_layers", 1), _number(plain, "prefetch_experts")
+    if layers > MAX_PREFETCH_LAYERS or experts > MAX_PREFETCH_EXPERTS:
+        raise ValueError(f"expected at most {MAX_PREFETCH_LAYERS} layers and {MAX_PREFETCH_EXPERTS} experts ahead")
+    if plain["prefetch_rule"] not in PREFETCH_RULES:
+        raise ValueError(f"`prefetch_rule`: expected one of {', '.join(PREFETCH_RULES)}")
+    return {"prefetch_layers": layers, "prefetch_experts": experts, "prefetch_rule": plain["prefetch_rule"]}
+
+
+def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPass:
+    _check_keys(plain, _PASS_KEYS - (_SINCE_2 if version == 1 else set()))
     layers, tokens = len(header.experts), _number(plain, "tokens", 1)
     if tokens > MAX_TOKENS:
         raise ValueError(f"`tokens`: expected at most {MAX_TOKENS}, found {tokens}")
@@ -138,7 +153,16 @@ def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
         head_ns=_number(plain, "head_ns"),
         elapsed_ns=_number(plain, "elapsed_ns"),
         stall_ns=_number(plain, "stall_ns"),
+        scores=_scores(plain.get("scores"), header, tokens),
     )
+
+
+def _scores(plain: object, header: TraceHeader, tokens: int) -> PassScores | None:
+    if plain is None:
+        return None
+    if tokens != 1:
+        raise ValueError(f"`scores`: expected null in a pass of {tokens} tokens")
+    return read_scores(plain, header.experts)
 
 
 def _check_choice(layer: int, experts: Sequence[int], tokens: int, top_k: int) -> None:
