@@ -228,10 +228,9 @@ class Advisor:
     """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
 
     layers: how many of those that route it looks ahead. experts: of the next one, per token; 0: three eighths of the
-    top-k. stops_at_miss: for a single token, instead of some experts of every layer, as many of each as of the next
-    one, up to and with the first layer that lacks one of them by `holds`, which is asked for stored experts (HOBBIT,
-    layer-level prediction). static: of layers whose experts follow from the token, RoutingRule.static; these are known,
-    not predicted.
+    top-k. stops_at_miss: for a single token it looks no further than the first layer that lacks an expert by `holds`,
+    which is asked for stored ones, and at one expert of every layer at least (HOBBIT, layer-level prediction).
+    static: of layers whose experts follow from the token, RoutingRule.static; these are known, not predicted.
     """
 
     spec: ModelSpec
@@ -307,7 +306,8 @@ class Advisor:
     def _advised(self, state: PassState, ahead: int, rank: int) -> int:
         """Experts per token that are worth reading ahead of the layer so far ahead, the rank-th of those that route."""
         top_k = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts.top_k
-        return advised_experts(state.top_k(top_k), 1 if self.stops_at_miss else rank, self.experts)
+        count = advised_experts(state.top_k(top_k), rank, self.experts)
+        return max(count, 1) if self.stops_at_miss else count
 
     def _predict(
         self, state: PassState, ahead: int, rank: int, scores: np.ndarray | None

@@ -152,23 +152,19 @@ class Router:
 
 
 def stacked_logits(routers: Sequence[Router], normed: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What each router gives for its own input, the bits of `Router.logits`, in one product. normed: [T, D] each.
+    """What each router gives for its own input, the bits of `Router.logits`, for one token in one product.
 
-    All routers read all inputs, and each keeps the rows of its own: their weights, nearly all of the bytes, are read
-    once either way. Returns float32 [T, E] each. Source: HOBBIT, layer-level prediction, stacked gating.
+    normed: float32 [T, D] each, one per router. Returns float32 [T, E] each. One input for all, as HOBBIT has it, would
+    leave out the norms of the layers ahead. Two routers of 64 x 2048 in 16 bits take 25 us so, one by one 22; three 33.
+    Source: HOBBIT, layer-level prediction, stacked gating.
     """
-    with_matrix = [at for at, router in enumerate(routers) if router.matrix is not None]
-    if len(with_matrix) < 2:
+    stacked = {at: matrix for at, router in enumerate(routers) if (matrix := router.matrix) is not None}
+    if len(stacked) < 2 or len(normed[0]) != 1:
         return [router.logits(own) for router, own in zip(routers, normed, strict=True)]
-    tokens, together = len(normed[0]), np.concatenate([normed[at] for at in with_matrix])
-    matrices = [matrix for at in with_matrix if (matrix := routers[at].matrix) is not None]
-    outs = [np.empty((len(together), matrix.rows), np.float32) for matrix in matrices]
-    kernels.linears(matrices, together, outs)
-    own = {
-        at: routers[at].biased(out[place * tokens : (place + 1) * tokens])
-        for place, (at, out) in enumerate(zip(with_matrix, outs, strict=True))
-    }
-    return [own[at] if at in own else router.logits(normed[at]) for at, router in enumerate(routers)]
+    outs = {at: np.empty((1, matrix.rows), np.float32) for at, matrix in stacked.items()}
+    inputs = np.concatenate([normed[at] for at in stacked])
+    kernels.linears_by_row(list(stacked.values()), inputs, list(outs.values()))
+    return [router.biased(outs[at]) if at in outs else router.logits(normed[at]) for at, router in enumerate(routers)]
 
 
 def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:

@@ -45,14 +45,15 @@ class RecordedPredictor(Predictor):
 class TracedModel:
     """Where LossyDecoder has a model: it computes nothing, routes as the trace says, and notes what is asked for.
 
-    first_expert: [L + 1]; sizes: bytes of all stored experts, int64. cache: told of what is asked for where no mode
-    reads it. passes: of the token under way, as a device would see them.
+    first_expert: [L + 1]; sizes: bytes of all stored experts, int64. unread: a cache that no mode reads, told of what
+    is asked for all the same, for the advisor. passes: of the token under way, as a device would see them.
     """
 
     spec: ModelSpec
     first_expert: Sequence[int]
     sizes: np.ndarray
     advisor: Advisor
+    unread: LogicalCache | None = None
     passes: list[TimedPass] = field(default_factory=list)
     _routers: list[Router | None] = field(init=False)
     _preload: tuple[int, ...] = ()
@@ -78,6 +79,8 @@ class TracedModel:
     def prefetch(self, experts: Sequence[int]) -> None:
         """Read ahead before the next pass."""
         self._preload = tuple(experts)
+        if self.unread is not None:
+            self.unread.advise(experts)
 
     def run(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, choice: PassChoice) -> np.ndarray:
         """One pass over the token: what each layer asks for under the choice. Returns what stands for hidden states."""
@@ -97,6 +100,8 @@ class TracedModel:
                 asked = list(found)
             _, ahead = self.advisor.advise(state)
             choice.requested(layer, asked, ahead)
+            if self.unread is not None:
+                self.unread.request(layer, asked, ahead)
             accesses.append((layer, tuple(asked)))
             advice.append(tuple(ahead))
             experts_ns.append(self._experts_ns(layer, asked))
@@ -137,7 +142,8 @@ def replay_modes(
     cache: fresh, of the simulated capacity; it says what is cached. advice: while the prompt runs, which decides
     nothing. The trace must have what the modes need (`missing_scores`), and routes by scores alone (`check_modes`).
     """
-    decoder = TracedDecoder(modes, model, versions, cache, choices)
+    decoder = TracedDecoder(modes, model, versions, cache if modes.reads_cache else None, choices)
+    model.unread = None if modes.reads_cache else cache
     predictor, first = model.advisor.predictor, trace.header.first_expert
     steps: list[tuple[TimedPass, ...]] = []
     for number, each in enumerate(trace.passes):
