@@ -12,7 +12,6 @@ import click
 from moec.manifests.errors import OptionError
 
 from . import output
-from .little_model import with_little_model
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .mode_sweep import mode_sweep_option, speed_page, speed_sweep, sweep_options
 from .paths import bundle_argument, file_option
@@ -113,6 +112,8 @@ def bench_command(
         statistics, tracer = measure_decode(engine, sequence, prompt_length)
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
+        from .little_model import with_little_model  # numpy comes with it
+
         write_trace(trace_out, with_little_model(trace, bundle, options, values["kernels"], sequence, prompt_length))
     simulated = _simulate(opened, trace) if policies == "all" else []
     _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()} if as_json else None)
