@@ -13,6 +13,7 @@ from moec.manifests.errors import DoesNotFit, OptionError
 from moec.runtime.options import (
     MAX_READERS,
     POLICIES,
+    PREFETCH_RULES,
     PREFETCHERS,
     WEIGHTED_POLICIES,
     parse_bytes,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
     from moec.runtime.eviction import PolicyScore
-    from moec.runtime.options import Prefetch
+    from moec.runtime.options import Prefetch, PrefetchRule
     from moec.runtime.timeline import Advice, DeviceRates
     from moec.runtime.trace import Trace, TraceHeader
 
@@ -73,6 +74,11 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     type=click.Choice(PREFETCHERS),
     help="How the next experts are guessed; `lookahead` must be in the trace.  [default: what was recorded]",
 )
+@click.option(
+    "--prefetch-rule",
+    type=click.Choice(PREFETCH_RULES),
+    help="With `lookahead`: as for `moec bench`, decided again.  [default: what was recorded]",
+)
 @click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once.")
 @click.option("--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`, over the profile's.")
 @click.option("--read-latency", metavar="TIME", help="Of one read, like `150us` or `8ms`, over the profile's.")
@@ -85,6 +91,8 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     layers compute as long as they did when the trace was recorded, scaled by the memory bandwidths of both machines.
     The cache starts with what calibration saw most often. A trace that was recorded under a cache that does not hold
     all experts has the routers' advice in it; the advice of tables is computed again.
+
+    What the lookahead of `--prefetch-rule first-miss` advises depends on what is cached, and is decided again.
 
     With --modes the trace is decided again under lossy modes, by the code that decides in a run, from the scores that
     routers gave each token and from how sure half of its experts were of the next. Each decision is that of a run as
@@ -104,6 +112,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
     prefetch = values["prefetch"] or trace.header.prefetch
+    trace = _with_rule(trace, trace_path, prefetch, values["prefetch_rule"])
     replayed = replayed_bundle(opened)
     capacities = [parse_cache(text, replayed.total_bytes) for text in values["caches"] or DEFAULT_CACHES]
     settings = _settings(values["modes"], trace_path, trace, opened)
@@ -155,6 +164,23 @@ def parse_time_ns(text: str) -> int:
     if match is None:
         raise OptionError(f"`{text[:60]}` is not a time", "write it like `150us` or `8ms`")
     return round(float(match[1]) * units[match[2]])
+
+
+def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule | None) -> Trace:
+    """The trace as if recorded under this rule of lookahead. Raises OptionError where it cannot be decided again."""
+    from moec.runtime.modes.replay import missing_scores
+    from moec.runtime.modes.settings import LossyModes
+
+    if rule is None or rule == trace.header.prefetch_rule:
+        return trace
+    if prefetch != "lookahead":
+        raise OptionError(f"`--prefetch-rule` has no effect on the prefetcher `{prefetch}`", "leave it out")
+    if rule == "spread" or missing_scores(trace, LossyModes()) is not None:
+        raise OptionError(
+            f"`{path}` was recorded with the rule `{trace.header.prefetch_rule}` and lacks what `{rule}` would ask",
+            f"record it with `moec bench BUNDLE --prefetch-rule {rule} --trace-out FILE`",
+        )
+    return replace(trace, header=replace(trace.header, prefetch_rule=rule))
 
 
 def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> list[dict[str, str]]:

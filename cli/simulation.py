@@ -83,13 +83,14 @@ class Simulation:
         self, capacity: int, policy: str | PolicyScore, options: dict[str, str]
     ) -> tuple[Timeline, dict[str, Any] | None]:
         from moec.runtime.advice import no_advice
+        from moec.runtime.simulate import OPTIMUM
         from moec.runtime.timeline import predict_steps, timed_pass
 
         replayed, first = self.replayed, self.trace.header.first_expert
         advice = self.advice if capacity < replayed.total_bytes else no_advice
         steps: Sequence[Sequence[TimedPass]]
         decisions: dict[str, Any] | None = None
-        if options:
+        if options or (self._walks() and policy != OPTIMUM):
             steps, decisions = self._decided(min(capacity, replayed.total_bytes), policy, options, advice)
         else:
             steps = [(timed_pass(each, first, advice),) for each in self.trace.passes]
@@ -104,7 +105,12 @@ class Simulation:
             capacity - replayed.minimum_bytes,
             replayed.warm,
         )
-        return timeline, decisions
+        return timeline, decisions if options else None
+
+    def _walks(self) -> bool:
+        """Whether what lookahead advises depends on what is cached, and the trace says what it found."""
+        is_told = all(each.scores is not None for each in self.trace.passes[self.trace.prompt_passes :])
+        return is_told and self.prefetch == "lookahead" and self.trace.header.prefetch_rule == "first-miss"
 
     def _decided(
         self, capacity: int, policy: str | PolicyScore, options: dict[str, str], advice: Advice

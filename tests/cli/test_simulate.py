@@ -165,6 +165,30 @@ def test_modes_are_predicted_beside_the_lossless_run(
     assert simulated(invoke, bundle, trace, *arguments, "--modes", modes) == told, "the same again"
 
 
+def test_the_rule_of_lookahead_can_be_changed_where_the_trace_says_enough(
+    invoke: Invoke, two_version_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--prefetch-layers", 2)
+    at_once = ("--read-rate", "900GB", "--read-latency", "0s")  # so that all advice is read
+    arguments = ("--policy", "lru", "--expert-cache", "50%", "--expert-cache", "80%", *at_once)
+    spread = simulated(invoke, two_version_bundle, trace, *arguments)
+    walked = simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "first-miss")
+    assert simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "spread") == spread
+    assert all(row["prefetch_reads"] for row in walked["rows"])
+    assert all(row["decisions"] is None and row["mode"] == "" for row in walked["rows"])
+    for more, message in (
+        (("--prefetch", "off"), "has no effect on the prefetcher `off`"),
+        (("--prefetch", "path"), "has no effect on the prefetcher `path`"),
+    ):
+        refused = invoke("simulate", two_version_bundle, "--trace", trace, "--prefetch-rule", "first-miss", *more)
+        assert refused.exit_code == 1 and message in refused.stderr
+    walking, _ = recorded(
+        invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--prefetch-rule", "first-miss"
+    )
+    refused = invoke("simulate", two_version_bundle, "--trace", walking, "--prefetch-rule", "spread")
+    assert refused.exit_code == 1 and "lacks what `spread` would ask" in refused.stderr
+
+
 def test_modes_that_the_trace_cannot_decide_are_refused(
     invoke: Invoke, two_version_bundle: Path, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:

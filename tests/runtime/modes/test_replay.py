@@ -115,6 +115,22 @@ def test_nothing_given_up_is_the_lossless_run(two_version_bundle: Path) -> None:
     assert {name: same[name] for name in names} == {name: lossless[name] for name in names}
 
 
+def test_lookahead_walks_by_what_the_simulated_cache_holds(two_version_bundle: Path) -> None:
+    """Layer 0 sees layer 2 where it finds nothing missing in layer 1: more often in a larger cache."""
+    trace, _, _ = run(two_version_bundle)
+    trace = replace(trace, header=replace(trace.header, prefetch_rule="first-miss"))
+    bundle = open_bundle(two_version_bundle)
+    replayed = replayed_bundle(bundle)
+    simulation = Simulation(bundle, trace, replayed, RATES, "lookahead", recorded_advice)
+    far = []
+    for share in (0.5, 0.9):
+        capacity = replayed.capacity_bytes(share)
+        assert capacity is not None
+        steps, _ = simulation._decided(capacity, "lru", {}, recorded_advice)
+        far.append(sum(len(step[0].advice[0]) == 3 for step in steps[1:]))
+    assert 0 < far[0] < far[1] <= len(trace.passes) - 1
+
+
 def test_what_a_trace_lacks_is_named(two_version_bundle: Path) -> None:
     trace, _, _ = run(two_version_bundle)
     assert missing_scores(trace, parse_modes("0.5,0.9", None, "drop=0.1")) is None
