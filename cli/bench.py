@@ -83,6 +83,8 @@ def bench_command(
     from moec.runtime.statistics import reset_peak_memory
     from moec.runtime.trace_file import write_trace
 
+    from .little_model import with_little_model
+
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     opened = _opened(bundle, trace_out)
@@ -112,8 +114,6 @@ def bench_command(
         statistics, tracer = measure_decode(engine, sequence, prompt_length)
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
-        from .little_model import with_little_model  # numpy comes with it
-
         write_trace(trace_out, with_little_model(trace, bundle, options, values["kernels"], sequence, prompt_length))
     simulated = _simulate(opened, trace) if policies == "all" else []
     _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()} if as_json else None)
