@@ -59,7 +59,7 @@ SHARES = (0.25, 0.5, 0.75)
 )
 @file_option(
     "--trace-out",
-    help="Write the run's routing trace, for `moec simulate` and `moec tune`.",
+    help="Write the run's routing trace, and of each token what half of its experts say, for `simulate` and `tune`.",
 )
 @mode_sweep_option("Measure every lossy mode, or these settings, against the lossless run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -92,7 +92,6 @@ def bench_command(
     from moec.profiles.probe import probe_host
     from moec.runtime.bundle import open_bundle
     from moec.runtime.statistics import reset_peak_memory
-    from moec.runtime.trace_file import write_trace
 
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
@@ -123,9 +122,21 @@ def bench_command(
         statistics, tracer = measure_decode(engine, sequence, prompt_length)
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
-        write_trace(trace_out, trace)
+        _write_trace(trace_out, trace, bundle, options, values["kernels"], sequence)
     simulated = _simulate(opened, trace) if policies == "all" else []
     _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()} if as_json else None)
+
+
+def _write_trace(
+    path: Path, trace: Trace, bundle: Path, options: RuntimeOptions, kernels: str | None, sequence: list[int]
+) -> None:
+    """With what the little model says of every token, where there is one."""
+    from moec.runtime.trace_file import write_trace
+
+    from .little_model import with_little_model
+
+    prompt_tokens = trace.header.prompt_tokens
+    write_trace(path, with_little_model(trace, bundle, options, kernels, sequence, prompt_tokens))
 
 
 def _tell(

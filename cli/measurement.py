@@ -82,7 +82,11 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
 
 
 def measure_decode(
-    engine: Engine, sequence: list[int], prompt_tokens: int, logits: list[np.ndarray] | None = None
+    engine: Engine,
+    sequence: list[int],
+    prompt_tokens: int,
+    logits: list[np.ndarray] | None = None,
+    title: str = "measuring",
 ) -> tuple[RunStatistics, TraceRecorder]:
     """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of.
 
@@ -94,7 +98,7 @@ def measure_decode(
     first_decoder_layer = engine.model.spec.first_decoder_layer
     tracer = engine.model.trace = TraceRecorder(engine.model.times, engine.cache.stats, first_decoder_layer)
     recorder = RunRecorder(prompt_tokens)
-    with output.Progress("measuring") as progress:
+    with output.Progress(title) as progress:
         text: list[int] = []
         for end in range(prompt_tokens, len(sequence)):
             before, times = engine.cache.stats.copy(), engine.model.times.copy()

@@ -11,7 +11,7 @@ import click
 
 from moec.manifests.errors import BundleIncomplete, InputError, OptionError
 from moec.runtime.modes.settings import CACHE_STATES
-from moec.runtime.options import COOPERATIONS, IO_MODES, POLICIES, PREFETCHERS, RuntimeOptions
+from moec.runtime.options import COOPERATIONS, IO_MODES, POLICIES, PREFETCH_RULES, PREFETCHERS, RuntimeOptions
 
 from . import output
 
@@ -28,6 +28,7 @@ OPTION_NAMES = (
     "prefetch",
     "prefetch_layers",
     "prefetch_experts",
+    "prefetch_rule",
     "io",
     "readers",
     "threads",
@@ -72,6 +73,13 @@ _OPTIONS = (
         default=0,
         metavar="N",
         help="Experts of the next layer read ahead for a token.  [default: 3/8 of top-k]",
+    ),
+    click.option(
+        "--prefetch-rule",
+        type=click.Choice(PREFETCH_RULES),
+        default="spread",
+        show_default=True,
+        help="Read some of every layer guessed, or all of each up to the first that lacks one.",
     ),
     click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True, help="How experts are read."),
     click.option(
@@ -175,6 +183,7 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
         prefetch=values["prefetch"],
         prefetch_layers=values["prefetch_layers"],
         prefetch_experts=values["prefetch_experts"],
+        prefetch_rule=values["prefetch_rule"],
         io=values["io"],
         readers=values["readers"],
         threads=values["threads"],

@@ -13,6 +13,7 @@ from moec.manifests.errors import DoesNotFit, OptionError
 from moec.runtime.options import (
     MAX_READERS,
     POLICIES,
+    PREFETCH_RULES,
     PREFETCHERS,
     WEIGHTED_POLICIES,
     parse_bytes,
@@ -21,9 +22,11 @@ from moec.runtime.options import (
 )
 
 from . import output
+from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, modes_of, settings_of
 from .paths import bundle_argument, file_option
 from .runtime_options import bundle_folder
-from .traces import ReplayedBundle, open_traces, replayed_bundle
+from .simulation import Row, Simulation
+from .traces import open_traces, replayed_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
     from moec.runtime.eviction import PolicyScore
-    from moec.runtime.options import Prefetch
-    from moec.runtime.timeline import Advice, DeviceRates, Timeline
+    from moec.runtime.options import Prefetch, PrefetchRule
+    from moec.runtime.timeline import Advice, DeviceRates
     from moec.runtime.trace import Trace, TraceHeader
 
 OPTIMUM = "optimum"
@@ -71,9 +74,15 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     type=click.Choice(PREFETCHERS),
     help="How the next experts are guessed; `lookahead` must be in the trace.  [default: what was recorded]",
 )
+@click.option(
+    "--prefetch-rule",
+    type=click.Choice(PREFETCH_RULES),
+    help="With `lookahead`: as for `moec bench`, decided again.  [default: what was recorded]",
+)
 @click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once.")
 @click.option("--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`, over the profile's.")
 @click.option("--read-latency", metavar="TIME", help="Of one read, like `150us` or `8ms`, over the profile's.")
+@mode_sweep_option("Predict every lossy mode, or these settings, beside the lossless run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: Any) -> None:
     """Replay a trace of the bundle in folder BUNDLE on a device, event by event, and predict its time per token.
@@ -83,10 +92,17 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     The cache starts with what calibration saw most often. A trace that was recorded under a cache that does not hold
     all experts has the routers' advice in it; the advice of tables is computed again.
 
+    What the lookahead of `--prefetch-rule first-miss` advises depends on what is cached, and is decided again.
+
+    With --modes the trace is decided again under lossy modes, by the code that decides in a run, from the scores that
+    routers gave each token and from how sure half of its experts were of the next. Each decision is that of a run as
+    far as hidden states are; what a mode costs in quality, `moec eval --modes` measures.
+
     \b
     moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
     moec simulate mixtral-moec --trace held-out.trace --profile raspberry-pi-4b-sd
     moec simulate mixtral-moec --trace held-out.trace --read-rate 90MB --policy lrfu --expert-cache 25%
+    moec simulate mixtral-moec --trace held-out.trace --modes "big-little gamma=0.7; dynamic-precision 0.6,1"
     """
     from moec.profiles.device import load_profile
     from moec.runtime.bundle import open_bundle
@@ -96,15 +112,17 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
     prefetch = values["prefetch"] or trace.header.prefetch
-    advice = _advice(opened, trace.header, prefetch)
+    trace = _with_rule(trace, trace_path, prefetch, values["prefetch_rule"])
     replayed = replayed_bundle(opened)
     capacities = [parse_cache(text, replayed.total_bytes) for text in values["caches"] or DEFAULT_CACHES]
-    policies = _scores(values["policies"] or DEFAULT_POLICIES, values["policy_weights"])
+    settings = _settings(values["modes"], trace_path, trace, opened)
+    policies = _scores(_policies(values["policies"], settings), values["policy_weights"])
     room = None if profile is None else _device_cache_bytes(opened, profile)
-    found = _predict_all(trace, replayed, capacities, policies, rates, advice)
+    simulation = Simulation(opened, trace, replayed, rates, prefetch, _advice(opened, trace.header, prefetch))
+    found = simulation.rows(capacities, policies, settings)
     name = profile.name if profile is not None else "the recorder"
     if as_json:
-        rows = [each.to_plain() | {"share": each.capacity_bytes / replayed.total_bytes} for each in found]
+        rows = [each.to_plain() | {"share": each.timeline.capacity_bytes / replayed.total_bytes} for each in found]
         plain = {name: getattr(rates, name) for name in rates.__dataclass_fields__}
         device = {"name": name, **plain, "cache_bytes": room}
         output.data_json({"device": device, "prefetch": prefetch, "recorded": _recorded(trace), "rows": rows})
@@ -146,6 +164,50 @@ def parse_time_ns(text: str) -> int:
     if match is None:
         raise OptionError(f"`{text[:60]}` is not a time", "write it like `150us` or `8ms`")
     return round(float(match[1]) * units[match[2]])
+
+
+def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule | None) -> Trace:
+    """The trace as if recorded under this rule of lookahead. Raises OptionError where it cannot be decided again."""
+    from moec.runtime.modes.replay import missing_scores
+    from moec.runtime.modes.settings import LossyModes
+
+    if rule is None or rule == trace.header.prefetch_rule:
+        return trace
+    if prefetch != "lookahead":
+        raise OptionError(f"`--prefetch-rule` has no effect on the prefetcher `{prefetch}`", "leave it out")
+    if rule == "spread" or missing_scores(trace, LossyModes()) is not None:
+        raise OptionError(
+            f"`{path}` was recorded with the rule `{trace.header.prefetch_rule}` and lacks what `{rule}` would ask",
+            f"record it with `moec bench BUNDLE --prefetch-rule {rule} --trace-out FILE`",
+        )
+    return replace(trace, header=replace(trace.header, prefetch_rule=rule))
+
+
+def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> list[dict[str, str]]:
+    """Options of every setting that is asked for, the lossless one first. Raises OptionError where the trace lacks what
+    one of them decides by.
+    """
+    from moec.runtime.modes.replay import missing_scores
+
+    settings = [{}] if modes is None else settings_of(modes, bundle.manifest)
+    for options in settings[1:]:
+        missing = missing_scores(trace, modes_of(options))
+        if missing is not None:
+            raise OptionError(
+                f"`--modes`: `{modes_of(options).to_text()}` decides by what `{path}` has not recorded, {missing}",
+                "record it with `moec bench BUNDLE --trace-out FILE`, or leave the setting out",
+            )
+    return settings
+
+
+def _policies(asked: Sequence[str], settings: Sequence[dict[str, str]]) -> Sequence[str]:
+    if len(settings) == 1:
+        return asked or DEFAULT_POLICIES
+    if OPTIMUM in asked:
+        raise OptionError(
+            "`--policy optimum` knows the future, and lossy modes decide without", "leave one of them out"
+        )
+    return asked or DEFAULT_POLICIES[:1]
 
 
 def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | PolicyScore]:
@@ -196,40 +258,6 @@ def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
         return None
 
 
-def _predict_all(
-    trace: Trace,
-    replayed: ReplayedBundle,
-    capacities: Sequence[int],
-    policies: dict[str, str | PolicyScore],
-    rates: DeviceRates,
-    advice: Advice,
-) -> list[Timeline]:
-    from moec.runtime.advice import no_advice
-    from moec.runtime.timeline import predict_timeline
-
-    found: list[Timeline] = []
-    with output.Progress("simulating") as progress:
-        for capacity in capacities:
-            if capacity < replayed.minimum_bytes:
-                output.say(f"a cache of {capacity} bytes is under the {replayed.minimum_bytes} of one layer, left out")
-                continue
-            for name, policy in policies.items():
-                each = predict_timeline(
-                    trace,
-                    replayed.sizes,
-                    min(capacity, replayed.total_bytes),
-                    replayed.records,
-                    policy,
-                    rates,
-                    advice if capacity < replayed.total_bytes else no_advice,
-                    capacity - replayed.minimum_bytes,
-                    replayed.warm,
-                )
-                found.append(replace(each, policy=name))
-                progress(len(found), len(capacities) * len(policies))
-    return found
-
-
 def _recorded(trace: Trace) -> dict[str, Any]:
     """How fast the recording run was."""
     steps = [each.elapsed_ns for each in trace.passes[trace.prompt_passes :]]
@@ -248,17 +276,21 @@ def _heading(trace: Trace, name: str, rates: DeviceRates, prefetch: str) -> list
     ]
 
 
-def _table(rows: Sequence[Timeline], total_bytes: int) -> str:
-    lines = [
-        (
-            f"{row.capacity_bytes / total_bytes:.0%}",
-            row.policy,
-            output.human_ms(row.tpot_mean_ns),
-            "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.2f}",
-            output.human_share(row.stall),
-            output.human_share(row.cache.hit_rate),
-            output.human_bytes(row.decode_bytes_read_per_token),
+def _table(rows: Sequence[Row], total_bytes: int) -> str:
+    """Modes, and what they decided, only where there are any."""
+    has_modes, lines = any(row.mode for row in rows), list[tuple[str, ...]]()
+    for row in rows:
+        found = row.timeline
+        line: tuple[str, ...] = (
+            f"{found.capacity_bytes / total_bytes:.0%}",
+            found.policy,
+            output.human_ms(found.tpot_mean_ns),
+            "-" if found.tokens_per_s is None else f"{found.tokens_per_s:.2f}",
+            output.human_share(found.stall),
+            output.human_share(found.cache.hit_rate),
+            output.human_bytes(found.decode_bytes_read_per_token),
         )
-        for row in rows
-    ]
-    return output.table(lines, ("cache", "policy", "TPOT", "tokens/s", "stalled", "hit rate", "read a token"))
+        gain = "-" if row.gain is None else f"{row.gain:.2f}"
+        lines.append((row.mode or LOSSLESS, *line, gain, decisions_text(row.decisions)) if has_modes else line)
+    header: tuple[str, ...] = ("cache", "policy", "TPOT", "tokens/s", "stalled", "hit rate", "read a token")
+    return output.table(lines, ("mode", *header, "x lossless", "decisions") if has_modes else header)

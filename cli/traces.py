@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayedBundle:
-    """sizes: bytes of each expert as the cache counts them, int64 [N]. warm: what a cache starts with, in order."""
+    """sizes: bytes of all that is stored as the cache counts them, int64 [N], low versions behind the `count` experts.
+
+    warm: what a cache starts with, in order.
+    """
 
     sizes: np.ndarray
     records: ExpertRecords
     warm: list[int]
     minimum_bytes: int
+    count: int
 
     @property
     def total_bytes(self) -> int:
-        """Of all experts."""
-        return int(self.sizes.sum())
+        """Of all experts, low versions left out."""
+        return int(self.sizes[: self.count].sum())
 
     def capacity_bytes(self, share: float) -> int | None:
         """So much of all experts; None, said, where that is less than one layer of a token needs."""
@@ -52,9 +56,11 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     from moec.runtime.eviction import warm_order
     from moec.runtime.storage import page_bytes
 
-    sizes = np.array([page_bytes(entry.size_bytes) for entry in bundle.manifest.experts], np.int64)
-    records = bundle_records(bundle, bundle.tables(), bundle.manifest.experts)
-    return ReplayedBundle(sizes, records, warm_order(records).tolist(), bundle.manifest.cost.minimum_expert_bytes)
+    manifest, count = bundle.manifest, len(bundle.manifest.experts)
+    sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)
+    records = bundle_records(bundle, bundle.tables(), manifest.stored_experts)
+    warm = [index for index in warm_order(records).tolist() if index < count]
+    return ReplayedBundle(sizes, records, warm, manifest.cost.minimum_expert_bytes, count)
 
 
 def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, host: DeviceProfile) -> Trace:
@@ -74,6 +80,9 @@ def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, ho
         top_k=tuple(layer.experts.top_k for layer in layers),
         prompt_tokens=prompt_tokens,
         prefetch=engine.options.prefetch if engine.model.advisor.predictor is not None else "off",
+        prefetch_layers=engine.options.prefetch_layers,
+        prefetch_experts=engine.options.prefetch_experts,
+        prefetch_rule=engine.options.prefetch_rule,
         threads=kernels.threads(),
         memory_bytes_per_s=host.memory_bytes_per_s,
         storage_bytes_per_s=tracer.read_bytes_per_s or host.storage_bytes_per_s,

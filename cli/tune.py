@@ -12,6 +12,7 @@ import click
 
 from moec.manifests.errors import InputError, OptionError
 from moec.profiles.probe import available_threads
+from moec.runtime.options import PREFETCH_RULES
 
 from . import output
 from .eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 LEAST_GAIN = 0.03
 ROUNDS = 3
 POLICY_OPTIONS = ("policy", "policy_weights")
-TUNED = ("prefetch", "prefetch_layers", "prefetch_experts", "readers", "threads")
+TUNED = ("prefetch", "prefetch_rule", "prefetch_layers", "prefetch_experts", "readers", "threads")
 
 
 @click.command("tune", short_help="Find the options that pay for a bundle on this machine.")
@@ -57,10 +58,10 @@ def tune_command(
 ) -> None:
     """Try what can be tuned on the bundle in folder BUNDLE, inside the memory that is given.
 
-    That is prefetchers, how far and how much they read ahead, readers, and thread counts. Each is decoded in turn with
-    what is best so far, three times; it is kept if it is at least 3 % faster in the median. What is kept goes to
-    `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find it on this machine. None of these options
-    changes a result. Close other programs first.
+    That is prefetchers, by which rule, how far and how much they read ahead, readers, and thread counts. Each is
+    decoded in turn with what is best so far, three times; it is kept if it is at least 3 % faster in the median. What
+    is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find it on this machine. None
+    of these options changes a result. Close other programs first.
 
     With --trace and --held-out nothing is timed. What recency, uses and nearness of the layer count in HOBBIT's score
     is fitted to traces of `moec bench --trace-out`, so that misses read the fewest bytes, and compared on the held-out
@@ -177,6 +178,7 @@ def _write(
 def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str | int]]:
     """What is tried, one option after the other."""
     yield from (("prefetch", name) for name in ("lookahead", "path", "off") if name != options.prefetch)
+    yield from (("prefetch_rule", rule) for rule in PREFETCH_RULES if rule != options.prefetch_rule)
     yield from (("prefetch_layers", count) for count in (1, 3) if count != options.prefetch_layers)
     counts = sorted({max(1, top_k // 4), max(1, top_k // 2), top_k})
     yield from (("prefetch_experts", count) for count in counts if count != options.prefetch_experts)

@@ -122,7 +122,7 @@ class Engine:
                 options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
             )
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
-        self.model.advisor.layers, self.model.advisor.experts = options.prefetch_layers, options.prefetch_experts
+        self.model.advisor.set_options(options, self.cache.holds)
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         if opened is not None:
             args = (opened, manifest, options, experts, self._storage, records, self.cache.has)
@@ -137,6 +137,8 @@ class Engine:
             logical = LogicalCache(*limits) if modes.reads_cache else None
             versions = Versions(self.model.first_expert, low_version_indices(manifest))
             self.lossy = LossyDecoder(modes, self.model, versions, logical)
+            if logical is not None:  # then what is advised must not depend on arrival either
+                self.model.advisor.holds = logical.holds
         self._sequence = 0
 
     def __enter__(self) -> Engine:
@@ -166,7 +168,7 @@ class Engine:
         manifest = self.bundle.manifest
         share = min(self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
         weights = f" {self.options.policy_weights}" if self.options.policy_weights else ""
-        advice = "off (all fit)" if self._holds_all else self.options.prefetch
+        advice = "off (all fit)" if self._holds_all else self.options.prefetch_text
         return (
             f"mode: {'resident' if self._holds_all else 'streaming'}, {self._loss_text()}; expert cache "
             f"{'' if self._elastic is None else 'from '}{self.memory.cache_bytes / 2**20:.1f} MiB "

@@ -67,6 +67,10 @@ class ExpertCache:
         """What they take now."""
         return self._ledger.used_bytes
 
+    def holds(self, index: int) -> bool:
+        """Whether an expert is in memory or on its way; advice that has not begun may yet be dropped."""
+        return bool(self._state[index] in (LOADING, RESIDENT))
+
     # -- demand ------------------------------------------------------------------------------------------------
 
     def stream(

@@ -22,12 +22,13 @@ from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
-from .modes.choice import NOBODY, PassChoice, Routed
+from .modes.choice import PassChoice
 from .norms import Norm, stream_norms
 from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
 from .relative_bias import bias_by_distance
+from .requests import choose_experts
 from .rotary import RotaryTables
-from .routing import Router, within_capacity
+from .routing import Router
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .storage import ExpertStorage
@@ -95,16 +96,6 @@ def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -
     """Of gate, up and down: the expert's part of what the layer holds one after the other."""
     whole = [dense[f"layers.{layer}.experts_{projection}_bias"] for projection in PROJECTIONS]
     return [part.reshape(count, -1)[expert] for part in whole]
-
-
-def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
-    """Per expert the places that chose it, token x top-k + rank, ascending. chosen: int32 [T, K]."""
-    flat = chosen.reshape(-1)
-    if len(chosen) == 1 or not len(flat):  # no expert twice: decoding need not sort
-        return dict(zip(flat.tolist(), np.arange(len(flat), dtype=np.int32).reshape(-1, 1), strict=True))
-    order = np.argsort(flat, kind="stable")
-    unique, starts = np.unique(flat[order], return_index=True)
-    return dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))
 
 
 def _layer_weights(dense: dict[str, Any], index: int) -> dict[str, Any]:
@@ -306,7 +297,7 @@ class Model:
         following, advice = self.advisor.advise(state)
         if self.trace is not None:
             # Before a capacity drops tokens: it never drops all that chose an expert.
-            self.trace.add_layer(index, state.chosen[index], advice)
+            self.trace.add_layer(index, state.chosen[index], advice, state.logits, state.foreseen)
         if state.choice is not None:
             state.choice.requested(index, list(asked), advice)
         has_nobody = state.choice is not None or bool(self.spec.layers[index].experts.router.capacity)
@@ -317,23 +308,13 @@ class Model:
         self, state: PassState, normed: np.ndarray, slots: np.ndarray
     ) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """The stored experts that the layer asks for, each with its places (token x top-k + rank), and the weights."""
-        index, router, choice = state.layer, self._routers[state.layer], state.choice
+        index, router = state.layer, self._routers[state.layer]
         first, experts = self._first_expert[index], self.spec.layers[index].experts
         if router is None:
             state.chosen.append(np.empty((len(normed), 0), np.int32))
+            state.logits = None
             return {}, np.empty((len(normed), 0), np.float32)
-        logits = router.logits(normed)
-        chosen, weights = router.rule.route(logits, state.tokens, state.top_k(experts.top_k))
-        state.chosen.append(chosen)
-        if choice is not None:
-            chosen, weights = choice.select(Routed(index, router.rule, logits, chosen, weights))
-        if experts.router.capacity:
-            chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NOBODY))
-        groups = _places_by_expert(chosen)
-        groups.pop(NOBODY, None)
-        if choice is None:
-            return {first + expert: places for expert, places in groups.items()}, weights
-        return {choice.index(index, expert): places for expert, places in groups.items()}, weights
+        return choose_experts(state, experts, first, router.rule, router.logits(normed), slots)
 
     def _compute(
         self,

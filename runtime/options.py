@@ -14,6 +14,7 @@ from .modes.settings import CACHE_STATES, CacheState, LossyModes, parse_modes
 POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
 WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
+PREFETCH_RULES = ("spread", "first-miss")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
 MAX_READERS = 32
@@ -28,6 +29,7 @@ _UNITS = {
 
 Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
+PrefetchRule = Literal["spread", "first-miss"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
 Cooperation = Literal["auto", "published", "gpu", "cpu"]
 COOPERATIONS = ("auto", "published", "gpu", "cpu")
@@ -88,7 +90,8 @@ class RuntimeOptions:
     context 0: min(model, 4096). threads 0: all the process may use. slots: sequences decoded side by side.
     policy_weights: `LRU,LFU,LHU,FLD` of the policies `hobbit` and `hobbit-printed`.
     readers: reads of experts under way at once, at most. prefetch_layers: how far ahead experts are guessed.
-    prefetch_experts: of the next layer, for each token; 0: three eighths of the top-k.
+    prefetch_experts: of the next layer, for each token; 0: three eighths of the top-k. prefetch_rule: `spread` reads
+    some of every layer ahead, fewer the further it is; `first-miss` stops behind the first layer that lacks some.
     verify: compare every expert with its digest when it is first read. cache_state: `warm` fills the cache before the
     first token with what calibration saw most often, `cold` leaves it empty.
     dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
@@ -109,6 +112,7 @@ class RuntimeOptions:
     readers: int = 2
     prefetch_layers: int = 2
     prefetch_experts: int = 0
+    prefetch_rule: PrefetchRule = "spread"
     cache_state: CacheState = "warm"
     dynamic_precision: str | None = None
     big_little: str | None = None
@@ -121,16 +125,9 @@ class RuntimeOptions:
         for text in (self.memory, self.expert_cache, self.accelerator_memory):
             if text is not None and not isinstance(text, str):
                 raise OptionError(f"`{text}` is not a size", "write it as text, like `512MiB` or `2GiB`")
-        if self.policy not in POLICIES:
-            raise OptionError(f"unknown policy `{self.policy}`", f"choose one of {', '.join(POLICIES)}")
+        self._check_names()
         self._check_weights()
-        if self.cache_state not in CACHE_STATES:
-            raise OptionError(f"unknown cache state `{self.cache_state}`", f"choose one of {', '.join(CACHE_STATES)}")
         _ = self.modes
-        if self.prefetch not in PREFETCHERS:
-            raise OptionError(f"unknown prefetch `{self.prefetch}`", f"choose one of {', '.join(PREFETCHERS)}")
-        if self.io not in IO_MODES:
-            raise OptionError(f"unknown io mode `{self.io}`", f"choose one of {', '.join(IO_MODES)}")
         if self.context < 0 or self.threads < 0 or self.slots < 1:
             raise OptionError("context and threads must not be negative, slots must be at least 1")
         if not 1 <= self.readers <= MAX_READERS:
@@ -167,10 +164,27 @@ class RuntimeOptions:
                 "leave out one of the two",
             )
 
+    def _check_names(self) -> None:
+        offers = {
+            "policy": (self.policy, POLICIES),
+            "cache state": (self.cache_state, CACHE_STATES),
+            "prefetch": (self.prefetch, PREFETCHERS),
+            "prefetch rule": (self.prefetch_rule, PREFETCH_RULES),
+            "io mode": (self.io, IO_MODES),
+        }
+        for kind, (name, names) in offers.items():
+            if name not in names:
+                raise OptionError(f"unknown {kind} `{name}`", f"choose one of {', '.join(names)}")
+
     @property
     def modes(self) -> LossyModes:
         """The lossy modes. Raises OptionError for what they cannot mean."""
         return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing)
+
+    @property
+    def prefetch_text(self) -> str:
+        """For the `mode:` line."""
+        return self.prefetch + " to the first miss" * (self.prefetch_rule == "first-miss" and self.prefetch != "off")
 
     def lossless(self) -> RuntimeOptions:
         """The same without lossy modes."""

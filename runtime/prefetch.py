@@ -15,8 +15,8 @@ from moec.manifests.model import ModelSpec
 from .bundle import Tables
 from .modes.choice import PassChoice
 from .norms import Norm
-from .options import Prefetch
-from .routing import Router
+from .options import Prefetch, RuntimeOptions
+from .routing import Router, stacked_logits
 
 # Pairs seen less often than this say less than the expert before alone.
 # Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
@@ -29,6 +29,8 @@ class PassState:
 
     hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
     tokens: int64 [T], None where a recorded pass is replayed. choice: what lossy modes make of the routers' choice.
+    logits: float32 [T, E], of the running layer, None where it routes nothing. foreseen: of the layers ahead that were
+    asked, the scores [E], nearest first.
     """
 
     layer: int
@@ -36,6 +38,8 @@ class PassState:
     chosen: list[np.ndarray]
     tokens: np.ndarray | None = None
     choice: PassChoice | None = None
+    logits: np.ndarray | None = None
+    foreseen: list[np.ndarray] = field(default_factory=list)
 
     def top_k(self, top_k: int) -> int:
         """Experts per token of this pass in a layer of so many."""
@@ -47,6 +51,10 @@ class Predictor(Protocol):
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
         """[E] float64 of the layer so far ahead, likelier is higher; None: nothing to say."""
+
+    def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
+        """`scores` of several layers at once."""
+        return [self.scores(state, ahead) for ahead in aheads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,7 @@ class PrefetchQuality:
         return sum(self.predicted.values()) / total if total else None
 
 
-class PopularityPredictor:
+class PopularityPredictor(Predictor):
     """The experts that calibration saw most often in the layer."""
 
     def __init__(self, tables: Tables, model: ModelSpec) -> None:
@@ -112,7 +120,7 @@ class PopularityPredictor:
         return following
 
 
-class PathPredictor:
+class PathPredictor(Predictor):
     """EdgeMoE's dictionary: the experts of two layers predict those of the next, with back-off.
 
     Only layers that route count. score(e) sums over pairs (a two layers back, b one layer back) the counts of e; pairs
@@ -159,10 +167,11 @@ class PathPredictor:
         return scores
 
 
-class LookaheadPredictor:
+class LookaheadPredictor(Predictor):
     """The routers of later layers, applied to this layer's residual stream. Source: HOBBIT, layer-level prediction.
 
-    The last layer has no next router to ask; there popularity speaks for the first layer of the next token.
+    Each reads it through its own layer's norm; all that are asked are one product. The last layer has no next router to
+    ask; there popularity speaks for the first layer of the next token.
     """
 
     def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
@@ -170,11 +179,21 @@ class LookaheadPredictor:
         self._fallback = PopularityPredictor(tables, model)
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        following, first = self._model.layer_after(state.layer, ahead), self._model.first_decoder_layer
-        router = self._routers[following] if following > state.layer else None
-        if router is None or state.layer < first <= following:  # an encoder's stream says nothing to a decoder
-            return self._fallback.scores(state, ahead)
-        return router.rule.demand(router.logits(self._norms[following](state.hidden)))
+        return self.scores_ahead(state, [ahead])[0]
+
+    def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
+        routers = {ahead: router for ahead in aheads if (router := self._router(state.layer, ahead)) is not None}
+        layers = [self._model.layer_after(state.layer, ahead) for ahead in routers]
+        logits = stacked_logits(list(routers.values()), [self._norms[layer](state.hidden) for layer in layers])
+        found = {ahead: routers[ahead].rule.demand(own) for ahead, own in zip(routers, logits, strict=True)}
+        return [found[ahead] if ahead in found else self._fallback.scores(state, ahead) for ahead in aheads]
+
+    def _router(self, layer: int, ahead: int) -> Router | None:
+        """Of the layer so far ahead; None where none can be asked."""
+        following, first = self._model.layer_after(layer, ahead), self._model.first_decoder_layer
+        if following <= layer or layer < first <= following:  # an encoder's stream says nothing to a decoder
+            return None
+        return self._routers[following]
 
 
 def make_predictor(
@@ -209,7 +228,9 @@ class Advisor:
     """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
 
     layers: how many of those that route it looks ahead. experts: of the next one, per token; 0: three eighths of the
-    top-k. static: of layers whose experts follow from the token, RoutingRule.static; these are known, not predicted.
+    top-k. stops_at_miss: for a single token it looks no further than the first layer that lacks an expert by `holds`,
+    which is asked for stored ones, and at one expert of every layer at least (HOBBIT, layer-level prediction).
+    static: of layers whose experts follow from the token, RoutingRule.static; these are known, not predicted.
     """
 
     spec: ModelSpec
@@ -217,11 +238,18 @@ class Advisor:
     predictor: Predictor | None = None
     layers: int = 2
     experts: int = 0
+    stops_at_miss: bool = False
+    holds: Callable[[int], bool] = lambda index: False
     static: Mapping[int, np.ndarray] = field(default_factory=dict)
     _routed_ahead: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._routed_ahead = [routed_ahead(self.spec, layer) for layer in range(self.spec.num_layers)]
+
+    def set_options(self, options: RuntimeOptions, holds: Callable[[int], bool]) -> None:
+        """How far, how much and by which rule it looks ahead. holds: whether a stored expert need not be read."""
+        self.layers, self.experts = options.prefetch_layers, options.prefetch_experts
+        self.stops_at_miss, self.holds = options.prefetch_rule == "first-miss", holds
 
     def advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
         """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
@@ -230,10 +258,15 @@ class Advisor:
         """
         following, advice = None, list[int]()
         depth = max(self.layers, 1) if len(state.hidden) == 1 else 1
-        for rank, ahead in enumerate(self._routed_ahead[state.layer][:depth], 1):
-            experts, stored = self._predict(state, ahead, rank)
+        aheads = self._routed_ahead[state.layer][:depth]
+        scores = self._scores(state, aheads)
+        state.foreseen = [scores[ahead] for ahead in aheads if ahead in scores]
+        for rank, ahead in enumerate(aheads, 1):
+            experts, stored = self._predict(state, ahead, rank, scores.get(ahead))
             following = experts if rank == 1 else following
             advice += stored
+            if self.stops_at_miss and not all(self.holds(index) for index in stored):
+                break
         return following, advice
 
     def preload(self, tokens: np.ndarray, layers: range) -> list[int]:
@@ -251,22 +284,44 @@ class Advisor:
         """The experts of a layer that tokens have by themselves, each once."""
         return np.unique(self.static[layer][tokens])
 
-    def _predict(self, state: PassState, ahead: int, rank: int) -> tuple[np.ndarray | None, list[int]]:
+    def _scores(self, state: PassState, aheads: Sequence[int]) -> dict[int, np.ndarray]:
+        """[E] of the layers so far ahead of which experts would be advised, and of which there is something to say."""
+        asked = [
+            ahead
+            for rank, ahead in enumerate(aheads, 1)
+            if not self._is_known(state, ahead) and self._advised(state, ahead, rank)
+        ]
+        if self.predictor is None or not asked:
+            return {}
+        # Tables are as wide as the largest layer.
+        counts = [self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts.count for ahead in asked]
+        found = zip(asked, counts, self.predictor.scores_ahead(state, asked), strict=True)
+        return {ahead: scores[:count] for ahead, count, scores in found if scores is not None}
+
+    def _is_known(self, state: PassState, ahead: int) -> bool:
+        """Whether the tokens themselves name the experts of the layer so far ahead."""
+        is_decoding = state.layer >= self.spec.first_decoder_layer
+        return state.tokens is not None and is_decoding and state.layer + ahead in self.static
+
+    def _advised(self, state: PassState, ahead: int, rank: int) -> int:
+        """Experts per token that are worth reading ahead of the layer so far ahead, the rank-th of those that route."""
+        top_k = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts.top_k
+        count = advised_experts(state.top_k(top_k), rank, self.experts)
+        return max(count, 1) if self.stops_at_miss else count
+
+    def _predict(
+        self, state: PassState, ahead: int, rank: int, scores: np.ndarray | None
+    ) -> tuple[np.ndarray | None, list[int]]:
         """Candidates of the layer so far ahead, the rank-th of those that route, and what is stored of them."""
-        layer, is_decoding = state.layer + ahead, state.layer >= self.spec.first_decoder_layer
-        if self.predictor is not None and state.tokens is not None and is_decoding and layer in self.static:
+        if self.predictor is not None and state.tokens is not None and self._is_known(state, ahead):
+            layer = state.layer + ahead
             known = self._known(layer, state.tokens)
             return known, (known + self.first_expert[layer]).tolist()
-        layer = self.spec.layer_after(state.layer, ahead)
-        following = self.spec.layers[layer].experts
-        top_k = state.top_k(following.top_k)
-        each = advised_experts(top_k, rank, self.experts)
-        scores = self.predictor.scores(state, ahead) if self.predictor is not None and each else None
         if scores is None:
             return None, []
-        # Tables are as wide as the largest layer.
-        scores = scores[: following.count]
-        experts = candidates(scores, len(state.hidden) * each)
+        layer = self.spec.layer_after(state.layer, ahead)
+        top_k = state.top_k(self.spec.layers[layer].experts.top_k)
+        experts = candidates(scores, len(state.hidden) * self._advised(state, ahead, rank))
         if state.choice is not None and len(state.hidden) == 1:
             return experts, state.choice.advised(layer, scores, experts, top_k)
         return experts, (experts + self.first_expert[layer]).tolist()

@@ -25,6 +25,7 @@ class Residency:
     sizes: bytes per expert, int64 [N]; an expert of none is left out of its model: always there, never counted.
     records: told of every use. pin_limit_bytes: what advice may hold. evicted: told of every expert that goes.
     state, int8; is_leased; is_ahead: read ahead and not asked for since; is_seen: [N].
+    A predicted expert is pinned until its layer asks: it is leased then, or was guessed wrong.
     demand, advice: queued reads, most urgent first. prefetches, int64 [2, N]: read ahead; of these, asked for in time.
     """
 
@@ -48,6 +49,7 @@ class Residency:
         self.prefetches = np.zeros((2, len(sizes)), np.int64)
         self.demand, self.advice = deque[int](), deque[int]()
         self.stats = CacheStats()
+        self._layer_of: list[int] = records.layer.tolist()
         self._pins: list[int] = []
         self._clock = self._layer = 0
 
@@ -57,6 +59,7 @@ class Residency:
         misses: list[int] = []
         experts = [index for index in experts if self.sizes[index]]
         self._layer = layer
+        self._pins = [index for index in self._pins if self._layer_of[index] != layer]
         self._clock += 1
         self._records.use(experts, self._clock)
         for index in experts:
@@ -96,16 +99,17 @@ class Residency:
             self.is_leased[index] = True
 
     def advise(self, indices: Sequence[int]) -> None:
-        """Queue reads ahead, likeliest first, as far as room and the pin limit go. Replaces older advice."""
+        """Queue reads ahead, likeliest first, as far as room and the pin limit go. Replaces older advice.
+
+        What was predicted before of layers that are not among these stays pinned, as far as it is there, and yields
+        first.
+        """
         self.drop_advice()
-        self._pins, pinned = [], 0
-        for index in indices:
-            pinned += self.sizes[index]
-            if pinned > self.pin_limit_bytes:
-                break
-            self._pins.append(index)
+        layers = {self._layer_of[index] for index in indices}
+        older = [i for i in self._pins if self._layer_of[i] not in layers and self.state[i] != ABSENT]
+        self._pins = self._within_pin_limit([*indices, *older])
         victims = self.victims(spares_pins=True)
-        for index in self._pins:
+        for index in self._pins[: len(indices)]:
             if self.state[index] != ABSENT:
                 continue
             if not self._make_room(self.sizes[index], victims, is_demand=False):
@@ -113,6 +117,16 @@ class Residency:
             self._reserve(index)
             self.is_ahead[index] = True
             self.advice.append(index)
+
+    def _within_pin_limit(self, indices: Sequence[int]) -> list[int]:
+        """The first of them, as many as advice may hold."""
+        pinned, found = 0, list[int]()
+        for index in indices:
+            pinned += self.sizes[index]
+            if pinned > self.pin_limit_bytes:
+                break
+            found.append(index)
+        return found
 
     def drop_advice(self) -> None:
         """Forget advised reads that have not begun."""

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from .eviction import ExpertRecords, PolicyScore
 from .simulate import does_not_fit, named_score, with_next_use
 from .simulated_cache import SimulatedCache
 from .statistics import quantile
-from .trace import Trace, TracedPass
+from .trace import Access, Trace, TracedPass
 
 _NS_PER_S = 10**9
 Advice = Callable[[TracedPass, int], Sequence[int]]
@@ -39,6 +39,25 @@ class DeviceRates:
     storage_latency_ns: int
     readers: int
     compute_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """One pass as a device sees it: per layer what it asks for and what is read ahead meanwhile, and its computing.
+
+    accesses: experts counted over all that are stored, low versions behind the others. preload: read ahead before the
+    first layer. Times are in nanoseconds of the recording machine, those of layers [L]; other_ns: of the whole pass.
+    """
+
+    tokens: int
+    accesses: tuple[Access, ...]
+    advice: tuple[tuple[int, ...], ...]
+    dense_ns: tuple[float, ...]
+    experts_ns: tuple[float, ...]
+    shared_ns: tuple[float, ...]
+    head_ns: float
+    other_ns: float
+    preload: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +106,49 @@ def predict_timeline(
     records, policy: as in `simulate.replay`. pin_limit_bytes: what advice may hold, as in ExpertCache.
     Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
     """
-    accesses, first_use = with_next_use(trace.accesses(), len(sizes))
+    first = trace.header.first_expert
+    steps = [(timed_pass(each, first, advice),) for each in trace.passes]
+    return predict_steps(
+        steps, trace.prompt_passes, sizes, capacity_bytes, records, policy, rates, pin_limit_bytes, warm
+    )
+
+
+def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
+    """A pass as it was recorded, with advice of that kind. first_expert: [L + 1]."""
+    return TimedPass(
+        tokens=each.tokens,
+        accesses=tuple(each.accesses(first_expert)),
+        advice=tuple(tuple(advice(each, layer)) for layer, _ in enumerate(each.chosen, each.first_layer)),
+        dense_ns=each.dense_ns,
+        experts_ns=each.experts_ns,
+        shared_ns=each.shared_ns,
+        head_ns=each.head_ns,
+        other_ns=each.other_ns,
+    )
+
+
+def predict_steps(
+    steps: Sequence[Sequence[TimedPass]],
+    prompt_steps: int,
+    sizes: np.ndarray,
+    capacity_bytes: int,
+    records: ExpertRecords,
+    policy: str | PolicyScore,
+    rates: DeviceRates,
+    pin_limit_bytes: int,
+    warm: Sequence[int] = (),
+) -> Timeline:
+    """`predict_timeline` of passes made ready: those of the prompt in the first steps, then each token in one step."""
+    flat = [access for step in steps for each in step for access in each.accesses]
+    with_use, first_use = with_next_use(flat, len(sizes))
     cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes)
     cache.fill(warm)
-    run, rest = _Run(cache, rates, advice), iter(accesses)
-    marks = []
-    for each in trace.passes:
-        run.run_pass(each, list(islice(rest, len(each.chosen))))
+    run, accesses, marks = _Run(cache, rates), iter(with_use), []
+    for step in steps:
+        for each in step:
+            run.run_pass(each, [next(accesses) for _ in each.accesses])
         marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
-    return _summary(cache, policy if isinstance(policy, str) else "custom", trace.prompt_passes, marks)
+    return _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
 
 
 def _summary(
@@ -161,28 +214,29 @@ class _Storage:
 class _Run:
     """A model that computes nothing but the time it takes."""
 
-    def __init__(self, cache: SimulatedCache, rates: DeviceRates, advice: Advice) -> None:
-        self._cache, self._advice, self._scale = cache, advice, rates.compute_scale
+    def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
+        self._cache, self._scale = cache, rates.compute_scale
         self.storage = _Storage(cache, rates)
         self.now_ns = self.stall_ns = 0
 
-    def run_pass(self, each: TracedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
+    def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
         """All layers, then the head. accesses: with the position of every expert's next use."""
         other_ns = each.other_ns / len(accesses)
-        for layer, experts, next_use in accesses:
-            self._compute(each.dense_ns[layer - each.first_layer] + other_ns)
+        if each.preload:
+            self._cache.advise(each.preload)
+            self.storage.begin(self.now_ns)
+        for at, (layer, experts, next_use) in enumerate(accesses):
+            self._compute(each.dense_ns[at] + other_ns)
             hits, misses = self._cache.ask(layer, experts, next_use)
             self._cache.issue(misses)
-            ahead = self._advice(each, layer)
-            if ahead:
-                self._cache.advise(ahead)
+            if each.advice[at]:
+                self._cache.advise(each.advice[at])
             self.storage.begin(self.now_ns)
-            self._run_experts(each, layer, hits, misses)
+            self._run_experts(each, at, hits, misses)
         self._compute(each.head_ns)
 
-    def _run_experts(self, each: TracedPass, layer: int, hits: list[int], misses: list[int]) -> None:
+    def _run_experts(self, each: TimedPass, at: int, hits: list[int], misses: list[int]) -> None:
         """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first."""
-        at = layer - each.first_layer
         each_ns, shared_ns = each.experts_ns[at] / max(len(hits) + len(misses), 1), each.shared_ns[at]
         is_one = each.tokens == 1
         while hits:

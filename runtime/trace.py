@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from .cache_statistics import CacheStats
-from .options import Prefetch
+from .options import Prefetch, PrefetchRule
 from .statistics import PhaseTimes
 
 # Less than this says little of a storage's rate.
@@ -27,8 +27,9 @@ class TraceHeader:
     """Where a trace comes from.
 
     bundle: SHA-256 of the bundle's manifest file. experts, top_k: per layer. prompt_tokens: of the first passes, after
-    which every pass is one token. prefetch: whose advice was recorded. first_decoder_layer: layers below are an
-    encoder's, whose one pass comes first, over the whole prompt; 0: there is none.
+    which every pass is one token. prefetch: whose advice was recorded; `prefetch_layers` and so on: how far, how much
+    and by which rule, as in RuntimeOptions. first_decoder_layer: layers below are an encoder's, whose one pass comes
+    first, over the whole prompt; 0: there is none.
     memory_bytes_per_s, storage_bytes_per_s, storage_latency_ns: of the recording machine, as a device profile has them;
     the second is what the reads of the run reached, where they were many.
     """
@@ -43,11 +44,30 @@ class TraceHeader:
     storage_bytes_per_s: int
     storage_latency_ns: int
     first_decoder_layer: int = 0
+    prefetch_layers: int = 2
+    prefetch_experts: int = 0
+    prefetch_rule: PrefetchRule = "spread"
 
     @property
     def first_expert(self) -> list[int]:
         """[L + 1]: where each layer's experts begin when they are counted over all layers."""
         return [0, *np.cumsum(self.experts).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class PassScores:
+    """What routers said of one token: what lossy modes and lookahead decide by. Bytes are little-endian float32.
+
+    logits: of all layers that route, one after the other, [sum of E]. ahead: per layer the scores [E] that lookahead
+    found for the layers ahead, nearest first. little_logits, confidence: of the same token computed with half of the
+    experts behind a text computed with all, its logits and its greatest output probability; empty and None where that
+    was not recorded.
+    """
+
+    logits: bytes
+    ahead: tuple[tuple[bytes, ...], ...]
+    little_logits: bytes = b""
+    confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +79,7 @@ class TracedPass:
     experts; shared_ns: its shared expert; experts_ns: its routed experts. head_ns: behind the last layer.
     elapsed_ns: the whole pass; stall_ns: the part in which it waited for reads. first_layer: where it began, which is 0
     but for decoders behind an encoder; a pass of the encoder ends there. Layers above are counted from it.
+    scores: of passes of one token, where routers decided; None in files of version 1.
     """
 
     tokens: int
@@ -71,6 +92,7 @@ class TracedPass:
     elapsed_ns: int
     stall_ns: int
     first_layer: int = 0
+    scores: PassScores | None = None
 
     @property
     def other_ns(self) -> int:
@@ -128,6 +150,28 @@ class Trace:
         return [access for each in self.passes for access in each.accesses(first)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer of the pass under way. logits, ahead: as in PassScores."""
+
+    index: int
+    chosen: np.ndarray
+    advice: tuple[int, ...]
+    times: PhaseTimes
+    logits: bytes
+    ahead: tuple[bytes, ...]
+
+
+def _float_bytes(values: np.ndarray) -> bytes:
+    return values.astype("<f4").tobytes()
+
+
+def _scores_of(layers: Sequence[_Layer]) -> PassScores | None:
+    """None for passes of many tokens, of models with an encoder, and where tokens alone decide."""
+    logits = b"".join(each.logits for each in layers)
+    return PassScores(logits, tuple(each.ahead for each in layers)) if logits else None
+
+
 class TraceRecorder:
     """Notes passes while they run. times, cache: the counters of the running model, which go on counting.
 
@@ -137,7 +181,8 @@ class TraceRecorder:
     def __init__(self, times: PhaseTimes, cache: CacheStats, first_decoder_layer: int = 0) -> None:
         self._times, self._cache, self._before = times, cache, cache.copy()
         self._first_layers = {0, first_decoder_layer}
-        self._layers: list[tuple[int, np.ndarray, tuple[int, ...], PhaseTimes]] = []
+        self._has_encoder = first_decoder_layer > 0
+        self._layers: list[_Layer] = []
         self.passes: list[TracedPass] = []
         self.begin()
 
@@ -155,32 +200,47 @@ class TraceRecorder:
         self._started_ns, self._stall_ns = time.perf_counter_ns(), self._cache.stall_ns
         self._start_times = self._times.copy()
 
-    def add_layer(self, layer: int, chosen: np.ndarray, advice: Sequence[int]) -> None:
-        """The next layer has chosen its experts, int32 [T, K]. A first layer ends the pass under way, if any."""
+    def add_layer(
+        self,
+        layer: int,
+        chosen: np.ndarray,
+        advice: Sequence[int],
+        logits: np.ndarray | None = None,
+        foreseen: Sequence[np.ndarray] = (),
+    ) -> None:
+        """The next layer has chosen its experts, int32 [T, K]. A first layer ends the pass under way, if any.
+
+        logits: [T, E], what it chose by; foreseen: [E] each, what was found for layers ahead, nearest first.
+        """
         if layer in self._first_layers and self._layers:
             self.end()
-        self._layers.append((layer, chosen, tuple(advice), self._times.copy()))
+        is_one = len(chosen) == 1 and not self._has_encoder
+        own = _float_bytes(logits) if is_one and logits is not None else b""
+        ahead = tuple(map(_float_bytes, foreseen)) if is_one else ()
+        self._layers.append(_Layer(layer, chosen, tuple(advice), self._times.copy(), own, ahead))
 
     def end(self) -> None:
         """The pass is over, the head included where it ran."""
         if not self._layers:
             return
-        marks = [*(times for *_, times in self._layers), self._times.copy()]
+        layers = self._layers
+        marks = [*(each.times for each in layers), self._times.copy()]
         # Between two marks: the experts of the first layer, its shared expert, and what is dense of the second.
         gained = [later.since(earlier) for earlier, later in pairwise(marks)]
         dense = [marks[0].since(self._start_times).dense_ns, *(each.dense_ns - each.shared_ns for each in gained)]
         self.passes.append(
             TracedPass(
-                tokens=len(self._layers[0][1]),
-                chosen=tuple(tuple(chosen.reshape(-1).tolist()) for _, chosen, _, _ in self._layers),
-                advice=tuple(advice for _, _, advice, _ in self._layers),
+                tokens=len(layers[0].chosen),
+                chosen=tuple(tuple(each.chosen.reshape(-1).tolist()) for each in layers),
+                advice=tuple(each.advice for each in layers),
                 dense_ns=tuple(dense[:-1]),
                 experts_ns=tuple(each.experts_ns for each in gained),
                 shared_ns=tuple(each.shared_ns for each in gained),
                 head_ns=dense[-1],
                 elapsed_ns=time.perf_counter_ns() - self._started_ns,
                 stall_ns=self._cache.stall_ns - self._stall_ns,
-                first_layer=self._layers[0][0],
+                first_layer=layers[0].index,
+                scores=_scores_of(layers),
             )
         )
         self.begin()

@@ -9,17 +9,19 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from moec.manifests.errors import InputError
 
-from .options import PREFETCHERS, Prefetch
-from .trace import Trace, TracedPass, TraceHeader
+from .options import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
+from .trace import PassScores, Trace, TracedPass, TraceHeader
+from .trace_scores import read_scores, scores_plain
 
 FORMAT = "moec-trace"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
 MAX_TRACE_BYTES = 1 << 30
 MAX_LINE_BYTES = 64 << 20
 MAX_LAYERS = 4096
@@ -31,6 +33,7 @@ _HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader)
 _PASS_KEYS = {item.name for item in fields(TracedPass)}
 # Of models with an encoder alone.
 _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY = "first_decoder_layer", "first_layer"
+_SINCE_2 = {"prefetch_layers", "prefetch_experts", "prefetch_rule", "scores"}
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -42,7 +45,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         raise ValueError("the header has no encoder, but passes begin behind one")
     part = path.with_name(path.name + ".new")
     header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
-    lines = [header, *map(asdict, trace.passes)]
+    lines = [header, *map(_pass_plain, trace.passes)]
     if not has_encoder:
         lines = [_without(line, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY) for line in lines]
     try:
@@ -63,10 +66,11 @@ def read_trace(path: Path) -> Trace:
             raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
         with path.open("rb") as file:
             line = 1
-            header, passes = _header(_object(file.readline(MAX_LINE_BYTES + 1))), list[TracedPass]()
+            plain = _object(file.readline(MAX_LINE_BYTES + 1))
+            header, passes = _header(plain), list[TracedPass]()
             while data := file.readline(MAX_LINE_BYTES + 1):
                 line += 1
-                passes.append(_pass(_object(data), header))
+                passes.append(_pass(_object(data), header, plain["version"]))
         trace = Trace(header, tuple(passes))
         if any(each.tokens != 1 for each in passes[trace.prompt_passes :]):
             raise ValueError("expected passes of one token behind the prompt")
@@ -81,6 +85,12 @@ def read_trace(path: Path) -> Trace:
 
 def _without(plain: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in keys}
+
+
+def _pass_plain(each: TracedPass) -> dict[str, Any]:
+    plain = asdict(each)
+    plain["scores"] = None if each.scores is None else scores_plain(each.scores)
+    return plain
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -100,10 +110,12 @@ def _object(data: bytes) -> dict[str, Any]:
 def _header(plain: dict[str, Any]) -> TraceHeader:
     if plain.get("format") != FORMAT:
         raise ValueError(f"expected the format `{FORMAT}`, found {str(plain.get('format'))[:40]!r}")
-    if type(plain.get("version")) is not int or plain["version"] != FORMAT_VERSION:
-        raise ValueError(f"expected version {FORMAT_VERSION}, found {str(plain.get('version'))[:40]!r}")
+    if type(plain.get("version")) is not int or plain["version"] not in READ_VERSIONS:
+        versions = " or ".join(map(str, READ_VERSIONS))
+        raise ValueError(f"expected version {versions}, found {str(plain.get('version'))[:40]!r}")
     has_encoder = _ENCODER_HEADER_KEY in plain
-    _check_keys(plain, _HEADER_KEYS if has_encoder else _HEADER_KEYS - {_ENCODER_HEADER_KEY})
+    unknown = _SINCE_2 if plain["version"] == 1 else set()
+    _check_keys(plain, _HEADER_KEYS - unknown - (set() if has_encoder else {_ENCODER_HEADER_KEY}))
     if not isinstance(plain["bundle"], str) or not re.fullmatch(r"[0-9a-f]{64}", plain["bundle"]):
         raise ValueError(f"`bundle`: expected a SHA-256, found {str(plain['bundle'])[:40]!r}")
     if plain["prefetch"] not in PREFETCHERS:
@@ -117,23 +129,25 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     first = _number(plain, _ENCODER_HEADER_KEY, 1) if has_encoder else 0
     if first >= len(experts):
         raise ValueError(f"`{_ENCODER_HEADER_KEY}`: expected less than the {len(experts)} layers, found {first}")
-    rates = {name: _number(plain, name, 1) for name in _RATES}
-    prefetch = cast(Prefetch, plain["prefetch"])
-    counts = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads")}
-    return TraceHeader(
-        bundle=plain["bundle"],
-        experts=experts,
-        top_k=top_k,
-        prefetch=prefetch,
-        first_decoder_layer=first,
-        **counts,
-        **rates,
-    )
+    numbers = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads", *_RATES)}
+    known: dict[str, Any] = {"bundle": plain["bundle"], "experts": experts, "top_k": top_k, **numbers}
+    header = TraceHeader(prefetch=cast(Prefetch, plain["prefetch"]), first_decoder_layer=first, **known)
+    return header if plain["version"] == 1 else replace(header, **_advice_options(plain))
 
 
-def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
+def _advice_options(plain: dict[str, Any]) -> dict[str, Any]:
+    layers, experts = _number(plain, "prefetch_layers", 1), _number(plain, "prefetch_experts")
+    if layers > MAX_PREFETCH_LAYERS or experts > MAX_PREFETCH_EXPERTS:
+        raise ValueError(f"expected at most {MAX_PREFETCH_LAYERS} layers and {MAX_PREFETCH_EXPERTS} experts ahead")
+    if plain["prefetch_rule"] not in PREFETCH_RULES:
+        raise ValueError(f"`prefetch_rule`: expected one of {', '.join(PREFETCH_RULES)}")
+    return {"prefetch_layers": layers, "prefetch_experts": experts, "prefetch_rule": plain["prefetch_rule"]}
+
+
+def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPass:
     has_encoder, first = header.first_decoder_layer > 0, 0
-    _check_keys(plain, _PASS_KEYS if has_encoder else _PASS_KEYS - {_ENCODER_PASS_KEY})
+    unknown = _SINCE_2 if version == 1 else set()
+    _check_keys(plain, _PASS_KEYS - unknown - (set() if has_encoder else {_ENCODER_PASS_KEY}))
     if has_encoder:
         first = _number(plain, _ENCODER_PASS_KEY)
         if first not in (0, header.first_decoder_layer):
@@ -161,7 +175,17 @@ def _pass(plain: dict[str, Any], header: TraceHeader) -> TracedPass:
         elapsed_ns=_number(plain, "elapsed_ns"),
         stall_ns=_number(plain, "stall_ns"),
         first_layer=first,
+        scores=_scores(plain.get("scores"), header, tokens),
     )
+
+
+def _scores(plain: object, header: TraceHeader, tokens: int) -> PassScores | None:
+    if plain is None:
+        return None
+    if tokens != 1 or header.first_decoder_layer:
+        which = "with an encoder" if header.first_decoder_layer else f"in a pass of {tokens} tokens"
+        raise ValueError(f"`scores`: expected null {which}")
+    return read_scores(plain, header.experts)
 
 
 def _check_choice(layer: int, experts: Sequence[int], tokens: int, top_k: int) -> None:

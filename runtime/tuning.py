@@ -18,6 +18,7 @@ from .options import (
     MAX_READERS,
     MAX_THREADS,
     POLICIES,
+    PREFETCH_RULES,
     PREFETCHERS,
     WEIGHTED_POLICIES,
     parse_weights,
@@ -101,6 +102,8 @@ def read_tuning(bundle: Path) -> Tuning | None:
 def _is_valid(name: str, value: object) -> bool:
     if name == "prefetch":
         return value in PREFETCHERS
+    if name == "prefetch_rule":
+        return value in PREFETCH_RULES
     if name == "policy":
         return value in POLICIES
     if name == "policy_weights":

@@ -16,10 +16,10 @@ import numpy as np
 
 from moec.runtime import load
 from moec.runtime.engine import Engine
-from moec.runtime.prefetch import LookaheadPredictor, PassState
+from moec.runtime.prefetch import LookaheadPredictor, PassState, Predictor
 
 
-class Recorder:
+class Recorder(Predictor):
     """Asks the next router, says nothing, and counts what it would have found. predicted, found: [L]."""
 
     def __init__(self, engine: Engine) -> None:

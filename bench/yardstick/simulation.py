@@ -2,13 +2,15 @@
 
 ``python -m yardstick.simulation BUNDLE TEXT --work FOLDER``, in `bench`, Linux, root, twenty minutes. One trace is
 recorded with storage as it is; every prediction comes from it, with the bandwidth of the throttle, if there is one, in
-place of the measured one. Then the same tokens are decoded under each throttle, cold. Prints a Markdown table.
+place of the measured one. Then the same tokens are decoded under each throttle, cold. Prints a Markdown table. With
+`--modes` lossy modes are compared, each as the run itself decides it, in the place of policies and prefetchers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -17,18 +19,26 @@ from typing import Any
 
 from commands import command_line, moec
 
+from moec.runtime.modes.settings import parse_mode_list
 from yardstick.limits import drop_caches, run_limited
 
-RATES = (90_000_000, 500_000_000, None)  # None: storage as it is
+RATES = (90_000_000, 500_000_000, 0)  # 0: storage as it is
 SHARES = ("25%", "50%")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """policy and prefetcher of a run."""
+    """policy, prefetcher and lossy modes of a run, these as `moec simulate --modes` takes one setting."""
 
-    policy: str
-    prefetch: str
+    policy: str = "lrfu"
+    prefetch: str = "lookahead"
+    modes: str = ""
+
+    def options(self) -> list[str]:
+        """For `moec bench`."""
+        modes = parse_mode_list(self.modes)[0] if self.modes else {}
+        chosen = [text for name, value in modes.items() for text in (f"--{name.replace('_', '-')}", value)]
+        return ["--policy", self.policy, "--prefetch", self.prefetch, *chosen]
 
 
 SETTINGS = (Setting("lrfu", "lookahead"), Setting("lrfu", "off"), Setting("lru", "lookahead"))
@@ -49,48 +59,62 @@ class Comparison:
             moec("bench", self._bundle, *self._common, "--expert-cache", "50%", "--trace-out", trace)
         return trace
 
-    def measure(self, rate: int | None, share: str, setting: Setting) -> dict[str, Any]:
+    def measure(self, rate: int, share: str, setting: Setting) -> dict[str, Any]:
         """Decode under a throttle, cold."""
-        chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
-        command = command_line("bench", self._bundle, *self._common, *chosen)
+        command = command_line("bench", self._bundle, *self._common, "--expert-cache", share, *setting.options())
         drop_caches()
-        done = run_limited(command, None, rate, self._bundle)
+        done = run_limited(command, None, rate or None, self._bundle)
         if done.status:
             raise SystemExit(f"`{command}` ended with {done.status}")
-        told = json.loads(done.output.splitlines()[-1])["measured"]
+        found = json.loads(done.output.splitlines()[-1])
+        told = found["measured"]
         return {
             "tpot_ms": 1e3 / told["tokens_per_s"],
             "read_mib": told["decode_bytes_read_per_token"] / 2**20,
             "misses": told["misses"],
+            "decisions": found["decisions"],
+            "load": os.getloadavg()[0],
         }
 
-    def predict(self, trace: Path, rate: int | None, share: str, setting: Setting) -> dict[str, Any]:
+    def predict(self, trace: Path, rate: int, share: str, setting: Setting) -> dict[str, Any]:
         """The same by replaying the trace."""
         chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
-        chosen += [] if rate is None else ["--read-rate", f"{rate}B"]
+        chosen += ["--read-rate", f"{rate}B"] if rate else []
+        chosen += ["--modes", setting.modes] if setting.modes else []
         told = moec("simulate", self._bundle, "--trace", trace, *chosen)
-        row = told["rows"][0]
+        row = told["rows"][-1]  # behind the lossless one
         return {
             "tpot_ms": row["tpot_mean_ns"] / 1e6,
             "read_mib": row["decode_bytes_read_per_token"] / 2**20,
             "misses": row["misses"],
+            "decisions": row["decisions"],
         }
+
+
+def shares(decisions: dict[str, Any] | None) -> str:
+    """What was decided, in per cent of the experts chosen, fallbacks of the tokens."""
+    names = ("missed", "low", "skipped", "replaced", "dropped", "fallback")
+    told = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
+    return ", ".join(f"{name} {share:.0%}" for name, share in told if share) or "-"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     heads = ("storage", "experts in memory", "policy, prefetch", "measured ms a token", "predicted", "off by")
     heads += ("MiB read a token: measured", "predicted")
+    has_modes = any(row["modes"] for row in rows)
+    heads += ("decided: measured", "predicted") if has_modes else ()
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
         measured, predicted = row["measured"], row["predicted"]
         cells = (
-            "as it is" if row["rate"] is None else f"{row['rate'] / 1e6:.0f} MB/s",
+            f"{row['rate'] / 1e6:.0f} MB/s" if row["rate"] else "as it is",
             row["share"],
-            f"{row['policy']}, {row['prefetch']}",
+            row["modes"] or f"{row['policy']}, {row['prefetch']}",
         )
         cells += (f"{measured['tpot_ms']:.0f}", f"{predicted['tpot_ms']:.0f}", f"{row['error']:+.1%}")
         cells += (f"{measured['read_mib']:.1f}", f"{predicted['read_mib']:.1f}")
+        cells += (shares(measured["decisions"]), shares(predicted["decisions"])) if has_modes else ()
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -103,15 +127,21 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where the trace and the results go")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--modes", default="", help="Lossy settings apart by `;`, beside the lossless run.")
+    parser.add_argument("--rate", type=int, action="append", help="Bytes per second, 0: as it is; may be repeated.")
+    parser.add_argument("--share", action="append", help="Of the experts in memory, like `25%%`; may be repeated.")
     options = parser.parse_args()
+    modes = [setting.strip() for setting in options.modes.split(";") if setting.strip()]
+    settings = [Setting(), *(Setting(modes=text) for text in modes)] if modes else SETTINGS
     options.work.mkdir(parents=True, exist_ok=True)
     compared = Comparison(options.bundle, options.text, options.work, options.tokens, options.prompt_tokens)
     trace, rows = compared.record(), list[dict[str, Any]]()
-    for rate, share, setting in product(RATES, SHARES, SETTINGS):
+    for rate, share, setting in product(options.rate or RATES, options.share or SHARES, settings):
         predicted = compared.predict(trace, rate, share, setting)
         measured = compared.measure(rate, share, setting)
         error = predicted["tpot_ms"] / measured["tpot_ms"] - 1
         rows.append({"rate": rate, "share": share, "policy": setting.policy, "prefetch": setting.prefetch})
+        rows[-1] |= {"modes": setting.modes}
         rows[-1] |= {"measured": measured, "predicted": predicted, "error": error}
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     (options.work / "simulation.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

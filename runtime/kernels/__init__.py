@@ -178,7 +178,7 @@ def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
     if native is None:
         reference.linear(matrix, x, out)
     else:
-        native.linears([matrix.native], x, [out])
+        native.linears([matrix.native], x, [out], False)
 
 
 def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
@@ -190,7 +190,19 @@ def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats])
     if native is None:
         reference.linears(matrices, x, outs)
     else:
-        native.linears([matrix.native for matrix in matrices], x, list(outs))
+        native.linears([matrix.native for matrix in matrices], x, list(outs), False)
+
+
+def linears_by_row(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
+    """outs[i] = x[i] W_i^T: the bits of `linear`, each matrix on a row of its own, in one go.
+
+    matrices: M of 1 to 8, of K columns; x: [M, K]; outs[i]: [1, N_i], written; nothing may overlap. Raises ValueError.
+    """
+    native = _compiled()
+    if native is None:
+        reference.linears_by_row(matrices, x, outs)
+    else:
+        native.linears([matrix.native for matrix in matrices], x, list(outs), True)
 
 
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:

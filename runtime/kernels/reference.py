@@ -120,6 +120,18 @@ def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats])
         linear(matrix, x, out)
 
 
+def linears_by_row(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
+    """outs[i] = x[i] W_i^T. matrices: M of 1 to 8, of K columns; x: [M, K]; outs[i]: [1, N_i], written.
+
+    Raises ValueError.
+    """
+    check_array(x, "x", np.float32, 2)
+    require(0 < len(matrices) <= 8 and len(outs) == len(matrices), "matrices: expected 1 to 8 and as many outputs")
+    require(len(x) == len(matrices), f"x: expected a row for each of {len(matrices)} matrices, found {len(x)}")
+    for at, (matrix, out) in enumerate(zip(matrices, outs, strict=True)):
+        linear(matrix, x[at : at + 1], out)
+
+
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
     """out[i] = row rows[i] of the matrix. rows: int64[n]; out: [n, K], written. Raises ValueError."""
     check_array(rows, "rows", np.int64, 1)

@@ -179,7 +179,7 @@ class PassChoice:
         total, found = float(np.sort(scores)[-top_k:].sum()) or 1.0, list[int]()
         unimportance = 0.0
         for expert in experts.tolist():
-            version = self.version(layer, expert, unimportance, dynamic, is_missed=True)
+            version = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
             if version != NOBODY:
                 found.append(self._versions.index(layer, version))
             unimportance += float(scores[expert]) / total

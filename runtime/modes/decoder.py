@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
-from ..model import Model
-from ..prefetch import PassState, Predictor
+from ..prefetch import Advisor, PassState, Predictor
+from ..routing import Router
 from .choice import ModeCounts, PassChoice, Versions
 from .logical_cache import LogicalCache
 from .settings import LossyModes
@@ -21,10 +22,26 @@ RunPass = Callable[[Sequence[int], Sequence[int], Sequence[int], PassChoice], np
 MakeChoice = Callable[..., PassChoice]
 
 
-class ForetoldPredictor:
+class DecodingModel(Protocol):
+    """What the decoder asks of a model, or of a trace that stands in for one."""
+
+    spec: ModelSpec
+    advisor: Advisor
+
+    def routers(self) -> list[Router | None]:
+        """Of every layer; None where it routes nothing."""
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Residual streams [n, D] to logits float32 [n, V]."""
+
+    def prefetch(self, experts: Sequence[int]) -> None:
+        """Read stored experts ahead, likeliest first."""
+
+
+class ForetoldPredictor(Predictor):
     """The routers of a discarded pass over the same tokens. Source: MoBiLE, prefetching on fallback."""
 
-    def __init__(self, model: Model, recorded: dict[int, np.ndarray]) -> None:
+    def __init__(self, model: DecodingModel, recorded: dict[int, np.ndarray]) -> None:
         self._spec, self._routers, self._recorded = model.spec, model.routers(), recorded
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
@@ -44,12 +61,12 @@ class LossyDecoder:
     def __init__(
         self,
         modes: LossyModes,
-        model: Model,
+        model: DecodingModel,
         versions: Versions,
         cache: LogicalCache | None,
         choices: MakeChoice = PassChoice,
     ) -> None:
-        self.modes, self.versions, self.cache, self._model = modes, versions, cache, model
+        self.modes, self.model, self.versions, self.cache = modes, model, versions, cache
         self.counts = ModeCounts()
         self._choice = partial(choices, modes, versions, cache, self.counts)
         self.prefill = self._choice(decides=False)
@@ -64,16 +81,16 @@ class LossyDecoder:
         self.counts.tokens += len(tokens)
         big_little = self.modes.big_little
         if big_little is None:
-            return self._model.logits(run(tokens, slots, positions, self._choice()))
+            return self.model.logits(run(tokens, slots, positions, self._choice()))
         recorded: dict[int, np.ndarray] = {}
         little = self._choice(is_little=True, recorded=recorded)
-        logits = self._model.logits(run(tokens, slots, positions, little))
+        logits = self.model.logits(run(tokens, slots, positions, little))
         unsure = np.flatnonzero(self.is_unsure(logits, big_little.gamma)).tolist()
         if unsure:
             self.counts.fallback_tokens += len(unsure)
             kept = {layer: found[unsure] for layer, found in recorded.items()}
             again = ([row[at] for at in unsure] for row in (tokens, slots, positions))
-            logits[unsure] = self._model.logits(self._again(run, kept, *again))
+            logits[unsure] = self.model.logits(self._again(run, kept, *again))
         return logits
 
     def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
@@ -90,7 +107,7 @@ class LossyDecoder:
         positions: Sequence[int],
     ) -> np.ndarray:
         """With all K experts, which overwrites keys and values; experts are read ahead as the first pass routed."""
-        model, advisor = self._model, self._model.advisor
+        model, advisor = self.model, self.model.advisor
         routers, spec = model.routers(), model.spec
         foretold = {layer: router.rule.route(recorded[layer])[0] for layer in recorded if (router := routers[layer])}
         full = self._choice(foretold=foretold)
@@ -106,7 +123,7 @@ class LossyDecoder:
             advisor.predictor, advisor.experts = before
 
     def _read_ahead(self, experts: list[int]) -> None:
-        self._model.prefetch(experts)
+        self.model.prefetch(experts)
         if self.cache is not None:
             self.cache.advise(experts)
 

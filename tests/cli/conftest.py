@@ -35,6 +35,14 @@ def mixed_bundle(checkpoint: Path) -> Path:
     return emit_bundle(checkpoint, checkpoint.parent / "mixed-moec", mixed=True)
 
 
+@pytest.fixture(scope="session")
+def two_version_bundle(checkpoint: Path) -> Path:
+    """Four experts per token, 8 bits, low versions of 2."""
+    folder = checkpoint.parent / "versions"
+    save_tiny_mixtral(folder, TinyMixtral(layers=3, experts=8, top_k=4, seed=5))
+    return emit_bundle(folder, checkpoint.parent / "versions-moec", bitwidth=8, low="q2g32")
+
+
 @pytest.fixture
 def own_bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""

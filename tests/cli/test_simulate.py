@@ -110,7 +110,8 @@ def test_what_cannot_be_replayed_is_refused(
     damaged.write_bytes(trace.read_bytes()[:-40])
     lines = trace.read_text().splitlines()
     header = json.loads(lines[0]) | {"experts": [9, 9, 9]}
-    other.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    passes = [json.dumps(json.loads(line) | {"scores": None}) for line in lines[1:]]
+    other.write_text("\n".join([json.dumps(header), *passes]) + "\n")
     for more, message in (
         (("--trace", damaged), "line 26 is not of a routing trace: expected JSON"),
         (
@@ -133,6 +134,94 @@ def test_what_cannot_be_replayed_is_refused(
         assert refused.stdout == ""
     other_compile = invoke("simulate", bundle, "--trace", trace, "--policy", "lru")
     assert other_compile.exit_code == 0 and "was recorded on another compile" in other_compile.stderr
+
+
+def test_modes_are_predicted_beside_the_lossless_run(
+    invoke: Invoke, two_version_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    bundle = two_version_bundle
+    trace, _ = recorded(invoke, bundle, tmp_path, "--expert-cache", "50%")
+    modes = "dynamic-precision 0,1; big-little gamma=0; cache-routing drop=1 + big-little gamma=1"
+    arguments = ("--expert-cache", "50%", "--read-rate", "1MB")
+    told = simulated(invoke, bundle, trace, *arguments, "--modes", modes)
+    rows = {row["mode"]: row for row in told["rows"]}
+    assert list(rows) == [
+        "",
+        "dynamic-precision 0,1",
+        "big-little gamma=0,k=K/2",
+        "big-little gamma=1,k=K/2 + cache-routing margin=0,drop=1",
+    ]
+    assert {row["policy"] for row in told["rows"]} == {"lrfu"} and rows[""]["decisions"] is None
+    lossless, dynamic, little, both = told["rows"]
+    assert dynamic["decisions"]["low"] > 0 and dynamic["bytes_read"] < lossless["bytes_read"]
+    assert little["decisions"]["fallback_tokens"] == 0 and little["lookups"] < lossless["lookups"]
+    assert both["decisions"]["fallback_tokens"] == both["decisions"]["tokens"] == 24 and both["decisions"]["dropped"]
+    assert dynamic["x_lossless"] == pytest.approx(lossless["tpot_mean_ns"] / dynamic["tpot_mean_ns"])
+    assert dynamic["x_lossless"] > 1 < little["x_lossless"] and lossless["x_lossless"] == 1
+    alone = simulated(invoke, bundle, trace, *arguments, "--policy", "lrfu")["rows"][0]
+    assert alone == lossless, "the lossless row is what it was"
+    done = invoke("simulate", bundle, "--trace", trace, *arguments, "--modes", "sweep")
+    assert done.exit_code == 0 and "x lossless" in done.stdout and "fallback" in done.stdout
+    assert simulated(invoke, bundle, trace, *arguments, "--modes", modes) == told, "the same again"
+
+
+def test_the_rule_of_lookahead_can_be_changed_where_the_trace_says_enough(
+    invoke: Invoke, two_version_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--prefetch-layers", 2)
+    at_once = ("--read-rate", "900GB", "--read-latency", "0s")  # so that all advice is read
+    arguments = ("--policy", "lru", "--expert-cache", "50%", "--expert-cache", "80%", *at_once)
+    spread = simulated(invoke, two_version_bundle, trace, *arguments)
+    walked = simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "first-miss")
+    assert simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "spread") == spread
+    assert all(row["prefetch_reads"] for row in walked["rows"])
+    assert all(row["decisions"] is None and row["mode"] == "" for row in walked["rows"])
+    for more, message in (
+        (("--prefetch", "off"), "has no effect on the prefetcher `off`"),
+        (("--prefetch", "path"), "has no effect on the prefetcher `path`"),
+    ):
+        refused = invoke("simulate", two_version_bundle, "--trace", trace, "--prefetch-rule", "first-miss", *more)
+        assert refused.exit_code == 1 and message in refused.stderr
+    walking, _ = recorded(
+        invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--prefetch-rule", "first-miss"
+    )
+    refused = invoke("simulate", two_version_bundle, "--trace", walking, "--prefetch-rule", "spread")
+    assert refused.exit_code == 1 and "lacks what `spread` would ask" in refused.stderr
+
+
+def test_modes_that_the_trace_cannot_decide_are_refused(
+    invoke: Invoke, two_version_bundle: Path, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, two_version_bundle, tmp_path, "--expert-cache", "50%")
+    first, *passes = map(json.loads, trace.read_text().splitlines())
+
+    def changed(**scores: Any) -> Path:
+        path = tmp_path / "changed.trace"
+        lines = [each | {"scores": each["scores"] and {**each["scores"], **scores}} for each in passes]
+        path.write_text("\n".join(map(json.dumps, [first, *lines])) + "\n")
+        return path
+
+    old = tmp_path / "old.trace"
+    for name in ("prefetch_layers", "prefetch_experts", "prefetch_rule"):
+        del first[name]
+    lines = [{name: value for name, value in each.items() if name != "scores"} for each in passes]
+    old.write_text("\n".join(map(json.dumps, [first | {"version": 1}, *lines])) + "\n")
+    first = json.loads(trace.read_text().splitlines()[0])
+    for path, more, message in (
+        (old, ("--modes", "cache-routing drop=0.5"), "has not recorded, the scores of routers"),
+        (
+            changed(confidence=None, little_logits=""),
+            ("--modes", "big-little gamma=0.5"),
+            "what the little model was sure",
+        ),
+        (trace, ("--modes", "big-little gamma=0.5,k=1"), "a little model of so many experts"),
+        (trace, ("--modes", "big-little gamma=0.5", "--policy", "optimum"), "knows the future"),
+        (trace, ("--modes", "magic 1"), "`magic 1` is not a mode"),
+    ):
+        refused = invoke("simulate", two_version_bundle, "--trace", path, *more)
+        assert refused.exit_code == 1 and message in refused.stderr, (more, refused.stderr)
+        assert refused.stdout == ""
+    assert invoke("simulate", two_version_bundle, "--trace", old).exit_code == 0, "old traces are read"
 
 
 def test_a_trace_that_cannot_be_written_is_refused(

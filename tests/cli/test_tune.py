@@ -56,6 +56,14 @@ def test_depth_and_rank_of_the_lookahead_are_chosen_by_measurement() -> None:
     assert [t["value"] for t in trials if t["option"] == "prefetch_layers"] == [1, 3]
 
 
+def test_the_rule_of_the_lookahead_is_chosen_by_measurement() -> None:
+    options = RuntimeOptions(threads=1)
+    best, trials = tune.search(options, 8, slower(**{"prefetch_rule_first-miss": 0.95, "prefetch_layers_3": 0.9}))
+    assert best == replace(options, prefetch_rule="first-miss", prefetch_layers=3)
+    assert [t["value"] for t in trials if t["option"] == "prefetch_rule"] == ["first-miss"]
+    assert tune.search(options, 8, slower(**{"prefetch_rule_first-miss": 0.98}))[0] == options
+
+
 def test_one_lucky_turn_is_not_enough() -> None:
     turns = iter(range(10_000))
 
@@ -106,6 +114,7 @@ def test_a_file_for_something_else_is_named_and_left_aside(bundle: Path, field: 
         '{"format_version": 1, "machine": "", "bundle": "", "options": {"io": "mmap"}, "trials": []}',
         '{"format_version": 1, "machine": "", "bundle": "", "options": {"readers": true}, "trials": []}',
         '{"format_version": 1, "machine": "", "bundle": "", "options": {"prefetch": "magic"}, "trials": []}',
+        '{"format_version": 1, "machine": "", "bundle": "", "options": {"prefetch_rule": "all"}, "trials": []}',
         '{"format_version": 1, "machine": "", "bundle": "", "options": []}',
         '{"format_version": 1, "machine": "", "bundle": "", "options": {}, "trials": [1]}',
         '{"format_version": 1, "machine": "", "bundle": "", "options": {"policy": "fifo"}, "trials": []}',

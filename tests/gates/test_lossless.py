@@ -81,6 +81,14 @@ def test_prefetch_changes_nothing(bundle: Path, resident: np.ndarray, prefetch: 
     assert np.array_equal(logits.view(np.uint32), resident.view(np.uint32))
 
 
+@pytest.mark.gate("G3")
+@pytest.mark.parametrize("layers", [1, 3])
+def test_looking_ahead_to_the_first_miss_changes_nothing(bundle: Path, resident: np.ndarray, layers: int) -> None:
+    logits, stats = run(bundle, expert_cache="60%", prefetch_rule="first-miss", prefetch_layers=layers)
+    assert stats.prefetch_reads > 0 and stats.prefetch_hits > 0
+    assert np.array_equal(logits.view(np.uint32), resident.view(np.uint32))
+
+
 @pytest.mark.gate("G2")
 def test_batch_composition_changes_nothing(bundle: Path, resident: np.ndarray) -> None:
     """Two sequences interleaved in one flat batch give the rows that each gives alone."""

@@ -18,6 +18,7 @@ from moec.runtime.prefetch import (
     PassState,
     PathPredictor,
     PopularityPredictor,
+    Predictor,
     PrefetchQuality,
     advised_experts,
     candidates,
@@ -103,7 +104,7 @@ def test_fewer_experts_are_advised_the_further_the_layer() -> None:
     assert advised_experts(8, 1, nearest=4) == 4
 
 
-class _Counting:
+class _Counting(Predictor):
     def __init__(self) -> None:
         self.asked: list[int] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,29 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import InputError
 from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.options import PREFETCHERS
+from moec.runtime.options import MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS
 from moec.runtime.statistics import PhaseTimes
-from moec.runtime.trace import LEAST_READ_BYTES, Trace, TracedPass, TraceHeader, TraceRecorder
+from moec.runtime.trace import LEAST_READ_BYTES, PassScores, Trace, TracedPass, TraceHeader, TraceRecorder
 from moec.runtime.trace_file import read_trace, write_trace
 
 NS = st.integers(0, 1 << 60)
+
+
+@st.composite
+def scores(draw: st.DrawFn, experts: list[int]) -> PassScores:
+    def floats(count: int) -> bytes:
+        numbers = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=count, max_size=count)
+        return np.array(draw(numbers), "<f4").tobytes()
+
+    routed = [layer for layer, count in enumerate(experts) if count]
+    ahead = []
+    for layer in range(len(experts)):
+        following = [each for each in routed if each > layer] or routed[:1]
+        ahead.append(tuple(floats(experts[each]) for each in following[: draw(st.integers(0, 2))]))
+    confidence = draw(st.none() | st.floats(0, 1))
+    return PassScores(
+        floats(sum(experts)), tuple(ahead), b"" if confidence is None else floats(sum(experts)), confidence
+    )
 
 
 @st.composite
@@ -44,10 +62,14 @@ def traces(draw: st.DrawFn) -> Trace:
         advice = tuple(tuple(draw(st.lists(st.integers(0, total - 1), max_size=3))) if total else () for _ in chosen)
         per_layer = st.lists(NS, min_size=len(chosen), max_size=len(chosen)).map(tuple)
         times = (draw(per_layer), draw(per_layer), draw(per_layer), draw(NS), draw(NS), draw(NS))
-        passes.append(TracedPass(count, tuple(chosen), advice, *times, first_layer=first))
+        found = draw(scores(experts)) if count == 1 and not encoder and draw(st.booleans()) else None
+        passes.append(TracedPass(count, tuple(chosen), advice, *times, first_layer=first, scores=found))
     prefetch = draw(st.sampled_from(PREFETCHERS))
     rates = (10**10, 10**9, 64_000)
     header = TraceHeader("0f" * 32, tuple(experts), tuple(top_k), sum(prompt), prefetch, 2, *rates, encoder)
+    rule = draw(st.sampled_from(PREFETCH_RULES))
+    layers_ahead = draw(st.integers(1, MAX_PREFETCH_LAYERS))
+    header = replace(header, prefetch_layers=layers_ahead, prefetch_experts=draw(st.integers(0, 9)), prefetch_rule=rule)
     return Trace(header, tuple(passes))
 
 
@@ -121,6 +143,31 @@ def test_a_trace_with_an_encoder_by_hand(tmp_path: Path) -> None:
     assert trace.accesses() == [(0, (0, 1, 2)), (1, (7,)), (1, (7,))]
 
 
+def numbers(*values: float) -> str:
+    return b64encode(np.array(values, "<f4").tobytes()).decode()
+
+
+VERSION_2 = {**HEADER, "version": 2, "prefetch_layers": 2, "prefetch_experts": 0, "prefetch_rule": "spread"}
+EIGHT = numbers(*range(8))
+SCORES: dict[str, Any] = {
+    "logits": EIGHT, "ahead": [[numbers(1, 2, 3, 4)], []], "little_logits": EIGHT, "confidence": 0.25,
+}  # fmt: skip
+
+
+def test_scores_by_hand(tmp_path: Path) -> None:
+    second = [{**PROMPT, "scores": None}, {**TOKEN, "scores": SCORES}]
+    trace = read_trace(written(tmp_path / "t", VERSION_2, *second))
+    found = trace.passes[1].scores
+    assert found is not None and trace.passes[0].scores is None and found.confidence == 0.25
+    assert np.frombuffer(found.logits, "<f4").tolist() == list(range(8))
+    assert np.frombuffer(found.ahead[0][0], "<f4").tolist() == [1, 2, 3, 4] and found.ahead[1] == ()
+    assert trace.header.prefetch_layers == 2
+
+
+def scored(**changes: Any) -> Callable[[], list[Any]]:
+    return lambda: [VERSION_2, {**PROMPT, "scores": None}, {**TOKEN, "scores": {**SCORES, **changes}}]
+
+
 def header(**changes: Any) -> Callable[[], list[Any]]:
     return lambda: [{**HEADER, **changes}, PROMPT, TOKEN]
 
@@ -133,8 +180,8 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
     ("lines", "message"),
     [
         (header(format="trace"), "line 1 is not of a routing trace: expected the format `moec-trace`, found 'trace'"),
-        (header(version=2), "expected version 1, found '2'"),
-        (header(version=True), "expected version 1"),
+        (header(version=3), "expected version 1 or 2, found '3'"),
+        (header(version=True), "expected version 1 or 2"),
         (header(extra=1), "unknown ['extra'], missing []"),
         (header(bundle="x"), "`bundle`: expected a SHA-256"),
         (header(prefetch="magic"), "`prefetch`: expected one of lookahead"),
@@ -156,6 +203,22 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         (token(advice=[1, []]), "`advice[0]`: expected a list of experts"),
         (token(dense_ns=[1, True]), "`dense_ns`: expected whole numbers"),
         (token(head_ns=1 << 61), "`head_ns`: expected a whole number"),
+        (scored(logits="AA"), "`logits`: expected base64"),
+        (scored(logits=7), "`logits`: expected base64"),
+        (scored(logits=numbers(1, 2)), "`logits`: expected 8 numbers, found 8 bytes"),
+        (scored(logits=numbers(*[np.nan] * 8)), "`logits`: expected finite numbers"),
+        (scored(ahead=[[]]), "`ahead`: expected a list of 2"),
+        (scored(ahead=[[EIGHT], []]), "`ahead[0]`: expected 4 numbers, found 32 bytes"),
+        (scored(ahead=[[], [numbers(1, 2, 3, 4)] * 2]), "`ahead[1]`: expected a list of at most 1"),
+        (scored(confidence=1.5), "`confidence`: expected null or a number of 0 to 1, found '1.5'"),
+        (scored(confidence=True), "`confidence`: expected null or a number"),
+        (scored(confidence=None), "`little_logits`: expected 0 numbers, found 32 bytes"),
+        (scored(more=1), "`scores`: expected null or an object of ahead, confidence, little_logits, logits"),
+        (lambda: [VERSION_2, {**PROMPT, "scores": SCORES}], "`scores`: expected null in a pass of 2 tokens"),
+        (lambda: [{**VERSION_2, "prefetch_layers": 9}], "expected at most 4 layers"),
+        (lambda: [{**VERSION_2, "prefetch_rule": "all"}], "`prefetch_rule`: expected one of spread, first-miss"),
+        (lambda: [VERSION_2, PROMPT], "unknown [], missing ['scores']"),
+        (lambda: [HEADER, {**PROMPT, "scores": None}], "unknown ['scores'], missing []"),
         (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token behind the prompt"),
         (lambda: [HEADER], "no pass ends with the prompt"),
         (header(first_decoder_layer=0), "`first_decoder_layer`: expected a whole number of 1 or more"),

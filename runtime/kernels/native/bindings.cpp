@@ -77,8 +77,10 @@ void expect_memory(bool has_memory) {
     }
 }
 
-void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x_object, nb::list out_objects) {
+// by_row: each matrix reads a row of x of its own, else all of them read all of x.
+void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x_object, nb::list out_objects, bool by_row) {
     const Array x(x_object, "x", Kind::kFloat32, 2);
+    const int64_t count = static_cast<int64_t>(matrices.size()), tokens = by_row ? 1 : x.size(0);
     if (matrices.empty() || matrices.size() > static_cast<size_t>(kMaxMatrices) || out_objects.size() != matrices.size()) {
         refuse("matrices: expected 1 to " + std::to_string(kMaxMatrices) + " and as many outputs, found " +
                std::to_string(matrices.size()) + " and " + std::to_string(out_objects.size()));
@@ -91,9 +93,9 @@ void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x
             refuse("matrices: expected packed matrices, found None");
         }
         views.push_back(&matrices[i]->view);
-        x.expect({x.size(0), views[i]->columns});
+        x.expect({by_row ? count : tokens, views[i]->columns});
         outs.push_back(std::make_unique<Array>(out_objects[i], "outs", Kind::kFloat32, 2, Access::kWrite));
-        outs[i]->expect({x.size(0), views[i]->rows});
+        outs[i]->expect({tokens, views[i]->rows});
         outs[i]->expect_apart(x);
         for (size_t other = 0; other < i; ++other) {
             outs[i]->expect_apart(*outs[other]);
@@ -103,7 +105,8 @@ void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x
     bool has_memory;
     {
         nb::gil_scoped_release unlocked;
-        has_memory = linears(views.data(), static_cast<int64_t>(views.size()), x.data<const float>(), x.size(0), places.data());
+        has_memory = by_row ? linears_by_row(views.data(), count, x.data<const float>(), places.data())
+                            : linears(views.data(), count, x.data<const float>(), tokens, places.data());
     }
     expect_memory(has_memory);
 }
@@ -377,7 +380,7 @@ NB_MODULE(_native, module) {
     module.def("active", [] { return active_kernels().name; });
     module.def("select", bind_select, "name"_a);
     module.def("set_threads", bind_set_threads, "count"_a);
-    module.def("linears", bind_linears, "matrices"_a, "x"_a, "outs"_a);
+    module.def("linears", bind_linears, "matrices"_a, "x"_a, "outs"_a, "by_row"_a);
     module.def("dequantize_rows", bind_dequantize_rows, "matrix"_a, "rows"_a, "out"_a);
     module.def("experts_of_token", bind_experts_of_token, "experts"_a, "x"_a, "ranks"_a, "out"_a);
     module.def("expert_ffn", bind_expert_ffn, "expert"_a, "x"_a, "tokens"_a, "ranks"_a, "out"_a);

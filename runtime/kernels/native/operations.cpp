@@ -165,6 +165,28 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
     return true;
 }
 
+bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t columns = matrices[0]->columns, tiles = columns / kColumnsPerTile;
+    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
+    RoundedRows rounded{};
+    if (rounds) {
+        float* memory = scratch.take(rounded_floats(count, columns));
+        if (memory == nullptr) {
+            return false;
+        }
+        rounded = round_rows({x, columns, nullptr}, count, columns, memory);
+    }
+    split_matrices(matrices, count, 1, [&](int64_t i, int64_t begin, int64_t end) {
+        Activations inputs{{x + i * columns, columns, nullptr}, {}};
+        if (rounds) {
+            inputs.rounded = {rounded.codes + i * columns, rounded.steps + i * tiles, rounded.sums + i * tiles, columns};
+        }
+        kernels.linear(*matrices[i], inputs, 1, {outs[i], matrices[i]->rows, nullptr}, begin, end);
+    });
+    return true;
+}
+
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out) {
     const KernelTable& kernels = active_kernels();
     const double flops = 2.0 * kRowsPerBlock * static_cast<double>(matrix.columns) * static_cast<double>(count);

@@ -28,6 +28,9 @@ struct ExpertCall {
 // Products of one input with several matrices, which agree in their columns: outs[i] = x W_i^T. At most kMaxMatrices.
 constexpr int64_t kMaxMatrices = 8;
 bool linears(const MatrixView* const* matrices, int64_t count, const float* x, int64_t tokens, float* const* outs);
+
+// outs[i] = row i of x times matrix i transposed: the bits of `linears`, one row for each. False: no memory.
+bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs);
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out);
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call);
 // All experts of one token at once: expert i writes row out_rows[i]. They agree in D and F.

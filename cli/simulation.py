@@ -1,0 +1,157 @@
+"""Predictions of `moec simulate`: every setting, cache size and policy on one trace and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from . import output
+from .mode_sweep import modes_of
+
+if TYPE_CHECKING:
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.eviction import PolicyScore
+    from moec.runtime.modes.logical_cache import LogicalCache
+    from moec.runtime.modes.replay import TracedModel
+    from moec.runtime.options import Prefetch
+    from moec.runtime.prefetch import Predictor
+    from moec.runtime.timeline import Advice, DeviceRates, TimedPass, Timeline
+    from moec.runtime.trace import Trace
+
+    from .traces import ReplayedBundle
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prediction. options: of the lossy modes, none of the lossless run. gain: its rate over the lossless one's."""
+
+    timeline: Timeline
+    options: dict[str, str]
+    decisions: dict[str, Any] | None
+    gain: float | None
+
+    @property
+    def mode(self) -> str:
+        """As the `mode:` line of a run names it; empty where it is lossless."""
+        return modes_of(self.options).to_text()
+
+    def to_plain(self) -> dict[str, Any]:
+        """For `--json`."""
+        own = {"mode": self.mode, "options": self.options, "decisions": self.decisions, "x_lossless": self.gain}
+        return {**self.timeline.to_plain(), **own}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A trace of a bundle on a device. advice: what is read ahead in passes as they were recorded."""
+
+    bundle: Bundle
+    trace: Trace
+    replayed: ReplayedBundle
+    rates: DeviceRates
+    prefetch: Prefetch
+    advice: Advice
+
+    def rows(
+        self,
+        capacities: Sequence[int],
+        policies: dict[str, str | PolicyScore],
+        settings: Sequence[dict[str, str]],
+    ) -> list[Row]:
+        """One of each, settings innermost, the lossless one first; sizes that hold no layer are named and left out."""
+        found: list[Row] = []
+        count = len(capacities) * len(policies) * len(settings)
+        with output.Progress("simulating") as progress:
+            for capacity in capacities:
+                least = self.replayed.minimum_bytes
+                if capacity < least:
+                    output.say(f"a cache of {capacity} bytes is under the {least} of one layer, left out")
+                    continue
+                for name, policy in policies.items():
+                    lossless: float | None = None
+                    for options in settings:
+                        timeline, decisions = self._predict(capacity, policy, options)
+                        rate = timeline.tokens_per_s
+                        lossless = rate if not options else lossless
+                        gain = rate / lossless if rate and lossless else None
+                        found.append(Row(replace(timeline, policy=name), options, decisions, gain))
+                        progress(len(found), count)
+        return found
+
+    def _predict(
+        self, capacity: int, policy: str | PolicyScore, options: dict[str, str]
+    ) -> tuple[Timeline, dict[str, Any] | None]:
+        from moec.runtime.advice import no_advice
+        from moec.runtime.simulate import OPTIMUM
+        from moec.runtime.timeline import predict_steps, timed_pass
+
+        replayed, first = self.replayed, self.trace.header.first_expert
+        advice = self.advice if capacity < replayed.total_bytes else no_advice
+        steps: Sequence[Sequence[TimedPass]]
+        decisions: dict[str, Any] | None = None
+        if options or (self._walks() and policy != OPTIMUM):
+            steps, decisions = self._decided(min(capacity, replayed.total_bytes), policy, options, advice)
+        else:
+            steps = [(timed_pass(each, first, advice),) for each in self.trace.passes]
+        timeline = predict_steps(
+            steps,
+            self.trace.prompt_passes,
+            replayed.sizes,
+            min(capacity, replayed.total_bytes),
+            replayed.records,
+            policy,
+            self.rates,
+            capacity - replayed.minimum_bytes,
+            replayed.warm,
+        )
+        return timeline, decisions if options else None
+
+    def _walks(self) -> bool:
+        """Whether what lookahead advises depends on what is cached, and the trace says what it found."""
+        is_told = all(each.scores is not None for each in self.trace.passes[self.trace.prompt_passes :])
+        return is_told and self.prefetch == "lookahead" and self.trace.header.prefetch_rule == "first-miss"
+
+    def _decided(
+        self, capacity: int, policy: str | PolicyScore, options: dict[str, str], advice: Advice
+    ) -> tuple[list[tuple[TimedPass, ...]], dict[str, Any]]:
+        """The passes under lossy modes, and what was decided."""
+        from moec.runtime.modes.choice import Versions, low_version_indices
+        from moec.runtime.modes.logical_cache import LogicalCache
+        from moec.runtime.modes.replay import replay_modes
+        from moec.runtime.simulate import named_score
+
+        replayed, modes = self.replayed, modes_of(options)
+        score = named_score(policy)
+        if score is None:
+            raise ValueError("lossy modes decide without the future that the optimum knows")
+        pin_limit = capacity - replayed.minimum_bytes
+        cache = LogicalCache(replayed.sizes, capacity, replayed.records, score, pin_limit, replayed.warm)
+        model = self._model(cache, capacity)
+        versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
+        steps, counts = replay_modes(self.trace, modes, model, versions, cache, advice)
+        return steps, counts.to_plain()
+
+    def _model(self, cache: LogicalCache, capacity: int) -> TracedModel:
+        from moec.runtime.modes.replay import TracedModel
+        from moec.runtime.prefetch import Advisor
+
+        header, spec = self.trace.header, self.bundle.manifest.model
+        advisor = Advisor(
+            spec,
+            header.first_expert,
+            self._predictor() if capacity < self.replayed.total_bytes else None,
+            header.prefetch_layers,
+            header.prefetch_experts,
+            header.prefetch_rule == "first-miss",
+            cache.holds,
+        )
+        return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
+
+    def _predictor(self) -> Predictor | None:
+        from moec.runtime.modes.replay import RecordedPredictor
+        from moec.runtime.prefetch import table_predictor
+
+        if self.prefetch == "lookahead":
+            return RecordedPredictor(self.bundle.manifest.model)
+        return table_predictor(self.prefetch, self.bundle.tables(), self.bundle.manifest.model)

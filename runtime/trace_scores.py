@@ -1,0 +1,84 @@
+"""What routers said, as text of a trace file: base64 of little-endian float32. Strict on the way in.
+
+Source: docs/format.md, Routing traces.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .trace import PassScores
+
+_FIELDS = {"logits", "ahead", "little_logits", "confidence"}
+_FLOAT_BYTES = 4
+
+
+def scores_plain(scores: PassScores) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "logits": _text(scores.logits),
+        "ahead": [[_text(each) for each in layer] for layer in scores.ahead],
+        "little_logits": _text(scores.little_logits),
+        "confidence": scores.confidence,
+    }
+
+
+def read_scores(plain: object, experts: Sequence[int]) -> PassScores:
+    """The scores of one pass. experts: of each layer. Raises ValueError with what was expected and what was found."""
+    if not isinstance(plain, dict) or set(plain) != _FIELDS:
+        raise ValueError(f"`scores`: expected null or an object of {', '.join(sorted(_FIELDS))}")
+    total, confidence = sum(experts), plain["confidence"]
+    if confidence is not None and (type(confidence) not in (int, float) or not 0 <= confidence <= 1):
+        raise ValueError(f"`confidence`: expected null or a number of 0 to 1, found {str(confidence)[:40]!r}")
+    little = _floats("little_logits", plain["little_logits"], total if confidence is not None else 0)
+    ahead = plain["ahead"]
+    if not isinstance(ahead, list) or len(ahead) != len(experts):
+        raise ValueError(f"`ahead`: expected a list of {len(experts)}")
+    return PassScores(
+        logits=_floats("logits", plain["logits"], total),
+        ahead=tuple(_layers_ahead(layer, found, experts) for layer, found in enumerate(ahead)),
+        little_logits=little,
+        confidence=None if confidence is None else float(confidence),
+    )
+
+
+def layer_logits(data: bytes, experts: Sequence[int]) -> list[np.ndarray]:
+    """Logits [E] of each layer, float32, from those of all that route. experts: of each layer."""
+    return np.split(as_floats(data), np.cumsum(experts)[:-1])
+
+
+def as_floats(data: bytes) -> np.ndarray:
+    """Little-endian float32 as an array."""
+    return np.frombuffer(data, "<f4").astype(np.float32)
+
+
+def _layers_ahead(layer: int, found: object, experts: Sequence[int]) -> tuple[bytes, ...]:
+    """Of the layers behind this one that route, nearest first; behind the last of them, of the next token's first."""
+    routed = [at for at, count in enumerate(experts) if count]
+    following = [at for at in routed if at > layer] or routed[:1]
+    if not isinstance(found, list) or len(found) > len(following):
+        raise ValueError(f"`ahead[{layer}]`: expected a list of at most {len(following)}")
+    return tuple(_floats(f"ahead[{layer}]", text, experts[at]) for text, at in zip(found, following, strict=False))
+
+
+def _floats(name: str, text: object, count: int) -> bytes:
+    try:
+        data = base64.b64decode(text, validate=True) if isinstance(text, str) else None
+    except (binascii.Error, ValueError):
+        data = None
+    if data is None:
+        raise ValueError(f"`{name}`: expected base64")
+    if len(data) != count * _FLOAT_BYTES:
+        raise ValueError(f"`{name}`: expected {count} numbers, found {len(data)} bytes")
+    if not np.isfinite(as_floats(data)).all():
+        raise ValueError(f"`{name}`: expected finite numbers")
+    return data
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,238 @@
+"""HOBBIT's layer-level prediction: stacked routers, the stop at the first miss, pins, and the precision asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.manifests.model import ExpertsSpec, RouterSpec
+from moec.manifests.quant import QuantSpec
+from moec.runtime import kernels, load
+from moec.runtime.eviction import SCORES, expert_records
+from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
+from moec.runtime.modes.logical_cache import LogicalCache
+from moec.runtime.modes.settings import parse_modes
+from moec.runtime.prefetch import Advisor, LookaheadPredictor, PassState, Predictor
+from moec.runtime.routing import Router, stacked_logits
+from moec.runtime.simulated_cache import SimulatedCache
+from tests.kernels.packer import random_matrix
+from tests.manifests.examples import layer_spec, model_spec
+
+LAYERS, EXPERTS, TOP_K = 4, 6, 4
+FIRST = [EXPERTS * layer for layer in range(LAYERS + 1)]
+SPEC = model_spec((layer_spec(experts=EXPERTS, top_k=TOP_K),) * LAYERS)
+ONE = np.zeros((1, 1), np.float32)
+
+
+# -- one product -----------------------------------------------------------------------------------------------------
+
+
+def router(generator: np.random.Generator, experts: int, spec: str, biased: bool) -> Router:
+    bias = generator.standard_normal(experts).astype(np.float32) if biased else None
+    packed = random_matrix(experts, 64, QuantSpec.parse(spec), int(generator.integers(9)))
+    matrix = kernels.PackedMatrix(packed.data, experts, 64, QuantSpec.parse(spec))
+    return Router(ExpertsSpec(experts, 2, 32, "silu", RouterSpec("softmax", True)), matrix, bias)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(
+        st.tuples(st.sampled_from([2, 5, 16, 33]), st.sampled_from(["bf16", "q8g32", "q4g64"]), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+    alike=st.integers(0, 2),
+    tokens=st.integers(1, 3),
+    name=st.sampled_from(kernels.available()),
+    seed=st.integers(0, 1000),
+)
+def test_the_stacked_product_is_each_routers_own(
+    kinds: list[tuple[int, str, bool]], alike: int, tokens: int, name: str, seed: int
+) -> None:
+    """Bit for bit, on every instruction set, whatever their widths and formats, and with routers without a matrix."""
+    generator, before = np.random.default_rng(seed), kernels.active()
+    routers = [router(generator, *kind) for kind in kinds]
+    plain = ExpertsSpec(3, 2, 32, "silu", RouterSpec("softmax", True))
+    routers += [Router(plain, None, None)] * alike
+    normed = [generator.standard_normal((tokens, 64)).astype(np.float32) for _ in routers]
+    kernels.select(name)
+    try:
+        found = stacked_logits(routers, normed)
+        alone = [each.logits(own) for each, own in zip(routers, normed, strict=True)]
+    finally:
+        kernels.select(before)
+    assert all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(found, alone, strict=True))
+
+
+def test_all_layers_ahead_are_asked_in_one_product(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[int] = []
+    product = kernels.linears_by_row
+
+    def counted(matrices: Any, x: np.ndarray, outs: Any) -> None:
+        products.append(len(matrices))
+        product(matrices, x, outs)
+
+    with load(tiny_bundle, expert_cache="50%", context=8, prefetch_rule="first-miss", prefetch_layers=3) as engine:
+        predictor = engine.model.advisor.predictor
+        assert isinstance(predictor, LookaheadPredictor)
+        hidden = np.random.default_rng(4).standard_normal((1, engine.model.spec.hidden_size)).astype(np.float32)
+        state = PassState(0, hidden, [])
+        monkeypatch.setattr("moec.runtime.routing.kernels.linears_by_row", counted)
+        together = predictor.scores_ahead(state, [1, 2])
+        assert products == [2]
+        for ahead, found in zip((1, 2), together, strict=True):
+            alone = predictor.scores(state, ahead)
+            assert found is not None and alone is not None and found.tobytes() == alone.tobytes()
+        assert "prefetch lookahead to the first miss" in engine.mode
+
+
+# -- the walk --------------------------------------------------------------------------------------------------------
+
+
+class Foreseen(Predictor):
+    """Says that experts 0, 1, 2, ... of every layer are likely, in this order."""
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray:
+        return np.arange(EXPERTS, 0, -1, dtype=np.float64)
+
+
+def walking(layers: int, held: set[int], experts: int = 0) -> Advisor:
+    return Advisor(SPEC, FIRST, Foreseen(), layers, experts, True, held.__contains__)
+
+
+def test_the_walk_stops_at_the_first_layer_that_lacks_an_expert() -> None:
+    # Of four experts a token: three eighths one layer ahead, a quarter two layers ahead, then one.
+    one, two, three = [6, 7], [12], [18]
+    assert walking(3, set()).advise(PassState(0, ONE, []))[1] == one
+    assert walking(3, {6}).advise(PassState(0, ONE, []))[1] == one
+    assert walking(3, {6, 7}).advise(PassState(0, ONE, []))[1] == one + two
+    assert walking(3, {6, 7, 13}).advise(PassState(0, ONE, []))[1] == one + two
+    assert walking(3, {6, 7, 12}).advise(PassState(0, ONE, []))[1] == one + two + three
+    assert walking(2, {6, 7, 12}).advise(PassState(0, ONE, []))[1] == one + two, "no further than it may"
+    assert walking(3, {6, 7, 12}, experts=3).advise(PassState(0, ONE, []))[1] == [6, 7, 8]
+
+
+def test_many_tokens_and_the_end_of_a_pass_look_one_layer_ahead() -> None:
+    held = set(range(4 * EXPERTS))
+    following, advice = walking(3, held).advise(PassState(0, np.zeros((2, 1), np.float32), []))
+    assert following is not None and len(advice) == 4 and set(advice) <= set(range(6, 12))
+    assert walking(3, held).advise(PassState(2, ONE, []))[1] == [18, 19]
+    assert walking(3, held).advise(PassState(3, ONE, []))[1] == [0, 1], "the next token's first"
+
+
+# -- pins ------------------------------------------------------------------------------------------------------------
+
+
+def cache_of(capacity: int, pins: int) -> SimulatedCache:
+    """Experts of one byte, six a layer, least recently used first."""
+    records = expert_records(np.repeat(np.arange(LAYERS), EXPERTS), np.zeros(LAYERS * EXPERTS), LAYERS)
+    return SimulatedCache(
+        np.ones(LAYERS * EXPERTS, np.int64), capacity, records, SCORES["lru"], np.empty(0, np.int64), pins
+    )
+
+
+def run(cache: SimulatedCache, layer: int, experts: list[int], advice: list[int] | None = None) -> None:
+    """One layer, reads taking no time."""
+    hits, misses = cache.ask(layer, experts)
+    cache.issue(misses)
+    if advice:
+        cache.advise(advice)
+    while (index := cache.next_read()) is not None:
+        cache.arrive(index)
+    assert cache.ready(misses) == misses
+    cache.unlease([*hits, *misses])
+
+
+def held(cache: SimulatedCache) -> set[int]:
+    return {index for index in range(LAYERS * EXPERTS) if cache.holds(index)}
+
+
+def test_a_prediction_stays_pinned_until_its_layer_asks() -> None:
+    """Layer 0 sees as far as layer 2; layer 1 sees only layer 1's miss, and layer 2's experts stay nevertheless."""
+    cache = cache_of(6, 4)
+    run(cache, 0, [0, 1], [12, 13])
+    run(cache, 1, [6, 7], [18])
+    run(cache, 1, [8, 9])  # room comes from whatever is not pinned, though it was used later
+    assert held(cache) == {7, 8, 9, 12, 13, 18}
+    run(cache, 2, [12])  # 13 was guessed wrong: its layer has come, so it is as any other
+    run(cache, 3, [18, 19, 20])
+    assert 13 not in held(cache) and 12 in held(cache)
+
+
+def test_a_new_prediction_of_a_layer_replaces_the_old_one() -> None:
+    cache = cache_of(4, 2)
+    run(cache, 0, [0], [12, 13])
+    run(cache, 1, [6], [12, 14])
+    assert {12, 14} <= held(cache)
+    run(cache, 1, [7, 8])
+    assert held(cache) == {7, 8, 12, 14}, "13 was no longer pinned, and went"
+
+
+def test_pins_yield_to_demand_the_furthest_and_least_likely_first() -> None:
+    cache = cache_of(4, 3)
+    run(cache, 0, [0], [18])
+    run(cache, 1, [6], [12, 13])
+    assert held(cache) == {6, 12, 13, 18}, "18 was predicted before, and stays"
+    run(cache, 1, [7, 8])
+    assert held(cache) == {7, 8, 12, 13}, "then it goes first"
+    run(cache, 1, [9, 10, 11])
+    assert held(cache) == {9, 10, 11, 12}, "and of what was predicted last the less likely"
+    run(cache, 1, [6, 7, 8, 9])
+    assert held(cache) == {6, 7, 8, 9}, "demand takes the last pin"
+
+
+def test_pins_hold_no_more_than_their_limit() -> None:
+    cache = cache_of(6, 3)
+    run(cache, 0, [0], [18, 19])
+    run(cache, 0, [0], [6, 7])
+    assert held(cache) == {0, 6, 7, 18, 19}
+    run(cache, 2, [12, 13, 14])
+    assert held(cache) == {6, 7, 18, 12, 13, 14}, "19 was one pin too many"
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("held_versions", "expected"),
+    [
+        # Scores 6, 5, 4, 3 of 18: unimportance 0, .33, .61, .83. High, high, low, skipped.
+        ([], [6, 7, 24 + 8]),
+        ([6 + 2], [6, 7, 8]),  # the high version is there: it is what would be computed
+        ([24 + 9], [6, 7, 24 + 8, 24 + 9]),  # a low version that is there costs nothing
+    ],
+)
+def test_experts_are_prefetched_in_the_precision_that_their_scores_ask_for(
+    held_versions: list[int], expected: list[int]
+) -> None:
+    low = np.arange(24, 48)
+    sizes = np.ones(48, np.int64)
+    records = expert_records(np.tile(np.repeat(np.arange(4), 6), 2), np.zeros(48), 4)
+    cache = LogicalCache(sizes, 48, records, SCORES["lru"], 40, held_versions)
+    choice = PassChoice(parse_modes("0.5,0.8", None, None), Versions(FIRST, low), cache, ModeCounts())
+    advisor = Advisor(SPEC, FIRST, Foreseen(), 1, 4)
+    assert advisor.advise(PassState(0, ONE, [], choice=choice))[1] == expected
+
+
+# -- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lossy_run_that_walks_repeats(tiny_bundle: Path) -> None:
+    """The walk reads the logical cache then, so arrival has no part in it."""
+    runs = []
+    for readers in (1, 4):
+        options: dict[str, Any] = {"prefetch_rule": "first-miss", "prefetch_layers": 3, "readers": readers}
+        options |= {"dynamic_precision": "0.3,0.3"}  # the bundle has no low versions: skipping alone
+        with load(tiny_bundle, expert_cache="50%", context=64, **options) as engine:
+            engine.cache.finish_warming()
+            engine.begin_sequence()
+            engine.prefill([5, 6, 7])
+            rows = [engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(3, 40)]
+            assert engine.lossy is not None and engine.model.advisor.holds == engine.lossy.cache.holds  # type: ignore[union-attr]
+            runs.append((np.concatenate(rows).tobytes(), engine.mode_counts))
+    assert runs[0] == runs[1]
