@@ -1,8 +1,8 @@
 """What sets of formats are worth to the search: ``python bench/formats.py``, a few minutes on two cores.
 
 The knapsack spends each budget of bytes on the shipped example with each set of formats, units priced by predicted KL
-(Fisher), and the KL of its plan on validation answers is measured; so is that of each format everywhere. One JSON
-object a line.
+(Fisher), and the KL of its plan on validation answers is measured; so is that of each format everywhere. `q0` in a set
+lets experts be left out. One JSON object a line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
@@ -24,6 +23,9 @@ from moec.compiler.durable import Disk
 from moec.compiler.journal import Journal
 from moec.compiler.search.baselines import fits_all, uniform_like
 from moec.compiler.search.frontier import ChoiceTable, least_loss
+from moec.compiler.search.pruning import LEFT_OUT, prunable, with_pruning
+from moec.compiler.search.space import SearchSpace
+from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -43,19 +45,22 @@ class Bench:
 
     def kl_within(self, specs: Sequence[QuantSpec], bits_per_weight: float) -> tuple[float, float] | None:
         """Bits per weight and measured KL of the plan of these formats that fits the budget; None if none does."""
-        units = tuple(self.plain.units)
-        costs, losses = (np.full((len(units), len(specs)), np.inf) for _ in range(2))
+        units, kept = tuple(self.plain.units), tuple(spec for spec in specs if not spec.is_pruned)
+        costs, losses = (np.full((len(units), len(kept)), np.inf) for _ in range(2))
         for row, unit in enumerate(units):
             rows, columns = self.plain.model.unit_shape(unit.layer, unit.projection)
-            for column, spec in enumerate(specs):
+            for column, spec in enumerate(kept):
                 if spec.fits(columns):
                     costs[row, column] = rows * spec.row_bytes(columns)
                     losses[row, column] = self.predicted[(unit, spec)]
-        choice = least_loss(ChoiceTable(costs, losses), bits_per_weight * self.plain.expert_weights / 8)
+        space = SearchSpace(self.plain, units, kept, (), (), ChoiceTable(costs, losses))
+        if len(kept) < len(specs):
+            known = {key: self.predicted[(UnitKey(*key, "down"), LEFT_OUT)] for key in self.plain.model.expert_keys()}
+            space = with_pruning(space, prunable(known, self.plain.model))
+        choice = least_loss(space.size_table(), bits_per_weight * self.plain.expert_weights / 8)
         if choice is None:
             return None
-        chosen = {unit: specs[int(choice[row])] for row, unit in enumerate(units)}
-        plan = replace(self.plain, units=chosen)
+        plan = space.plan(choice)
         return plan.bits_per_weight, self.trials.kl(plan, "bench").mean
 
     def kl_everywhere(self, spec: QuantSpec) -> tuple[float, float] | None:
@@ -75,7 +80,7 @@ def main() -> None:
     specs = list(dict.fromkeys(spec for offered in sets for spec in offered))
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options.task, specs, Path(folder))
-        for spec in specs:
+        for spec in (spec for spec in specs if not spec.is_pruned):
             print(json.dumps({"everywhere": str(spec), "found": bench.kl_everywhere(spec)}), flush=True)
         for budget in map(float, options.bits.split(",")):
             for offered in sets:

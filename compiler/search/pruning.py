@@ -132,16 +132,22 @@ def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> boo
 def left_out_losses(
     store: UnitStore, sensitivity: SensitivityTable, popularity: np.ndarray | None
 ) -> dict[ExpertKey, float]:
-    """Predicted KL of leaving out each expert that may be. popularity: tokens, [L, E].
+    """Predicted KL of leaving out each expert that calibration knows and its router does without.
 
-    Those are experts that calibration knows, and in each layer the cheapest, as many as its router does without.
+    popularity: tokens, [L, E].
     """
+    if popularity is None:
+        return {}
+    known = (key for key in store.model.expert_keys() if popularity[key.layer, key.expert] >= LEAST_TOKENS)
+    losses = {key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT) for key in known}
+    return prunable(losses, store.model)
+
+
+def prunable(losses: Mapping[ExpertKey, float], model: ModelSpec) -> dict[ExpertKey, float]:
+    """In each layer the experts that cost least to leave out, as many as its router does without."""
     found: dict[ExpertKey, float] = {}
-    for layer, spec in enumerate(store.model.layers):
-        if popularity is None or not spec.experts.can_lose_experts:
-            continue
-        known = [ExpertKey(layer, e) for e in range(spec.experts.count) if popularity[layer, e] >= LEAST_TOKENS]
-        losses = {key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT) for key in known}
-        cheapest = sorted(losses, key=lambda key: (losses[key], key))[: spec.experts.count - spec.experts.top_k]
+    for layer, spec in enumerate(model.layers):
+        own = [key for key in losses if key.layer == layer] if spec.experts.can_lose_experts else []
+        cheapest = sorted(own, key=lambda key: (losses[key], key))[: spec.experts.count - spec.experts.top_k]
         found.update({key: losses[key] for key in cheapest})
     return found

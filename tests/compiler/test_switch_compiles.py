@@ -25,6 +25,7 @@ from moec.manifests.errors import CheckpointError, InputError, OptionError
 from moec.manifests.model import RelativeBiasSpec, UnitKey
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
+from tests.lossless_runs import WAYS
 from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
@@ -292,6 +293,7 @@ def test_a_loss_target_is_searched_and_certified(answering: tuple[Path, Path], t
 
 
 @pytest.mark.gate("G3")
+@pytest.mark.gate("G2")
 @pytest.mark.gate("G1")
 def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp_path: Path) -> None:
     data = save_dialogues(tmp_path / "samsum")
@@ -299,23 +301,23 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
     assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
     manifest = open_bundle(tmp_path / "out").manifest
 
-    def logits(cache: str, prefetch: str) -> tuple[np.ndarray, int, int]:
-        with load(tmp_path / "out", expert_cache=cache, prefetch=prefetch, context=64) as engine:
+    def logits(cache: str, **way: Any) -> tuple[np.ndarray, int, int]:
+        with load(tmp_path / "out", expert_cache=cache, context=64, **way) as engine:
             engine.cache.finish_warming()
             steps = [engine.logits([START, *TOKENS[:9]], TOKENS)]
             for position, token in enumerate(TOKENS[20:], 10):
                 steps.append(engine.model.logits(engine.step([token], [0], [position])))
             return np.concatenate(steps), engine.cache.stats.evictions, engine.cache.stats.prefetch_used
 
-    whole, none, _ = logits("100%", "off")
+    whole, none, _ = logits("100%", prefetch="off")
     assert whole.shape == (30, VOCABULARY) and none == 0
     least = manifest.cost.minimum_expert_bytes
-    for prefetch in ("off", "lookahead", "path", "popularity"):
-        part, evictions, _ = logits(f"{least}", prefetch)
+    for way in WAYS:
+        part, evictions, _ = logits(f"{least}", **way)
         assert evictions > 0 and np.array_equal(part, whole)
         # With room for what the next layer that routes may ask for, advice is of use, and changes nothing.
-        part, evictions, used = logits(f"{3 * least}", prefetch)
-        assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (prefetch != "off")
+        part, evictions, used = logits(f"{3 * least}", **way)
+        assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (way["prefetch"] != "off")
 
 
 @pytest.mark.gate("G4")
