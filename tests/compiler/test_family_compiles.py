@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from moec.compiler.calibration import calibrate
 from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.families import FAMILIES, lower
+from moec.compiler.quantized import left_out
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.reference_weights import WeightStore
+from moec.manifests.model import ExpertKey
 from moec.runtime import load
 from tests.gates.bundles import emit_bundle
 from tests.lossless_runs import check_lossless
@@ -94,6 +96,28 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
             assert not torch.equal(changed, before), name
             weights.restore()
         assert torch.equal(reference.network.model(tokens).logits, before)
+
+
+def test_routers_choose_among_the_experts_that_are_kept(folder: Path, tmp_path: Path) -> None:
+    """In the reference model, whose router is transformers' own, and in the runtime alike."""
+    reference = ReferenceModel(folder)
+    spec, chosen = reference.model, list[np.ndarray]()
+    losing = [at for at, layer in enumerate(spec.layers) if layer.experts.count and layer.experts.can_lose_experts]
+    if not losing:
+        return  # corrections or groups decide as well: nothing may be left out
+    left = [ExpertKey(layer, expert) for layer in losing for expert in range(spec.layers[layer].experts.count // 3)]
+    units = [unit for key in left for unit in spec.units_of(key)]
+    for module in reference.network.experts.values():
+        module.register_forward_pre_hook(lambda _, given: chosen.append(given[1].numpy()))
+    nothing = {unit: left_out(spec.unit_shape(unit.layer, unit.projection)[0]).dequantize() for unit in units}
+    with reference.weights(nothing):
+        expected = reference.network.logits(reference.network.hidden([TOKENS])[0]).numpy()
+    for layer, found in zip(reference.network.experts, chosen, strict=True):
+        assert not set(found.ravel().tolist()) & {key.expert for key in left if key.layer == layer}
+    bundle = emit_bundle(folder, tmp_path / "bundle", pruned=left)
+    with load(bundle, expert_cache="100%", context=128) as engine:
+        logits = engine.logits(TOKENS)
+    assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.gate("G9")
