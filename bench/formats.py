@@ -21,6 +21,7 @@ from measured_example import measured_example, silent
 
 from moec.compiler.durable import Disk
 from moec.compiler.journal import Journal
+from moec.compiler.objective import byte_weights
 from moec.compiler.search.baselines import fits_all, uniform_like
 from moec.compiler.search.frontier import ChoiceTable, least_loss
 from moec.compiler.search.pruning import LEFT_OUT, prunable, with_pruning
@@ -56,7 +57,8 @@ class Bench:
         space = SearchSpace(self.plain, units, kept, (), (), ChoiceTable(costs, losses))
         if len(kept) < len(specs):
             known = {key: self.predicted[(UnitKey(*key, "down"), LEFT_OUT)] for key in self.plain.model.expert_keys()}
-            space = with_pruning(space, prunable(known, self.plain.model))
+            weights = byte_weights(self.plain.model, None, reads=False)
+            space = with_pruning(space, prunable(known, self.plain.model), weights)
         choice = least_loss(space.size_table(), bits_per_weight * self.plain.expert_weights / 8)
         if choice is None:
             return None

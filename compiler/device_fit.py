@@ -9,6 +9,7 @@ import numpy as np
 
 from moec.manifests.bundle import DeviceSummary
 from moec.manifests.errors import DoesNotFit
+from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.predict import default_objective, expected_misses, recommended_cache_bytes
@@ -29,11 +30,16 @@ def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple
     experts: list[tuple[int, float]] = []
     shapes = model.dense_shapes()
     touched = float(sum(plan.dense_bytes(name, shape) for name, shape in shapes.items() if model.is_decoded_with(name)))
+    kept = [
+        [e for e in range(layer.experts.count) if not plan.units[UnitKey(at, e, "down")].is_pruned]
+        for at, layer in enumerate(model.layers)
+    ]
     for key in model.expert_keys():
-        layer = model.layers[key.layer].experts
-        total = 0 if popularity is None else int(popularity[key.layer].sum())
-        share = 1 / layer.count if popularity is None or not total else popularity[key.layer, key.expert] / total
-        experts.append((plan.expert_padded_bytes(key), float(model.reads_per_token(key.layer) * share)))
+        size = plan.expert_padded_bytes(key)
+        total = 0 if popularity is None else int(popularity[key.layer, kept[key.layer]].sum())
+        even = 1 / max(len(kept[key.layer]), 1)
+        share = even if popularity is None or not total else popularity[key.layer, key.expert] / total
+        experts.append((size, float(model.reads_per_token(key.layer) * share) if size else 0.0))
         touched += experts[-1][0] * experts[-1][1]
     return experts, round(touched)
 

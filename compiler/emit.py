@@ -176,7 +176,10 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
     for layer, (padded, row) in enumerate(zip(sizes, rows.tolist(), strict=True)):
         if not padded:
             continue
-        counts = row[: len(padded)] if any(row) else [1] * len(padded)
+        kept = [count if size else 0 for count, size in zip(row, padded, strict=False)]  # others take its place
+        counts = kept if any(kept) else [int(size > 0) for size in padded]
+        if not any(counts):
+            continue
         read = sum(count * size for count, size in zip(counts, padded, strict=True))
         expected += Fraction(model.reads_per_token(layer) * read, sum(counts))
     minimum = (sum(sorted(s)[-layer.experts.top_k :]) for layer, s in zip(model.layers, sizes, strict=True))

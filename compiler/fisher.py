@@ -248,7 +248,7 @@ def predict_units(
         proxy = FisherProxy(reference, store, low)
         return {"kl": proxy.run(chosen, seed, torch.get_num_threads(), progress)}
 
-    found = journal.arrays("fisher", compute)["kl"]
+    found = journal.arrays(f"fisher-{len(low)}", compute)["kl"]
     units = [UnitKey(*key, p) for key in store.model.expert_keys() for p in PROJECTIONS]
     return {
         (unit, spec): float(found[row, column])

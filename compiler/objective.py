@@ -22,10 +22,14 @@ SIZE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ByteWeights:
-    """Cost of one packed byte. experts: [L, E] float64; dense: of any dense byte."""
+    """Cost of one packed byte. experts: [L, E] float64; dense: of any dense byte.
+
+    size_share: what a byte costs that nobody reads; the rest of an expert's cost is for the tokens that read it.
+    """
 
     experts: np.ndarray
     dense: float
+    size_share: float = 1.0
 
 
 def byte_weights(model: ModelSpec, popularity: np.ndarray | None, reads: bool) -> ByteWeights:
@@ -42,7 +46,7 @@ def byte_weights(model: ModelSpec, popularity: np.ndarray | None, reads: bool) -
     counts = np.array([[layer.experts.count] for layer in model.layers])
     weights = (1 - SIZE_SHARE) * share * counts + SIZE_SHARE
     weights[: model.first_decoder_layer] = 1.0
-    return ByteWeights(weights, 1.0)
+    return ByteWeights(weights, 1.0, SIZE_SHARE)
 
 
 def reads_decide(objective: Objective, compute_ns: float, missed_bytes: float, storage_bytes_per_s: float) -> bool:

@@ -35,7 +35,7 @@ from .fisher import TEXTS, check_sensitivity, predict_units
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.certificate import certify_layerwise
-from .layerwise.plan_bundles import PlanBundles
+from .layerwise.plan_bundles import PlanBundles, clear_trials, require_trials
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
@@ -110,6 +110,7 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     check_replaceable(output, request.overwrite)
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     check_partial(partial)
+    clear_trials(output, disk)
     stage = _prepare(request)
     journal = work_journal(output, _identity(stage), disk, request.resume, request.talk.note)
     with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
@@ -157,6 +158,7 @@ def _choose_way(stage: _Stage) -> None:
     stage.prunes = prunes(request.options, model, stage.is_layerwise)
     if stage.is_layerwise:
         planning.check_layerwise(model, request.options, stage.specs, threads, limit, len(stage.splits))
+        require_trials(request, model)
         need = planning.need_bytes(model, request.options, stage.specs, threads, len(stage.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
 
@@ -224,8 +226,7 @@ def _make_high_plan(stage: _Stage) -> CompilePlan:
             stage.request.talk.note(note)
         moments = stage.statistics.second_moments
     stage.store = UnitStore(stage.lowering, moments, options.quantizer)
-    data = _task_data(stage)
-    progress = stage.request.talk.progress("measuring on validation items")
+    data, progress = _task_data(stage), stage.request.talk.progress("measuring on validation items")
     if stage.cluster is None or stage.reference is None:
         stage.trials = Trials(stage.reference, stage.store, data, KL_ITEMS if data else 0, progress, stage.journal)
     else:
@@ -283,7 +284,7 @@ def _curve(stage: _Stage) -> LossCurve:
     if stage.space is None or stage.trials is None or stage.store is None:
         raise RuntimeError("a sweep comes after a search")
     request = stage.request
-    specs = stage.specs if request.options.comparisons else ()
+    specs = stage.specs if request.options.comparisons and not stage.is_layerwise else ()
     return measure_curve(request.sweep, stage.space, stage.trials, stage.store, specs, request.talk)
 
 
@@ -325,7 +326,7 @@ def _search(stage: _Stage) -> CompilePlan:
     weights = byte_weights(stage.lowering.model, popularity, reads)
     stage.space = build_space(plain, store, stage.sensitivity, weights, stage.specs, dense)
     if stage.prunes:
-        stage.space = with_pruning(stage.space, left_out_losses(store, stage.sensitivity, popularity))
+        stage.space = with_pruning(stage.space, left_out_losses(store, stage.sensitivity, popularity), weights)
     return search(stage.space, trials, options.target, talk.note)
 
 

@@ -266,6 +266,8 @@ class BundleManifest:
         if keys != sorted(set(keys)):
             raise ValueError("low_experts: expected each at most once, in order")
         for entry in self.low_experts:
+            if entry.is_pruned:
+                raise ValueError(f"low_experts[{entry.layer}, {entry.expert}]: a version must have bytes")
             if entry.size_bytes >= sizes.get(entry.key, 0):
                 raise ValueError(f"low_experts[{entry.layer}, {entry.expert}]: not smaller than the expert itself")
         self._check_entries("low_experts", self.low_experts, low_experts_file_name, file_sizes)

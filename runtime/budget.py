@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.model import ModelSpec
-from moec.profiles.probe import memory_limit_bytes
+from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
 
 from .options import RuntimeOptions, parse_bytes, parse_cache
 
@@ -49,14 +48,6 @@ class MemoryPlan:
     def to_plain(self) -> dict[str, int | None]:
         """For `--json`."""
         return {**asdict(self), "floor_bytes": self.floor_bytes}
-
-
-def resident_set_bytes() -> int:
-    """Resident bytes of this process now; 0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def available_memory_bytes() -> int:

@@ -99,6 +99,8 @@ class RoutingRule:
 
     def _ranked(self, scores: np.ndarray) -> np.ndarray:
         corrected = scores if self._correction is None else scores + self._correction
+        if self._kept is not None:  # a score of 0 is none: sigmoids underflow
+            corrected = np.where(self._kept, corrected, np.float32(-np.inf))
         return _without_other_groups(corrected, self._experts.router)
 
 

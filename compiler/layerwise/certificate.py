@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
+from moec.profiles.probe import resident_set_bytes
 
 from ..certify import BundleEngine, DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
 from ..families import Lowering
@@ -34,6 +36,7 @@ def certify_layerwise(
     """KL of the bundle on each task's held-out answers; where the target is a loss, inside that of the whole task.
 
     For a loss the checkpoint's own weights answer as well, in a bundle in passing: each of the two has half the memory.
+    A runtime counts all that its process holds, so the second is told what the first has taken.
     """
     trials.close()
     room = runtime_bytes(trials.lowering.model, request.memory_limit_bytes)
@@ -43,7 +46,11 @@ def certify_layerwise(
     if options.target.kind != "loss":
         return {}, divergences
     found = {}
-    with trials.unquantized(share=2) as reference, request.open_runtime(partial, room // 2) as engine:
+    with ExitStack() as opened:
+        before = resident_set_bytes()
+        reference = opened.enter_context(trials.unquantized(share=2))
+        taken = max(resident_set_bytes() - before, 0)
+        engine = opened.enter_context(request.open_runtime(partial, room // 2 + taken))
         for split in splits:
             name = split.task.name
             found[name] = certify_task(

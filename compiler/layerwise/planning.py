@@ -55,6 +55,11 @@ def check_layerwise(
             f"a model with an encoder is searched in memory as a whole, {whole} bytes, found {limit_bytes}",
             "take `--uniform`, or raise `--memory`",
         )
+    if options.search == "edgemoe":
+        raise OptionError(
+            f"EdgeMoE's search holds the whole model, {whole} bytes of memory, found {limit_bytes}",
+            "leave out `--search edgemoe`, or raise `--memory`",
+        )
     if not tasks:
         raise OptionError(
             f"a search without data holds the whole model, {whole} bytes of memory, found {limit_bytes}",

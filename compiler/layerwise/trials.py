@@ -27,7 +27,7 @@ from ..reference_weights import WeightName
 from ..sensitivity import plain_plan
 from ..trials import TaskData, Trials
 from ..unit_store import UnitStore
-from .plan_bundles import PlanBundles
+from .plan_bundles import UNQUANTIZED, PlanBundles
 from .slot import LayerSlot, OutputHead, TextStates, divergences
 from .store import layer_units
 from .sweep import SweepInputs, SweepResult
@@ -65,7 +65,7 @@ class StreamedTrials(Trials):
     def unquantized(self, share: int = 1) -> Iterator[BundleEngine]:
         """As in Trials. share: a part of the memory for runtimes, one of so many."""
         plain = plain_plan(self.lowering.model, self.lowering.spec_16bit, self.store.quantizer)
-        with self._bundles.opened(plain, "unquantized", share) as engine:
+        with self._bundles.opened(plain, UNQUANTIZED, share) as engine:
             yield engine
 
     @contextmanager

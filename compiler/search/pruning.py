@@ -16,6 +16,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import PRUNED, QuantSpec
 
+from ..objective import ByteWeights
 from ..options import CompileOptions
 from ..plan import CompilePlan
 from ..sensitivity import SensitivityTable
@@ -64,8 +65,12 @@ class PrunableSpace(SearchSpace):
         return rows * spec.row_bytes(columns)
 
 
-def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float]) -> PrunableSpace:
-    """A space whose experts may be left out. losses: predicted, of those that may."""
+def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float], weights: ByteWeights) -> PrunableSpace:
+    """A space whose experts may be left out. losses: predicted, of those that may. weights: as in `build_space`.
+
+    Tokens that would choose a left-out expert read another one: of its cost only the part for its size is saved, the
+    rest counted as for an expert in this one's smallest form.
+    """
     model, row_of = space.plain.model, {unit: row for row, unit in enumerate(space.units)}
     options, costs, priced = [], [], []
     for key in model.expert_keys():
@@ -75,7 +80,8 @@ def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float]) -> Pruna
         found = [dict(zip(own, specs, strict=True)) for specs in formats]
         if key in losses:
             found.append(dict.fromkeys(own, LEFT_OUT))
-            points.append((0.0, losses[key], ()))
+            reads = 1 - weights.size_share / float(weights.experts[key.layer, key.expert])
+            points.append((max(reads, 0.0) * points[-1][0], losses[key], ()))
         options.append(tuple(found))
         costs.append([cost for cost, *_ in points])
         priced.append([loss for _, loss, _ in points])

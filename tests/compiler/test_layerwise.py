@@ -296,9 +296,25 @@ def test_a_loss_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
     assert found.plan.bits_per_weight < 16
 
 
+def test_what_a_loss_needs_is_known_before_any_work(too_large: None, tmp_path: Path) -> None:
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    options = {"data": str(texts), **LOSS}
+    with pytest.raises(OptionError, match="there is no folder"):
+        compile_tiny(model, tmp_path / "none" / "out", "loss", 0.03, quick=False, plan_only=True, **options)
+    with pytest.raises(OptionError, match="EdgeMoE's search holds the whole model"):
+        compile_tiny(
+            model, tmp_path / "out", "kl", 0.1, quick=False, search="edgemoe", data=str(texts), tasks=("perplexity",)
+        )
+    left = tmp_path / "out.work-trial.partial"
+    left.mkdir()
+    (left / "dense.safetensors").write_bytes(b"of a killed compile")
+    compile_tiny(model, tmp_path / "out", "uniform", 4, dense_bits=8)
+    assert not left.exists()
+
+
 def test_bundles_of_trials_never_take_the_place_of_anything(too_large: None, tmp_path: Path) -> None:
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    own = tmp_path / "out-unquantized.partial"
+    own = tmp_path / "out.work-unquantized.partial"
     own.mkdir()
     (own / "letter.txt").write_text("mine")
     with pytest.raises(OptionError, match="is in the way and was not left by a compile"):

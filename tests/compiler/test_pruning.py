@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MixtralForCausalLM
 
+from moec.compiler.emit import cost_summary
+from moec.compiler.objective import ByteWeights
 from moec.compiler.options import CompileOptions
 from moec.compiler.quantized import left_out
 from moec.compiler.reference import ReferenceModel
@@ -27,11 +30,12 @@ from tests.compiler.toy_search import BF16, predicted_loss, toy_model, toy_space
 from tests.pruned_mixtral import PRUNED, save_whole, save_without
 
 LOSS = Target("loss", 0.02)
+EVEN = ByteWeights(np.ones((2, 4)), 1.0)
 
 
 def test_rows_of_experts_offer_what_rows_of_units_do() -> None:
     space = toy_space()
-    whole = with_pruning(space, {})
+    whole = with_pruning(space, {}, EVEN)
     for budget in (0.0, 0.01, 0.1, 0.5, np.inf):
         plan = whole.plan(least_cost(whole.table, budget))
         assert plan == space.plan(least_cost(space.table, budget)) or predicted_loss(space, plan) <= budget
@@ -45,7 +49,7 @@ def test_rows_of_experts_offer_what_rows_of_units_do() -> None:
 def test_an_expert_that_costs_nothing_to_leave_out_is_left_out() -> None:
     space = toy_space()
     key = ExpertKey(1, 2)
-    pruned = with_pruning(space, {key: 0.0, ExpertKey(0, 0): 1e9})
+    pruned = with_pruning(space, {key: 0.0, ExpertKey(0, 0): 1e9}, EVEN)
     for budget in (0.0, 0.1):
         plan = pruned.plan(least_cost(pruned.table, budget))
         out = {unit for unit, spec in plan.units.items() if spec == LEFT_OUT}
@@ -60,7 +64,7 @@ def test_an_expert_that_costs_nothing_to_leave_out_is_left_out() -> None:
 def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[float], budget: float) -> None:
     """Against all choices of a model of one layer, four experts and two formats."""
     space = toy_space(toy_model(layers=1), specs=(QuantSpec(2, 64), BF16), dense_widths=(16,))
-    pruned = with_pruning(space, {ExpertKey(0, expert): loss for expert, loss in enumerate(losses)})
+    pruned = with_pruning(space, {ExpertKey(0, e): loss for e, loss in enumerate(losses)}, EVEN)
     cost, loss = pruned.table.totals(least_cost(pruned.table, budget))
     assert loss <= budget + 1e-12
     rows = [np.flatnonzero(np.isfinite(row)).tolist() for row in pruned.table.costs]
@@ -69,6 +73,24 @@ def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[fl
     ]
     steps = max(float(np.ptp(row[np.isfinite(row)])) for row in pruned.table.costs)
     assert cost <= min(within) + steps
+
+
+def test_reads_that_move_to_other_experts_are_not_saved() -> None:
+    """Where reads count, leaving out a popular expert saves its size alone: its tokens read another."""
+    weights = np.full((2, 4), 0.5)
+    weights[1, 2] = 3.0
+    space = toy_space(weights=ByteWeights(weights, 1.0, 0.1))
+    pruned = with_pruning(space, {ExpertKey(1, 2): 0.0, ExpertKey(0, 0): 0.0}, ByteWeights(weights, 1.0, 0.1))
+    rows = dict(zip(space.plain.model.expert_keys(), pruned.table.costs, strict=False))
+    for key, share in ((ExpertKey(1, 2), 0.1 / 3), (ExpertKey(0, 0), 0.1 / 0.5)):
+        *kept, left_out_cost = rows[key][np.isfinite(rows[key])]
+        assert left_out_cost == pytest.approx(min(kept) * (1 - share))
+    plan = pruned.plan(least_cost(pruned.table, 0.0))
+    units = {unit: spec if spec == LEFT_OUT else QuantSpec(4, 32) for unit, spec in plan.units.items()}
+    plain = replace(plan, units=units)
+    per_token = cost_summary(plain).expected_read_bytes_per_token
+    kept_size = plain.expert_padded_bytes(ExpertKey(0, 1))
+    assert per_token == 2 * 2 * kept_size, "two experts in each of two layers, whoever is left out"
 
 
 def test_who_too_few_tokens_asked_for_stays() -> None:

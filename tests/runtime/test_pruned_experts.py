@@ -107,6 +107,8 @@ def test_a_rule_chooses_as_if_the_others_were_all(scoring: Any, renormalize: boo
     expected, expected_weights = fewer.route(logits[:, kept].copy())
     assert np.array_equal(chosen, np.array(kept)[expected])
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-6)
+    logits[:, kept] = [1.0, -95.0, -96.0, -97.0, -98.0]  # whose sigmoids are 0, too
+    assert not set(rule.route(logits)[0].ravel().tolist()) & set(left_out)
     np.testing.assert_allclose(rule.demand(logits)[kept], fewer.demand(logits[:, kept].copy()), rtol=1e-5)
     assert not rule.demand(logits)[left_out].any() and not rule.scores(logits)[:, left_out].any()
 
@@ -128,6 +130,13 @@ def _a_dense_weight(checkpoint: Path, target: Path) -> None:
     dataclasses.replace(manifest, dense=tuple(dense))
 
 
+def _a_low_version(checkpoint: Path, target: Path) -> None:
+    manifest = open_bundle(emit_bundle(checkpoint, target, bitwidth=8, low="q2g32")).manifest
+    low = manifest.low_experts[0]
+    nothing = dataclasses.replace(low, gate=QuantSpec(0), up=QuantSpec(0), down=QuantSpec(0), size_bytes=0)
+    dataclasses.replace(manifest, low_experts=(nothing, *manifest.low_experts[1:]))
+
+
 def _where_groups_decide(checkpoint: Path, target: Path) -> None:
     manifest = open_bundle(emit_bundle(checkpoint, target, pruned=PRUNED)).manifest
     router = dataclasses.replace(manifest.model.layers[0].experts.router, groups=2)
@@ -141,6 +150,7 @@ def _where_groups_decide(checkpoint: Path, target: Path) -> None:
     ("make", "message"),
     [
         (_more_than_it_does_without, "layer 1 leaves 5 of 8 out, and its router needs 4"),
+        (_a_low_version, r"low_experts\[0, 0\]: a version must have bytes"),
         (_a_dense_weight, r"dense\[lm_head\]: format q0 cannot hold"),
         (_where_groups_decide, "layer 0 leaves 3 of 8 out, and its router needs all of them"),
     ],
