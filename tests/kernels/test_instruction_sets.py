@@ -2,7 +2,8 @@
 
 The kernels are compiled without Python together with `instruction_sets.cpp`, which compares the instruction sets it is
 told with the scalar kernels bit for bit. NEON runs under qemu-user; the dot product of AVX-512 VNNI, which qemu
-does not know, is replaced by the AVX2 instructions that make the same sums. MOEC_REQUIRE_QEMU=1 turns the skips into failures.
+does not know, is replaced by the AVX2 instructions that make the same sums. MOEC_REQUIRE_QEMU=1 turns the skips
+into failures.
 """
 
 from __future__ import annotations
