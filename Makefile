@@ -44,8 +44,9 @@ links:
 demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show the tables
 	$(BIN)/moec demo
 
+# Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
 test: $(READY) lint typecheck contracts  ## Set up and run the whole fast suite
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .

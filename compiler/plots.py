@@ -21,9 +21,9 @@ def report_picture(name: str, quality: Mapping[str, Any]) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependency("the picture needs `matplotlib`", 'pip install "moec[compile]"') from error
-    figure = Figure(figsize=(13, 9), layout="constrained")
+    figure = Figure(figsize=(13, 9))  # fixed margins: a layout that is solved for draws everything twice
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2)
+    axes = figure.subplots(2, 2, gridspec_kw={"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.91, "hspace": 0.27})
     figure.suptitle(f"{name}: target {quality['target']['kind']} {quality['target']['value']:g}, {quality['verdict']}")
     _frontier(axes[0, 0], quality)
     _heat_map(figure, axes[0, 1], _bits_grid(quality), "bits per weight", "layer", "expert: gate, up, down", "viridis")
@@ -85,9 +85,9 @@ def curve_picture(name: str, curve: Sequence[Mapping[str, Any]]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6))
     FigureCanvasAgg(figure)
-    axis = figure.subplots()
+    axis = figure.subplots(gridspec_kw={"left": 0.1, "right": 0.97, "bottom": 0.1, "top": 0.93})
     axis.set_title(f"{name}: routed experts at each loss")
     axis.set_xlabel("relative loss allowed, %")
     axis.set_ylabel("routed experts, MB (10^6 bytes)")

@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "xsum").mkdir(exist_ok=True)
         (root / "xsum" / f"{split}.jsonl").write_text(rows)
     save_texts(root / "texts")
-    compile_tiny(folder, root / "bundle", "bits_per_weight", 4.5, data=str(data), tasks=("samsum",))
+    compile_tiny(folder, root / "bundle", "bits_per_weight", 4.5, data=str(data), tasks=("samsum",), bits=(3, 4, 16))
     compile_tiny(folder, root / "plain", "uniform", 16, dense_bits=16)
     return root
 
@@ -68,7 +68,7 @@ def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
         ("bench", "--expert-cache", "50%", "--tokens", 4, "--policies", "all", "--json"),
         ("tune", "--expert-cache", "50%", "--tokens", 4, "--json"),
         ("eval", "--task", "samsum", "--data", "samsum", "--expert-cache", "50%"),
-        ("compile", "--data", "samsum", "--task", "samsum", "--bits-per-weight", 4.5, "--bits", "2,4,16",
+        ("compile", "--data", "samsum", "--task", "samsum", "--bits-per-weight", 4.5, "--bits", "3,4,16",
          "--group-size", "32", "--dense-bits", 8, "--plan-only"),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:4])),

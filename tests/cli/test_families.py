@@ -20,8 +20,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder = save_own_family(root / "model", OWN_FAMILIES[request.param])
     else:
         folder = save_tiny_family(root / "model", TINY_FAMILIES[request.param])
-    texts = save_texts(root / "texts")
-    compile_tiny(folder, root / "bundle", "bits_per_weight", 4.5, data=str(texts), tasks=("perplexity",))
+    texts = save_texts(root / "texts", test=8)
+    compile_tiny(
+        folder, root / "bundle", "bits_per_weight", 4.5, data=str(texts), tasks=("perplexity",), bits=(3, 4, 16)
+    )
     return root
 
 
@@ -32,7 +34,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("inspect",), ("inspect", "--json"), ("verify",),
         ("bench", "--expert-cache", "50%", "--tokens", 4), ("bench", "--expert-cache", "50%", "--tokens", 4, "--json"),
         ("eval", "--task", "perplexity", "--data", "texts"),
-        ("compile", "--data", "texts", "--bits-per-weight", 4.5, "--bits", "2,4,16", "--group-size", "32",
+        ("compile", "--data", "texts", "--bits-per-weight", 4.5, "--bits", "3,4,16", "--group-size", "32",
          "--dense-bits", 8, "--no-comparisons", "--plan-only"),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:2])),

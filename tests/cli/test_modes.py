@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from moec.cli.main import cli
 from moec.runtime.modes.record import measured_rows, record_path
 from tests.gates.bundles import emit_bundle
-from tests.tiny_compile import save_texts
+from tests.tiny_compile import save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 from .conftest import Invoke
@@ -24,22 +26,35 @@ def two_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emit_bundle(folder, folder.parent / "modes-moec", bitwidth=8, low="q2g32")
 
 
-@pytest.fixture
-def own(two_versions: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(two_versions, tmp_path / "own-moec"))
-
-
-def swept(invoke: Invoke, bundle: Path, texts: Path) -> dict[str, Any]:
-    result = invoke("eval", bundle, "--data", texts, "--modes", "sweep", "--expert-cache", "50%", "--json")
+@pytest.fixture(scope="module")
+def swept(two_versions: Path) -> dict[str, Any]:
+    """What a sweep says of the bundle; its record lies beside it. The texts are short: every token is one pass."""
+    data = two_versions.with_name("short.jsonl")
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("A first text", "x", "Another, longer")))
+    arguments = ["eval", str(two_versions), "--data", str(data), "--modes", "sweep", "--expert-cache", "50%", "--json"]
+    result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
+@pytest.fixture
+def own(two_versions: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle alone."""
+    return Path(shutil.copytree(two_versions, tmp_path / "own-moec"))
+
+
+@pytest.fixture
+def recorded(own: Path, two_versions: Path, swept: dict[str, Any]) -> Path:
+    """A copy of the bundle, its record beside it."""
+    shutil.copy(record_path(two_versions), record_path(own))
+    return own
+
+
 def test_a_sweep_of_quality_is_kept_and_quoted(
-    invoke: Invoke, own: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, recorded: Path, swept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = swept(invoke, own, texts)
+    own, record = recorded, swept
     rows = {row["mode"]: row for row in record["rows"]}
     assert rows[""]["loss"]["loss"] == 0 and rows[""]["kl"]["mean"] == 0 and rows[""]["decisions"] is None
     low = rows["dynamic-precision 0,1"]
@@ -59,11 +74,13 @@ def test_a_sweep_of_quality_is_kept_and_quoted(
     assert "measured" not in invoke("run", own, "--prompt", "a", "--max-new-tokens", 2).stderr
 
 
-def test_thresholds_are_chosen_from_what_was_measured(invoke: Invoke, own: Path, texts: Path) -> None:
+def test_thresholds_are_chosen_from_what_was_measured(
+    invoke: Invoke, own: Path, request: pytest.FixtureRequest
+) -> None:
     auto = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "auto", "--mode-loss")
     refused = invoke(*auto, "5%")
     assert refused.exit_code != 0 and "--modes sweep" in refused.stderr
-    swept(invoke, own, texts)
+    request.getfixturevalue("recorded")
     path = record_path(own)
     record = json.loads(path.read_text())
     costs = {"0.9,1": 0.001, "0.75,1": 0.004, "0,1": 0.02}
@@ -79,10 +96,10 @@ def test_thresholds_are_chosen_from_what_was_measured(invoke: Invoke, own: Path,
     assert "is not a share" in invoke(*auto, "much").stderr
 
 
-def test_records_of_other_bundles_and_broken_ones_count_for_nothing(invoke: Invoke, own: Path, texts: Path) -> None:
-    swept(invoke, own, texts)
-    path = record_path(own)
+def test_records_of_other_bundles_and_broken_ones_count_for_nothing(recorded: Path) -> None:
+    own, path = recorded, record_path(recorded)
     record = json.loads(path.read_text())
+    assert measured_rows(own) != []
     for wrong in (
         {**record, "bundle": "0" * 64},
         {**record, "format_version": 2},
@@ -151,12 +168,15 @@ def test_a_checkpoint_has_no_modes(invoke: Invoke, checkpoint: Path, texts: Path
     assert result.exit_code != 0 and "holds no bundle" in result.stderr
 
 
-def test_a_compile_puts_what_modes_cost_into_the_bundle(invoke: Invoke, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_compile_puts_what_modes_cost_into_the_bundle(invoke: Invoke, tmp_path: Path) -> None:
     target, data = tmp_path / "out", tmp_path / "texts"
-    save_texts(data, train=4, validation=4, test=6)
-    common = ("compile", checkpoint, "--bits-per-weight", 9, "--bits", 8, "--sensitivity", "proxy", "-o", target)
-    assert "`--modes` is measured on" in invoke("compile", checkpoint, "--uniform", 8, "--modes", "sweep").stderr
-    result = invoke(*common, "--data", data, "--fallback-bits", 2, "--group-size", 32, "--modes", "sweep")
+    model = save_model(tmp_path / "model", layers=1, experts=8)
+    save_texts(data, train=4, validation=4, test=3)
+    common = ("compile", model, "--bits-per-weight", 9, "--bits", 8, "--sensitivity", "proxy", "-o", target)
+    assert "`--modes` is measured on" in invoke("compile", model, "--uniform", 8, "--modes", "sweep").stderr
+    result = invoke(
+        *common, "--data", data, "--fallback-bits", 2, "--group-size", 32, "--no-comparisons", "--modes", "sweep"
+    )
     assert result.exit_code == 0, result.stderr
     quality = json.loads((target / "quality.json").read_text())
     assert quality["modes"]["expert_cache"] == "25%"

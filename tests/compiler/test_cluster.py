@@ -126,8 +126,9 @@ class Listener:
 
 
 def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
-    address: str, checkpoint: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
+    address: str, checkpoint: Path, home: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
+    """Workers read the checkpoint behind a URL; the one machine has it as a folder."""
     killed: set[int] = set()
 
     def kill() -> None:
@@ -137,8 +138,10 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
 
     stages = {"quantizing with gptq", "measuring sensitivity of dense weights"}
     listener, output = Listener(stages, kill), tmp_path / "tiny-moec"
-    compile_tiny(checkpoint, output, data=str(problems), cluster=address, talk=listener.talk(), **OPTIONS)
+    source = checkpoint.as_uri()
+    compile_tiny(source, output, data=str(problems), cluster=address, talk=listener.talk(), **OPTIONS)
     assert contents(output) == alone
+    assert [path.name.split("-")[0] for path in (home / CACHE).iterdir()] == ["tiny"]
     assert len(killed) == 2 and len(listener.processes) > 2, "other processes took the places of those killed"
     assert names(tmp_path) == {"tiny-moec"}
     check_bundle(output)
@@ -158,15 +161,6 @@ def test_a_node_that_goes_away_leaves_its_work_to_the_others(
     compile_tiny(checkpoint, output, data=str(problems), cluster=cluster.address, talk=listener.talk(), **OPTIONS)
     assert "work goes to 3 of the 3 nodes of the cluster" in listener.notes
     assert contents(output) == alone
-
-
-def test_workers_read_a_checkpoint_behind_a_url(address: str, checkpoint: Path, home: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"kind": "bits_per_weight", "value": 3.5}
-    (tmp_path / "alone").mkdir()
-    compile_tiny(checkpoint, tmp_path / "alone" / "tiny-moec", **options)
-    compile_tiny(checkpoint.as_uri(), tmp_path / "tiny-moec", cluster=address, **options)
-    assert contents(tmp_path / "tiny-moec") == contents(tmp_path / "alone" / "tiny-moec")
-    assert [path.name.split("-")[0] for path in (home / CACHE).iterdir()] == ["tiny"]
 
 
 def test_a_node_that_does_not_see_the_checkpoint_is_named(address: str, checkpoint: Path, tmp_path: Path) -> None:

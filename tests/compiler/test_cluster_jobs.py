@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +35,7 @@ from moec.compiler.sensitivity import plain_plan
 from moec.compiler.trials import TaskData, Trials
 from moec.compiler.unit_store import UnitStore
 from moec.evaluation.data import load_splits
-from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.engine import Generation, GenerationRequest, no_progress
 from moec.manifests.errors import CheckpointError, OptionError
 from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
@@ -117,18 +116,35 @@ def test_units_are_quantized_to_the_same_codes(folder: Path, quantizer: str, wor
                 assert np.array_equal(here.for_bundle(unit, spec), there.for_bundle(unit, spec))
 
 
+@dataclass
+class Said:
+    """What the reference makes of these texts."""
+
+    pairs: list[tuple[str, str]]
+    requests: list[GenerationRequest]
+    logits: list[np.ndarray]
+    log_probs: list[list[float]]
+    answers: list[Generation]
+
+
+@pytest.fixture(scope="module")
+def said(reference: ReferenceModel) -> Said:
+    pairs = text_pairs(400)
+    requests = [GenerationRequest(prompt, answer, 9, ("pen",)) for prompt, answer in pairs]
+    logits = list(reference.forced_logits(reference.encode_pairs(pairs)))
+    return Said(pairs, requests, logits, reference.answer_log_probs(pairs), reference.generate(requests))
+
+
 @WORKERS
 def test_the_model_says_the_same_to_the_last_bit(
-    folder: Path, reference: ReferenceModel, workers: int, threads: int
+    folder: Path, reference: ReferenceModel, said: Said, workers: int, threads: int
 ) -> None:
-    pairs = text_pairs(400)
-    tokens, remote = reference.encode_pairs(pairs), RemoteModel(PoolHere(folder, workers, threads), reference)
-    for here, there in zip(reference.forced_logits(tokens), remote.forced_logits(tokens), strict=True):
+    remote = RemoteModel(PoolHere(folder, workers, threads), reference)
+    for here, there in zip(said.logits, remote.forced_logits(reference.encode_pairs(said.pairs)), strict=True):
         assert np.array_equal(here, there)
-    assert remote.answer_log_probs(pairs) == reference.answer_log_probs(pairs)
+    assert remote.answer_log_probs(said.pairs) == said.log_probs
     seen: list[tuple[int, int]] = []
-    requests = [GenerationRequest(prompt, answer, 9, ("pen",)) for prompt, answer in pairs]
-    assert remote.generate(requests, lambda *at: seen.append(at)) == reference.generate(requests)
+    assert remote.generate(said.requests, lambda *at: seen.append(at)) == said.answers
     assert seen[-1] == (400, 400) and seen == sorted(seen)
 
 
@@ -230,12 +246,16 @@ def test_what_the_journal_has_is_not_measured_again(
         assert bool(asked) == expected
 
 
+@pytest.fixture(scope="module")
+def bundle(folder: Path) -> Path:
+    compile_tiny(folder, folder.with_name("tiny-moec"), "uniform", 4)
+    return folder.with_name("tiny-moec")
+
+
 @WORKERS
 def test_the_runtime_certifies_the_same(
-    folder: Path, reference: ReferenceModel, tmp_path: Path, workers: int, threads: int
+    folder: Path, reference: ReferenceModel, bundle: Path, workers: int, threads: int
 ) -> None:
-    bundle = tmp_path / "tiny-moec"
-    compile_tiny(folder, bundle, "uniform", 4)
     pairs = [pair for pair in text_pairs(40) if pair[1]]
     tokens = reference.encode_pairs(pairs)
     requests = [GenerationRequest(prompt, None, 5) for prompt, _ in pairs]
@@ -273,8 +293,3 @@ def test_a_cluster_is_refused_where_it_has_nothing_to_do_or_too_much(folder: Pat
     with pytest.raises(OptionError, match="holds the whole model on every worker"):
         check_cluster("kl", model, SPECS, 1 << 20)
     check_cluster("kl", model, SPECS, 1 << 40)
-
-
-def test_a_compile_on_one_machine_loads_no_ray() -> None:
-    code = "import sys, moec.compiler.pipeline, moec.cli.compile; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

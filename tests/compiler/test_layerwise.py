@@ -83,6 +83,12 @@ def sweep(lowering: Lowering, work: Path, **options: object) -> SweepResult:
     return Sweep(lowering, inputs_of(lowering, **options), Journal(work, "x", Disk()), 2).run(nothing)  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def whole(lowering: Lowering, tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
+    """One sweep that nothing stopped."""
+    return sweep(lowering, tmp_path_factory.mktemp("whole") / "w.work")
+
+
 @EVERY_FAMILY
 def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering: Lowering) -> None:
     slot, reference = LayerSlot(lowering), ReferenceModel(folder)
@@ -100,8 +106,8 @@ def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering
 
 
 @EVERY_FAMILY
-def test_the_sweep_counts_what_calibration_counts(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
-    found = sweep(lowering, tmp_path / "w.work").statistics
+def test_the_sweep_counts_what_calibration_counts(folder: Path, whole: SweepResult) -> None:
+    found = whole.statistics
     expected = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0)
     assert found.num_tokens == expected.num_tokens == sum(map(len, TEXTS))
     assert np.array_equal(found.popularity, expected.popularity)
@@ -111,37 +117,36 @@ def test_the_sweep_counts_what_calibration_counts(folder: Path, lowering: Loweri
     assert found.unseen_experts == expected.unseen_experts
 
 
-def test_units_on_disk_are_those_that_memory_would_hold(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
+def test_units_on_disk_are_those_that_memory_would_hold(folder: Path, lowering: Lowering, whole: SweepResult) -> None:
     """Quantized against the same second moments: the same codes, up to a rounding that falls the other way."""
-    found = sweep(lowering, tmp_path / "w.work")
     moments = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0).second_moments
     held = UnitStore(lowering, moments, "gptq")
     same = total = 0
     for unit in (unit for layer in range(lowering.model.num_layers) for unit in layer_units(lowering.model, layer)):
         for spec in SPECS:
-            mine, theirs = found.store.matrix(unit, spec), held.matrix(unit, spec)
+            mine, theirs = whole.store.matrix(unit, spec), held.matrix(unit, spec)
             same += int((mine.codes == theirs.codes).sum())
             total += mine.codes.numel()
-            assert found.store.error(unit, spec) >= 0
+            assert whole.store.error(unit, spec) >= 0
     assert same >= 0.99 * total
 
 
-def test_more_bits_cost_less_and_every_layer_has_a_gain(lowering: Lowering, tmp_path: Path) -> None:
-    found = sweep(lowering, tmp_path / "w.work")
+def test_more_bits_cost_less_and_every_layer_has_a_gain(lowering: Lowering, whole: SweepResult) -> None:
     for layer in range(lowering.model.num_layers):
         units = layer_units(lowering.model, layer)
         assert (
-            sum(found.store.error(u, SPECS[0]) for u in units) > sum(found.store.error(u, SPECS[1]) for u in units) > 0
+            sum(whole.store.error(u, SPECS[0]) for u in units) > sum(whole.store.error(u, SPECS[1]) for u in units) > 0
         )
-    assert found.sensitivity.gains.shape == (lowering.model.num_layers, len(PROJECTIONS))
-    assert (found.sensitivity.gains > 0).all() and all(gain > 0 for gain in found.sensitivity.dense_gains.values())
+    assert whole.sensitivity.gains.shape == (lowering.model.num_layers, len(PROJECTIONS))
+    assert (whole.sensitivity.gains > 0).all() and all(gain > 0 for gain in whole.sensitivity.dense_gains.values())
 
 
 @EVERY_FAMILY
-def test_a_plan_measures_as_the_whole_model_does(folder: Path, lowering: Lowering, tmp_path: Path) -> None:
+def test_a_plan_measures_as_the_whole_model_does(
+    folder: Path, lowering: Lowering, whole: SweepResult, tmp_path: Path
+) -> None:
     inputs, journal = inputs_of(lowering), Journal(tmp_path / "w.work", "x", Disk())
-    found = Sweep(lowering, inputs, journal, 2).run(nothing)
-    trials = StreamedTrials(lowering, inputs, found, nothing, journal, 2, (), cast(Any, None))
+    trials = StreamedTrials(lowering, inputs, whole, nothing, journal, 2, (), cast(Any, None))
     plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
     assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
     plan = uniform_plan(lowering.model, 3, 32, 4, lowering.float_type, "gptq")
@@ -149,8 +154,8 @@ def test_a_plan_measures_as_the_whole_model_does(folder: Path, lowering: Lowerin
     reference = ReferenceModel(folder)
     texts = list(zip(inputs.answers.rows, inputs.answers.counts, strict=True))
     rows = [_scored(reference, text, count) for text, count in texts]
-    weights = {unit: found.store.weight(unit, spec) for unit, spec in plan.units.items()}
-    weights |= {n: found.store.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}  # type: ignore[misc]
+    weights = {unit: whole.store.weight(unit, spec) for unit, spec in plan.units.items()}
+    weights |= {n: whole.store.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}  # type: ignore[misc]
     with reference.weights(weights):  # type: ignore[arg-type]
         others = [_scored(reference, text, count) for text, count in texts]
     expected = np.concatenate([divergence(log_softmax(own), other)[0] for own, other in zip(rows, others, strict=True)])
@@ -186,9 +191,8 @@ def killed_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.mark.gate("G5")
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_a_killed_sweep_goes_on_and_ends_alike(
-    lowering: Lowering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+    lowering: Lowering, whole: SweepResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
-    whole = sweep(lowering, tmp_path / "whole.work")
     with killed_after(layers, monkeypatch):
         sweep(lowering, tmp_path / "cut.work")
     seen: list[int] = []
@@ -205,30 +209,35 @@ def test_a_killed_sweep_goes_on_and_ends_alike(
 
 
 @pytest.mark.gate("G5")
-def test_a_damaged_layer_is_done_again(lowering: Lowering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_layer_is_done_again(
+    lowering: Lowering, whole: SweepResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with killed_after(2, monkeypatch):
         sweep(lowering, tmp_path / "cut.work")
     (file,) = (path for path in (tmp_path / "cut.work").iterdir() if path.name.startswith("units-1-q3"))
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
-    whole, resumed = sweep(lowering, tmp_path / "whole.work"), sweep(lowering, tmp_path / "cut.work")
+    resumed = sweep(lowering, tmp_path / "cut.work")
     assert np.array_equal(resumed.sensitivity.gains, whole.sensitivity.gains)
 
 
-def test_without_moments_tokens_are_counted_all_the_same(lowering: Lowering, tmp_path: Path) -> None:
+def test_without_moments_tokens_are_counted_all_the_same(
+    lowering: Lowering, whole: SweepResult, tmp_path: Path
+) -> None:
     nearest = sweep(lowering, tmp_path / "rtn.work", quantizer="rtn")
-    gptq = sweep(lowering, tmp_path / "gptq.work")
-    assert np.array_equal(nearest.statistics.popularity, gptq.statistics.popularity)
-    assert nearest.statistics.unseen_experts == gptq.statistics.unseen_experts
+    assert np.array_equal(nearest.statistics.popularity, whole.statistics.popularity)
+    assert nearest.statistics.unseen_experts == whole.statistics.unseen_experts
     units = layer_units(lowering.model, 0)
-    assert sum(nearest.store.error(u, SPECS[0]) for u in units) > sum(gptq.store.error(u, SPECS[0]) for u in units)
+    assert sum(nearest.store.error(u, SPECS[0]) for u in units) > sum(whole.store.error(u, SPECS[0]) for u in units)
 
 
-def test_threads_change_nothing(lowering: Lowering, tmp_path: Path) -> None:
-    one = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "a.work", "x", Disk()), 1).run(nothing)
-    three = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "b.work", "x", Disk()), 3).run(nothing)
-    assert np.array_equal(one.sensitivity.gains, three.sensitivity.gains)
+def test_threads_change_nothing(lowering: Lowering, whole: SweepResult, tmp_path: Path) -> None:
+    """Two threads in `whole`."""
+    for threads in (1, 3):
+        journal = Journal(tmp_path / f"{threads}.work", "x", Disk())
+        found = Sweep(lowering, inputs_of(lowering), journal, threads).run(nothing)
+        assert np.array_equal(found.sensitivity.gains, whole.sensitivity.gains)
 
 
 def test_divergences_are_those_of_the_plain_formula() -> None:

@@ -267,8 +267,10 @@ def test_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None
 def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(folder, tmp_path / "model"))
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    data = save_texts(tmp_path / "texts")
-    result = compile_tiny(checkpoint, tmp_path / "out", "bits_per_weight", 4.5, data=data, tasks=("perplexity",))
+    data = save_texts(tmp_path / "texts", test=8)
+    result = compile_tiny(
+        checkpoint, tmp_path / "out", "bits_per_weight", 4.5, data=data, tasks=("perplexity",), bits=(3, 4, 16)
+    )
     assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
     kept = contents(tmp_path / "out")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):

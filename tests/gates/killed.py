@@ -30,7 +30,7 @@ def go(way: str, patch: Callable[[str, Any], None]) -> None:
 def compile_here(folder: Path, model: Path, data: Path, disk: Disk, **values: Any) -> CompileResult:
     """The compile that this gate interrupts: a search on data, over a bundle that is there already."""
     return compile_tiny(
-        model, folder / "out", "kl", 0.05, data=str(data), disk=disk, bits=(2, 16), overwrite=True, **values
+        model, folder / "out", "kl", 0.05, data=str(data), disk=disk, bits=(3, 16), overwrite=True, **values
     )
 
 

@@ -33,6 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_of_one_and_three_threads_in_two_places_write_the_same_bundle(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the second one has a package `ray` that cannot be loaded: one machine needs none."""
     monkeypatch.chdir(place)
     first = CliRunner().invoke(cli, ["compile", "tiny", "--data", "texts", *OPTIONS])
     assert first.exit_code == 0, first.stderr
@@ -40,11 +41,14 @@ def test_two_processes_of_one_and_three_threads_in_two_places_write_the_same_bun
     shutil.copytree(place / "tiny", elsewhere / "tiny")
     shutil.copytree(place / "texts", elsewhere / "other-texts")
     output.parent.mkdir(parents=True)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "ray.py").write_text("raise SystemExit('a compile on one machine loads Ray')\n")
     arguments = [elsewhere / "tiny", "-o", output, "--data", elsewhere / "other-texts", *OPTIONS]
+    path = [str(tmp_path / "first"), *sys.path]
     second = subprocess.run(
         [sys.executable, "-m", "moec.cli.main", "compile", *map(str, arguments)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "7"}
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONHASHSEED": "7"}
         | {"OMP_NUM_THREADS": "3"},
         capture_output=True,
         text=True,
