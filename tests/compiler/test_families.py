@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.checkpoint import WEIGHTS_NAME
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
+from tests.compiler.configured import configured, lowered
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
@@ -35,21 +35,10 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
-def _lower(path: Path) -> Lowering:
-    return lower(open_checkpoint(str(path)))
-
-
-def _configure(path: Path, **changes: Any) -> Path:
-    """Change keys of config.json; ... removes a key."""
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-    return path
-
-
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_the_model_is_what_the_configuration_says(name: str, tmp_path: Path) -> None:
     tiny = TINY_MODELS[name]
-    lowering = _lower(save_tiny_mixtral(tmp_path / name, tiny))
+    lowering = lowered(save_tiny_mixtral(tmp_path / name, tiny))
     model, layer = lowering.model, lowering.model.layers[0]
     assert (model.family, model.hidden_size, model.num_layers) == ("mixtral", tiny.hidden_size, tiny.layers)
     assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (tiny.experts, tiny.top_k, tiny.width)
@@ -64,7 +53,7 @@ def test_the_model_is_what_the_configuration_says(name: str, tmp_path: Path) -> 
 
 
 def test_units_and_dense_weights_are_the_tensors_on_disk(folder: Path) -> None:
-    lowering, on_disk = _lower(folder), load_file(folder / WEIGHTS_NAME)
+    lowering, on_disk = lowered(folder), load_file(folder / WEIGHTS_NAME)
     for key in lowering.units:
         name = f"model.layers.{key.layer}.block_sparse_moe.experts.{key.expert}.{DISK_NAMES[key.projection]}.weight"
         assert torch.equal(lowering.unit(key), on_disk[name])
@@ -84,7 +73,7 @@ def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
         stacked[f"model.layers.{layer}.mlp.experts.down_proj"] = w2
         stacked[f"model.layers.{layer}.mlp.gate.weight"] = tensors.pop(f"{block}gate.weight")
     save_file(tensors | stacked, copy / WEIGHTS_NAME)
-    one, other = _lower(folder), _lower(copy)
+    one, other = lowered(folder), lowered(copy)
     assert one.model == other.model
     for key in one.units:
         assert torch.equal(one.unit(key), other.unit(key)), key
@@ -98,7 +87,7 @@ def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
 )
 def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_path: Path) -> None:
     path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
-    before = _lower(path)
+    before = lowered(path)
     own = {key: before.unit(key) for key in before.units}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     read = {source.name for source in before.dense.values()} | before.ignored | before.beside
@@ -106,7 +95,7 @@ def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_p
     fused = {key: tensor.clone() for key, tensor in model.state_dict().items() if "_proj" in key and ".experts." in key}
     assert fused
     save_file(kept | fused, path / WEIGHTS_NAME)
-    after = _lower(path)
+    after = lowered(path)
     assert {source.name for source in after.units.values()} == set(fused)
     assert after.model == before.model
     assert all(torch.equal(after.unit(key), weight) for key, weight in own.items())
@@ -115,7 +104,7 @@ def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_p
 def test_corrections_are_kept_exactly(tmp_path: Path) -> None:
     path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES["deepseek-v3"])
     on_disk = load_file(path / WEIGHTS_NAME)
-    model = _lower(path).model
+    model = lowered(path).model
     for layer in model.expert_layers:
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         assert on_disk[name].dtype == torch.float32
@@ -123,11 +112,11 @@ def test_corrections_are_kept_exactly(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     save_file(on_disk | {name: on_disk[name][:-1].clone()}, path / WEIGHTS_NAME)
     with pytest.raises(CheckpointError, match=f"tensor `{name}` .*: expected 8 finite numbers"):
-        _lower(path)
+        lowered(path)
     del on_disk[name]
     save_file(on_disk, path / WEIGHTS_NAME)
     with pytest.raises(CheckpointError, match=f"has no tensor `{name}`"):
-        _lower(path)
+        lowered(path)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +146,12 @@ def test_settings_of_further_families_are_named(
 ) -> None:
     path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        _lower(_configure(path, **changes))
+        lowered(configured(path, **changes))
 
 
 def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model family `dbrx` is unknown, expected one of .*`mixtral`"):
-        _lower(_configure(copy, model_type="dbrx"))
+        lowered(configured(copy, model_type="dbrx"))
 
 
 @pytest.mark.parametrize(
@@ -190,38 +179,38 @@ def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str | None) -> None:
-    _configure(copy, **changes)
+    configured(copy, **changes)
     if message is None:  # generation_config.json speaks for the end of a generation, so a stale id here does no harm
-        assert _lower(copy).model.eos_token_ids == (2,)
+        assert lowered(copy).model.eos_token_ids == (2,)
         return
     with pytest.raises(CheckpointError, match=message):
-        _lower(copy)
+        lowered(copy)
 
 
 def test_rope_theta_of_older_configurations(copy: Path) -> None:
-    old = _configure(copy, rope_parameters=..., rope_theta=500.0, rope_scaling=None, torch_dtype="bfloat16")
-    assert _lower(old).model.layers[0].attention.rope.theta == 500.0
+    old = configured(copy, rope_parameters=..., rope_theta=500.0, rope_scaling=None, torch_dtype="bfloat16")
+    assert lowered(old).model.layers[0].attention.rope.theta == 500.0
 
 
 @pytest.mark.parametrize(("own", "generation", "expected"), [(7, None, (7,)), (7, [5, 6, 5], (5, 6)), (None, None, ())])
 def test_end_tokens(copy: Path, own: Any, generation: Any, expected: tuple[int, ...]) -> None:
-    _configure(copy, eos_token_id=own)
+    configured(copy, eos_token_id=own)
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert _lower(copy).model.eos_token_ids == expected
+    assert lowered(copy).model.eos_token_ids == expected
 
 
 def test_end_tokens_that_are_none(copy: Path) -> None:
     (copy / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(CheckpointError, match=r"generation_config.json`: key `eos_token_id`: expected token ids"):
-        _lower(copy)
+        lowered(copy)
     (copy / "generation_config.json").write_text('{"eos_token_id": 288}')
     with pytest.raises(CheckpointError, match="eos token 288 outside the vocabulary"):
-        _lower(copy)
+        lowered(copy)
 
 
 def test_float32_is_rounded_to_bfloat16_and_said(tmp_path: Path) -> None:
     path = save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(dtype="float32"))
-    lowering = _lower(path)
+    lowering = lowered(path)
     assert lowering.float_type == "bfloat16"
     assert len(lowering.notes) == 1 and "are rounded to bfloat16" in lowering.notes[0]
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
@@ -234,7 +223,7 @@ def test_mixed_sixteen_bit_types_are_refused(copy: Path) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
     save_file(tensors, copy / WEIGHTS_NAME)
     with pytest.raises(CheckpointError, match=r"mixes bfloat16 \(.*\) and float16 \(`model.norm.weight`\)"):
-        _lower(copy)
+        lowered(copy)
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -242,7 +231,7 @@ def test_a_tied_checkpoint_with_an_output_matrix(copy: Path, equal: bool) -> Non
     tensors = load_file(copy / WEIGHTS_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if equal else 2)
     save_file(tensors, copy / WEIGHTS_NAME)
-    assert _lower(_configure(copy, tie_word_embeddings=True)).model.tie_embeddings is equal
+    assert lowered(configured(copy, tie_word_embeddings=True)).model.tie_embeddings is equal
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -250,7 +239,7 @@ def test_weights_that_are_not_finite_name_their_tensor(copy: Path, value: float)
     tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.1.block_sparse_moe.experts.2.w2.weight"
     tensors[name][3, 4] = value
     save_file(tensors, copy / WEIGHTS_NAME)
-    lowering = _lower(copy)
+    lowering = lowered(copy)
     lowering.unit(UnitKey(1, 1, "down"))
     with pytest.raises(CheckpointError, match=f"tensor `{name}` in .* holds NaN or infinite values"):
         lowering.unit(UnitKey(1, 2, "down"))
@@ -265,7 +254,7 @@ def olmoe(tmp_path: Path) -> Path:
 
 
 def test_olmoe_is_what_its_configuration_says(olmoe: Path) -> None:
-    lowering, on_disk = _lower(olmoe), load_file(olmoe / WEIGHTS_NAME)
+    lowering, on_disk = lowered(olmoe), load_file(olmoe / WEIGHTS_NAME)
     model, layer = lowering.model, lowering.model.layers[1]
     assert (model.family, layer.attention.query_key_norm) == ("olmoe", "full")
     assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
@@ -295,16 +284,16 @@ def test_olmoe_is_what_its_configuration_says(olmoe: Path) -> None:
 )
 def test_olmoe_settings_that_cannot_be_expressed_are_named(olmoe: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        _lower(_configure(olmoe, **changes))
+        lowered(configured(olmoe, **changes))
 
 
 @pytest.mark.parametrize("renormalized", [True, False])
 def test_olmoe_says_whether_weights_are_renormalised(olmoe: Path, renormalized: bool) -> None:
     assert (
-        _lower(_configure(olmoe, norm_topk_prob=renormalized)).model.layers[0].experts.router.renormalize
+        lowered(configured(olmoe, norm_topk_prob=renormalized)).model.layers[0].experts.router.renormalize
         is renormalized
     )
-    assert not _lower(_configure(olmoe, norm_topk_prob=...)).model.layers[0].experts.router.renormalize
+    assert not lowered(configured(olmoe, norm_topk_prob=...)).model.layers[0].experts.router.renormalize
 
 
 # Qwen3-MoE
@@ -316,7 +305,7 @@ def qwen3_moe(tmp_path: Path) -> Path:
 
 
 def test_qwen3_moe_is_what_its_configuration_says(qwen3_moe: Path) -> None:
-    lowering, on_disk = _lower(qwen3_moe), load_file(qwen3_moe / WEIGHTS_NAME)
+    lowering, on_disk = lowered(qwen3_moe), load_file(qwen3_moe / WEIGHTS_NAME)
     model, layer = lowering.model, lowering.model.layers[1]
     assert (model.family, layer.attention.query_key_norm, layer.attention.head_size) == ("qwen3_moe", "head", 32)
     assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
@@ -348,17 +337,17 @@ def test_qwen3_moe_settings_that_cannot_be_expressed_are_named(
     qwen3_moe: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        _lower(_configure(qwen3_moe, **changes))
+        lowered(configured(qwen3_moe, **changes))
 
 
 def test_qwen3_moe_counts_its_experts_under_either_name(qwen3_moe: Path) -> None:
     """The hub's configurations say `num_experts`, those that transformers 5 writes `num_local_experts`."""
-    changed = _configure(qwen3_moe, num_local_experts=..., num_experts=5)
-    assert _lower(changed).model.layers[0].experts.count == 5
+    changed = configured(qwen3_moe, num_local_experts=..., num_experts=5)
+    assert lowered(changed).model.layers[0].experts.count == 5
 
 
 def test_qwen3_moe_slides_only_where_it_is_told_to(qwen3_moe: Path) -> None:
-    changed = _configure(qwen3_moe, sliding_window=7, use_sliding_window=False)
-    assert _lower(changed).model.layers[0].attention.sliding_window == 0
-    changed = _configure(qwen3_moe, sliding_window=7, use_sliding_window=True)
-    assert _lower(changed).model.layers[0].attention.sliding_window == 7
+    changed = configured(qwen3_moe, sliding_window=7, use_sliding_window=False)
+    assert lowered(changed).model.layers[0].attention.sliding_window == 0
+    changed = configured(qwen3_moe, sliding_window=7, use_sliding_window=True)
+    assert lowered(changed).model.layers[0].attention.sliding_window == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -15,13 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import WEIGHTS_NAME, Checkpoint, open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.checkpoint import WEIGHTS_NAME, Checkpoint
+from moec.compiler.families import lower
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.reference_weights import WeightStore
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
 from moec.runtime.chat import render_chat
+from tests.compiler.configured import configured, lowered
 from tests.lossless_runs import check_lossless
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.oracles.models import load_oracle
@@ -52,22 +52,11 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_own_family(tmp_path / "copy", OWN_FAMILIES[request.param])
 
 
-def _lower(path: Path) -> Lowering:
-    return lower(open_checkpoint(str(path)))
-
-
-def _configure(path: Path, **changes: Any) -> Path:
-    """Change keys of config.json; ... removes a key."""
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-    return path
-
-
 # -- names and settings ----------------------------------------------------------------------------------------------
 
 
 def test_every_tensor_is_read_under_its_name(folder: Path) -> None:
-    lowering, on_disk = _lower(folder), load_file(folder / WEIGHTS_NAME)
+    lowering, on_disk = lowered(folder), load_file(folder / WEIGHTS_NAME)
     assert lowering.model.expert_layers == ROUTED_LAYERS[folder.name]
     is_minicpm = folder.name == "minicpm"
     names = ("w1", "w3", "w2") if is_minicpm else ("gate_proj", "up_proj", "down_proj")
@@ -86,21 +75,21 @@ def test_every_tensor_is_read_under_its_name(folder: Path) -> None:
 
 
 def test_deepseek_is_what_its_configuration_says(tmp_path: Path) -> None:
-    model = _lower(save_own_family(tmp_path / "one", OWN_FAMILIES["deepseek"])).model
+    model = lowered(save_own_family(tmp_path / "one", OWN_FAMILIES["deepseek"])).model
     plain, routed = model.layers[:2]
     assert (model.family, model.expert_layers, model.tie_embeddings) == ("deepseek", (1, 2), False)
     assert (routed.experts.count, routed.experts.top_k, routed.experts.width) == (8, 4, 64)
     assert routed.shared is not None and (routed.shared.width, routed.shared.has_gate) == (128, False)
     assert plain.shared is not None and plain.shared.width == 96
     assert (routed.experts.router.scoring, routed.experts.router.renormalize) == ("softmax", False)
-    one = _lower(save_own_family(tmp_path / "two", OWN_FAMILIES["deepseek-top1-half"])).model
+    one = lowered(save_own_family(tmp_path / "two", OWN_FAMILIES["deepseek-top1-half"])).model
     # The published code divides by the sum only where more than one expert is chosen.
     assert not one.layers[0].experts.router.renormalize and one.layers[0].shared is None
     assert one.layers[0].attention.rope == model.layers[0].attention.rope, "10,000 is the base that is not said"
 
 
 def test_minicpm_is_what_its_configuration_says(tmp_path: Path) -> None:
-    model = _lower(save_own_family(tmp_path / "one", OWN_FAMILIES["minicpm"])).model
+    model = lowered(save_own_family(tmp_path / "one", OWN_FAMILIES["minicpm"])).model
     assert (model.family, model.tie_embeddings, model.embedding_scale) == ("minicpm", True, 12)
     assert (model.residual_scale, model.logits_scale) == (pytest.approx(1.4 / math.sqrt(3)), 16 / 64)
     experts = model.layers[0].experts
@@ -183,7 +172,7 @@ def test_published_models_have_the_sizes_of_their_files(
 )
 def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        _lower(_configure(copy, **changes))
+        lowered(configured(copy, **changes))
 
 
 @pytest.mark.parametrize("copy", ["minicpm"], indirect=True)
@@ -192,10 +181,10 @@ def test_a_tied_checkpoint_with_an_output_matrix(copy: Path) -> None:
     tensors = load_file(copy / WEIGHTS_NAME)
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding.clone()}, copy / WEIGHTS_NAME)
-    assert _lower(copy).model.tie_embeddings and "lm_head.weight" in _lower(copy).ignored
+    assert lowered(copy).model.tie_embeddings and "lm_head.weight" in lowered(copy).ignored
     save_file(tensors | {"lm_head.weight": embedding * 2}, copy / WEIGHTS_NAME)
     with pytest.raises(CheckpointError, match=r"key `tie_word_embeddings`: expected false, because `lm_head\.weight`"):
-        _lower(copy)
+        lowered(copy)
 
 
 # -- the reference model ---------------------------------------------------------------------------------------------
@@ -222,7 +211,7 @@ def test_statistics_are_those_of_the_oracle(folder: Path, reference: ReferenceMo
 
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path, reference: ReferenceModel) -> None:
     """The oracle with another weight computes what the reference does with it."""
-    lowering, network, tokens = _lower(folder), reference.network, torch.tensor([TOKENS])
+    lowering, network, tokens = lowered(folder), reference.network, torch.tensor([TOKENS])
     weights, on_disk = WeightStore(network, torch.bfloat16), load_oracle(folder)
     parameters = dict(on_disk.named_parameters())
     sources = {**lowering.dense, **{key: lowering.units[key] for key in list(lowering.units)[::5]}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.checkpoint import WEIGHTS_NAME
 from moec.compiler.reference import ReferenceModel
 from moec.manifests.errors import CheckpointError, ContextOverflow
+from tests.compiler.configured import configured, lowered
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, TinyFamily, save_tiny_family
 
 pytestmark = pytest.mark.oracle
@@ -37,19 +36,8 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
-def _lower(path: Path) -> Lowering:
-    return lower(open_checkpoint(str(path)))
-
-
-def _configure(path: Path, **changes: Any) -> Path:
-    """Change keys of config.json; ... removes a key."""
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-    return path
-
-
 def test_it_is_what_its_configuration_says(folder: Path) -> None:
-    lowering, on_disk = _lower(folder), load_file(folder / WEIGHTS_NAME)
+    lowering, on_disk = lowered(folder), load_file(folder / WEIGHTS_NAME)
     model, layer = lowering.model, lowering.model.layers[1]
     assert (model.family, model.norm, model.has_head_bias, model.max_positions) == ("phimoe", "layer", True, 256)
     assert (layer.experts.router.scoring, layer.experts.router.margin) == ("sparsemixer", 0.4)
@@ -75,7 +63,7 @@ def test_it_is_what_its_configuration_says(folder: Path) -> None:
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     path = save_tiny_family(tmp_path / "tiny", TinyFamily("Phimoe", {"num_local_experts": 4}))
     absent = ("router_jitter_noise", "attention_bias", "lm_head_bias", "sliding_window", "input_jitter_noise")
-    model = _lower(_configure(path, **dict.fromkeys(absent, ...))).model
+    model = lowered(configured(path, **dict.fromkeys(absent, ...))).model
     config = AutoConfig.from_pretrained(path)
     assert model.layers[0].experts.router.margin == 2 * config.router_jitter_noise
     assert (model.layers[0].attention.bias == "all", model.has_head_bias) == (
@@ -88,13 +76,13 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 def test_the_router_as_transformers_holds_it(folder: Path, copy: Path) -> None:
     tensors, old, new = load_file(folder / WEIGHTS_NAME), ".block_sparse_moe.gate.", ".mlp.router."
     save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, copy / WEIGHTS_NAME)
-    before, after = _lower(folder), _lower(copy)
+    before, after = lowered(folder), lowered(copy)
     assert after.model == before.model and after.dense["layers.0.router"].name == "model.layers.0.mlp.router.weight"
     assert torch.equal(after.dense_weight("layers.0.router"), before.dense_weight("layers.0.router"))
 
 
 def test_both_forms_are_what_transformers_computes(folder: Path) -> None:
-    rope = _lower(folder).model.layers[0].attention.rope
+    rope = lowered(folder).model.layers[0].attention.rope
     assert rope is not None and rope.long is not None and rope.long.original_positions == 128
     config, make = AutoConfig.from_pretrained(folder), ROPE_INIT_FUNCTIONS["longrope"]
     assert list(rope.frequencies) == make(config, seq_len=128)[0].tolist()
@@ -114,11 +102,11 @@ def test_both_forms_are_what_transformers_computes(folder: Path) -> None:
     ],
 )
 def test_the_same_in_other_words(folder: Path, copy: Path, changes: dict[str, Any]) -> None:
-    assert _lower(_configure(copy, **changes)).model == _lower(folder).model
+    assert lowered(configured(copy, **changes)).model == lowered(folder).model
 
 
 def test_without_longer_contexts_there_is_no_long_form(copy: Path) -> None:
-    model = _lower(_configure(copy, max_position_embeddings=128)).model
+    model = lowered(configured(copy, max_position_embeddings=128)).model
     rope = model.layers[0].attention.rope
     assert rope is not None and rope.long is None and rope.magnitude == 1.1
     assert model.original_positions == model.max_positions == 128
@@ -165,7 +153,7 @@ def _longrope(**changes: Any) -> dict[str, Any]:
 )
 def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        _lower(_configure(copy, **changes))
+        lowered(configured(copy, **changes))
 
 
 def test_the_reference_stays_within_the_original_context(folder: Path) -> None:
@@ -179,4 +167,4 @@ def test_the_reference_stays_within_the_original_context(folder: Path) -> None:
 def test_a_configuration_that_transformers_refuses_is_a_checkpoint_error(copy: Path) -> None:
     """Its classes check their own keys, with an exception of their own."""
     with pytest.raises(CheckpointError, match=r"transformers cannot load the model: .*output_router_logits"):
-        ReferenceModel(_configure(copy, output_router_logits="perhaps"))
+        ReferenceModel(configured(copy, output_router_logits="perhaps"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import SwitchTransformersForConditionalGeneration
 
 from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.checkpoint import WEIGHTS_NAME
 from moec.compiler.objective import byte_weights
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.reference_weights import WeightStore
@@ -25,6 +23,7 @@ from moec.manifests.errors import CheckpointError, InputError, OptionError
 from moec.manifests.model import RelativeBiasSpec, UnitKey
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
+from tests.compiler.configured import configured, lowered
 from tests.lossless_runs import WAYS
 from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
@@ -54,17 +53,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(plain: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(plain, tmp_path / "copy"))
-
-
-def lowered(path: Path) -> Lowering:
-    return lower(open_checkpoint(str(path)))
-
-
-def configured(path: Path, **changes: Any) -> Path:
-    """Change keys of config.json; ... removes a key."""
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-    return path
 
 
 # -- lowering ----------------------------------------------------------------------------------------------------------
