@@ -22,7 +22,7 @@ Order = Callable[[int, np.ndarray], np.ndarray]
 class Residency:
     """A ledger. Invariant: bytes of queued, loading and resident experts never exceed the capacity.
 
-    sizes: bytes per expert, int64 [N]; an expert of none is left out of its model: always there, never counted.
+    sizes: bytes per expert, int64 [N]; an expert of none is left out of its model: always there.
     records: told of every use. pin_limit_bytes: what advice may hold. evicted: told of every expert that goes.
     state, int8; is_leased; is_ahead: read ahead and not asked for since; is_seen: [N].
     A predicted expert is pinned until its layer asks: it is leased then, or was guessed wrong.
@@ -57,7 +57,6 @@ class Residency:
         """One layer of one pass asks for experts: those that are there, now leased, and those that are not."""
         hits: list[int] = []
         misses: list[int] = []
-        experts = [index for index in experts if self.sizes[index]]
         self._layer = layer
         self._pins = [index for index in self._pins if self._layer_of[index] != layer]
         self._clock += 1
