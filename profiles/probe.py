@@ -34,6 +34,7 @@ DEFAULT_BLOCK_BYTES = 4096
 # Best first.
 _FEATURES = {
     "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
+    "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
     "neon-dot": {"asimd", "asimddp"},
     "neon": {"asimd"},

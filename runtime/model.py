@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -165,6 +166,7 @@ class Model:
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
         self.accelerator: CooperativeExperts | None = None
+        self._parts = np.empty(0, np.float32)
 
     def absent(self, experts: Sequence[int]) -> list[int]:
         """Of stored experts, those that no accelerator holds: what may be worth reading."""
@@ -245,6 +247,8 @@ class Model:
             self.times.dense_ns += time.perf_counter_ns() - started_ns
             state.layer = index
             predicted = self._experts_layer(state, predicted, places.slots)
+        if len(tokens) > 1:  # its memory is the experts' until the next such pass
+            self._parts = np.empty(0, np.float32)
         return hidden
 
     def _embed(self, tokens: np.ndarray) -> np.ndarray:
@@ -331,8 +335,9 @@ class Model:
         if shared is not None:  # one more rank, behind the routed ones
             weights = np.concatenate([weights, shared.weights(normed)], axis=1)
         # What nobody computes is added as well, with weight 0.
-        allocate = np.zeros if has_nobody else np.empty
-        parts = allocate((len(hidden), weights.shape[1], hidden.shape[1]), np.float32)
+        parts = self._outputs((len(hidden), weights.shape[1], hidden.shape[1]))
+        if has_nobody:
+            parts.fill(0)
         is_one = len(hidden) == 1
         split = None if self.accelerator is None else self.accelerator.begin(asked, normed, chosen_count)
         wanted, together = (asked, is_one) if split is None else (split.wanted, is_one and split.comes_together)
@@ -359,6 +364,16 @@ class Model:
         out = np.empty_like(hidden)
         kernels.combine(parts, weights, out)
         self._add(hidden, out)
+
+    def _outputs(self, shape: tuple[int, int, int]) -> np.ndarray:
+        """Experts' outputs, float32 [T, ranks, D], unspecified.
+
+        One place for the layers of a pass, so that the system clears its pages once.
+        """
+        size = math.prod(shape)
+        if self._parts.size < size:
+            self._parts = np.empty(size, np.float32)
+        return self._parts[:size].reshape(shape)
 
     def _compute_shared(self, shared: SharedExpert, normed: np.ndarray, parts: np.ndarray) -> None:
         started_ns = time.perf_counter_ns()

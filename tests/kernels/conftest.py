@@ -8,6 +8,9 @@ import pytest
 
 from moec.runtime import kernels
 
+NATIVE = [name for name in reversed(kernels.available()) if name != "numpy"]  # scalar, their specification, first
+VECTORS = NATIVE[1:] or ["avx2"]  # without any: one test that says so
+
 
 def need(name: str) -> None:
     """Skip, with the reason, where these kernels cannot run."""
@@ -25,7 +28,7 @@ def _restored() -> Iterator[None]:
     kernels.set_threads(1)
 
 
-@pytest.fixture(params=["scalar", "avx2"])
+@pytest.fixture(params=NATIVE or ["scalar"])
 def native(request: pytest.FixtureRequest) -> str:
     """Each native instruction set, selected and confirmed."""
     need(request.param)
@@ -34,7 +37,7 @@ def native(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["numpy", "scalar", "avx2"])
+@pytest.fixture(params=["numpy", *(NATIVE or ["scalar"])])
 def every(request: pytest.FixtureRequest) -> str:
     """Each set of kernels, selected and confirmed."""
     if request.param != "numpy":
@@ -44,8 +47,8 @@ def every(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def pair() -> tuple[str, str]:
+@pytest.fixture(params=VECTORS)
+def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Two instruction sets that must agree bit for bit."""
-    need("avx2")
-    return ("scalar", "avx2")
+    need(request.param)
+    return ("scalar", str(request.param))

@@ -147,7 +147,7 @@ void check_products(Check& check) {
             for (bool is_symmetric : {false, true}) {
                 for (int64_t columns : {64, 320, 576}) {
                     for (int64_t rows : {1, 15, 16, 17, 33}) {
-                        for (int64_t tokens : {1, 2, 3, 5}) {
+                        for (int64_t tokens : {1, 2, 3, 5, 7}) {
                             check_matrix(check, {nullptr, rows, columns, group, bitwidth, is_symmetric, FloatType::kNone}, tokens);
                         }
                     }
@@ -155,10 +155,14 @@ void check_products(Check& check) {
             }
         }
     }
+    for (int64_t tokens : {96, 97}) {  // a whole chunk, and one more
+        check_matrix(check, {nullptr, 48, 320, 32, 4, true, FloatType::kNone}, tokens);
+        check_matrix(check, {nullptr, 48, 300, 0, 16, false, FloatType::kBfloat16}, tokens);
+    }
     for (int64_t group : {int64_t{64}, int64_t{0}}) {
         for (int64_t columns : {64, 192, 320, 576}) {
             for (int64_t rows : {1, 16, 33}) {
-                for (int64_t tokens : {1, 2, 3, 5}) {
+                for (int64_t tokens : {1, 2, 3, 5, 7}) {
                     check_matrix(check, {nullptr, rows, columns, group, kTernary, true, FloatType::kNone}, tokens);
                     check_matrix(check, {nullptr, rows, columns, group, 1, false, FloatType::kNone}, tokens);
                 }
@@ -168,7 +172,7 @@ void check_products(Check& check) {
     for (FloatType type : {FloatType::kBfloat16, FloatType::kFloat16}) {
         for (int64_t columns : {1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 257, 300}) {
             for (int64_t rows : {1, 16, 31, 48}) {
-                for (int64_t tokens : {1, 3, 7}) {
+                for (int64_t tokens : {1, 3, 7, 13}) {
                     check_matrix(check, {nullptr, rows, columns, 0, 16, false, type}, tokens);
                 }
             }
@@ -219,24 +223,28 @@ void check_vectors(Check& check) {
 }
 
 void check_attention(Check& check) {
-    constexpr int64_t kContext = 40, kHeads = 4, kKvHeads = 2;
+    constexpr int32_t kContext = 40;
+    constexpr int64_t kTokens = 2, kHeads = 4, kKvHeads = 2;
     const KernelTable& scalar = scalar_kernels();
     for (int64_t size : {5, 8, 72, 128}) {
         for (int64_t window : {0, 1, 7}) {
-            const std::vector<float> q = random_floats(kHeads * size), keys = random_floats(kKvHeads * kContext * size);
+            const std::vector<float> q = random_floats(kTokens * kHeads * size), keys = random_floats(kKvHeads * kContext * size);
             const std::vector<float> values = random_floats(kKvHeads * kContext * size);
             const std::vector<float> sinks = random_floats(kHeads), bias = random_floats(kHeads * (2 * kContext - 1));
             for (int32_t position : {0, 6, 7, 38}) {
-                const int32_t slot = 0, end = kContext - position;
-                std::vector<float> expected(q.size()), found(q.size()), scores(kContext);
-                AttentionCall call{q.data(), keys.data(), values.data(), &slot, &position, expected.data(),
+                const int32_t slots[kTokens] = {}, positions[kTokens] = {position, position + 1};
+                const int32_t ends[kTokens] = {kContext - position, 1};
+                std::vector<float> expected(q.size()), found(q.size()), scores(kMaxAttentionQueries * kContext);
+                AttentionCall call{q.data(), keys.data(), values.data(), slots, positions, expected.data(),
                                    kHeads,   kKvHeads,    size,          kContext, window,  0.3f, position % 2 ? nullptr : sinks.data(),
-                                   window == 0 && position > 6 ? &end : nullptr, position > 6 ? bias.data() : nullptr};
-                for (int64_t head = 0; head < kHeads; ++head) {
+                                   window == 0 && position > 6 ? ends : nullptr, position > 6 ? bias.data() : nullptr};
+                for (int64_t head = 0; head < kHeads; head += kHeads / kKvHeads) {
+                    call.out = found.data();  // all that share keys and values at once; scalar, each alone
+                    check.table.attention(call, {0, kTokens, head, kHeads / kKvHeads}, scores.data(), kContext);
                     call.out = expected.data();
-                    scalar.attention(call, 0, head, scores.data());
-                    call.out = found.data();
-                    check.table.attention(call, 0, head, scores.data());
+                    for (int64_t i = 0; i < kTokens * kHeads / kKvHeads; ++i) {
+                        scalar.attention(call, {i % kTokens, 1, head + i / kTokens, 1}, scores.data(), kContext);
+                    }
                 }
                 check.equal(expected, found, "attention of heads of " + std::to_string(size));
             }

@@ -199,7 +199,7 @@ def test_products_of_one_input_are_those_products_one_by_one(every: str, threads
         for rows, text in ((33, "q4g32s"), (16, "bf16"), (1, "q2g64"), (70, "q8"))
     ]
     x = inputs(tokens, 256)
-    outs = [np.empty((tokens, len(part.weights)), np.float32) for part in parts]
+    outs = [np.full((tokens, len(part.weights)), SENTINEL) for part in parts]
     kernels.linears([matrix_of(part) for part in parts], x, outs)
     for part, out in zip(parts, outs, strict=True):
         assert np.array_equal(bits(out), bits(linear(part, x)))
@@ -210,7 +210,7 @@ def test_products_of_one_input_are_those_products_one_by_one(every: str, threads
 def test_rows_are_dequantized_exactly(every: str, spec: QuantSpec) -> None:
     packed = random_matrix(33, 384, spec)
     wanted = np.array([32, 0, 15, 16, 7, 7], np.int64)
-    out = np.empty((len(wanted), 384), np.float32)
+    out = np.full((len(wanted), 384), SENTINEL)
     kernels.dequantize_rows(matrix_of(packed), wanted, out)
     assert np.array_equal(bits(out), bits(packed.weights[wanted]))
 
@@ -286,6 +286,21 @@ def test_experts(every: str, width: int, hidden: int, texts: tuple[str, str, str
 
 
 @gate
+@pytest.mark.parametrize("tokens", [1, 6, 13, 96, 97, 200])
+def test_experts_agree(pair: tuple[str, str], tokens: int) -> None:
+    """For whole and cut chunks of 96 tokens and steps of several, with an even and an odd number of row blocks."""
+    for width, hidden, texts in ((96, 64, ("q4g32s", "q2g64s", "q8g32")), (80, 64, ("bf16", "q3g64", "fp16"))):
+        x, places, found = inputs(tokens, hidden), np.arange(tokens, dtype=np.int32), []
+        for name in pair:
+            kernels.select(name)
+            expert, _ = expert_of(width, hidden, texts)
+            out = np.full((tokens, 1, hidden), SENTINEL)
+            kernels.expert_ffn(expert, x, places, np.zeros(tokens, np.int32), out)
+            found.append(bits(out))
+        assert np.array_equal(*found) and not (out == SENTINEL).any()
+
+
+@gate
 @pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 def test_biases_and_the_clamped_activation(
@@ -297,7 +312,7 @@ def test_biases_and_the_clamped_activation(
     x, tokens = inputs(5, hidden), np.arange(5, dtype=np.int32)
     products = []
     for matrix in (expert.gate, expert.up):
-        product = np.empty((5, width), np.float32)
+        product = np.full((5, width), SENTINEL)
         kernels.linear(matrix, x, product)
         products.append(product.astype(np.float64))
     gate, up = products[0] + biases[0], products[1] + biases[1]
@@ -307,7 +322,7 @@ def test_biases_and_the_clamped_activation(
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         assert (gate == limit).any() and (np.abs(up) == limit).any()
         middle = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-    expected = np.empty((5, hidden), np.float32)
+    expected = np.full((5, hidden), SENTINEL)
     kernels.linear(expert.down, middle.astype(np.float32), expected)
     out, alone = np.full((5, 2, hidden), SENTINEL), np.full((1, 2, hidden), SENTINEL)
     kernels.expert_ffn(expert, x, tokens, np.ones(5, np.int32), out)

@@ -34,7 +34,7 @@ def agree(pair: tuple[str, str], compute: Callable[[], np.ndarray]) -> None:
 
 
 def norm(x: np.ndarray, weight: np.ndarray, eps: float = 1e-5) -> np.ndarray:
-    out = np.empty_like(x)
+    out = np.full_like(x, np.nan)
     kernels.rms_norm(x, weight, eps, out)
     return out
 
@@ -57,7 +57,7 @@ def test_rms_norm_agrees(pair: tuple[str, str]) -> None:
 
 
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float = 1e-5) -> np.ndarray:
-    out = np.empty_like(x)
+    out = np.full_like(x, np.nan)
     kernels.layer_norm(x, weight, bias, eps, out)
     return out
 
@@ -147,7 +147,7 @@ class Cache:
     def attend(
         self, q: np.ndarray, window: int = 0, sinks: np.ndarray | None = None, bias: np.ndarray | None = None
     ) -> np.ndarray:
-        out = np.empty_like(q)
+        out = np.full_like(q, np.nan)
         kernels.attention(
             q, self.keys, self.values, self.slots, self.positions, 0.3, window, out, sinks, self.ends, bias
         )
@@ -226,7 +226,7 @@ def test_attention_of_a_token_does_not_depend_on_its_batch(every: str) -> None:
 @gate
 def test_combine(every: str) -> None:
     for size in LENGTHS:
-        parts, weights, out = normal(3, 4, size), normal(3, 4), np.empty((3, size), np.float32)
+        parts, weights, out = normal(3, 4, size), normal(3, 4), np.full((3, size), np.float32(np.nan))
         kernels.combine(parts, weights, out)
         terms = weights[:, :, None].astype(np.float64) * parts
         assert (np.abs(out - terms.sum(axis=1)) <= 8 * UNIT * np.abs(terms).sum(axis=1)).all()
@@ -235,7 +235,7 @@ def test_combine(every: str) -> None:
 @gate
 def test_combine_agrees(pair: tuple[str, str]) -> None:
     def compute(size: int, tokens: int) -> np.ndarray:
-        out = np.empty((tokens, size), np.float32)
+        out = np.full((tokens, size), np.float32(np.nan))
         kernels.combine(normal(tokens, 4, size), normal(tokens, 4), out)
         return out
 

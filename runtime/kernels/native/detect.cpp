@@ -2,7 +2,7 @@
 // must be set, for AVX-512 bits 5 to 7 as well, or the upper halves are lost at the next context switch.
 //
 // leaf 1 ECX: bit 12 FMA, bit 27 OSXSAVE, bit 28 AVX, bit 29 F16C; leaf 7.0 EBX: bit 5 AVX2, bit 16 AVX512F, bit 30 BW,
-// bit 31 VL; ECX: bit 11 VNNI. AArch64: NEON is always there, the rest is asked of the operating system.
+// bit 31 VL; ECX: bit 11 VNNI; leaf 7.1 EAX: bit 4 AVX-VNNI. AArch64: NEON is always there, the rest is asked of the operating system.
 
 #include "detect.h"
 
@@ -24,17 +24,17 @@ struct Registers {
     uint32_t eax, ebx, ecx, edx;
 };
 
-Registers cpuid(uint32_t leaf) {
+Registers cpuid(uint32_t leaf, uint32_t part = 0) {
     Registers r{0, 0, 0, 0};
 #if defined(_MSC_VER)
     int highest[4], found[4];
     __cpuid(highest, 0);
     if (leaf <= static_cast<uint32_t>(highest[0])) {
-        __cpuidex(found, static_cast<int>(leaf), 0);
+        __cpuidex(found, static_cast<int>(leaf), static_cast<int>(part));
         r = {uint32_t(found[0]), uint32_t(found[1]), uint32_t(found[2]), uint32_t(found[3])};
     }
 #else
-    if (__get_cpuid_count(leaf, 0, &r.eax, &r.ebx, &r.ecx, &r.edx) == 0) {
+    if (__get_cpuid_count(leaf, part, &r.eax, &r.ebx, &r.ecx, &r.edx) == 0) {
         r = {0, 0, 0, 0};
     }
 #endif
@@ -64,6 +64,11 @@ bool has_avx2() {
     return (saved_registers() & kSseAndAvxState) == kSseAndAvxState;
 }
 
+bool has_avxvnni() {
+    constexpr uint32_t kAvxVnni = 1u << 4;
+    return has_avx2() && cpuid(7).eax >= 1 && (cpuid(7, 1).eax & kAvxVnni) != 0;
+}
+
 bool has_avx512vnni() {
     constexpr uint32_t kFoundation = 1u << 16, kBytesAndWords = 1u << 30, kVectorLengths = 1u << 31, kVnni = 1u << 11;
     constexpr uint64_t kAvx512State = 0xE6;
@@ -79,6 +84,10 @@ bool has_avx512vnni() {
 namespace moec {
 
 bool has_avx2() {
+    return false;
+}
+
+bool has_avxvnni() {
     return false;
 }
 

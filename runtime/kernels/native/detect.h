@@ -6,7 +6,9 @@ namespace moec {
 
 // AVX2, FMA and F16C, with the operating system saving the wide registers.
 bool has_avx2();
-// The same, and the 256-bit forms of AVX-512 with its dot product of bytes.
+// The same, and the dot product of bytes on registers of 256 bits.
+bool has_avxvnni();
+// The same as AVX2, and AVX-512 F, BW, VL and its dot product of bytes.
 bool has_avx512vnni();
 // AArch64, and its dot product of bytes.
 bool has_neon();

@@ -28,6 +28,8 @@ MOEC_INLINE float max_lanes(Floats a) {
     return first_lane(larger(a, upper<1>(a)));
 }
 
+// Elements from i on that one register of Lanes takes.
+template <int Lanes>
 MOEC_INLINE int lanes_left(int64_t size, int64_t i) {
-    return static_cast<int>(size - i < kLanes ? size - i : kLanes);
+    return static_cast<int>(size - i < Lanes ? size - i : Lanes);
 }

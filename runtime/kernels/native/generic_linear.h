@@ -1,4 +1,4 @@
-// Products with 16-bit matrices, and the dequantization of all, written once over eight lanes. Included inside the namespace
+// Products with 16-bit matrices, and the dequantization of all, written once over eight or sixteen lanes. Included inside the namespace
 // of an instruction set, after generic_lanes.h; no include guard, for that reason.
 //
 // A quantized weight is w = fma(scale, code, minimum), rounded once.
@@ -7,14 +7,13 @@
 // Bound: acc carries one rounding per column: |error| <= K 2^-24 sum |w_k| |x_k| to first order.
 // Accuracy class: bit-equal across instruction sets, thread counts and batches.
 // One token: 32 rows at once. More: a panel of 16 rows x 256 columns is brought to floats once per
-// 96 tokens and multiplied by 6 tokens at a time; the accumulators rest in memory between panels, which changes no bit.
+// 96 tokens and multiplied by kFloatTokens tokens at a time; the accumulators rest in memory between panels, which changes no bit.
 
 constexpr int kVectorsPerBlock = kRowsPerBlock / kLanes;
 constexpr int kPanelColumns = 256;  // a whole number of tiles in every format
-constexpr int kTileTokens = 6;
 constexpr int kChunkTokens = 96;
 
-static_assert(kPanelColumns % kColumnsPerTile == 0 && kChunkTokens % kTileTokens == 0, "panels and chunks hold whole tiles");
+static_assert(kPanelColumns % kColumnsPerTile == 0 && kChunkTokens % kFloatTokens == 0, "panels and chunks hold whole tiles");
 
 // Stands for a bitwidth in templates: 4-bit floats (E2M1), whose levels from 0 to 24 are twice the float plus 12.
 constexpr int kMxfp4 = 44;
@@ -30,7 +29,7 @@ constexpr int parts_of(int bitwidth) { return bitwidth == kTernary ? 2 : 1; }
 // The code of the weight 0 in symmetric formats.
 constexpr int centre_of(int bitwidth) { return bitwidth == kTernary ? 1 : 1 << (bitwidth - 1); }
 
-// Codes of three values of eight rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: rows 0 to 7, or 8 to 15.
+// Codes of three values of kLanes rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: which of the block's.
 // A byte of a plane is a fraction of 256 whose digits to the base 3 are five codes: three times the fraction is a code and,
 // what is left, the fraction of those behind it.
 template <int Quad, int Vector>
@@ -47,7 +46,7 @@ MOEC_INLINE Ints ternary_quad(const uint8_t* tile) {
     }
 }
 
-// Codes of eight rows in column 4 Quad + Column of a tile. Vector: rows 0 to 7, or 8 to 15.
+// Codes of kLanes rows in column 4 Quad + Column of a tile. Vector: which of the block's.
 template <int Bitwidth, int Quad, int Column, int Vector>
 MOEC_INLINE Ints code_of(const uint8_t* tile) {
     constexpr int kByte = 8 * Column;
@@ -236,49 +235,65 @@ void multiply_panel(const float* panel, int64_t count, const float* const* x, fl
     unroll<Tokens>([&](auto t) MOEC_INLINE_LAMBDA {
         constexpr int I = decltype(t)::value;
         input[I] = x[I];
-        sum[I][0] = load(acc + I * kRowsPerBlock);
-        sum[I][1] = load(acc + I * kRowsPerBlock + kLanes);
+        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            sum[I][V] = load(acc + I * kRowsPerBlock + V * kLanes);
+        });
     });
     for (int64_t k = 0; k < count; ++k, panel += kRowsPerBlock) {
-        const Floats low = load(panel), high = load(panel + kLanes);
+        Floats weights[kVectorsPerBlock];
+        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { weights[decltype(v)::value] = load(panel + decltype(v)::value * kLanes); });
         unroll<Tokens>([&](auto t) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(t)::value;
             const Floats value = broadcast(input[I][k]);
-            sum[I][0] = fma(low, value, sum[I][0]);
-            sum[I][1] = fma(high, value, sum[I][1]);
+            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int V = decltype(v)::value;
+                sum[I][V] = fma(weights[V], value, sum[I][V]);
+            });
         });
     }
     unroll<Tokens>([&](auto t) MOEC_INLINE_LAMBDA {
         constexpr int I = decltype(t)::value;
-        store(acc + I * kRowsPerBlock, sum[I][0]);
-        store(acc + I * kRowsPerBlock + kLanes, sum[I][1]);
+        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            store(acc + I * kRowsPerBlock + V * kLanes, sum[I][V]);
+        });
     });
 }
 
 using MultiplyPanel = void (*)(const float*, int64_t, const float* const*, float*);
 
+// multiply_panel for 1 to kFloatTokens tokens.
+struct PanelByTokens {
+    MultiplyPanel of[kFloatTokens + 1];
+};
+
+inline PanelByTokens make_panels() {
+    PanelByTokens panels{};
+    unroll<kFloatTokens>([&](auto i) MOEC_INLINE_LAMBDA { panels.of[decltype(i)::value + 1] = multiply_panel<decltype(i)::value + 1>; });
+    return panels;
+}
+
 // One row block times `count` <= 96 tokens from `first` on. acc: [count, 16], written.
 inline void multiply_block(const MatrixView& matrix, const FloatFormat& format, int64_t block, const InputRows& x, int64_t first,
                            int count, float* acc) {
-    static constexpr MultiplyPanel kByTokens[kTileTokens + 1] = {nullptr,           multiply_panel<1>, multiply_panel<2>,
-                                                                 multiply_panel<3>, multiply_panel<4>, multiply_panel<5>,
-                                                                 multiply_panel<6>};
+    const PanelByTokens panels = make_panels();
     alignas(64) float panel[kPanelColumns * kRowsPerBlock];
     for (int i = 0; i < count * kVectorsPerBlock; ++i) {
         store(acc + i * kLanes, zero());
     }
-    const int tiles = (count + kTileTokens - 1) / kTileTokens;
+    const int tiles = (count + kFloatTokens - 1) / kFloatTokens;
     for (int64_t k = 0; k < matrix.columns; k += kPanelColumns) {
         const int64_t columns = matrix.columns - k < kPanelColumns ? matrix.columns - k : kPanelColumns;
         format.dequantize_panel(matrix, block, k, columns, panel);
         int token = 0;
         for (int tile = 0; tile < tiles; ++tile) {  // of nearly equal size: a tile of one token would wait for itself
             const int tokens = (count - token + tiles - tile - 1) / (tiles - tile);
-            const float* inputs[kTileTokens];
+            const float* inputs[kFloatTokens];
             for (int i = 0; i < tokens; ++i) {
                 inputs[i] = row_of(x, first + token + i) + k;
             }
-            kByTokens[tokens](panel, columns, inputs, acc + token * kRowsPerBlock);
+            panels.of[tokens](panel, columns, inputs, acc + token * kRowsPerBlock);
             token += tokens;
         }
     }

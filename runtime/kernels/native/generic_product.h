@@ -41,12 +41,14 @@ class Product {
         }
     }
 
-    // One row block times `count` <= 96 rows from `first` on. acc: [count, 16], written.
-    void multiply_chunk(int64_t block, int64_t first, int count, float* acc) const {
+    // `blocks` (kPanelBlocks or 1) row blocks times `count` <= 96 rows from `first` on. acc: [blocks, count, 16], written.
+    void multiply_chunk(int64_t block, int blocks, int64_t first, int count, float* acc) const {
         if (is_rounded_) {
-            multiply_rounded_block(matrix_, rounded_, block, x_.rounded, first, count, acc);
-        } else {
-            multiply_block(matrix_, float_, block, x_.floats, first, count, acc);
+            multiply_rounded_blocks(matrix_, rounded_, block, blocks, x_.rounded, first, count, acc);
+            return;
+        }
+        for (int b = 0; b < blocks; ++b) {
+            multiply_block(matrix_, float_, block + b, x_.floats, first, count, acc + b * count * kRowsPerBlock);
         }
     }
 
@@ -57,6 +59,11 @@ class Product {
     RoundedFormat rounded_{};
     FloatFormat float_{};
 };
+
+// Blocks from `block` on that one step over several tokens takes: kPanelBlocks, or 1 at the end.
+inline int blocks_in_panels(int64_t block, int64_t end) {
+    return end - block >= kPanelBlocks ? kPanelBlocks : 1;
+}
 
 // Row blocks [begin, end) times the only row; take(block, 16 results).
 template <class Take>
@@ -73,7 +80,7 @@ inline void multiply_one(const Product& product, int64_t begin, int64_t end, con
 
 inline void linear(const MatrixView& matrix, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
     const Product product(matrix, x);
-    alignas(64) float acc[kChunkTokens * kRowsPerBlock];
+    alignas(64) float acc[kPanelBlocks * kChunkTokens * kRowsPerBlock];
     if (tokens == 1) {
         multiply_one(product, begin, end, [&](int64_t block, const float* rows) {
             store_rows(row_of(out, 0) + block * kRowsPerBlock, rows, rows_in_block(matrix, block));
@@ -82,10 +89,12 @@ inline void linear(const MatrixView& matrix, const Activations& x, int64_t token
     }
     for (int64_t first = 0; first < tokens; first += kChunkTokens) {
         const int count = static_cast<int>(tokens - first < kChunkTokens ? tokens - first : kChunkTokens);
-        for (int64_t block = begin; block < end; ++block) {
-            product.multiply_chunk(block, first, count, acc);
-            for (int i = 0; i < count; ++i) {
-                store_rows(row_of(out, first + i) + block * kRowsPerBlock, acc + i * kRowsPerBlock, rows_in_block(matrix, block));
+        for (int64_t block = begin; block < end; block += blocks_in_panels(block, end)) {
+            const int blocks = blocks_in_panels(block, end);
+            product.multiply_chunk(block, blocks, first, count, acc);
+            for (int i = 0; i < blocks * count; ++i) {
+                const int64_t place = block + i / count;
+                store_rows(row_of(out, first + i % count) + place * kRowsPerBlock, acc + i * kRowsPerBlock, rows_in_block(matrix, place));
             }
         }
     }

@@ -1,52 +1,18 @@
-// Products of quantized matrices with activations rounded to 8 bits, written once over eight lanes. Included inside the
-// namespace of an instruction set, after generic_linear.h; no include guard, for that reason.
+// Products of quantized matrices with activations rounded to 8 bits (generic_rounding.h), written once over eight or sixteen
+// lanes. Included inside the namespace of an instruction set, after generic_linear.h; no include guard, for that reason.
 //
-// Rounding, per row and tile of 32 columns: step = max |x| / 127, q_k = x_k * (127 / max |x|) to nearest even, all zero where
-// max |x| < 2^-110. A tile that holds a value that is not finite has the step NaN.
 // Algebra, per output row and token: acc = 0; for tiles in order: dot = sum code_k q_k (exact, 32-bit integers),
 // acc = fma(step, fma(scale, dot, minimum * sum q_k), acc).
 // Bound: |error| <= sum over tiles of step / 2 * sum |w_k|, and three roundings of the tile's terms, to first order.
 // Accuracy class: bit-equal across instruction sets, thread counts and batches.
 // One token: straight from the codes, one row block after the other, so that a matrix is a single stream of memory; lines are
 // asked for kPrefetchBytes ahead, because the processor's own prefetching stops at every page. More tokens: the codes of
-// 16 rows x 256 columns are brought to bytes once per 96 tokens and multiplied by 4 tokens at a time; the accumulators rest
-// in memory between tiles, which changes no bit.
+// 16 rows x 256 columns are brought to bytes once per 96 tokens and multiplied by kRoundedTokens tokens at a time, which is
+// 4 for eight lanes; the accumulators rest in memory between tiles, which changes no bit.
 
 constexpr int kQuadsPerTile = kColumnsPerTile / kColumnsPerLane;
-constexpr int kRoundedTileTokens = 4;
 constexpr int kPrefetchBytes = 3072;  // 2 to 4 KiB measure alike on Zen 3; 1 KiB and 8 KiB lose up to a tenth
-constexpr float kMostRounded = 127.0f;
-constexpr float kSmallestRounded = 7.70371977754894341e-34f;  // 2^-110: 127 divided by less could overflow
-
-// [columns] floats to codes, and step and sum of each tile. columns: a multiple of 32.
-inline void round_row(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums) {
-    constexpr int kVectors = kColumnsPerTile / kLanes;
-    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the integer
-    const Ints sign = broadcast_int(0x80000000u), lowest = bits_of(magic);
-    for (int64_t tile = 0; tile < columns / kColumnsPerTile; ++tile, x += kColumnsPerTile, codes += kColumnsPerTile) {
-        Floats most = zero(), strange = zero();  // strange: 0, or NaN
-        unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-            const Floats value = load(x + decltype(v)::value * kLanes);
-            strange = fma(value, zero(), strange);
-            most = larger(float_of(without(bits_of(value), sign)), most);
-        });
-        const float largest = max_lanes(most) + sum_lanes(strange);
-        const Floats inverse = broadcast(largest >= kSmallestRounded ? kMostRounded / largest : 0.0f);
-        Ints total = broadcast_int(0);
-        unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-            constexpr int V = decltype(v)::value;
-            // NaN becomes the bound: of two operands the second wins
-            const Floats scaled = smaller(larger(mul(load(x + V * kLanes), inverse), broadcast(-kMostRounded)), broadcast(kMostRounded));
-            const Ints rounded = sub_int(bits_of(add(scaled, magic)), lowest);
-            total = add_int(total, rounded);
-            store_low_bytes(codes + V * kLanes, rounded);
-        });
-        steps[tile] = largest / kMostRounded;
-        sums[tile] = sum_lanes(to_float(total));
-    }
-}
-
-// Codes of eight rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: rows 0 to 7, or 8 to 15.
+// Codes of kLanes rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: which of the block's kVectorsPerBlock.
 template <int Bitwidth, int Quad, int Vector>
 MOEC_INLINE Ints quad_of(const uint8_t* tile) {
     constexpr uint32_t kEveryByte = 0x01010101u;
@@ -72,8 +38,8 @@ MOEC_INLINE Ints quad_of(const uint8_t* tile) {
     }
 }
 
-// Sum over a tile of code * q, per row: `Products` of codes up to 15 may be narrow, of levels up to 24 over half a tile; codes
-// of 8 bits are taken less 128.
+// Sum over a tile of code * q, per row: `Products` of codes up to 15 may be narrow, of levels up to 24 over half a tile; from
+// codes of 8 bits kByteCentre is taken, where the instruction set cannot multiply them whole.
 template <int Bitwidth>
 struct TileSum {
     Products narrow, second_half;
@@ -92,7 +58,7 @@ MOEC_INLINE TileSum<Bitwidth> no_sum() {
 template <int Bitwidth, int Quad>
 MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
     if constexpr (Bitwidth == 8) {
-        sum.wide = add_centred_products(sum.wide, codes, x);
+        sum.wide = add_byte_products(sum.wide, codes, x);
     } else if constexpr (Bitwidth == kMxfp4 && Quad >= kQuadsPerTile / 2) {
         sum.second_half = add_products(sum.second_half, codes, x);
     } else {
@@ -104,7 +70,8 @@ MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
 template <int Bitwidth>
 MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
     if constexpr (Bitwidth == 8) {
-        return fma(broadcast(128.0f), total, to_float(sum.wide));
+        const Floats dot = to_float(sum.wide);
+        return kByteCentre == 0 ? dot : fma(broadcast(static_cast<float>(kByteCentre)), total, dot);
     } else if constexpr (Bitwidth == kMxfp4) {
         return to_float(add_int(sum_products(sum.narrow), sum_products(sum.second_half)));
     } else {
@@ -177,41 +144,50 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
             });
             unroll<kParts * kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
                 constexpr int Q = decltype(quad)::value;
-                store_lanes(out + Q * kPlaneBytes + V * (kPlaneBytes / 2), quad_of<Bitwidth, Q, V>(tile));
+                store_lanes(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile));
             });
         });
         out += kParts * kQuadsPerTile * kPlaneBytes;
     }
 }
 
-// x: Tokens rows from the panel's first tile on; acc: [Tokens, 16], read and written.
-template <int Bitwidth, int Tokens>
-void multiply_byte_panel(const BytePanel& panel, int64_t tiles, const RoundedRows* x, float* acc) {
-    const uint8_t* lanes = panel.codes;
-    for (int64_t t = 0; t < tiles; ++t, lanes += kQuadsPerTile * kPlaneBytes) {
-        TileSum<Bitwidth> products[Tokens][kVectorsPerBlock];
+// Blocks (kPanelBlocks or 1) panels times Tokens rows. x: from the panels' first tile on; acc: [Blocks, count, 16], from the
+// first row of the step on, read and written.
+template <int Bitwidth, int Blocks, int Tokens>
+void multiply_byte_panels(const BytePanel* panels, int64_t tiles, const RoundedRows* x, float* acc, int64_t count) {
+    constexpr int kVectors = Blocks * kVectorsPerBlock;
+    constexpr int kVectorBytes = kPlaneBytes / kVectorsPerBlock;
+    for (int64_t t = 0; t < tiles; ++t) {
+        TileSum<Bitwidth> products[Tokens][kVectors];
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
-            products[decltype(i)::value][0] = products[decltype(i)::value][1] = no_sum<Bitwidth>();
+            constexpr int I = decltype(i)::value;
+            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { products[I][decltype(v)::value] = no_sum<Bitwidth>(); });
         });
         unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
             constexpr int Q = decltype(quad)::value;
-            const Ints low = load_lanes(lanes + Q * kPlaneBytes), high = load_lanes(lanes + Q * kPlaneBytes + kPlaneBytes / 2);
+            Ints weights[kVectors];
+            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
+                weights[decltype(v)::value] = load_lanes(panels[B].codes + (t * kQuadsPerTile + Q) * kPlaneBytes + V * kVectorBytes);
+            });
             unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
                 constexpr int I = decltype(i)::value;
                 const Ints input = broadcast_bytes(x[I].codes + t * kColumnsPerTile + Q * kColumnsPerLane);
-                add_quad<Bitwidth, Q>(products[I][0], low, input);
-                add_quad<Bitwidth, Q>(products[I][1], high, input);
+                unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+                    constexpr int V = decltype(v)::value;
+                    add_quad<Bitwidth, Q>(products[I][V], weights[V], input);
+                });
             });
         });
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(i)::value;
             const Floats step = broadcast(x[I].steps[t]), total = broadcast(x[I].sums[t]);
-            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
-                constexpr int V = decltype(v)::value;
-                float* place = acc + I * kRowsPerBlock + V * kLanes;
-                const float* scales = panel.scales[t] + V * kLanes;
+            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
+                float* place = acc + (B * count + I) * kRowsPerBlock + V * kLanes;
+                const float* scales = panels[B].scales[t] + V * kLanes;
                 store(place, add_tile(load(place), step, load(scales), load(scales + kRowsPerBlock),
-                                      dot_of<Bitwidth>(products[I][V], total), total));
+                                      dot_of<Bitwidth>(products[I][decltype(v)::value], total), total));
             });
         });
     }
@@ -219,20 +195,25 @@ void multiply_byte_panel(const BytePanel& panel, int64_t tiles, const RoundedRow
 
 using MultiplyRounded = void (*)(const MatrixView&, int64_t block, const RoundedRows& x, float* acc);
 using UnpackPanel = void (*)(const MatrixView&, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel);
-using MultiplyBytePanel = void (*)(const BytePanel&, int64_t tiles, const RoundedRows* x, float* acc);
+using MultiplyBytePanels = void (*)(const BytePanel*, int64_t tiles, const RoundedRows* x, float* acc, int64_t count);
 
 // The routines of one quantized format, found once per call.
 struct RoundedFormat {
     MultiplyRounded multiply;
     UnpackPanel unpack;
-    MultiplyBytePanel by_tokens[kRoundedTileTokens + 1];
+    MultiplyBytePanels by_tokens[kRoundedTokens + 1];  // kPanelBlocks at once
+    MultiplyBytePanels last_by_tokens[kRoundedTokens + 1];  // one block
 };
 
 template <int Bitwidth, bool IsSymmetric>
 RoundedFormat make_rounded_format() {
-    return {multiply_rounded_vector<Bitwidth, IsSymmetric>, unpack_panel<Bitwidth, IsSymmetric>,
-            {nullptr, multiply_byte_panel<Bitwidth, 1>, multiply_byte_panel<Bitwidth, 2>, multiply_byte_panel<Bitwidth, 3>,
-             multiply_byte_panel<Bitwidth, 4>}};
+    RoundedFormat format{multiply_rounded_vector<Bitwidth, IsSymmetric>, unpack_panel<Bitwidth, IsSymmetric>, {}, {}};
+    unroll<kRoundedTokens>([&](auto i) MOEC_INLINE_LAMBDA {
+        constexpr int kTokens = decltype(i)::value + 1;
+        format.by_tokens[kTokens] = multiply_byte_panels<Bitwidth, kPanelBlocks, kTokens>;
+        format.last_by_tokens[kTokens] = multiply_byte_panels<Bitwidth, 1, kTokens>;
+    });
+    return format;
 }
 
 inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
@@ -260,30 +241,40 @@ inline RoundedRows rounded_row(const RoundedRows& rows, int64_t i) {
     return {rows.codes + i * rows.columns, rows.steps + i * tiles, rows.sums + i * tiles, rows.columns};
 }
 
-// One row block times `count` <= 96 tokens from `first` on. acc: [count, 16], written.
-inline void multiply_rounded_block(const MatrixView& matrix, const RoundedFormat& format, int64_t block, const RoundedRows& x,
-                                   int64_t first, int count, float* acc) {
+// kPanelBlocks row blocks, or 1, times `count` <= 96 tokens from `first` on. acc: [blocks, count, 16], written.
+inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedFormat& format, int64_t block, int blocks,
+                                    const RoundedRows& x, int64_t first, int count, float* acc) {
     constexpr int64_t kPanelTiles = kPanelColumns / kColumnsPerTile;
-    BytePanel panel;
-    for (int i = 0; i < count * kVectorsPerBlock; ++i) {
+    BytePanel panels[kPanelBlocks];
+    const MultiplyBytePanels* by_tokens = blocks == kPanelBlocks ? format.by_tokens : format.last_by_tokens;
+    for (int i = 0; i < blocks * count * kVectorsPerBlock; ++i) {
         store(acc + i * kLanes, zero());
     }
-    const int groups = (count + kRoundedTileTokens - 1) / kRoundedTileTokens;
+    const int64_t panel_bytes = block_bytes(matrix) * kPanelTiles / (matrix.columns / kColumnsPerTile);
+    const int groups = (count + kRoundedTokens - 1) / kRoundedTokens;
     const int64_t all = matrix.columns / kColumnsPerTile;
     for (int64_t tile = 0; tile < all; tile += kPanelTiles) {
         const int64_t tiles = all - tile < kPanelTiles ? all - tile : kPanelTiles;
-        format.unpack(matrix, block, tile, tiles, panel);
+        for (int b = 0; b < blocks; ++b) {
+            // The panel after this one, of this block or of the next step's, comes from memory while this one is multiplied.
+            const uint8_t* next = matrix.data + (tile + tiles < all ? (block + b) * block_bytes(matrix) + (tile + tiles) * block_bytes(matrix) / all
+                                                                    : (block + blocks + b) * block_bytes(matrix));
+            for (int64_t i = 0; i < panel_bytes; i += kPlaneBytes) {
+                prefetch(next + i);
+            }
+            format.unpack(matrix, block + b, tile, tiles, panels[b]);
+        }
         int token = 0;
         for (int group = 0; group < groups; ++group) {  // of nearly equal size
             const int tokens = (count - token + groups - group - 1) / (groups - group);
-            RoundedRows inputs[kRoundedTileTokens];
+            RoundedRows inputs[kRoundedTokens];
             for (int i = 0; i < tokens; ++i) {
                 inputs[i] = rounded_row(x, first + token + i);
                 inputs[i].codes += tile * kColumnsPerTile;
                 inputs[i].steps += tile;
                 inputs[i].sums += tile;
             }
-            format.by_tokens[tokens](panel, tiles, inputs, acc + token * kRowsPerBlock);
+            by_tokens[tokens](panels, tiles, inputs, acc + token * kRowsPerBlock, count);
             token += tokens;
         }
     }

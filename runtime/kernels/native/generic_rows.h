@@ -1,8 +1,8 @@
 // Operations on rows of floats, written once over eight lanes. Included inside the namespace of an instruction set, after
-// generic_product.h; no include guard, for that reason.
+// generic_weighing.h; no include guard, for that reason.
 //
 // Reductions: lane i sums elements i, i + 8, ... in order by fma; then lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
-// A last part of fewer than eight elements is filled with zeros. Sums over positions and ranks are sequential.
+// A last part of fewer than eight elements is filled with zeros.
 // exp: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial of degree 7 in r, then two exact scalings by powers of two (the
 // second may round, into subnormals). Relative error <= 2e-7 for normal results; -inf gives 0, +inf gives inf, NaN stays NaN.
 // Bound of a reduction: (n / 8 + 4) 2^-24 sum |a_i b_i| to first order.
@@ -35,7 +35,7 @@ MOEC_INLINE Floats silu_lanes(Floats x) {
 
 inline void exp_row(const float* x, int64_t size, float* out) {
     for (int64_t i = 0; i < size; i += kLanes) {
-        const int count = lanes_left(size, i);
+        const int count = lanes_left<kLanes>(size, i);
         store_partial(out + i, exp_lanes(load_partial(x + i, count)), count);
     }
 }
@@ -56,7 +56,7 @@ MOEC_INLINE Floats gated_lanes(Floats gate, Floats up, const Gating& gating) {
 // The gated products of the first `rows` <= 16 lanes of a block whose first row is `first`. out may be gate.
 inline void store_hidden(float* out, const float* gate, const float* up, int64_t rows, const Gating& gating, int64_t first) {
     for (int64_t row = 0; row < rows; row += kLanes) {
-        const int count = lanes_left(rows, row);
+        const int count = lanes_left<kLanes>(rows, row);
         Floats g = load_partial(gate + row, count), u = load(up + row);
         if (gating.gate_bias != nullptr) {
             g = add(g, load_partial(gating.gate_bias + first + row, count));
@@ -72,8 +72,8 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ga
                           OutputRows out, int64_t begin, int64_t end) {
     const bool has_gate = gating.activation != Activation::kRelu;
     const Product gate_product(gate, x), up_product(up, x);
-    alignas(64) float gate_acc[kChunkTokens * kRowsPerBlock];
-    alignas(64) float up_acc[kChunkTokens * kRowsPerBlock];
+    alignas(64) float gate_acc[kPanelBlocks * kChunkTokens * kRowsPerBlock];
+    alignas(64) float up_acc[kPanelBlocks * kChunkTokens * kRowsPerBlock];
     if (tokens == 1) {  // one matrix after the other: each is a single stream of memory
         float* row = row_of(out, 0);
         if (has_gate) {
@@ -89,40 +89,30 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ga
     }
     for (int64_t first = 0; first < tokens; first += kChunkTokens) {
         const int count = static_cast<int>(tokens - first < kChunkTokens ? tokens - first : kChunkTokens);
-        for (int64_t block = begin; block < end; ++block) {
+        for (int64_t block = begin; block < end; block += blocks_in_panels(block, end)) {
+            const int blocks = blocks_in_panels(block, end);
             if (has_gate) {
-                gate_product.multiply_chunk(block, first, count, gate_acc);
+                gate_product.multiply_chunk(block, blocks, first, count, gate_acc);
             }
-            up_product.multiply_chunk(block, first, count, up_acc);
-            for (int i = 0; i < count; ++i) {
-                store_hidden(row_of(out, first + i) + block * kRowsPerBlock, (has_gate ? gate_acc : up_acc) + i * kRowsPerBlock,
-                             up_acc + i * kRowsPerBlock, rows_in_block(up, block), gating, block * kRowsPerBlock);
+            up_product.multiply_chunk(block, blocks, first, count, up_acc);
+            for (int i = 0; i < blocks * count; ++i) {
+                const int64_t place = block + i / count;
+                store_hidden(row_of(out, first + i % count) + place * kRowsPerBlock, (has_gate ? gate_acc : up_acc) + i * kRowsPerBlock,
+                             up_acc + i * kRowsPerBlock, rows_in_block(up, place), gating, place * kRowsPerBlock);
             }
         }
-    }
-}
-
-// out[d] = sum over ranks, in order. parts: [K, D]; weights: [K]; out: [D].
-inline void combine(const float* parts, const float* weights, int64_t top_k, int64_t size, float* out) {
-    for (int64_t d = 0; d < size; d += kLanes) {
-        const int count = lanes_left(size, d);
-        Floats sum = zero();
-        for (int64_t rank = 0; rank < top_k; ++rank) {
-            sum = fma(broadcast(weights[rank]), load_partial(parts + rank * size + d, count), sum);
-        }
-        store_partial(out + d, sum, count);
     }
 }
 
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* out) {
     Floats squares = zero();
     for (int64_t i = 0; i < size; i += kLanes) {
-        const Floats value = load_partial(x + i, lanes_left(size, i));
+        const Floats value = load_partial(x + i, lanes_left<kLanes>(size, i));
         squares = fma(value, value, squares);
     }
     const float inverse = 1.0f / square_root(sum_lanes(squares) / static_cast<float>(size) + eps);
     for (int64_t i = 0; i < size; i += kLanes) {
-        const int count = lanes_left(size, i);
+        const int count = lanes_left<kLanes>(size, i);
         const Floats scaled = mul(load_partial(x + i, count), broadcast(inverse));
         store_partial(out + i, mul(load_partial(weight + i, count), scaled), count);
     }
@@ -133,18 +123,18 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t siz
 inline void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t size, float* out) {
     Floats sum = zero(), squares = zero();
     for (int64_t i = 0; i < size; i += kLanes) {
-        sum = add(sum, load_partial(x + i, lanes_left(size, i)));
+        sum = add(sum, load_partial(x + i, lanes_left<kLanes>(size, i)));
     }
     const Floats mean = broadcast(sum_lanes(sum) / static_cast<float>(size));
     for (int64_t i = 0; i < size; i += kLanes) {
-        const int count = lanes_left(size, i);
+        const int count = lanes_left<kLanes>(size, i);
         store_partial(out + i, sub(load_partial(x + i, count), mean), count);
         const Floats centred = load_partial(out + i, count);
         squares = fma(centred, centred, squares);
     }
     const Floats inverse = broadcast(1.0f / square_root(sum_lanes(squares) / static_cast<float>(size) + eps));
     for (int64_t i = 0; i < size; i += kLanes) {
-        const int count = lanes_left(size, i);
+        const int count = lanes_left<kLanes>(size, i);
         const Floats scaled = mul(load_partial(out + i, count), inverse);
         store_partial(out + i, fma(load_partial(weight + i, count), scaled, load_partial(bias + i, count)), count);
     }
@@ -158,37 +148,13 @@ inline void rope(const RopeCall& call, int64_t token) {
         float* first = call.x + (token * call.heads + head) * call.head_size;
         float* second = first + call.half;
         for (int64_t i = 0; i < call.half; i += kLanes) {
-            const int count = lanes_left(call.half, i);
+            const int count = lanes_left<kLanes>(call.half, i);
             const Floats a = load_partial(first + i, count), b = load_partial(second + i, count);
             const Floats c = load_partial(cos + i, count), s = load_partial(sin + i, count);
             store_partial(first + i, fma(sub(zero(), b), s, mul(a, c)), count);
             store_partial(second + i, fma(a, s, mul(b, c)), count);
         }
     }
-}
-
-// Count dot products of one vector with rows `stride` apart: independent chains, the same order of sums for each.
-template <int Count>
-MOEC_INLINE void dot_rows(const float* q, const float* rows, int64_t stride, int64_t size, float scale, float* out) {
-    Floats sum[Count];
-    unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA { sum[decltype(r)::value] = zero(); });
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-        const Floats value = load(q + i);
-        unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA {
-            constexpr int R = decltype(r)::value;
-            sum[R] = fma(value, load(rows + R * stride + i), sum[R]);
-        });
-    }
-    if (i < size) {
-        const int count = lanes_left(size, i);
-        const Floats value = load_partial(q + i, count);
-        unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA {
-            constexpr int R = decltype(r)::value;
-            sum[R] = fma(value, load_partial(rows + R * stride + i, count), sum[R]);
-        });
-    }
-    unroll<Count>([&](auto r) MOEC_INLINE_LAMBDA { out[decltype(r)::value] = sum_lanes(sum[decltype(r)::value]) * scale; });
 }
 
 // NaN if the first is, else the largest that is a number.
@@ -217,77 +183,12 @@ inline float exponentiate(float* x, int64_t size, const float* extra = nullptr) 
         sum = add(sum, value);
     }
     if (i < size) {
-        const int count = lanes_left(size, i);
+        const int count = lanes_left<kLanes>(size, i);
         store_partial(x + i, exp_lanes(sub(load_partial(x + i, count), peak)), count);
         sum = add(sum, load_partial(x + i, count));
     }
     const float total = sum_lanes(sum);
     return extra == nullptr ? total : total + first_lane(exp_lanes(sub(broadcast(*extra), peak)));
-}
-
-// out = sum over positions, in order, of share * row, divided by `total`; Vectors x 8 features at once.
-template <int Vectors>
-MOEC_INLINE void weigh_rows(const float* shares, const float* rows, int64_t stride, int64_t positions, float total, float* out) {
-    Floats sum[Vectors];
-    unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA { sum[decltype(v)::value] = zero(); });
-    for (int64_t p = 0; p < positions; ++p) {
-        const Floats share = broadcast(shares[p]);
-        unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA {
-            constexpr int V = decltype(v)::value;
-            sum[V] = fma(share, load(rows + p * stride + V * kLanes), sum[V]);
-        });
-    }
-    unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA {
-        constexpr int V = decltype(v)::value;
-        store(out + V * kLanes, div(sum[V], broadcast(total)));
-    });
-}
-
-inline void weigh_partial_rows(const float* shares, const float* rows, int64_t stride, int64_t positions, float total, float* out,
-                               int count) {
-    Floats sum = zero();
-    for (int64_t p = 0; p < positions; ++p) {
-        sum = fma(broadcast(shares[p]), load_partial(rows + p * stride, count), sum);
-    }
-    store_partial(out, div(sum, broadcast(total)), count);
-}
-
-inline void add_row(float* x, const float* other, int64_t size) {
-    for (int64_t i = 0; i < size; i += kLanes) {
-        const int count = lanes_left(size, i);
-        store_partial(x + i, add(load_partial(x + i, count), load_partial(other + i, count)), count);
-    }
-}
-
-inline void attention(const AttentionCall& call, int64_t token, int64_t head, float* scores) {
-    constexpr int kRowsAtOnce = 4, kVectorsAtOnce = 8;
-    const int64_t size = call.head_size, position = call.positions[token];
-    const int64_t first = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
-    const int64_t count = call.ends != nullptr ? call.ends[token] : position - first + 1;
-    const int64_t kv_head = call.slots[token] * call.kv_heads + head / (call.heads / call.kv_heads);
-    const int64_t start = (kv_head * call.context + first) * size;
-    const float* q = call.q + (token * call.heads + head) * size;
-    const float* keys = call.k_cache + start;
-    const float* values = call.v_cache + start;
-    float* out = call.out + (token * call.heads + head) * size;
-    int64_t p = 0;
-    for (; p + kRowsAtOnce <= count; p += kRowsAtOnce) {
-        dot_rows<kRowsAtOnce>(q, keys + p * size, size, size, call.scale, scores + p);
-    }
-    for (; p < count; ++p) {
-        dot_rows<1>(q, keys + p * size, size, size, call.scale, scores + p);
-    }
-    if (call.bias != nullptr) {
-        add_row(scores, call.bias + (head + 1) * (2 * call.context - 1) - call.context + first - position, count);
-    }
-    const float total = exponentiate(scores, count, call.sinks == nullptr ? nullptr : call.sinks + head);
-    int64_t d = 0;
-    for (; d + kVectorsAtOnce * kLanes <= size; d += kVectorsAtOnce * kLanes) {
-        weigh_rows<kVectorsAtOnce>(scores, values + d, size, count, total, out + d);
-    }
-    for (; d < size; d += kLanes) {
-        weigh_partial_rows(scores, values + d, size, count, total, out + d, lanes_left(size, d));
-    }
 }
 
 // A total order: larger first, NaN last, then the lower index.
@@ -326,8 +227,4 @@ inline void route(const RouteCall& call, int64_t token, float* shares) {
     for (int64_t rank = 0; call.renormalizes && rank < call.top_k; ++rank) {
         weights[rank] /= kept;
     }
-}
-
-constexpr KernelTable make_table(const char* name, bool (*is_supported)()) {
-    return {name, is_supported, linear, expert_hidden, round_row, dequantize_row, combine, rms_norm, layer_norm, rope, attention, route, exp_row};
 }

@@ -1,13 +1,14 @@
-// AVX-512 VNNI kernels on 256-bit registers: the dot product of bytes is one instruction where AVX2 takes three.
+// AVX-512 VNNI kernels: products over the sixteen rows of a block in one register, with the dot product of bytes in one
+// instruction, and what goes feature by feature over sixteen of them; everything whose order of sums is one of eight lanes on registers of 256 bits.
 //
-// This file alone is compiled with AVX-512 VL and VNNI (CMakeLists.txt) and compiles to nothing elsewhere. Only names with
-// internal linkage may be defined here: an inline function shared with another file could be kept from this one by the
+// This file alone is compiled with AVX-512 F, BW, VL and VNNI (CMakeLists.txt) and compiles to nothing elsewhere. Only names
+// with internal linkage may be defined here: an inline function shared with another file could be kept from this one by the
 // linker.
 
 #include "inlining.h"
 #include "registry.h"
 
-#if defined(MOEC_EMULATE_VNNI) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#if defined(MOEC_EMULATE_VNNI) || (defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__))
 
 #include <immintrin.h>
 
@@ -21,27 +22,40 @@ namespace avx512vnni {
 namespace {
 
 #include "x86_lanes.h"
+#include "generic_lanes.h"
+#include "generic_rounding.h"
 
-// One instruction multiplies four codes with four bytes and adds the products in 32 bits.
-#if defined(MOEC_EMULATE_VNNI)  // tests on processors without it: the same sums, none of which saturates
-inline Ints dot_bytes(Ints sum, Ints codes, Ints x) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
-}
+namespace wide {
+
+#if defined(MOEC_EMULATE_VNNI)  // tests on processors without it: pairs of the registers above
+#include "emulated_avx512_lanes.h"
 #else
-inline Ints dot_bytes(Ints sum, Ints codes, Ints x) { return _mm256_dpbusd_epi32(sum, codes, x); }
+#include "avx512_lanes.h"
 #endif
+#include "wide_steps.h"
+#include "generic_linear.h"
+#include "generic_quantized.h"
+#include "generic_product.h"
+#include "generic_weighing.h"
 
-using Products = Ints;
-inline Products no_products() { return _mm256_setzero_si256(); }
-inline Products add_products(Products sum, Ints codes, Ints x) { return dot_bytes(sum, codes, x); }
-inline Ints sum_products(Products sum) { return sum; }
-// sum + (code - 128) * x over the four bytes of a lane; the magnitude of code - 128 is at most 128, which a byte holds.
-inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
-    const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
-    return dot_bytes(sum, _mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred));
-}
+}  // namespace wide
 
-#include "generic_kernels.h"
+using wide::blocks_in_panels;
+using wide::combine;
+using wide::dequantize_row;
+using wide::kChunkTokens;
+using wide::kPanelBlocks;
+using wide::linear;
+using wide::multiply_one;
+using wide::Product;
+using wide::row_of;
+using wide::rows_in_block;
+using wide::store_rows;
+using wide::weigh_values;
+
+#include "generic_rows.h"
+#include "generic_attention.h"
+#include "generic_table.h"
 
 #if defined(MOEC_EMULATE_VNNI)
 constexpr KernelTable kTable = make_table("avx512vnni", has_avx2);

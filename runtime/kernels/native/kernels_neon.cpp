@@ -37,12 +37,13 @@ inline uint32x4_t sum_rows(int16x8_t first, int16x8_t second) {
     return vreinterpretq_u32_s32(vpaddq_s32(vpaddlq_s16(first), vpaddlq_s16(second)));
 }
 inline Ints sum_products(Products sum) { return {sum_rows(sum.rows[0], sum.rows[1]), sum_rows(sum.rows[2], sum.rows[3])}; }
-// sum + (code - 128) * x over the four bytes of a lane: a product is at most 16,256, two of them 32,512.
+constexpr int kByteCentre = 128;  // taken from codes of 8 bits: a product is at most 16,256, two of them 32,512
+// (code - 128) * x, summed over the four bytes of a lane.
 inline uint32x4_t centred_products(uint32x4_t codes, uint32x4_t x) {
     const int8x16_t centred = signed_bytes(veorq_u32(codes, vdupq_n_u32(0x80808080u))), bytes = signed_bytes(x);
     return sum_rows(vmull_s8(vget_low_s8(centred), vget_low_s8(bytes)), vmull_high_s8(centred, bytes));
 }
-inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
+inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
     return add_int(sum, {centred_products(codes.low, x.low), centred_products(codes.high, x.high)});
 }
 

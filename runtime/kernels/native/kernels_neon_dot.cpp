@@ -32,8 +32,9 @@ inline Products add_products(Products sum, Ints codes, Ints x) {
     return {dot_bytes(sum.low, codes.low, x.low), dot_bytes(sum.high, codes.high, x.high)};
 }
 inline Ints sum_products(Products sum) { return sum; }
+constexpr int kByteCentre = 128;  // taken from codes of 8 bits, which the instruction takes as signed
 // sum + (code - 128) * x over the four bytes of a lane.
-inline Ints add_centred_products(Ints sum, Ints codes, Ints x) {
+inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
     const uint32x4_t sign = vdupq_n_u32(0x80808080u);
     return add_products(sum, {veorq_u32(codes.low, sign), veorq_u32(codes.high, sign)}, x);
 }

@@ -18,7 +18,7 @@ namespace scalar {
 namespace {
 
 constexpr int kLanes = 8;
-constexpr int kPairedBlocks = 1;  // blocks per step over one token
+constexpr int kByteCentre = 0;     // codes of 8 bits are multiplied as they are
 
 struct Floats {
     float v[kLanes];
@@ -153,11 +153,11 @@ inline Ints broadcast_bytes(const int8_t* p) {
     return broadcast_int(bytes);
 }
 
-// Sum over the four bytes of a lane of (code - centre) * x, in 32 bits.
-inline int32_t dot_bytes(uint32_t codes, uint32_t x, int32_t centre) {
+// Sum over the four bytes of a lane of code * x, in 32 bits.
+inline int32_t dot_bytes(uint32_t codes, uint32_t x) {
     int32_t sum = 0;
     for (int byte = 0; byte < 4; ++byte) {
-        const int32_t code = static_cast<int32_t>((codes >> (8 * byte)) & 255u) - centre;
+        const int32_t code = static_cast<int32_t>((codes >> (8 * byte)) & 255u);
         sum += code * static_cast<int8_t>(static_cast<uint8_t>(x >> (8 * byte)));
     }
     return sum;
@@ -166,12 +166,10 @@ inline int32_t dot_bytes(uint32_t codes, uint32_t x, int32_t centre) {
 using Products = Ints;
 inline Products no_products() { return broadcast_int(0); }
 inline Products add_products(const Products& sum, const Ints& codes, const Ints& x) {
-    return each<Ints>([&](int i) { return sum.v[i] + static_cast<uint32_t>(dot_bytes(codes.v[i], x.v[i], 0)); });
+    return each<Ints>([&](int i) { return sum.v[i] + static_cast<uint32_t>(dot_bytes(codes.v[i], x.v[i])); });
 }
 inline Ints sum_products(const Products& sum) { return sum; }
-inline Ints add_centred_products(const Ints& sum, const Ints& codes, const Ints& x) {
-    return each<Ints>([&](int i) { return sum.v[i] + static_cast<uint32_t>(dot_bytes(codes.v[i], x.v[i], 128)); });
-}
+inline Ints add_byte_products(const Ints& sum, const Ints& codes, const Ints& x) { return add_products(sum, codes, x); }
 
 inline float first_lane(const Floats& a) { return a.v[0]; }
 // Lane i of the result holds lane i + Count of the operand, for i < Count.

@@ -2,7 +2,7 @@
 // result: every output value is computed by one thread, in an order that depends on its own inputs alone.
 //
 // A thread is added per kFlopsPerThread of work, since waking one costs several microseconds. Scratch belongs to the calling
-// thread and only grows: at most 96 x (1.25 K + 5.25 F) bytes for products, threads x positions floats for attention, threads x
+// thread and only grows: at most 96 x (1.25 K + 5.25 F) bytes for products, threads x 4 x positions floats for attention, threads x
 // E floats for routes.
 
 #include "operations.h"
@@ -19,6 +19,7 @@ namespace {
 constexpr double kFlopsPerThread = 5e5;
 constexpr double kFlopsPerExp = 30;
 constexpr int64_t kPartsPerThread = 4;  // so that a slow thread can be helped out
+constexpr double kFlopsPerPart = 4e6;     // or more parts of some 10 us: a thread waits for half of one at the end
 constexpr int64_t kPartsPerExpert = 4;  // at the end, a thread waits for half a part on average
 constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
 constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
@@ -63,7 +64,8 @@ template <class Body>
 void split_blocks(int64_t blocks, double flops, const Body& body) {
     const int threads = threads_for(flops);
     const int64_t units = (blocks + kBlocksPerUnit - 1) / kBlocksPerUnit;
-    const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(units, threads * kPartsPerThread);
+    const int64_t wanted = std::max(threads * kPartsPerThread, static_cast<int64_t>(flops / kFlopsPerPart));
+    const int64_t parts = threads == 1 ? 1 : std::min(units, wanted);
     parallel_for(parts, threads, [&](int64_t part, int) {
         const int64_t begin = part * units / parts * kBlocksPerUnit;
         const int64_t end = std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit);
@@ -345,12 +347,26 @@ bool attention(const AttentionCall& call, int64_t tokens) {
         pairs += static_cast<double>(count);
     }
     const int threads = threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
-    float* scores = scratch.take(threads * longest);
+    float* scores = scratch.take(threads * kMaxAttentionQueries * longest);
     if (scores == nullptr && longest > 0) {
         return false;
     }
-    parallel_for(tokens * call.heads, threads, [&](int64_t item, int worker) {
-        kernels.attention(call, item / call.heads, item % call.heads, scores + worker * longest);
+    // Heads that share keys and values, and tokens in a row as far as there is room. A head's parts follow one another, while
+    // its keys and values are in the cache.
+    const int64_t sharing = call.heads / call.kv_heads, heads = std::min<int64_t>(sharing, kMaxAttentionQueries);
+    const int64_t runs = (sharing + heads - 1) / heads, tokens_at_once = kMaxAttentionQueries / heads;
+    const int64_t rows = (tokens + tokens_at_once - 1) / tokens_at_once;
+    parallel_for(call.kv_heads * runs * rows, threads, [&](int64_t item, int worker) {
+        const int64_t run = item / rows, head = run / runs * sharing + run % runs * heads;
+        const int64_t last = std::min(tokens, (item % rows + 1) * tokens_at_once);
+        AttentionPart part{item % rows * tokens_at_once, 0, head, std::min(heads, (run / runs + 1) * sharing - head)};
+        for (; part.first_token < last; part.first_token += part.tokens) {
+            part.tokens = 1;
+            while (part.first_token + part.tokens < last && call.slots[part.first_token + part.tokens] == call.slots[part.first_token]) {
+                ++part.tokens;
+            }
+            kernels.attention(call, part, scores + worker * kMaxAttentionQueries * longest, longest);
+        }
     });
     return true;
 }

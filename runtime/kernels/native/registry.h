@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention_parts.h"
 #include "block.h"
 
 namespace moec {
@@ -91,7 +92,7 @@ struct KernelTable {
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t size, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t size, float* out);
     void (*rope)(const RopeCall&, int64_t token);
-    void (*attention)(const AttentionCall&, int64_t token, int64_t head, float* scores);  // scores: [positions]
+    void (*attention)(const AttentionCall&, const AttentionPart&, float* scores, int64_t stride);  // scores: [queries, stride >= positions]
     void (*route)(const RouteCall&, int64_t token, float* shares);                         // shares: [E]
     void (*exp)(const float* x, int64_t size, float* out);
 };
@@ -99,11 +100,12 @@ struct KernelTable {
 const KernelTable& scalar_kernels();
 // Null where the file compiles to nothing.
 const KernelTable* avx2_kernels();
+const KernelTable* avxvnni_kernels();
 const KernelTable* avx512vnni_kernels();
 const KernelTable* neon_kernels();
 const KernelTable* neon_dot_kernels();
 
-constexpr int kMaxTables = 5;
+constexpr int kMaxTables = 6;
 
 // Supported tables, best first. Returns how many.
 int supported_kernels(const KernelTable* tables[kMaxTables]);

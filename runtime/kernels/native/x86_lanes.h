@@ -4,7 +4,6 @@
 // products of codes and bytes, is defined by the file that includes this one.
 
 constexpr int kLanes = 8;
-constexpr int kPairedBlocks = 2;  // 16-bit blocks per step over one token: 32 rows are four chains, which hide the latency of fma
 
 using Floats = __m256;
 using Ints = __m256i;
