@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 import numpy as np
@@ -74,12 +74,17 @@ class ExpertCache:
     # -- demand ------------------------------------------------------------------------------------------------
 
     def stream(
-        self, layer: int, indices: Sequence[int], advice: Sequence[int] = (), together: bool = False
+        self,
+        layer: int,
+        indices: Sequence[int],
+        look_ahead: Callable[[], Sequence[int]] = lambda: (),
+        together: bool = False,
     ) -> Generator[list[int], None, None]:
         """Yield each index once, when it is resident; it stays leased until the next ones are asked for.
 
         together: all that are resident at once come in one list, else each in its own.
-        advice: experts likely to be needed next, likeliest first; read behind the misses of this layer.
+        look_ahead: experts likely to be needed next, likeliest first; asked once this layer's reads are under way, and
+        behind its first hits if there are any, because what it names waits for those reads.
         Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
         ExecutionError after `close`.
         """
@@ -90,15 +95,19 @@ class ExpertCache:
             hits, remaining = self._ledger.ask(layer, indices)
             # Reads start before the hits compute, so that the two overlap.
             self._ledger.issue(remaining)
-            if advice:
-                self._ledger.advise(advice)
             self._wake_reader()
         try:
+            is_to_look = bool(hits and remaining)
+            if not is_to_look:
+                self._follow(look_ahead())
             while hits:
                 some = list(hits) if together else hits[:1]
                 yield some
                 del hits[: len(some)]
                 self._unlease(some)
+                if is_to_look:
+                    self._follow(look_ahead())
+                    is_to_look = False
             while remaining:
                 some = self._wait_for_some(remaining, together)
                 yield some
@@ -157,6 +166,13 @@ class ExpertCache:
         with self._lock:
             self._ledger.advise(indices)
             self._wake_reader()
+
+    def _follow(self, advice: Sequence[int]) -> None:
+        """Older advice stands where there is none."""
+        if advice:
+            with self._lock:
+                self._ledger.advise(advice)
+                self._wake_reader()
 
     # -- warm start --------------------------------------------------------------------------------------------
 

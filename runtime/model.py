@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -298,14 +298,21 @@ class Model:
         if predicted is not None:
             routed = set(state.chosen[index].reshape(-1).tolist())
             self.prefetch_quality.observe(index, set(predicted.tolist()), routed)
-        following, advice = self.advisor.advise(state)
-        if self.trace is not None:
-            # Before a capacity drops tokens: it never drops all that chose an expert.
-            self.trace.add_layer(index, state.chosen[index], advice, state.logits, state.foreseen)
-        if state.choice is not None:
-            state.choice.requested(index, list(asked), advice)
+        following: np.ndarray | None = None
+        times = None if self.trace is None else self.times.copy()
+
+        def look_ahead() -> list[int]:
+            nonlocal following
+            following, advice = self.advisor.advise(state)
+            if self.trace is not None:
+                # Before a capacity drops tokens: it never drops all that chose an expert.
+                self.trace.add_layer(index, state.chosen[index], advice, state.logits, state.foreseen, times)
+            if state.choice is not None:
+                state.choice.requested(index, list(asked), advice)
+            return self.absent(advice)
+
         has_nobody = state.choice is not None or bool(self.spec.layers[index].experts.router.capacity)
-        self._compute(index, asked, normed, weights, hidden, self.absent(advice), has_nobody)
+        self._compute(index, asked, normed, weights, hidden, look_ahead, has_nobody)
         return following
 
     def _route(
@@ -327,10 +334,13 @@ class Model:
         normed: np.ndarray,
         weights: np.ndarray,
         hidden: np.ndarray,
-        advice: list[int],
+        look_ahead: Callable[[], list[int]],
         has_nobody: bool,
     ) -> None:
-        """asked: stored experts and their places. has_nobody: whether some places may be computed by none of them."""
+        """asked: stored experts and their places. look_ahead: what to read behind them.
+
+        has_nobody: whether some places may be computed by none of them.
+        """
         shared, chosen_count = self._shared[index], weights.shape[1]
         if shared is not None:  # one more rank, behind the routed ones
             weights = np.concatenate([weights, shared.weights(normed)], axis=1)
@@ -342,7 +352,7 @@ class Model:
         split = None if self.accelerator is None else self.accelerator.begin(asked, normed, chosen_count)
         wanted, together = (asked, is_one) if split is None else (split.wanted, is_one and split.comes_together)
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
-        with closing(self._cache.stream(index, list(wanted), advice, together=together)) as ready:
+        with closing(self._cache.stream(index, list(wanted), look_ahead, together=together)) as ready:
             for found in ready:
                 started_ns = time.perf_counter_ns()
                 experts = found if split is None else split.take(found)

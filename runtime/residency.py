@@ -15,6 +15,8 @@ from .cache_statistics import CacheStats
 from .eviction import ExpertRecords
 
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
+_FEW = 8
+"""Experts that are rarely all evicted at once."""
 Order = Callable[[int, np.ndarray], np.ndarray]
 """The running layer and candidates, int [C] -> these, first to evict first."""
 
@@ -59,6 +61,9 @@ class Residency:
         misses: list[int] = []
         self._layer = layer
         self._pins = [index for index in self._pins if self._layer_of[index] != layer]
+        for index in [i for i in self.advice if self._layer_of[i] == layer and i not in experts]:  # guessed wrong
+            self.advice.remove(index)
+            self.withdraw(index)
         self._clock += 1
         self._records.use(experts, self._clock)
         for index in experts:
@@ -185,13 +190,18 @@ class Residency:
         The order is made when it is first needed, and serves all reads that are started together.
         """
         candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased & self._is_stored)
-        order = self._order(self._layer, candidates).tolist()
-        rank = {index: position for position, index in enumerate(self._pins)}
-        free = [index for index in order if index not in rank]
-        pinned = [] if spares_pins else sorted((i for i in order if i in rank), key=lambda i: -rank[i])
-        for index in (*free, *pinned):
-            if self.state[index] == RESIDENT and not self.is_leased[index]:  # leased meanwhile
+        order = self._order(self._layer, candidates)
+        pins = list(self._pins)
+        for start in range(0, len(order), _FEW):
+            for index in order[start : start + _FEW].tolist():
+                if index not in pins and self._may_go(index):
+                    yield index
+        for index in () if spares_pins else dict.fromkeys(reversed(pins)):
+            if self._may_go(index) and index in candidates:
                 yield index
+
+    def _may_go(self, index: int) -> bool:
+        return bool(self.state[index] == RESIDENT and not self.is_leased[index])
 
     def _reserve(self, index: int) -> None:
         self.state[index] = QUEUED

@@ -229,22 +229,28 @@ class _Run:
             self._compute(each.dense_ns[at] + other_ns)
             hits, misses = self._cache.ask(layer, experts, next_use)
             self._cache.issue(misses)
-            if each.advice[at]:
-                self._cache.advise(each.advice[at])
             self.storage.begin(self.now_ns)
             self._run_experts(each, at, hits, misses)
         self._compute(each.head_ns)
 
     def _run_experts(self, each: TimedPass, at: int, hits: list[int], misses: list[int]) -> None:
-        """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first."""
+        """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first.
+
+        Advice comes as in ExpertCache: behind the first hits where there are misses as well.
+        """
         each_ns, shared_ns = each.experts_ns[at] / max(len(hits) + len(misses), 1), each.shared_ns[at]
-        is_one = each.tokens == 1
+        is_one, is_to_look = each.tokens == 1, bool(hits and misses)
+        if not is_to_look:
+            self._advise(each.advice[at])
         while hits:
             some = list(hits) if is_one else hits[:1]
             self._compute(each_ns * len(some) + shared_ns)
             del hits[: len(some)]
             self._cache.unlease(some)
             shared_ns = 0
+            if is_to_look:
+                self._advise(each.advice[at])
+                is_to_look = False
         while misses:
             ready = self._wait(misses)
             some = ready if is_one else ready[:1]
@@ -253,6 +259,11 @@ class _Run:
             self._cache.unlease(some)
             shared_ns = 0
         self._compute(shared_ns)
+
+    def _advise(self, advice: Sequence[int]) -> None:
+        if advice:
+            self._cache.advise(advice)
+            self.storage.begin(self.now_ns)
 
     def _wait(self, misses: Sequence[int]) -> list[int]:
         """Time passes until one of them can be computed."""

@@ -207,17 +207,19 @@ class TraceRecorder:
         advice: Sequence[int],
         logits: np.ndarray | None = None,
         foreseen: Sequence[np.ndarray] = (),
+        times: PhaseTimes | None = None,
     ) -> None:
         """The next layer has chosen its experts, int32 [T, K]. A first layer ends the pass under way, if any.
 
-        logits: [T, E], what it chose by; foreseen: [E] each, what was found for layers ahead, nearest first.
+        logits: [T, E], what it chose by; foreseen: [E] each, what was found for layers ahead, nearest first. times: the
+        counters before any of its experts was computed; None: they are so now.
         """
         if layer in self._first_layers and self._layers:
             self.end()
         is_one = len(chosen) == 1 and not self._has_encoder
         own = _float_bytes(logits) if is_one and logits is not None else b""
         ahead = tuple(map(_float_bytes, foreseen)) if is_one else ()
-        self._layers.append(_Layer(layer, chosen, tuple(advice), self._times.copy(), own, ahead))
+        self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), own, ahead))
 
     def end(self) -> None:
         """The pass is over, the head included where it ran."""

@@ -101,7 +101,7 @@ def consume(
     waiting = set(cache.resident().tolist()) & set(indices)
     source.held = set(waiting)
     try:
-        with contextlib.closing(cache.stream(layer, indices, advice, together)) as stream:
+        with contextlib.closing(cache.stream(layer, indices, lambda: advice, together)) as stream:
             for some in stream:
                 assert some and (together or len(some) == 1)
                 assert not waiting or set(some) <= waiting, "hits come first"

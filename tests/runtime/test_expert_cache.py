@@ -191,8 +191,8 @@ def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
     source.failing = {1}
     cache.prefetch([1, 2])
-    assert in_time(lambda: each(cache.stream(0, [3]))) == [3]
     in_time(lambda: wait_for(lambda: 2 in source.loaded))
+    assert in_time(lambda: each(cache.stream(0, [3]))) == [3]
     source.failing = set()
     assert sorted(in_time(lambda: each(cache.stream(0, [1, 2])))) == [1, 2]
     cache.close()
