@@ -13,7 +13,7 @@ from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import expert_bytes
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.kernels import reference
-from tests.kernels.test_linear import EXPERTS, biases_of, expert_of, inputs
+from tests.kernels.products import EXPERTS, biases_of, expert_of, inputs
 
 UNIFORM = [
     (96, 64, (text,) * 3) for text in ("q1g32", "q2g32", "q3g32", "q4g32", "q4g32s", "q8", "mxfp4", "bf16", "fp16")

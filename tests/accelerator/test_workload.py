@@ -9,7 +9,7 @@ from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.simulated import SimulatedDevice
 from moec.runtime.accelerator.workload import STRATEGIES, Workload, decode_ns, pass_ns, prefill_ns
-from tests.kernels.test_linear import expert_of
+from tests.kernels.products import expert_of
 
 SIZE = 1 << 20
 LATENCY = LatencyModel(5e5, 5e4, 1e5, 0.0, 0.05, 0.5)

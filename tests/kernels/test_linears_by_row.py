@@ -8,8 +8,8 @@ import pytest
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from tests.kernels.packer import bits, random_matrix
+from tests.kernels.products import gate, inputs, linear, matrix_of
 from tests.kernels.test_hostile import zeros
-from tests.kernels.test_linear import gate, inputs, linear, matrix_of
 
 
 @gate

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from moec.runtime import kernels
-from tests.kernels.test_linear import EXPERTS, SENTINEL, bits, expert_of, gate, inputs, linear
+from tests.kernels.packer import bits
+from tests.kernels.products import EXPERTS, SENTINEL, expert_of, gate, inputs, linear
 
 
 @gate

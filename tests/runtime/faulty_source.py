@@ -33,7 +33,7 @@ class FaultySource:
         self.held: set[int] = set()
         self.failing: set[int] = set()
         self.reads: list[int] = []
-        self.failures = self.releases = 0
+        self.begun = self.failures = self.releases = 0
         self.complaints: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -42,6 +42,7 @@ class FaultySource:
         return np.empty(0, np.uint8)
 
     def load(self, index: int) -> None:
+        self.begun += 1
         self.gate.wait(30)
         if index in self.loaded:
             self.complaints.append(f"{index} read twice")

@@ -155,6 +155,47 @@ def test_what_is_there_together_comes_together(in_time: InTime) -> None:
     cache.close()
 
 
+def test_what_comes_next_is_looked_for_while_misses_load(in_time: InTime) -> None:
+    """Behind the first hits, since it is read behind the misses; at once where nothing is missed, or nothing hit."""
+    source, cache = make_cache([10] * 12, 120)
+    warmed(cache, [2, 3])
+    seen: list[str] = []
+
+    def look_ahead() -> list[int]:
+        seen.append(f"look ahead, {len(cache._ledger.demand) + source.begun} of this layer's reads asked for")
+        return []
+
+    for indices, first in (([0, 2, 3], "computed [2, 3]"), ([2, 3], "look ahead, 0"), ([1], "look ahead, 1")):
+        seen.clear()
+        source.begun = 0
+        source.gate.clear()
+        stream = cache.stream(0, indices, look_ahead, together=True)
+        waiter = threading.Thread(target=lambda own=stream: seen.extend(f"computed {some}" for some in own))
+        waiter.start()
+        in_time(lambda: wait_for(lambda: any("look" in each for each in seen)))
+        source.gate.set()
+        in_time(waiter.join)
+        assert seen[0].startswith(first) and sum("look" in each for each in seen) == 1
+    assert "look ahead, 1" in seen[0]
+    cache.close()
+
+
+def test_advice_that_its_layer_did_not_follow_is_not_read(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 12, 120)
+    source.gate.clear()
+    cache.prefetch([8, 0, 1, 5])  # 8 is being read; two of layer 0, one of layer 1 wait
+    in_time(lambda: wait_for(lambda: cache.holds(8)))
+    asking = threading.Thread(target=lambda: each(cache.stream(0, [1])))
+    asking.start()
+    in_time(lambda: wait_for(lambda: cache.stats.misses == 1))
+    source.gate.set()
+    in_time(asking.join)
+    in_time(lambda: wait_for(lambda: 5 in source.loaded))
+    assert 0 not in source.reads
+    cache.check_invariants()
+    cache.close()
+
+
 def test_a_failed_read_is_raised_once_and_may_be_tried_again(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
     source.failing = {1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -232,7 +233,7 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
     cache = ExpertCache(MemoryStorage(), sizes, capacity, expert_records(LAYER, popularity, LAYERS), score, pins)
     for each in trace.passes:
         for layer, experts in each.accesses(trace.header.first_expert):
-            for _ in cache.stream(layer, experts, lambda: each.advice[layer], together=True):
+            for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), together=True):
                 wait_until_idle(cache)
     cache.close()
     assert found.cache.counts() == cache.stats.counts()
