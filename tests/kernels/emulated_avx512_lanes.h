@@ -52,12 +52,14 @@ inline Ints sub_int(Ints a, Ints b) { return {half::sub_int(a.low, b.low), half:
 inline Ints broadcast_int(uint32_t x) { return {half::broadcast_int(x), half::broadcast_int(x)}; }
 inline Floats float_of(Ints a) { return {half::float_of(a.low), half::float_of(a.high)}; }
 inline Floats to_float(Ints a) { return {half::to_float(a.low), half::to_float(a.high)}; }
+inline Ints to_int(Floats a) { return {half::to_int(a.low), half::to_int(a.high)}; }
 inline void store_lanes(uint8_t* p, Ints a) {
     half::store_lanes(p, a.low);
     half::store_lanes(p + 4 * kHalf, a.high);
 }
 inline Ints broadcast_bytes(const int8_t* p) { return {half::broadcast_bytes(p), half::broadcast_bytes(p)}; }
 
+constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return broadcast_int(0); }
 inline Products add_products(Products sum, Ints codes, Ints x) {

@@ -49,6 +49,8 @@ inline Ints sub_int(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Ints broadcast_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
 inline Floats float_of(Ints a) { return _mm512_castsi512_ps(a); }
 inline Floats to_float(Ints a) { return _mm512_cvtepi32_ps(a); }
+// Whole numbers of up to 2^24 either way.
+inline Ints to_int(Floats a) { return _mm512_cvtps_epi32(a); }
 inline void store_lanes(uint8_t* p, Ints a) { _mm512_storeu_si512(p, a); }
 inline Ints broadcast_bytes(const int8_t* p) {
     int32_t bytes;
@@ -57,6 +59,7 @@ inline Ints broadcast_bytes(const int8_t* p) {
 }
 
 // One instruction multiplies four codes with four bytes and adds the products in 32 bits.
+constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return _mm512_setzero_si512(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm512_dpbusd_epi32(sum, codes, x); }

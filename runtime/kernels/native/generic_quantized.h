@@ -2,7 +2,8 @@
 // lanes. Included inside the namespace of an instruction set, after generic_linear.h; no include guard, for that reason.
 //
 // Algebra, per output row and token: acc = 0; for tiles in order: dot = sum code_k q_k (exact, 32-bit integers),
-// acc = fma(step, fma(scale, dot, minimum * sum q_k), acc).
+// acc = fma(step, fma(scale, dot, minimum * sum q_k), acc), and in symmetric formats, where minimum is -centre scale,
+// acc = fma(step, scale * (dot - centre sum q_k), acc): the same number where all are finite, since both products are exact.
 // Bound: |error| <= sum over tiles of step / 2 * sum |w_k|, and three roundings of the tile's terms, to first order.
 // Accuracy class: bit-equal across instruction sets, thread counts and batches.
 // One token: straight from the codes, one row block after the other, so that a matrix is a single stream of memory; lines are
@@ -46,10 +47,22 @@ struct TileSum {
     Ints wide;
 };
 
+// What the codes' centre takes from the dot product of a tile: centre * sum q. total: that sum.
 template <int Bitwidth>
-MOEC_INLINE TileSum<Bitwidth> no_sum() {
+MOEC_INLINE Ints centre_product(Floats total) {
+    constexpr int kCentre = centre_of(Bitwidth), kLeft = Bitwidth == 8 ? kCentre - kByteCentre : kCentre;
+    constexpr int kShift = kLeft == 128 ? 7 : kLeft == 8 ? 3 : kLeft == 4 ? 2 : kLeft == 2 ? 1 : 0;
+    static_assert(kLeft == 0 || kLeft == 1 << kShift, "centres are powers of two");
+    return kLeft == 0 ? broadcast_int(0) : shift_left<kShift>(to_int(total));
+}
+
+// Sums of products of 32 bits begin with the centre's, so that nothing is left to subtract.
+template <int Bitwidth, bool IsSymmetric>
+MOEC_INLINE TileSum<Bitwidth> first_sum(Floats total) {
     if constexpr (Bitwidth == 8) {
-        return {Products{}, Products{}, broadcast_int(0)};
+        return {Products{}, Products{}, IsSymmetric ? sub_int(broadcast_int(0), centre_product<8>(total)) : broadcast_int(0)};
+    } else if constexpr (IsSymmetric && kHasWideProducts) {
+        return {sub_int(broadcast_int(0), centre_product<Bitwidth>(total)), no_products(), Ints{}};
     } else {
         return {no_products(), no_products(), Ints{}};
     }
@@ -66,21 +79,25 @@ MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
     }
 }
 
-// The dot product as floats, exact. total: sum of q over the tile.
-template <int Bitwidth>
+// The dot product as floats, exact; in symmetric formats that of the codes less their centre. total: sum of q over the tile.
+template <int Bitwidth, bool IsSymmetric>
 MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
     if constexpr (Bitwidth == 8) {
         const Floats dot = to_float(sum.wide);
-        return kByteCentre == 0 ? dot : fma(broadcast(static_cast<float>(kByteCentre)), total, dot);
+        return IsSymmetric || kByteCentre == 0 ? dot : fma(broadcast(static_cast<float>(kByteCentre)), total, dot);
     } else if constexpr (Bitwidth == kMxfp4) {
         return to_float(add_int(sum_products(sum.narrow), sum_products(sum.second_half)));
+    } else if constexpr (IsSymmetric && !kHasWideProducts) {
+        return to_float(sub_int(sum_products(sum.narrow), centre_product<Bitwidth>(total)));
     } else {
         return to_float(sum_products(sum.narrow));
     }
 }
 
-MOEC_INLINE Floats add_tile(Floats acc, Floats step, Floats scale, Floats minimum, Floats dot, Floats total) {
-    return fma(step, fma(scale, dot, mul(minimum, total)), acc);
+template <int Bitwidth, bool IsSymmetric>
+MOEC_INLINE Floats add_tile(Floats acc, Floats step, Floats scale, Floats minimum, const TileSum<Bitwidth>& sum, Floats total) {
+    const Floats dot = dot_of<Bitwidth, IsSymmetric>(sum, total);
+    return fma(step, IsSymmetric ? mul(scale, dot) : fma(scale, dot, mul(minimum, total)), acc);
 }
 
 // 16 rows times one vector. acc: [16], written.
@@ -100,8 +117,11 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
         unroll<kParts>([&](auto part) MOEC_INLINE_LAMBDA {
             constexpr int P = decltype(part)::value;
             const int8_t* codes = x.codes + (t + P) * kColumnsPerTile;
+            const Floats step = broadcast(x.steps[t + P]), total = broadcast(x.sums[t + P]);
             TileSum<Bitwidth> products[kVectorsPerBlock];
-            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { products[decltype(v)::value] = no_sum<Bitwidth>(); });
+            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+                products[decltype(v)::value] = first_sum<Bitwidth, IsSymmetric>(total);
+            });
             unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
                 constexpr int Q = decltype(quad)::value;
                 const Ints input = broadcast_bytes(codes + Q * kColumnsPerLane);
@@ -110,10 +130,9 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
                     add_quad<Bitwidth, Q>(products[V], quad_of<Bitwidth, P * kQuadsPerTile + Q, V>(tile), input);
                 });
             });
-            const Floats step = broadcast(x.steps[t + P]), total = broadcast(x.sums[t + P]);
             unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
                 constexpr int V = decltype(v)::value;
-                sum[V] = add_tile(sum[V], step, scale[V], minimum[V], dot_of<Bitwidth>(products[V], total), total);
+                sum[V] = add_tile<Bitwidth, IsSymmetric>(sum[V], step, scale[V], minimum[V], products[V], total);
             });
         });
     }
@@ -153,7 +172,7 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
 
 // Blocks (kPanelBlocks or 1) panels times Tokens rows. x: from the panels' first tile on; acc: [Blocks, count, 16], from the
 // first row of the step on, read and written.
-template <int Bitwidth, int Blocks, int Tokens>
+template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
 void multiply_byte_panels(const BytePanel* panels, int64_t tiles, const RoundedRows* x, float* acc, int64_t count) {
     constexpr int kVectors = Blocks * kVectorsPerBlock;
     constexpr int kVectorBytes = kPlaneBytes / kVectorsPerBlock;
@@ -161,7 +180,8 @@ void multiply_byte_panels(const BytePanel* panels, int64_t tiles, const RoundedR
         TileSum<Bitwidth> products[Tokens][kVectors];
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(i)::value;
-            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { products[I][decltype(v)::value] = no_sum<Bitwidth>(); });
+            const TileSum<Bitwidth> first = first_sum<Bitwidth, IsSymmetric>(broadcast(x[I].sums[t]));
+            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { products[I][decltype(v)::value] = first; });
         });
         unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
             constexpr int Q = decltype(quad)::value;
@@ -186,8 +206,8 @@ void multiply_byte_panels(const BytePanel* panels, int64_t tiles, const RoundedR
                 constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
                 float* place = acc + (B * count + I) * kRowsPerBlock + V * kLanes;
                 const float* scales = panels[B].scales[t] + V * kLanes;
-                store(place, add_tile(load(place), step, load(scales), load(scales + kRowsPerBlock),
-                                      dot_of<Bitwidth>(products[I][decltype(v)::value], total), total));
+                store(place, add_tile<Bitwidth, IsSymmetric>(load(place), step, load(scales), load(scales + kRowsPerBlock),
+                                                             products[I][decltype(v)::value], total));
             });
         });
     }
@@ -210,8 +230,8 @@ RoundedFormat make_rounded_format() {
     RoundedFormat format{multiply_rounded_vector<Bitwidth, IsSymmetric>, unpack_panel<Bitwidth, IsSymmetric>, {}, {}};
     unroll<kRoundedTokens>([&](auto i) MOEC_INLINE_LAMBDA {
         constexpr int kTokens = decltype(i)::value + 1;
-        format.by_tokens[kTokens] = multiply_byte_panels<Bitwidth, kPanelBlocks, kTokens>;
-        format.last_by_tokens[kTokens] = multiply_byte_panels<Bitwidth, 1, kTokens>;
+        format.by_tokens[kTokens] = multiply_byte_panels<Bitwidth, IsSymmetric, kPanelBlocks, kTokens>;
+        format.last_by_tokens[kTokens] = multiply_byte_panels<Bitwidth, IsSymmetric, 1, kTokens>;
     });
     return format;
 }

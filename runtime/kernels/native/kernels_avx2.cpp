@@ -23,6 +23,7 @@ namespace {
 #include "x86_lanes.h"
 
 // Products of codes up to 15 and bytes from -127 to 127: a pair is at most 3,810, so sixteen bits hold eight pairs.
+constexpr bool kHasWideProducts = false;
 using Products = __m256i;
 inline Products no_products() { return _mm256_setzero_si256(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x)); }

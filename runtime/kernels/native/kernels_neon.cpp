@@ -21,6 +21,7 @@ namespace {
 
 #include "neon_lanes.h"
 
+constexpr bool kHasWideProducts = false;
 // Products of codes up to 15 and bytes from -127 to 127: at most 1,905, so sixteen bits hold those of eight quads. Rows 0
 // and 1, 2 and 3, 4 and 5, 6 and 7, four columns each.
 struct Products {

@@ -133,6 +133,8 @@ inline Floats float_of(const Ints& a) { return each<Floats>([&](int i) { return 
 inline Floats to_float(const Ints& a) {
     return each<Floats>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
 }
+// Whole numbers of up to 2^24 either way.
+inline Ints to_int(const Floats& a) { return each<Ints>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(a.v[i])); }); }
 
 inline Ints without(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] & ~b.v[i]; }); }
 inline void store_lanes(uint8_t* p, const Ints& a) {
@@ -163,6 +165,7 @@ inline int32_t dot_bytes(uint32_t codes, uint32_t x) {
     return sum;
 }
 
+constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return broadcast_int(0); }
 inline Products add_products(const Products& sum, const Ints& codes, const Ints& x) {

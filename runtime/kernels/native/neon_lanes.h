@@ -102,6 +102,10 @@ inline Floats float_of(Ints a) { return {vreinterpretq_f32_u32(a.low), vreinterp
 inline Floats to_float(Ints a) {
     return {vcvtq_f32_s32(vreinterpretq_s32_u32(a.low)), vcvtq_f32_s32(vreinterpretq_s32_u32(a.high))};
 }
+// Whole numbers of up to 2^24 either way.
+inline Ints to_int(Floats a) {
+    return {vreinterpretq_u32_s32(vcvtq_s32_f32(a.low)), vreinterpretq_u32_s32(vcvtq_s32_f32(a.high))};
+}
 inline void store_lanes(uint8_t* p, Ints a) {
     vst1q_u8(p, vreinterpretq_u8_u32(a.low));
     vst1q_u8(p + 16, vreinterpretq_u8_u32(a.high));

@@ -65,6 +65,8 @@ inline Ints broadcast_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int
 inline Ints bits_of(Floats a) { return _mm256_castps_si256(a); }
 inline Floats float_of(Ints a) { return _mm256_castsi256_ps(a); }
 inline Floats to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
+// Whole numbers of up to 2^24 either way.
+inline Ints to_int(Floats a) { return _mm256_cvtps_epi32(a); }
 
 inline Ints without(Ints a, Ints b) { return _mm256_andnot_si256(b, a); }
 inline void store_lanes(uint8_t* p, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
