@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ _PATTERNS = ("*.safetensors", INDEX_NAME, *COMPANION_PATTERNS)
 """The files of a model that are copied from elsewhere."""
 _MAX_COMPANION_BYTES = 256 << 20
 _READ_BYTES = 8 << 20
+_DIGESTS_AT_ONCE = 2  # one hashes while another reads
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PACKED_DTYPES = {"U8": torch.uint8}  # of MXFP4 blocks and scales, for the families that know them
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -126,9 +128,10 @@ class Checkpoint:
     def source_files(self) -> tuple[FileEntry, ...]:
         """Size and SHA-256 of every file the model consists of, by name. Reads all of them, once per opened folder."""
         index = (INDEX_NAME,) if (self.root / INDEX_NAME).is_file() and WEIGHTS_NAME not in self.weight_files() else ()
-        for name in (*self.companion_files(), *self.weight_files(), *index):
-            if name not in self._digests:
-                self._digests[name] = _digest(self.root / name)
+        missing = [n for n in (*self.companion_files(), *self.weight_files(), *index) if n not in self._digests]
+        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
+            found = list(pool.map(lambda name: _digest(self.root / name), missing))
+        self._digests.update(zip(missing, found, strict=True))
         return tuple(self._digests[name] for name in sorted(self._digests))
 
 
@@ -172,11 +175,12 @@ def _elements(shape: tuple[int, ...]) -> int:
 def _digest(path: Path) -> FileEntry:
     """Hash one file in bounded pieces."""
     digest, size = hashlib.sha256(), 0
+    buffer = bytearray(_READ_BYTES)
     try:
-        with path.open("rb") as file:
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
-                size += len(piece)
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+                size += count
     except OSError as error:
         raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
     return FileEntry(path.name, size, digest.hexdigest())

@@ -1,7 +1,7 @@
 """Checkpoint and plan to a bundle folder that is complete but for its certificate. docs/format.md is what it writes.
 
-One tensor is resident at a time; every byte is hashed as it is written; equal inputs give equal bytes. The manifest is
-the last file, so a folder without one is no bundle.
+One tensor per thread is resident at a time; every byte is hashed as it is written; equal inputs give equal bytes. The
+manifest is the last file, so a folder without one is no bundle.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from .checkpoint import Checkpoint
 from .durable import Disk, StreamingFile, disk_errors, require_free_bytes
 from .families import Lowering
 from .packing import pack, pack_16bit
+from .parallel import Workers, workers
 from .plan import CompilePlan
 from .quantizers import Quantizer, quantizer
 from .quantizers.rtn import rounded_rows
@@ -275,16 +276,18 @@ class _Emitter:
             return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
 
         entries, low = list[ExpertEntry](), list[ExpertEntry]()
-        for layer in self._plan.model.expert_layers:
-            entries += self._write_layer(layer, unit_bytes, is_low=False)
-        for layer in sorted({key.layer for key in self._plan.low_experts}):
-            low += self._write_layer(layer, unit_bytes, is_low=True)
+        # What an earlier stage quantized is kept by one thread, and takes no time.
+        with workers(torch.get_num_threads() if packed_units is None else 1) as pool:
+            for layer in self._plan.model.expert_layers:
+                entries += self._write_layer(layer, unit_bytes, pool, is_low=False)
+            for layer in sorted({key.layer for key in self._plan.low_experts}):
+                low += self._write_layer(layer, unit_bytes, pool, is_low=True)
         return tuple(entries), tuple(low)
 
     def _write_layer(
-        self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray], is_low: bool
+        self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray], pool: Workers, is_low: bool
     ) -> list[ExpertEntry]:
-        """One expert file; blobs are built one at a time."""
+        """One expert file; each thread builds one blob at a time, a few wait to be written."""
         every = self._plan.low_experts if is_low else self._plan.model.expert_keys()
         keys = [key for key in every if key.layer == layer]
         sizes = [self._plan.expert_padded_bytes(key, is_low) for key in keys]
@@ -294,9 +297,10 @@ class _Emitter:
         offset, entries = len(header), list[ExpertEntry]()
         with self._disk.create(self._partial / name) as file:
             file.write(header)
-            for key, size in zip(keys, sizes, strict=True):
-                specs = self._plan.expert_specs(key, is_low)
-                blob = self._expert_blob(key, specs, unit_bytes)
+            formats = [self._plan.expert_specs(key, is_low) for key in keys]
+            jobs = zip(keys, formats, strict=True)
+            blobs = pool.in_order(lambda job: self._expert_blob(*job, unit_bytes), jobs)
+            for key, size, specs, blob in zip(keys, sizes, formats, blobs, strict=True):
                 checksum = xxhash.xxh3_128_hexdigest(blob.data)
                 file.write(blob.data)
                 gate, up, down = (specs.get(projection) for projection in PROJECTIONS)
@@ -304,6 +308,7 @@ class _Emitter:
                     raise RuntimeError(f"{key}: the plan has no format of up or down")
                 entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, gate, up, down))
                 offset += size
+                self._step(len(specs))
         self._finished(name, file, offset)
         return entries
 
@@ -321,7 +326,6 @@ class _Emitter:
             if len(packed) != expected:
                 raise RuntimeError(f"{unit}: the quantizer gave {len(packed)} bytes, the plan says {expected}")
             blob[offsets[projection] : offsets[projection] + len(packed)] = packed
-            self._step()
         return blob
 
     def _translated(self, source: str, pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -340,8 +344,8 @@ class _Emitter:
             raise RuntimeError(f"`{name}` took {file.size_bytes} bytes, the plan says {expected_bytes}")
         self.files.append(FileEntry(name, file.size_bytes, file.sha256))
 
-    def _step(self) -> None:
-        self._done += 1
+    def _step(self, weights: int = 1) -> None:
+        self._done += weights
         if self._progress is not None:
             self._progress(self._done, self._total)
 
