@@ -308,7 +308,8 @@ class _Emitter:
                     raise RuntimeError(f"{key}: the plan has no format of up or down")
                 entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, gate, up, down))
                 offset += size
-                self._step(len(specs))
+                for _ in specs:
+                    self._step()
         self._finished(name, file, offset)
         return entries
 
@@ -344,8 +345,8 @@ class _Emitter:
             raise RuntimeError(f"`{name}` took {file.size_bytes} bytes, the plan says {expected_bytes}")
         self.files.append(FileEntry(name, file.size_bytes, file.sha256))
 
-    def _step(self, weights: int = 1) -> None:
-        self._done += weights
+    def _step(self) -> None:
+        self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
 
