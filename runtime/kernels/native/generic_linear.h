@@ -242,7 +242,10 @@ void multiply_panel(const float* panel, int64_t count, const float* const* x, fl
     });
     for (int64_t k = 0; k < count; ++k, panel += kRowsPerBlock) {
         Floats weights[kVectorsPerBlock];
-        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { weights[decltype(v)::value] = load(panel + decltype(v)::value * kLanes); });
+        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            weights[V] = load(panel + V * kLanes);
+        });
         unroll<Tokens>([&](auto t) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(t)::value;
             const Floats value = broadcast(input[I][k]);

@@ -113,7 +113,9 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
             load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
         }
         const uint8_t* tile = tile_at(cursor);
-        unroll<lines_of(Bitwidth)>([&](auto line) MOEC_INLINE_LAMBDA { prefetch(tile + kPrefetchBytes + decltype(line)::value * kPlaneBytes); });
+        unroll<lines_of(Bitwidth)>([&](auto line) MOEC_INLINE_LAMBDA {
+            prefetch(tile + kPrefetchBytes + decltype(line)::value * kPlaneBytes);
+        });
         unroll<kParts>([&](auto part) MOEC_INLINE_LAMBDA {
             constexpr int P = decltype(part)::value;
             const int8_t* codes = x.codes + (t + P) * kColumnsPerTile;
@@ -261,6 +263,15 @@ inline RoundedRows rounded_row(const RoundedRows& rows, int64_t i) {
     return {rows.codes + i * rows.columns, rows.steps + i * tiles, rows.sums + i * tiles, rows.columns};
 }
 
+// Ask for the bytes of a panel that begins with `tile`; for memory behind the matrix where it has none.
+inline void prefetch_panel(const MatrixView& matrix, int64_t block, int64_t tile) {
+    const int64_t tiles = matrix.columns / kColumnsPerTile, block_size = block_bytes(matrix);
+    const uint8_t* start = matrix.data + block * block_size + tile * block_size / tiles;
+    for (int64_t i = 0; i < block_size * (kPanelColumns / kColumnsPerTile) / tiles; i += kPlaneBytes) {
+        prefetch(start + i);
+    }
+}
+
 // kPanelBlocks row blocks, or 1, times `count` <= 96 tokens from `first` on. acc: [blocks, count, 16], written.
 inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedFormat& format, int64_t block, int blocks,
                                     const RoundedRows& x, int64_t first, int count, float* acc) {
@@ -270,18 +281,14 @@ inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedForma
     for (int i = 0; i < blocks * count * kVectorsPerBlock; ++i) {
         store(acc + i * kLanes, zero());
     }
-    const int64_t panel_bytes = block_bytes(matrix) * kPanelTiles / (matrix.columns / kColumnsPerTile);
     const int groups = (count + kRoundedTokens - 1) / kRoundedTokens;
     const int64_t all = matrix.columns / kColumnsPerTile;
     for (int64_t tile = 0; tile < all; tile += kPanelTiles) {
         const int64_t tiles = all - tile < kPanelTiles ? all - tile : kPanelTiles;
         for (int b = 0; b < blocks; ++b) {
-            // The panel after this one, of this block or of the next step's, comes from memory while this one is multiplied.
-            const uint8_t* next = matrix.data + (tile + tiles < all ? (block + b) * block_bytes(matrix) + (tile + tiles) * block_bytes(matrix) / all
-                                                                    : (block + blocks + b) * block_bytes(matrix));
-            for (int64_t i = 0; i < panel_bytes; i += kPlaneBytes) {
-                prefetch(next + i);
-            }
+            // What comes next, of this block or of the next step's, comes from memory while this panel is multiplied.
+            const bool ends = tile + tiles == all;
+            prefetch_panel(matrix, ends ? block + blocks + b : block + b, ends ? 0 : tile + tiles);
             format.unpack(matrix, block + b, tile, tiles, panels[b]);
         }
         int token = 0;

@@ -1,5 +1,6 @@
 // AVX-512 VNNI kernels: products over the sixteen rows of a block in one register, with the dot product of bytes in one
-// instruction, and what goes feature by feature over sixteen of them; everything whose order of sums is one of eight lanes on registers of 256 bits.
+// instruction, and what goes feature by feature over sixteen of them. Everything whose order of sums is one of eight lanes
+// runs on registers of 256 bits.
 //
 // This file alone is compiled with AVX-512 F, BW, VL and VNNI (CMakeLists.txt) and compiles to nothing elsewhere. Only names
 // with internal linkage may be defined here: an inline function shared with another file could be kept from this one by the
