@@ -8,7 +8,9 @@ kernels do with sixteen lanes is checked on any processor. MOEC_REQUIRE_QEMU=1 t
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -87,3 +89,14 @@ def test_vnni_equals_scalar(tmp_path: Path) -> None:
     program = build("g++", tmp_path, {**files, "kernels_neon.cpp": (), "kernels_neon_dot.cpp": ()})
     every = ["avx512vnni", "avxvnni", "avx2"]
     assert equal_sets([program, *every]) == set(every)
+
+
+def test_lines_are_asked_for_ahead() -> None:
+    """In the machine code: a compiler may take what only prefetches for nothing, and drop it."""
+    need_tool("objdump")
+    extension = importlib.util.find_spec("moec.runtime.kernels._native")
+    if extension is None or extension.origin is None:
+        pytest.skip("the kernel extension is not built")
+    listing = subprocess.run(["objdump", "-d", extension.origin], capture_output=True, text=True, check=True).stdout
+    instruction = "prfm" if platform.machine() == "aarch64" else "prefetcht0"
+    assert sum(instruction in line for line in listing.splitlines()) > 40

@@ -22,7 +22,7 @@ inline void store_partial(float* p, Floats a, int n) { _mm512_mask_storeu_ps(p, 
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 // Sixteen bytes, one to a lane.
 inline Ints load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

@@ -4,6 +4,7 @@
 // This file alone is compiled with AVX-VNNI (CMakeLists.txt) and compiles to nothing elsewhere. Only names with internal
 // linkage may be defined here: an inline function shared with another file could be kept from this one by the linker.
 
+#include "ask_for_line.h"
 #include "inlining.h"
 #include "registry.h"
 

@@ -3,6 +3,7 @@
 // Compiles to nothing elsewhere. Only names with internal linkage may be defined here: an inline function shared with another file could be
 // kept from this one by the linker.
 
+#include "ask_for_line.h"
 #include "inlining.h"
 #include "registry.h"
 

@@ -51,7 +51,7 @@ inline Floats smaller(Floats a, Floats b) {
     return {vbslq_f32(vcltq_f32(a.low, b.low), a.low, b.low), vbslq_f32(vcltq_f32(a.high, b.high), a.high, b.high)};
 }
 
-inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return {vreinterpretq_u32_u8(vld1q_u8(p)), vreinterpretq_u32_u8(vld1q_u8(p + 16))}; }
 // Eight bytes, one to a lane.
 inline Ints load_bytes(const uint8_t* p) {

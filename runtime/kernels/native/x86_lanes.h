@@ -35,7 +35,7 @@ inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 // Eight bytes, one to a lane.
 inline Ints load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
