@@ -287,7 +287,7 @@ class _Emitter:
     def _write_layer(
         self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray], pool: Workers, is_low: bool
     ) -> list[ExpertEntry]:
-        """One expert file; each thread builds one blob at a time, a few wait to be written."""
+        """One expert file; there are as many blobs at once as threads, and the one that is written."""
         every = self._plan.low_experts if is_low else self._plan.model.expert_keys()
         keys = [key for key in every if key.layer == layer]
         sizes = [self._plan.expert_padded_bytes(key, is_low) for key in keys]
@@ -299,7 +299,7 @@ class _Emitter:
             file.write(header)
             formats = [self._plan.expert_specs(key, is_low) for key in keys]
             jobs = zip(keys, formats, strict=True)
-            blobs = pool.in_order(lambda job: self._expert_blob(*job, unit_bytes), jobs)
+            blobs = pool.in_order(lambda job: self._expert_blob(*job, unit_bytes), jobs, most=pool.count)
             for key, size, specs, blob in zip(keys, sizes, formats, blobs, strict=True):
                 checksum = xxhash.xxh3_128_hexdigest(blob.data)
                 file.write(blob.data)

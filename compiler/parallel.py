@@ -20,21 +20,22 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Threads that run passes; what they hold ready is bounded by twice their number."""
+    """Threads that run passes; results that are under way or wait to be taken are bounded: by twice their number."""
 
     def __init__(self, executor: ThreadPoolExecutor, count: int) -> None:
-        self._executor, self._most_waiting = executor, 2 * count
+        self._executor, self.count = executor, count
 
     def submit(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
         """Run it when a thread is free, in the order of submission."""
         return self._executor.submit(work, *args, **kwargs)
 
-    def in_order(self, work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-        """Results of the jobs in their order; an error of a job is raised at its place."""
+    def in_order(self, work: Callable[[Job], Result], jobs: Iterable[Job], most: int | None = None) -> Iterator[Result]:
+        """Results of the jobs in their order; an error of a job is raised at its place. most: results at once."""
+        most = most or 2 * self.count + 1
         waiting: deque[Future[Result]] = deque()
         for job in jobs:
             waiting.append(self.submit(work, job))
-            if len(waiting) > self._most_waiting:
+            if len(waiting) >= most:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -170,9 +170,7 @@ class ExpertCache:
     def _follow(self, advice: Sequence[int]) -> None:
         """Older advice stands where there is none."""
         if advice:
-            with self._lock:
-                self._ledger.advise(advice)
-                self._wake_reader()
+            self.prefetch(advice)
 
     # -- warm start --------------------------------------------------------------------------------------------
 

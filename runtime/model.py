@@ -239,15 +239,16 @@ class Model:
         if preload := self.advisor.preload(tokens, layers):
             self.prefetch(preload)
         predicted: np.ndarray | None = None
-        for index in layers:
-            started_ns = time.perf_counter_ns()
-            self._attend(index, hidden, places, kv)
-            if index in self._cross:
-                self._attend_to_prompt(index, hidden, places.slots, kv)
-            self.times.dense_ns += time.perf_counter_ns() - started_ns
-            state.layer = index
-            predicted = self._experts_layer(state, predicted, places.slots)
-        if len(tokens) > 1:  # its memory is the experts' until the next such pass
+        try:
+            for index in layers:
+                started_ns = time.perf_counter_ns()
+                self._attend(index, hidden, places, kv)
+                if index in self._cross:
+                    self._attend_to_prompt(index, hidden, places.slots, kv)
+                self.times.dense_ns += time.perf_counter_ns() - started_ns
+                state.layer = index
+                predicted = self._experts_layer(state, predicted, places.slots)
+        finally:  # between passes this memory is the experts'
             self._parts = np.empty(0, np.float32)
         return hidden
 
@@ -376,10 +377,7 @@ class Model:
         self._add(hidden, out)
 
     def _outputs(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Experts' outputs, float32 [T, ranks, D], unspecified.
-
-        One place for the layers of a pass, so that the system clears its pages once.
-        """
+        """Experts' outputs, float32 [T, ranks, D], unspecified: one place for all layers of a pass, cleared once."""
         size = math.prod(shape)
         if self._parts.size < size:
             self._parts = np.empty(size, np.float32)

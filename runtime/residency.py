@@ -191,12 +191,12 @@ class Residency:
         """
         candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased & self._is_stored)
         order = self._order(self._layer, candidates)
-        pins = list(self._pins)
+        pins = dict.fromkeys(reversed(self._pins))  # worst prediction first
         for start in range(0, len(order), _FEW):
             for index in order[start : start + _FEW].tolist():
                 if index not in pins and self._may_go(index):
                     yield index
-        for index in () if spares_pins else dict.fromkeys(reversed(pins)):
+        for index in () if spares_pins else pins:
             if self._may_go(index) and index in candidates:
                 yield index
 
