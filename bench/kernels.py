@@ -24,7 +24,8 @@ from moec.runtime import kernels
 
 FORMATS = ("q1g64", "q1.6g128s", "q2g64", "q3g64", "q4g64", "q4g32s", "mxfp4", "q8g64", "bf16")
 SHAPES = ((256, 256), (1024, 2048), (2048, 1024))
-TOKENS = (1, 64)
+TOKENS = (1, 16, 64, 96)
+MANY_EXPERTS = 128  # more than a last-level cache holds
 THREADS = (1, 2)
 SECONDS_PER_CASE = 0.02
 
@@ -89,6 +90,23 @@ def measure_expert(text: str, width: int, hidden: int, tokens: int, threads: int
     return result("expert_ffn", text, (width, hidden, tokens), threads, (seconds, 6 * width * hidden * tokens, size))
 
 
+def measure_experts_from_memory(text: str, width: int, hidden: int, tokens: int, threads: int) -> Result:
+    """As `measure_expert`, over as many experts as no cache holds; the time of one of them."""
+    spec, shapes = QuantSpec.parse(text), ((width, hidden), (width, hidden), (hidden, width))
+    experts = [kernels.Expert(*(random_matrix(*shape, spec) for shape in shapes)) for _ in range(MANY_EXPERTS)]
+    x, out = np.ones((tokens, hidden), np.float32), np.empty((tokens, 1, hidden), np.float32)
+    index, ranks = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
+
+    def one_after_the_other() -> None:
+        for expert in experts:
+            kernels.expert_ffn(expert, x, index, ranks, out)
+
+    seconds = best_seconds(one_after_the_other) / MANY_EXPERTS
+    size = sum(spec.packed_bytes(*shape) for shape in shapes)
+    work = (seconds, 6 * width * hidden * tokens, size)
+    return result("from memory", text, (width, hidden, tokens), threads, work)
+
+
 def measure_numpy(rows: int, columns: int, tokens: int) -> Result:
     weights, x = np.ones((rows, columns), np.float32), np.ones((tokens, columns), np.float32)
     out = np.empty((tokens, rows), np.float32)
@@ -116,6 +134,8 @@ def measure_all() -> Iterator[Result]:
                     yield measure_linear(text, rows, columns, tokens, threads)
         for tokens in TOKENS:
             yield measure_expert("q4g64", 1024, 1024, tokens, threads)
+            yield measure_expert("q4g32s", 1024, 2048, tokens, threads)
+            yield measure_experts_from_memory("q4g32s", 1024, 2048, tokens, threads)
         yield measure_attention(1024, threads)
     for rows, columns in SHAPES:
         for tokens in TOKENS:

@@ -94,10 +94,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="names of arms")
     options = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in ARMS}
+    arms = [arm for arm in ARMS if not options.only or arm.name in options.only]
+    found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     for turn in range(1, options.rounds + 1):
-        for arm in ARMS:
+        for arm in arms:
             found[arm.name].append(run_own_arm(options.folder, arm))
             print(arm.name, turn, json.dumps(found[arm.name][-1]), file=sys.stderr, flush=True)
     rows = []
