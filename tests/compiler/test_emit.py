@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.durable import Disk
-from moec.compiler.emit import cost_summary, emit, expert_tensor_name, finish, packed_pieces
+from moec.compiler.emit import _Emitter, cost_summary, emit, expert_tensor_name, finish, packed_pieces
 from moec.compiler.families import Lowering, lower
 from moec.compiler.packing import pack
 from moec.compiler.plan import CompilePlan
@@ -92,6 +93,25 @@ def test_every_unit_is_what_the_quantizer_gave(folder: Path, tmp_path: Path) -> 
             stored = np.frombuffer(raw, np.uint8)[place]
             np.testing.assert_array_equal(packed_matrix.unpack(stored, *shape, spec)[: shape[0]], expected.numpy())
         assert not np.frombuffer(raw, np.uint8)[~covered].any(), "padding is zero"
+
+
+def test_threads_pack_side_by_side_to_the_same_bytes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, own = set[str](), _Emitter._expert_blob
+
+    def blob(*arguments: object) -> np.ndarray:
+        seen.add(threading.current_thread().name)
+        return own(*arguments)  # type: ignore[arg-type]
+
+    _emit(_open(folder), tmp_path / "one.partial")
+    monkeypatch.setattr(_Emitter, "_expert_blob", blob)
+    torch.set_num_threads(3)
+    try:
+        _emit(_open(folder), tmp_path / "three.partial")
+    finally:
+        torch.set_num_threads(1)
+    assert len(seen) > 1 and _contents(tmp_path / "one.partial") == _contents(tmp_path / "three.partial")
 
 
 def test_every_dense_weight_is_there(folder: Path, tmp_path: Path) -> None:
@@ -224,6 +244,14 @@ def test_a_weight_that_is_not_finite_leaves_nothing(copy: Path, tmp_path: Path, 
     with pytest.raises(CheckpointError, match=f"tensor `{name}` in .* holds NaN or infinite"):
         _emit(_open(copy), tmp_path / "out.partial")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_finite_weights_whose_sum_is_not_are_read(copy: Path) -> None:
+    tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    tensors[name][0] = 3e38
+    save_file(tensors, copy / WEIGHTS_NAME)
+    weight = _open(copy).unit(UnitKey(1, 3, "up"))
+    assert torch.isfinite(weight).all() and not torch.isfinite(weight.sum(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("tensor", ["model.layers.0.block_sparse_moe.experts.0.w1", "model.embed_tokens"])
