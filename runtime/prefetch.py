@@ -223,6 +223,17 @@ def candidates(scores: np.ndarray, count: int) -> np.ndarray:
     return np.argsort(-scores, kind="stable")[:count]
 
 
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A layer that routes behind a running one: how far ahead, the rank-th of those, and its experts."""
+
+    ahead: int
+    rank: int
+    layer: int
+    count: int
+    top_k: int
+
+
 @dataclass(slots=True)
 class Advisor:
     """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
@@ -241,10 +252,18 @@ class Advisor:
     stops_at_miss: bool = False
     holds: Callable[[int], bool] = lambda index: False
     static: Mapping[int, np.ndarray] = field(default_factory=dict)
-    _routed_ahead: list[list[int]] = field(init=False)
+    _followings: list[list[_Following]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._routed_ahead = [routed_ahead(self.spec, layer) for layer in range(self.spec.num_layers)]
+        self._followings = [self._behind(layer) for layer in range(self.spec.num_layers)]
+
+    def _behind(self, running: int) -> list[_Following]:
+        found = []
+        for rank, ahead in enumerate(routed_ahead(self.spec, running), 1):
+            layer = self.spec.layer_after(running, ahead)
+            experts = self.spec.layers[layer].experts
+            found.append(_Following(ahead, rank, layer, experts.count, experts.top_k))
+        return found
 
     def set_options(self, options: RuntimeOptions, holds: Callable[[int], bool]) -> None:
         """How far, how much and by which rule it looks ahead. holds: whether a stored expert need not be read."""
@@ -256,18 +275,18 @@ class Advisor:
 
         More than one layer only for a single token: many tokens ask for most experts of the next layer already.
         """
-        following, advice = None, list[int]()
+        nearest, advice = None, list[int]()
         depth = max(self.layers, 1) if len(state.hidden) == 1 else 1
-        aheads = self._routed_ahead[state.layer][:depth]
-        scores = self._scores(state, aheads)
-        state.foreseen = [scores[ahead] for ahead in aheads if ahead in scores]
-        for rank, ahead in enumerate(aheads, 1):
-            experts, stored = self._predict(state, ahead, rank, scores.get(ahead))
-            following = experts if rank == 1 else following
+        followings = self._followings[state.layer][:depth]
+        scores = self._scores(state, followings)
+        state.foreseen = list(scores.values())
+        for following in followings:
+            experts, stored = self._predict(state, following, scores.get(following.ahead))
+            nearest = experts if following.rank == 1 else nearest
             advice += stored
             if self.stops_at_miss and not all(self.holds(index) for index in stored):
                 break
-        return following, advice
+        return nearest, advice
 
     def preload(self, tokens: np.ndarray, layers: range) -> list[int]:
         """Experts that the first of these layers will ask for, known before any of them runs; none without a predictor.
@@ -284,44 +303,39 @@ class Advisor:
         """The experts of a layer that tokens have by themselves, each once."""
         return np.unique(self.static[layer][tokens])
 
-    def _scores(self, state: PassState, aheads: Sequence[int]) -> dict[int, np.ndarray]:
-        """[E] of the layers so far ahead of which experts would be advised, and of which there is something to say."""
-        asked = [
-            ahead
-            for rank, ahead in enumerate(aheads, 1)
-            if not self._is_known(state, ahead) and self._advised(state, ahead, rank)
-        ]
-        if self.predictor is None or not asked:
+    def _scores(self, state: PassState, followings: Sequence[_Following]) -> dict[int, np.ndarray]:
+        """By how far ahead, [E] of the layers of which experts would be advised and there is something to say."""
+        if self.predictor is None:
             return {}
+        asked = [each for each in followings if not self._is_known(state, each) and self._advised(state, each)]
+        if not asked:
+            return {}
+        found = self.predictor.scores_ahead(state, [each.ahead for each in asked])
         # Tables are as wide as the largest layer.
-        counts = [self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts.count for ahead in asked]
-        found = zip(asked, counts, self.predictor.scores_ahead(state, asked), strict=True)
-        return {ahead: scores[:count] for ahead, count, scores in found if scores is not None}
+        return {each.ahead: own[: each.count] for each, own in zip(asked, found, strict=True) if own is not None}
 
-    def _is_known(self, state: PassState, ahead: int) -> bool:
-        """Whether the tokens themselves name the experts of the layer so far ahead."""
-        is_decoding = state.layer >= self.spec.first_decoder_layer
-        return state.tokens is not None and is_decoding and state.layer + ahead in self.static
+    def _is_known(self, state: PassState, following: _Following) -> bool:
+        """Whether the tokens themselves name the layer's experts: not of the next token's."""
+        is_of_token = following.layer > state.layer >= self.spec.first_decoder_layer
+        return state.tokens is not None and is_of_token and following.layer in self.static
 
-    def _advised(self, state: PassState, ahead: int, rank: int) -> int:
-        """Experts per token that are worth reading ahead of the layer so far ahead, the rank-th of those that route."""
-        top_k = self.spec.layers[self.spec.layer_after(state.layer, ahead)].experts.top_k
-        count = advised_experts(state.top_k(top_k), rank, self.experts)
+    def _advised(self, state: PassState, following: _Following) -> int:
+        """Experts of the layer per token that are worth reading ahead."""
+        count = advised_experts(state.top_k(following.top_k), following.rank, self.experts)
         return max(count, 1) if self.stops_at_miss else count
 
     def _predict(
-        self, state: PassState, ahead: int, rank: int, scores: np.ndarray | None
+        self, state: PassState, following: _Following, scores: np.ndarray | None
     ) -> tuple[np.ndarray | None, list[int]]:
-        """Candidates of the layer so far ahead, the rank-th of those that route, and what is stored of them."""
-        if self.predictor is not None and state.tokens is not None and self._is_known(state, ahead):
-            layer = state.layer + ahead
+        """Candidates of the layer, and what is stored of them."""
+        layer = following.layer
+        if self.predictor is not None and state.tokens is not None and self._is_known(state, following):
             known = self._known(layer, state.tokens)
             return known, (known + self.first_expert[layer]).tolist()
         if scores is None:
             return None, []
-        layer = self.spec.layer_after(state.layer, ahead)
-        top_k = state.top_k(self.spec.layers[layer].experts.top_k)
-        experts = candidates(scores, len(state.hidden) * self._advised(state, ahead, rank))
+        top_k = state.top_k(following.top_k)
+        experts = candidates(scores, len(state.hidden) * self._advised(state, following))
         if state.choice is not None and len(state.hidden) == 1:
             return experts, state.choice.advised(layer, scores, experts, top_k)
         return experts, (experts + self.first_expert[layer]).tolist()
