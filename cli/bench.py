@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
-    from moec.runtime.prefetch import LayerAdvice
+    from moec.runtime.prefetch_quality import LayerAdvice
     from moec.runtime.statistics import RunStatistics
     from moec.runtime.trace import Trace
 

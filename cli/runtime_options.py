@@ -72,14 +72,14 @@ _OPTIONS = (
         type=int,
         default=0,
         metavar="N",
-        help="Experts of the next layer read ahead for a token.  [default: 3/8 of top-k]",
+        help="Experts of the next layer read ahead for a token.  [default: as the rule says]",
     ),
     click.option(
         "--prefetch-rule",
         type=click.Choice(PREFETCH_RULES),
-        default="spread",
+        default="likely",
         show_default=True,
-        help="Read some of every layer guessed, or all of each up to the first that lacks one.",
+        help="Read what is sure enough, a share of each layer's top-k, or that up to the first layer that lacks one.",
     ),
     click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True, help="How experts are read."),
     click.option(

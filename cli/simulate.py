@@ -118,7 +118,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     settings = _settings(values["modes"], trace_path, trace, opened)
     policies = _scores(_policies(values["policies"], settings), values["policy_weights"])
     room = None if profile is None else _device_cache_bytes(opened, profile)
-    simulation = Simulation(opened, trace, replayed, rates, prefetch, _advice(opened, trace.header, prefetch))
+    simulation = Simulation(opened, trace, replayed, rates, prefetch, _advice(opened, trace, prefetch))
     found = simulation.rows(capacities, policies, settings)
     name = profile.name if profile is not None else "the recorder"
     if as_json:
@@ -175,7 +175,7 @@ def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule 
         return trace
     if prefetch != "lookahead":
         raise OptionError(f"`--prefetch-rule` has no effect on the prefetcher `{prefetch}`", "leave it out")
-    if rule == "spread" or missing_scores(trace, LossyModes()) is not None:
+    if rule != "first-miss" or missing_scores(trace, LossyModes()) is not None:
         raise OptionError(
             f"`{path}` was recorded with the rule `{trace.header.prefetch_rule}` and lacks what `{rule}` would ask",
             f"record it with `moec bench BUNDLE --prefetch-rule {rule} --trace-out FILE`",
@@ -224,18 +224,18 @@ def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | Pol
     }
 
 
-def _advice(bundle: Bundle, header: TraceHeader, prefetch: Prefetch) -> Advice:
+def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
     """What a prefetcher would have said, pass by pass and layer by layer."""
     from moec.runtime.advice import recorded_advice, table_advice
 
-    if prefetch == header.prefetch:
+    if prefetch == trace.header.prefetch:
         return recorded_advice
     if prefetch == "lookahead":
         raise OptionError(
-            f"the trace was recorded with `--prefetch {header.prefetch}`, so it lacks what routers would have guessed",
+            f"the trace, recorded with `--prefetch {trace.header.prefetch}`, lacks what routers would have guessed",
             "record it with `moec bench --prefetch lookahead` and a cache that does not hold all experts",
         )
-    return table_advice(prefetch, bundle.tables(), bundle.manifest.model)
+    return table_advice(prefetch, bundle.tables(), bundle.manifest.model, trace.passes)
 
 
 def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moec.runtime.modes.logical_cache import LogicalCache
     from moec.runtime.modes.replay import TracedModel
     from moec.runtime.options import Prefetch
-    from moec.runtime.prefetch import Predictor
+    from moec.runtime.predictors import Predictor
     from moec.runtime.timeline import Advice, DeviceRates, TimedPass, Timeline
     from moec.runtime.trace import Trace
 
@@ -143,14 +143,14 @@ class Simulation:
             self._predictor() if capacity < self.replayed.total_bytes else None,
             header.prefetch_layers,
             header.prefetch_experts,
-            header.prefetch_rule == "first-miss",
+            header.prefetch_rule,
             cache.holds,
         )
         return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
 
     def _predictor(self) -> Predictor | None:
         from moec.runtime.modes.replay import RecordedPredictor
-        from moec.runtime.prefetch import table_predictor
+        from moec.runtime.predictors import table_predictor
 
         if self.prefetch == "lookahead":
             return RecordedPredictor(self.bundle.manifest.model)

@@ -10,7 +10,8 @@ from moec.manifests.model import ModelSpec
 
 from .bundle import Tables
 from .options import Prefetch
-from .prefetch import Advisor, PassState, table_predictor
+from .predictors import PassState, table_predictor
+from .prefetch import Advisor
 from .timeline import Advice
 from .trace import TracedPass
 
@@ -25,15 +26,28 @@ def no_advice(each: TracedPass, layer: int) -> Sequence[int]:
     return ()
 
 
-def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec) -> Advice:
-    """What a bundle's tables say of the layers that have run. Raises KeyError for `lookahead`, which asks routers."""
+def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, passes: Sequence[TracedPass]) -> Advice:
+    """What a bundle's tables say, by the rule `likely`, of the layers of these passes, in their order.
+
+    Raises KeyError for `lookahead`, which asks routers, and for other passes.
+    """
     first = [0, *np.cumsum([layer.experts.count for layer in model.layers]).tolist()]
     advisor = Advisor(model, first, table_predictor(kind, tables, model))
+    if advisor.predictor is None:
+        return no_advice
+    # Once for all replays: what is sure enough is learned from pass to pass.
+    found = {id(each): _advised(advisor, each) for each in passes}
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:
-        before = [np.empty((each.tokens, 0), np.int32)] * each.first_layer  # an encoder's layers chose for others
-        parts = each.chosen[: layer - each.first_layer + 1]
-        chosen = [*before, *(np.array(part, np.int32).reshape(each.tokens, -1) for part in parts)]
-        return advisor.advise(PassState(layer, np.empty((each.tokens, 0), np.float32), chosen))[1]
+        return found[id(each)][layer - each.first_layer]
 
-    return advise if advisor.predictor is not None else no_advice
+    return advise
+
+
+def _advised(advisor: Advisor, each: TracedPass) -> list[list[int]]:
+    """Behind each layer of a pass."""
+    before = [np.empty((each.tokens, 0), np.int32)] * each.first_layer  # an encoder's layers chose for others
+    chosen = [*before, *(np.array(part, np.int32).reshape(each.tokens, -1) for part in each.chosen)]
+    hidden = np.empty((each.tokens, 0), np.float32)
+    layers = range(each.first_layer, each.first_layer + len(each.chosen))
+    return [advisor.advise(PassState(layer, hidden, chosen[: layer + 1]))[1] for layer in layers]

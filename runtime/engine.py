@@ -33,7 +33,7 @@ from .modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
 from .modes.decoder import LossyDecoder, check_modes
 from .modes.logical_cache import LogicalCache
 from .options import MAX_THREADS, RuntimeOptions
-from .prefetch import make_predictor
+from .predictors import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage, page_bytes
 from .text import TOKENIZER_NAME, StopTexts, TextStream, load_tokenizer

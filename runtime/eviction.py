@@ -26,8 +26,9 @@ DEFAULT_WEIGHTS = EvictionWeights(lru=0.0625, lfu=0.75, lhu=0.0, fld=0.1875)
 class ExpertRecords:
     """Per expert: layer int32, calibration frequency float64 (share of its layer's tokens), last use, uses, heat.
 
-    Arrays are [N]; last_used, int64, counts acquisitions of the cache, 0 is never; uses, int64. heat, float64: the uses
-    so far, each halved for every HALF_LIFE_TOKENS up to the last one; it starts with what calibration saw.
+    Arrays are [N]; last_used, int64, counts acquisitions of the cache, 0 is never; uses, int64. heat, float64: to the
+    base 2 the logarithm of the uses so far, each worth twice one that came HALF_LIFE_TOKENS before it; it starts with
+    what calibration saw.
     encoder_layers: so many of the layers, the first, are an encoder's.
     expert: int [N], the index of the high version of each; None where experts have one version.
     clock: acquisitions so far. What counts within a sequence counts from the last `begin_sequence`.
@@ -54,8 +55,7 @@ class ExpertRecords:
     def use(self, indices: Sequence[int], clock: int) -> None:
         """Count one use of each at this acquisition of the cache."""
         which = np.array(indices, np.intp)
-        age = clock - self.last_used[which]
-        self.heat[which] = self.heat[which] * np.exp2(-age / self.half_life) + 1
+        self.heat[which] = np.logaddexp2(self.heat[which], clock / self.half_life)
         self.last_used[which] = clock
         self.uses[which] += 1
         self.clock = clock
@@ -159,7 +159,8 @@ def _unused(
 ) -> ExpertRecords:
     """Heat as if each of the last HALF_LIFE_TOKENS tokens had used one expert of a layer, as calibration saw it."""
     zeros = np.zeros(len(layer), np.int64)
-    heat = frequency * HALF_LIFE_TOKENS
+    with np.errstate(divide="ignore"):  # never seen: the first to go
+        heat = np.log2(frequency * HALF_LIFE_TOKENS)
     return ExpertRecords(layer, frequency, zeros, zeros.copy(), heat, num_layers, encoder_layers, expert)
 
 
@@ -191,13 +192,11 @@ def lfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
 
 
 def lrfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """Least recently and frequently used: the heat of today, as its logarithm plus a constant that is the same for all.
+    """Least recently and frequently used: the heat, which ranks experts at any later time as it does now.
 
     Source: Lee et al., LRFU: A Spectrum of Policies that Subsumes the LRU and LFU Policies, section 3.
     """
-    with np.errstate(divide="ignore"):  # never seen: the first to go
-        score: np.ndarray = np.log2(records.heat) + records.last_used / records.half_life
-    return score
+    return records.heat
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +243,18 @@ def policy_score(policy: str, weights: str | None = None) -> PolicyScore:
 
 
 def eviction_order(
-    records: ExpertRecords, score: PolicyScore, running_layer: int, candidates: np.ndarray
+    records: ExpertRecords, score: PolicyScore, running_layer: int, candidates: np.ndarray, count: int | None = None
 ) -> np.ndarray:
-    """Candidates (int indices), first to evict first; ties by least recent use, then by index.
+    """Candidates (int indices), first to evict first; ties by least recent use, then by index. The first `count`: all.
 
     An encoder's turn comes before every score (ExpertRecords.turn).
     """
-    keys = [candidates, records.last_used[candidates], score(records, running_layer)[candidates]]
+    scores = score(records, running_layer)[candidates]
+    if count is not None and count < len(candidates) and not records.encoder_layers:
+        # A read needs one or two: 8 us instead of 23 for 512 of them.
+        is_low = scores <= np.partition(scores, count)[count]
+        candidates, scores = candidates[is_low], scores[is_low]
+    keys = [candidates, records.last_used[candidates], scores]
     if records.encoder_layers:
         keys.append(records.turn(running_layer)[candidates])
-    return candidates[np.lexsort(keys)]
+    return candidates[np.lexsort(keys)][:count]

@@ -138,15 +138,17 @@ class ExpertCache:
                             self._ledger.count_use_of_advice(index)
                     self.stats.stall_ns += time.perf_counter_ns() - start_ns
                     return some
-                # Reads that are under way, also those of a stream that was given up, make room when they end.
-                reading = np.any((self._state == LOADING) | (self._state == QUEUED))
-                if not any(self._leases[i] for i in remaining) and not reading:
+                if not any(self._leases[i] for i in remaining) and not self._is_reading():
                     raise MemoryBudgetExceeded(
                         f"an expert of {self._ledger.sizes[remaining[0]]} bytes does not fit into the expert cache of "
                         f"{self.capacity_bytes}",
                         "raise `--memory` or `--expert-cache`",
                     )
                 self._changed.wait()
+
+    def _is_reading(self) -> bool:
+        """Reads that are under way, also those of a stream that was given up, make room when they end."""
+        return bool(np.any((self._state == LOADING) | (self._state == QUEUED)))
 
     def _unlease(self, indices: Sequence[int]) -> None:
         with self._changed:

@@ -25,7 +25,9 @@ from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .modes.choice import PassChoice
 from .norms import Norm, stream_norms
-from .prefetch import Advisor, LayerAdvice, PassState, PrefetchQuality
+from .predictors import PassState
+from .prefetch import Advisor
+from .prefetch_quality import LayerAdvice, PrefetchQuality
 from .relative_bias import bias_by_distance
 from .requests import choose_experts
 from .rotary import RotaryTables

@@ -20,15 +20,15 @@ class Norm:
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> None:
         """weight, bias: float32 [D]."""
-        self.weight, self._bias, self._eps = weight, bias, eps
+        self.weight, self.bias, self.eps = weight, bias, eps
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
         """Float32 [T, D] -> [T, D], a new array."""
         normed = np.empty_like(hidden)
-        if self._bias is None:
-            kernels.rms_norm(hidden, self.weight, self._eps, normed)
+        if self.bias is None:
+            kernels.rms_norm(hidden, self.weight, self.eps, normed)
         else:
-            kernels.layer_norm(hidden, self.weight, self._bias, self._eps, normed)
+            kernels.layer_norm(hidden, self.weight, self.bias, self.eps, normed)
         return normed
 
 

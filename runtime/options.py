@@ -14,7 +14,7 @@ from .modes.settings import CACHE_STATES, CacheState, LossyModes, parse_modes
 POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
 WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
-PREFETCH_RULES = ("spread", "first-miss")
+PREFETCH_RULES = ("likely", "spread", "first-miss")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
 MAX_READERS = 32
@@ -29,7 +29,7 @@ _UNITS = {
 
 Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
-PrefetchRule = Literal["spread", "first-miss"]
+PrefetchRule = Literal["likely", "spread", "first-miss"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
 Cooperation = Literal["auto", "published", "gpu", "cpu"]
 COOPERATIONS = ("auto", "published", "gpu", "cpu")
@@ -90,8 +90,10 @@ class RuntimeOptions:
     context 0: min(model, 4096). threads 0: all the process may use. slots: sequences decoded side by side.
     policy_weights: `LRU,LFU,LHU,FLD` of the policies `hobbit` and `hobbit-printed`.
     readers: reads of experts under way at once, at most. prefetch_layers: how far ahead experts are guessed.
-    prefetch_experts: of the next layer, for each token; 0: three eighths of the top-k. prefetch_rule: `spread` reads
-    some of every layer ahead, fewer the further it is; `first-miss` stops behind the first layer that lacks some.
+    prefetch_rule: `likely` reads what earlier predictions say is sure enough; `spread` three eighths of the top-k of
+    the next layer, fewer the further one is; `first-miss` the same up to the first layer that lacks some.
+    prefetch_experts: so many of the next layer for each token, in the place of what `likely` or `spread` would; 0: as
+    the rule says.
     verify: compare every expert with its digest when it is first read. cache_state: `warm` fills the cache before the
     first token with what calibration saw most often, `cold` leaves it empty.
     dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
@@ -112,7 +114,7 @@ class RuntimeOptions:
     readers: int = 2
     prefetch_layers: int = 2
     prefetch_experts: int = 0
-    prefetch_rule: PrefetchRule = "spread"
+    prefetch_rule: PrefetchRule = "likely"
     cache_state: CacheState = "warm"
     dynamic_precision: str | None = None
     big_little: str | None = None
@@ -140,7 +142,7 @@ class RuntimeOptions:
         if not 0 <= self.prefetch_experts <= MAX_PREFETCH_EXPERTS:
             raise OptionError(
                 f"experts to prefetch must be 0 to {MAX_PREFETCH_EXPERTS}, found {self.prefetch_experts}",
-                "leave it out for three eighths of the top-k",
+                "leave it out for as many as the rule says",
             )
         if self.threads > MAX_THREADS:
             raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")

@@ -10,7 +10,7 @@ import numpy as np
 from moec.manifests.model import ExpertsSpec
 
 from .modes.choice import NOBODY, Routed
-from .prefetch import PassState
+from .predictors import PassState
 from .routing import RoutingRule, within_capacity
 
 

@@ -17,8 +17,8 @@ from .eviction import ExpertRecords
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
 _FEW = 8
 """Experts that are rarely all evicted at once."""
-Order = Callable[[int, np.ndarray], np.ndarray]
-"""The running layer and candidates, int [C] -> these, first to evict first."""
+Order = Callable[[int, np.ndarray, int], np.ndarray]
+"""The running layer, candidates, int [C], and a count -> so many of these, first to evict first."""
 
 
 class Residency:
@@ -190,12 +190,13 @@ class Residency:
         The order is made when it is first needed, and serves all reads that are started together.
         """
         candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased & self._is_stored)
-        order = self._order(self._layer, candidates)
         pins = dict.fromkeys(reversed(self._pins))  # worst prediction first
-        for start in range(0, len(order), _FEW):
-            for index in order[start : start + _FEW].tolist():
+        start, count = 0, _FEW
+        while start < len(candidates):
+            for index in self._order(self._layer, candidates, count)[start:].tolist():
                 if index not in pins and self._may_go(index):
                     yield index
+            start, count = count, len(candidates)
         for index in () if spares_pins else pins:
             if self._may_go(index) and index in candidates:
                 yield index

@@ -79,6 +79,11 @@ class RoutingRule:
         return allowed
 
     @property
+    def is_softmax(self) -> bool:
+        """Whether the score of every expert is its share of a softmax over all, and nothing else is asked."""
+        return self._is_plain and self._kept is None
+
+    @property
     def can_weigh(self) -> bool:
         """Whether a choice that is not the router's own has weights: a score of its own for every expert."""
         return self.static is None and self._experts.router.scoring != "sparsemixer"
@@ -152,7 +157,7 @@ class Router:
     ) -> None:
         """matrix: [E, D], None where all experts are alike; bias: float32 [E]; pruned: as in RoutingRule."""
         self.rule = RoutingRule(experts, pruned)
-        self.matrix, self._bias, self._count = matrix, bias, experts.count
+        self.matrix, self.bias, self._count = matrix, bias, experts.count
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
         """float32 [T, D] -> [T, E]."""
@@ -160,29 +165,9 @@ class Router:
             return np.zeros((len(normed), self._count), np.float32)
         logits = np.empty((len(normed), self.matrix.rows), np.float32)
         kernels.linear(self.matrix, normed, logits)
-        return self.biased(logits)
-
-    def biased(self, product: np.ndarray) -> np.ndarray:
-        """The logits of a product with the matrix, float32 [T, E], in its place."""
-        if self._bias is not None:
-            product += self._bias
-        return product
-
-
-def stacked_logits(routers: Sequence[Router], normed: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What each router gives for its own input, the bits of `Router.logits`, for one token in one product.
-
-    normed: float32 [T, D] each, one per router. Returns float32 [T, E] each. One input for all, as HOBBIT has it, would
-    leave out the norms of the layers ahead. Two routers of 64 x 2048 in 16 bits take 25 us so, one by one 22; three 33.
-    Source: HOBBIT, layer-level prediction, stacked gating.
-    """
-    stacked = {at: matrix for at, router in enumerate(routers) if (matrix := router.matrix) is not None}
-    if len(stacked) < 2 or len(normed[0]) != 1:
-        return [router.logits(own) for router, own in zip(routers, normed, strict=True)]
-    outs = {at: np.empty((1, matrix.rows), np.float32) for at, matrix in stacked.items()}
-    inputs = np.concatenate([normed[at] for at in stacked])
-    kernels.linears_by_row(list(stacked.values()), inputs, list(outs.values()))
-    return [router.biased(outs[at]) if at in outs else router.logits(normed[at]) for at, router in enumerate(routers)]
+        if self.bias is not None:
+            logits += self.bias
+        return logits
 
 
 def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:

@@ -68,5 +68,5 @@ class SimulatedCache(Residency):
                 self.count_use_of_advice(index)
         self.is_leased[list(indices)] = False
 
-    def _farthest_use_first(self, layer: int, candidates: np.ndarray) -> np.ndarray:
-        return candidates[np.lexsort((candidates, -self._next_use[candidates]))]
+    def _farthest_use_first(self, layer: int, candidates: np.ndarray, count: int) -> np.ndarray:
+        return candidates[np.lexsort((candidates, -self._next_use[candidates]))][:count]

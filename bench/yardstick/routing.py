@@ -16,7 +16,7 @@ import numpy as np
 
 from moec.runtime import load
 from moec.runtime.engine import Engine
-from moec.runtime.prefetch import LookaheadPredictor, PassState, Predictor
+from moec.runtime.predictors import LookaheadPredictor, PassState, Predictor
 
 
 class Recorder(Predictor):

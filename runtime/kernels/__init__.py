@@ -36,6 +36,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "router_shares",
     "select",
     "set_threads",
     "store_kv",
@@ -178,7 +179,7 @@ def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
     if native is None:
         reference.linear(matrix, x, out)
     else:
-        native.linears([matrix.native], x, [out], False)
+        native.linears([matrix.native], x, [out])
 
 
 def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
@@ -190,19 +191,7 @@ def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats])
     if native is None:
         reference.linears(matrices, x, outs)
     else:
-        native.linears([matrix.native for matrix in matrices], x, list(outs), False)
-
-
-def linears_by_row(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
-    """outs[i] = x[i] W_i^T: the bits of `linear`, each matrix on a row of its own, in one go.
-
-    matrices: M of 1 to 8, of K columns; x: [M, K]; outs[i]: [1, N_i], written; nothing may overlap. Raises ValueError.
-    """
-    native = _compiled()
-    if native is None:
-        reference.linears_by_row(matrices, x, outs)
-    else:
-        native.linears([matrix.native for matrix in matrices], x, list(outs), True)
+        native.linears([matrix.native for matrix in matrices], x, list(outs))
 
 
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
@@ -316,3 +305,17 @@ def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats
     weights = np.empty((logits.shape[0], top_k), np.float32)
     native.route(logits, renormalize, experts, weights)
     return experts, weights
+
+
+def router_shares(
+    matrices: Sequence[PackedMatrix], norms: Sequence[Floats], eps: float, x: Floats, out: Floats
+) -> None:
+    """out[i] = softmax(rms_norm(x, norms[i], eps) W_i^T): what routers would give one token, each behind its own norm.
+
+    matrices: M of 1 to 8, of E rows and D columns; norms[i]: [D]; x: [1, D]; out: [M, E], written. Raises ValueError.
+    """
+    native = _compiled()
+    if native is None:
+        reference.router_shares(matrices, norms, eps, x, out)
+    else:
+        native.router_shares([matrix.native for matrix in matrices], list(norms), eps, x, out)

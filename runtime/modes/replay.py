@@ -15,7 +15,8 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from ..prefetch import Advisor, PassState, Predictor, routed_ahead
+from ..predictors import PassState, Predictor
+from ..prefetch import Advisor, routed_ahead
 from ..requests import choose_experts
 from ..routing import Router
 from ..timeline import Advice, TimedPass, timed_pass

@@ -119,7 +119,7 @@ def test_what_cannot_be_replayed_is_refused(
             "of 3 layers (9 experts, top-2), the bundle has 3 layers (8 experts, top-2)",
         ),
         (("--trace", tmp_path / "none"), "cannot be read: No such file"),
-        (("--prefetch", "lookahead"), "so it lacks what routers would have guessed"),
+        (("--prefetch", "lookahead"), "lacks what routers would have guessed"),
         (("--profile", "toaster"), "no device profile is called `toaster`"),
         (("--readers", 0), "readers must be 1 to 32, found 0"),
         (("--read-rate", "0MB"), "`--read-rate` must be at least 1 byte"),
@@ -171,9 +171,9 @@ def test_the_rule_of_lookahead_can_be_changed_where_the_trace_says_enough(
     trace, _ = recorded(invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--prefetch-layers", 2)
     at_once = ("--read-rate", "900GB", "--read-latency", "0s")  # so that all advice is read
     arguments = ("--policy", "lru", "--expert-cache", "50%", "--expert-cache", "80%", *at_once)
-    spread = simulated(invoke, two_version_bundle, trace, *arguments)
+    likely = simulated(invoke, two_version_bundle, trace, *arguments)
     walked = simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "first-miss")
-    assert simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "spread") == spread
+    assert simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "likely") == likely
     assert all(row["prefetch_reads"] for row in walked["rows"])
     assert all(row["decisions"] is None and row["mode"] == "" for row in walked["rows"])
     for more, message in (

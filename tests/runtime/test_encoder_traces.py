@@ -100,7 +100,7 @@ def test_tables_advise_in_both_stacks(bundle: Path, kind: str) -> None:
     """What was recorded under a prefetcher of tables is what its replay says, layer by layer."""
     trace, _, capacity = record(bundle, "lrfu", 8, prefetch=kind)
     opened = open_bundle(bundle)
-    advice = table_advice(kind, opened.tables(), opened.manifest.model)  # type: ignore[arg-type]
+    advice = table_advice(kind, opened.tables(), opened.manifest.model, trace.passes)  # type: ignore[arg-type]
     for each in trace.passes:
         for at, recorded in enumerate(each.advice):
             assert tuple(advice(each, each.first_layer + at)) == recorded

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moec.runtime.eviction import (
     HALF_LIFE_TOKENS,
@@ -20,7 +22,7 @@ from moec.runtime.eviction import (
 
 def records(layer: list[int], frequency: list[float], num_layers: int) -> ExpertRecords:
     zeros = np.zeros(len(layer), np.int64)
-    heat = np.zeros(len(layer))
+    heat = np.full(len(layer), -np.inf)
     return ExpertRecords(np.array(layer, np.int32), np.array(frequency), zeros, zeros.copy(), heat, num_layers)
 
 
@@ -68,11 +70,12 @@ def test_lrfu_by_hand() -> None:
     known = records([0, 0, 0], [0.0] * 3, 1)
     for clock, used in ((1, [0]), (2, [0]), (HALF_LIFE_TOKENS + 2, [1]), (3 * HALF_LIFE_TOKENS + 2, [1])):
         known.use(used, clock)
-    assert known.heat.tolist() == pytest.approx([1 + 2 ** (-1 / HALF_LIFE_TOKENS), 1 + 1 / 4, 0])
+    then = 2.0 ** (known.heat - known.last_used / known.half_life)
+    assert then == pytest.approx([1 + 2 ** (-1 / HALF_LIFE_TOKENS), 1 + 1 / 4, 0])
     assert known.uses.tolist() == [2, 2, 0] and known.last_used.tolist() == [2, 3 * HALF_LIFE_TOKENS + 2, 0]
     # Today the two uses of expert 0 are worth 2 / 8, those of expert 1 5 / 4.
     now = 2.0 ** (lrfu_score(known, 0) - known.last_used.max() / known.half_life)
-    assert now == pytest.approx([known.heat[0] / 8, 5 / 4, 0], rel=1e-6)
+    assert now == pytest.approx([then[0] / 8, 5 / 4, 0], rel=1e-6)
     assert eviction_order(known, lrfu_score, 0, np.arange(3)).tolist() == [2, 0, 1]
     fresh = known.unused()
     assert fresh.uses.tolist() == [0, 0, 0] and known.uses.tolist() == [2, 2, 0]
@@ -80,7 +83,20 @@ def test_lrfu_by_hand() -> None:
 
 def test_lrfu_starts_with_what_calibration_saw() -> None:
     known = expert_records(np.array([0, 0, 1, 1]), np.array([3.0, 1.0, 5.0, 5.0]), 2)
-    assert known.heat.tolist() == [0.75 * HALF_LIFE_TOKENS, 0.25 * HALF_LIFE_TOKENS, *[0.5 * HALF_LIFE_TOKENS] * 2]
+    assert (2.0**known.heat).tolist() == pytest.approx([HALF_LIFE_TOKENS * share for share in (0.75, 0.25, 0.5, 0.5)])
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 12), levels=st.integers(1, 5))
+def test_the_first_of_an_order_are_those_of_the_whole_one(seed: int, count: int, levels: int) -> None:
+    """Also where many scores are equal, or none is known."""
+    random = np.random.default_rng(seed)
+    known = records(random.integers(0, 2, 20).tolist(), random.integers(0, levels, 20).tolist(), 2)
+    known.last_used[:] = random.integers(0, 3, 20)
+    candidates = random.permutation(20)[:12]
+    for score in (edgemoe_score, lrfu_score, lru_score):
+        whole = eviction_order(known, score, 1, candidates)
+        assert eviction_order(known, score, 1, candidates, count).tolist() == whole[:count].tolist()
 
 
 def test_frequencies_are_shares_of_a_layer() -> None:

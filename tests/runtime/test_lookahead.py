@@ -17,8 +17,11 @@ from moec.runtime.eviction import SCORES, expert_records
 from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.modes.settings import parse_modes
-from moec.runtime.prefetch import Advisor, LookaheadPredictor, PassState, Predictor
-from moec.runtime.routing import Router, stacked_logits
+from moec.runtime.norms import Norm
+from moec.runtime.predictors import LookaheadPredictor, PassState, Predictor
+from moec.runtime.prefetch import Advisor
+from moec.runtime.router_stack import stack_routers
+from moec.runtime.routing import Router
 from moec.runtime.simulated_cache import SimulatedCache
 from tests.kernels.packer import random_matrix
 from tests.manifests.examples import layer_spec, model_spec
@@ -32,62 +35,75 @@ ONE = np.zeros((1, 1), np.float32)
 # -- one product -----------------------------------------------------------------------------------------------------
 
 
-def router(generator: np.random.Generator, experts: int, spec: str, biased: bool) -> Router:
-    bias = generator.standard_normal(experts).astype(np.float32) if biased else None
+def router(generator: np.random.Generator, experts: int, spec: str, **changes: Any) -> tuple[Router, Norm]:
+    """changes: bias, scoring, pruned, norm_bias, eps."""
     packed = random_matrix(experts, 64, QuantSpec.parse(spec), int(generator.integers(9)))
     matrix = kernels.PackedMatrix(packed.data, experts, 64, QuantSpec.parse(spec))
-    return Router(ExpertsSpec(experts, 2, 32, "silu", RouterSpec("softmax", True)), matrix, bias)
+    bias = np.ones(experts, np.float32) if changes.get("bias") else None
+    experts_spec = ExpertsSpec(experts, 2, 32, "silu", RouterSpec(changes.get("scoring", "softmax"), True))
+    weight = 1 + generator.standard_normal(64).astype(np.float32) / 4
+    norm_bias = weight if changes.get("norm_bias") else None
+    norm = Norm(weight, norm_bias, changes.get("eps", 1e-5))
+    return Router(experts_spec, matrix, bias, changes.get("pruned", ())), norm
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kinds=st.lists(
-        st.tuples(st.sampled_from([2, 5, 16, 33]), st.sampled_from(["bf16", "q8g32", "q4g64"]), st.booleans()),
-        min_size=1,
-        max_size=4,
-    ),
-    alike=st.integers(0, 2),
-    tokens=st.integers(1, 3),
+    formats=st.lists(st.sampled_from(["bf16", "q8g32", "q4g64"]), min_size=1, max_size=4),
+    experts=st.sampled_from([2, 5, 16, 33]),
     name=st.sampled_from(kernels.available()),
     seed=st.integers(0, 1000),
 )
-def test_the_stacked_product_is_each_routers_own(
-    kinds: list[tuple[int, str, bool]], alike: int, tokens: int, name: str, seed: int
-) -> None:
-    """Bit for bit, on every instruction set, whatever their widths and formats, and with routers without a matrix."""
+def test_stacked_routers_say_what_each_says_alone(formats: list[str], experts: int, name: str, seed: int) -> None:
     generator, before = np.random.default_rng(seed), kernels.active()
-    routers = [router(generator, *kind) for kind in kinds]
-    plain = ExpertsSpec(3, 2, 32, "silu", RouterSpec("softmax", True))
-    routers += [Router(plain, None, None)] * alike
-    normed = [generator.standard_normal((tokens, 64)).astype(np.float32) for _ in routers]
+    pairs = [router(generator, experts, text) for text in formats]
+    hidden = generator.standard_normal((1, 64)).astype(np.float32)
     kernels.select(name)
     try:
-        found = stacked_logits(routers, normed)
-        alone = [each.logits(own) for each, own in zip(routers, normed, strict=True)]
+        stack = stack_routers([each for each, _ in pairs], [norm for _, norm in pairs])
+        assert stack is not None
+        found = stack.shares(hidden)
+        alone = np.array([each.rule.demand(each.logits(norm(hidden))) for each, norm in pairs])
     finally:
         kernels.select(before)
-    assert all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(found, alone, strict=True))
+    assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bias": True}, {"scoring": "sigmoid"}, {"pruned": (1,)}, {"norm_bias": True}, {"eps": 1e-6}]
+)
+def test_routers_of_another_kind_are_not_stacked(changes: dict[str, Any]) -> None:
+    generator = np.random.default_rng(1)
+    plain, other = router(generator, 8, "bf16"), router(generator, 8, "bf16", **changes)
+    assert stack_routers([plain[0]], [plain[1]]) is not None
+    assert stack_routers([plain[0], other[0]], [plain[1], other[1]]) is None
+    wider = router(generator, 9, "bf16")
+    assert stack_routers([plain[0], wider[0]], [plain[1], wider[1]]) is None
+    empty = Router(ExpertsSpec(8, 2, 32, "silu", RouterSpec("softmax", True)), None, None)
+    assert stack_routers([plain[0], empty], [plain[1], plain[1]]) is None and stack_routers([], []) is None
 
 
 def test_all_layers_ahead_are_asked_in_one_product(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[int] = []
-    product = kernels.linears_by_row
+    product = kernels.router_shares
 
-    def counted(matrices: Any, x: np.ndarray, outs: Any) -> None:
+    def counted(matrices: Any, *others: Any) -> None:
         products.append(len(matrices))
-        product(matrices, x, outs)
+        product(matrices, *others)
 
     with load(tiny_bundle, expert_cache="50%", context=8, prefetch_rule="first-miss", prefetch_layers=3) as engine:
         predictor = engine.model.advisor.predictor
         assert isinstance(predictor, LookaheadPredictor)
         hidden = np.random.default_rng(4).standard_normal((1, engine.model.spec.hidden_size)).astype(np.float32)
         state = PassState(0, hidden, [])
-        monkeypatch.setattr("moec.runtime.routing.kernels.linears_by_row", counted)
+        monkeypatch.setattr("moec.runtime.router_stack.kernels.router_shares", counted)
         together = predictor.scores_ahead(state, [1, 2])
         assert products == [2]
         for ahead, found in zip((1, 2), together, strict=True):
             alone = predictor.scores(state, ahead)
             assert found is not None and alone is not None and found.tobytes() == alone.tobytes()
+        many = predictor.scores(PassState(0, np.repeat(hidden, 2, axis=0), []))
+        assert many is not None and many == pytest.approx(2 * predictor.scores(state), rel=1e-5)  # type: ignore[operator]
         assert "prefetch lookahead to the first miss" in engine.mode
 
 
@@ -102,7 +118,7 @@ class Foreseen(Predictor):
 
 
 def walking(layers: int, held: set[int], experts: int = 0) -> Advisor:
-    return Advisor(SPEC, FIRST, Foreseen(), layers, experts, True, held.__contains__)
+    return Advisor(SPEC, FIRST, Foreseen(), layers, experts, "first-miss", held.__contains__)
 
 
 def test_the_walk_stops_at_the_first_layer_that_lacks_an_expert() -> None:

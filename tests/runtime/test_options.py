@@ -135,6 +135,7 @@ def test_draws_follow_the_distribution_and_the_seed() -> None:
 def test_the_distribution_is_that_of_transformers(
     logits: np.ndarray, top_k: int, top_p: float, min_p: float, temperature: float, penalty: float, data: st.DataObject
 ) -> None:
+    assume(np.diff(np.sort(logits)).min() > 1e-4)  # which of two equal shares passes is nobody's promise
     tokens = data.draw(st.lists(st.integers(0, len(logits) - 1), min_size=1, max_size=5))
     steps = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
     steps += [TopKLogitsWarper(top_k)] if top_k else []

@@ -11,20 +11,17 @@ import pytest
 from moec.manifests.model import ModelSpec, SharedSpec
 from moec.runtime import load
 from moec.runtime.bundle import Tables
-from moec.runtime.prefetch import (
+from moec.runtime.predictors import (
     MINIMUM_PAIR_COUNT,
-    Advisor,
     LookaheadPredictor,
     PassState,
     PathPredictor,
     PopularityPredictor,
     Predictor,
-    PrefetchQuality,
-    advised_experts,
-    candidates,
     make_predictor,
-    routed_ahead,
 )
+from moec.runtime.prefetch import Advisor, advised_experts, candidates, routed_ahead
+from moec.runtime.prefetch_quality import PrefetchQuality
 from tests.manifests.encoder_examples import MODEL as ENCODER_DECODER
 from tests.manifests.examples import layer_spec, model_spec
 
@@ -114,7 +111,7 @@ class _Counting(Predictor):
 
 
 def test_no_router_is_asked_where_no_expert_would_be_advised(tiny_bundle: Path) -> None:
-    with load(tiny_bundle, expert_cache="50%", context=8, prefetch_layers=4) as engine:
+    with load(tiny_bundle, expert_cache="50%", context=8, prefetch_layers=4, prefetch_rule="spread") as engine:
         top_k = engine.model.spec.layers[0].experts.top_k
         engine.model.advisor.predictor = counting = _Counting()
         engine.step([5], [0], [0])
@@ -161,7 +158,7 @@ def test_recall_counts_demanded_experts() -> None:
 
 def advising(spec: ModelSpec, known: Tables) -> Advisor:
     first_expert = np.cumsum([0, *(layer.experts.count for layer in spec.layers)]).tolist()
-    return Advisor(spec, first_expert, PopularityPredictor(known, spec))
+    return Advisor(spec, first_expert, PopularityPredictor(known, spec), rule="spread")
 
 
 def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:

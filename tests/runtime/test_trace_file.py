@@ -216,7 +216,10 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         (scored(more=1), "`scores`: expected null or an object of ahead, confidence, little_logits, logits"),
         (lambda: [VERSION_2, {**PROMPT, "scores": SCORES}], "`scores`: expected null in a pass of 2 tokens"),
         (lambda: [{**VERSION_2, "prefetch_layers": 9}], "expected at most 4 layers"),
-        (lambda: [{**VERSION_2, "prefetch_rule": "all"}], "`prefetch_rule`: expected one of spread, first-miss"),
+        (
+            lambda: [{**VERSION_2, "prefetch_rule": "all"}],
+            "`prefetch_rule`: expected one of likely, spread",
+        ),
         (lambda: [VERSION_2, PROMPT], "unknown [], missing ['scores']"),
         (lambda: [HEADER, {**PROMPT, "scores": None}], "unknown ['scores'], missing []"),
         (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token behind the prompt"),

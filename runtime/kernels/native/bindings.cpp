@@ -11,65 +11,12 @@
 #include <new>
 #include <vector>
 
-#include "arguments.h"
+#include "bound_weights.h"
 #include "operations.h"
 #include "thread_pool.h"
 
 namespace moec {
 namespace {
-
-// A matrix and the hold on its memory.
-struct PackedMatrix {
-    Array data;
-    MatrixView view;
-
-    PackedMatrix(nb::handle bytes, int64_t rows, int64_t columns, int bitwidth, int64_t group_size, bool is_symmetric, int float_type)
-        : data(bytes, "data", Kind::kUint8, 1),
-          view{data.data<const uint8_t>(), rows, columns, group_size, bitwidth, is_symmetric, static_cast<FloatType>(float_type)} {
-        if (float_type < 0 || float_type > static_cast<int>(FloatType::kMxfp4) || !is_valid(view)) {
-            refuse("not a matrix of the format: " + std::to_string(rows) + " x " + std::to_string(columns) + ", bitwidth " +
-                   std::to_string(bitwidth) + ", group_size " + std::to_string(group_size));
-        }
-        if (data.bytes() != packed_bytes(view)) {
-            refuse("data: expected " + std::to_string(packed_bytes(view)) + " bytes, found " + std::to_string(data.bytes()));
-        }
-    }
-};
-
-// Two or three matrices and up to three biases, kept alive. The gate is None with kRelu.
-struct Expert {
-    nb::object gate, up, down;
-    std::unique_ptr<Array> biases[3];
-    ExpertView view;
-
-    Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix, int activation, float limit, nb::list bias_objects)
-        : gate(gate_matrix), up(up_matrix), down(down_matrix) {
-        const bool has_gate = activation != static_cast<int>(Activation::kRelu);
-        if (has_gate == gate.is_none() || (!has_gate && bias_objects.size() != 0)) {
-            refuse("gate: expected a matrix, or None and no biases with the activation relu");
-        }
-        view = {nb::cast<const PackedMatrix&>(has_gate ? gate : up).view, nb::cast<const PackedMatrix&>(up).view,
-                nb::cast<const PackedMatrix&>(down).view, {static_cast<Activation>(activation), limit, nullptr, nullptr}, nullptr};
-        const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kRelu);
-        if (!is_known || (bias_objects.size() != 0 && bias_objects.size() != 3)) {
-            refuse("activation or biases: expected a known activation, and no biases or three");
-        }
-        for (size_t i = 0; i < bias_objects.size(); ++i) {
-            const MatrixView& matrix = i == 0 ? view.gate : i == 1 ? view.up : view.down;
-            biases[i] = std::make_unique<Array>(bias_objects[i], "bias", Kind::kFloat32, 1);
-            biases[i]->expect({matrix.rows});
-        }
-        if (bias_objects.size() != 0) {
-            view.gating.gate_bias = biases[0]->data<const float>();
-            view.gating.up_bias = biases[1]->data<const float>();
-            view.down_bias = biases[2]->data<const float>();
-        }
-        const bool is_same = view.gate.rows == view.up.rows && view.gate.columns == view.up.columns;
-        if (!is_same || view.down.rows != view.gate.columns || view.down.columns != view.gate.rows) {
-            refuse("gate, up and down: expected F x D, F x D and D x F");
-        }
-    }
-};
 
 void expect_memory(bool has_memory) {
     if (!has_memory) {
@@ -77,10 +24,9 @@ void expect_memory(bool has_memory) {
     }
 }
 
-// by_row: each matrix reads a row of x of its own, else all of them read all of x.
-void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x_object, nb::list out_objects, bool by_row) {
+void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x_object, nb::list out_objects) {
     const Array x(x_object, "x", Kind::kFloat32, 2);
-    const int64_t count = static_cast<int64_t>(matrices.size()), tokens = by_row ? 1 : x.size(0);
+    const int64_t count = static_cast<int64_t>(matrices.size()), tokens = x.size(0);
     if (matrices.empty() || matrices.size() > static_cast<size_t>(kMaxMatrices) || out_objects.size() != matrices.size()) {
         refuse("matrices: expected 1 to " + std::to_string(kMaxMatrices) + " and as many outputs, found " +
                std::to_string(matrices.size()) + " and " + std::to_string(out_objects.size()));
@@ -93,7 +39,7 @@ void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x
             refuse("matrices: expected packed matrices, found None");
         }
         views.push_back(&matrices[i]->view);
-        x.expect({by_row ? count : tokens, views[i]->columns});
+        x.expect({tokens, views[i]->columns});
         outs.push_back(std::make_unique<Array>(out_objects[i], "outs", Kind::kFloat32, 2, Access::kWrite));
         outs[i]->expect({tokens, views[i]->rows});
         outs[i]->expect_apart(x);
@@ -105,8 +51,7 @@ void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x
     bool has_memory;
     {
         nb::gil_scoped_release unlocked;
-        has_memory = by_row ? linears_by_row(views.data(), count, x.data<const float>(), places.data())
-                            : linears(views.data(), count, x.data<const float>(), tokens, places.data());
+        has_memory = linears(views.data(), count, x.data<const float>(), tokens, places.data());
     }
     expect_memory(has_memory);
 }
@@ -329,6 +274,35 @@ void bind_route(nb::handle logits_object, bool renormalize, nb::handle experts_o
     expect_memory(has_memory);
 }
 
+void bind_router_shares(const std::vector<const PackedMatrix*>& matrices, nb::list norm_objects, float eps, nb::handle x_object,
+                        nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 2), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
+    const int64_t count = static_cast<int64_t>(matrices.size());
+    if (count < 1 || count > kMaxMatrices || norm_objects.size() != matrices.size()) {
+        refuse("matrices: expected 1 to " + std::to_string(kMaxMatrices) + " and as many norms, found " + std::to_string(count) +
+               " and " + std::to_string(norm_objects.size()));
+    }
+    NormedRouter routers[kMaxMatrices];
+    for (size_t i = 0; i < matrices.size(); ++i) {
+        if (matrices[i] == nullptr) {
+            refuse("matrices: expected packed matrices, found None");
+        }
+        const MatrixView& matrix = matrices[i]->view;
+        const Array norm(norm_objects[i], "norms", Kind::kFloat32, 1);
+        norm.expect({matrix.columns});
+        x.expect({1, matrix.columns});
+        out.expect({count, matrix.rows});
+        routers[i] = {&matrix, norm.data<const float>()};
+    }
+    out.expect_apart(x);
+    bool has_memory;
+    {
+        nb::gil_scoped_release unlocked;
+        has_memory = router_shares(routers, count, eps, x.data<const float>(), out.data<float>());
+    }
+    expect_memory(has_memory);
+}
+
 void bind_exp(nb::handle x_object, nb::handle out_object) {
     const Array x(x_object, "x", Kind::kFloat32, 1), out(out_object, "out", Kind::kFloat32, 1, Access::kWrite);
     out.expect({x.size(0)});
@@ -380,7 +354,7 @@ NB_MODULE(_native, module) {
     module.def("active", [] { return active_kernels().name; });
     module.def("select", bind_select, "name"_a);
     module.def("set_threads", bind_set_threads, "count"_a);
-    module.def("linears", bind_linears, "matrices"_a, "x"_a, "outs"_a, "by_row"_a);
+    module.def("linears", bind_linears, "matrices"_a, "x"_a, "outs"_a);
     module.def("dequantize_rows", bind_dequantize_rows, "matrix"_a, "rows"_a, "out"_a);
     module.def("experts_of_token", bind_experts_of_token, "experts"_a, "x"_a, "ranks"_a, "out"_a);
     module.def("expert_ffn", bind_expert_ffn, "expert"_a, "x"_a, "tokens"_a, "ranks"_a, "out"_a);
@@ -392,5 +366,6 @@ NB_MODULE(_native, module) {
     module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a,
                "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
     module.def("route", bind_route, "logits"_a, "renormalize"_a, "experts"_a, "weights"_a);
+    module.def("router_shares", bind_router_shares, "matrices"_a, "norms"_a, "eps"_a, "x"_a, "out"_a);
     module.def("exp", bind_exp, "x"_a, "out"_a);
 }

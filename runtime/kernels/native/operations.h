@@ -42,4 +42,12 @@ void rope(const RopeCall& call, int64_t tokens);
 bool attention(const AttentionCall& call, int64_t tokens);
 bool route(const RouteCall& call, int64_t tokens);
 
+// A router behind an RMS norm of its own.
+struct NormedRouter {
+    const MatrixView* matrix;  // [E, D]
+    const float* norm;         // [D]
+};
+// out[i] = softmax(rms_norm(x) W_i^T) of one token, rows of E. The routers agree in D and E, at most kMaxMatrices.
+bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
+
 }  // namespace moec

@@ -1,0 +1,184 @@
+"""Predictors: which experts the layers behind the running one are likely to ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+
+from .bundle import Tables
+from .modes.choice import PassChoice
+from .norms import Norm
+from .options import Prefetch
+from .router_stack import RouterStack, stack_routers
+from .routing import Router
+
+# Pairs seen less often than this say less than the expert before alone.
+# Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
+MINIMUM_PAIR_COUNT = 8
+
+
+@dataclass(slots=True)
+class PassState:
+    """What a predictor may look at while layer `layer` of a pass runs.
+
+    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
+    tokens: int64 [T], None where a recorded pass is replayed. choice: what lossy modes make of the routers' choice.
+    logits: float32 [T, E], of the running layer, None where it routes nothing. foreseen: of the layers ahead that were
+    asked, the scores [E], nearest first.
+    """
+
+    layer: int
+    hidden: np.ndarray
+    chosen: list[np.ndarray]
+    tokens: np.ndarray | None = None
+    choice: PassChoice | None = None
+    logits: np.ndarray | None = None
+    foreseen: list[np.ndarray] = field(default_factory=list)
+
+    def top_k(self, top_k: int) -> int:
+        """Experts per token of this pass in a layer of so many."""
+        return top_k if self.choice is None else self.choice.top_k(top_k)
+
+
+class Predictor(Protocol):
+    """Scores the experts of the layers after the running one."""
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        """[E] float64 of the layer so far ahead, likelier is higher; None: nothing to say."""
+
+    def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
+        """`scores` of several layers at once."""
+        return [self.scores(state, ahead) for ahead in aheads]
+
+
+class PopularityPredictor(Predictor):
+    """The experts that calibration saw most often in the layer."""
+
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        self._popularity, self._model = tables.popularity.astype(np.float64), model
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        following: np.ndarray = self._popularity[self._model.layer_after(state.layer, ahead)]
+        return following
+
+
+class PathPredictor(Predictor):
+    """EdgeMoE's dictionary: the experts of two layers predict those of the next, with back-off.
+
+    Only layers that route count. score(e) sums over pairs (a two layers back, b one layer back) the counts of e; pairs
+    seen fewer than MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity.
+    Source: EdgeMoE, activation-path dictionary.
+    """
+
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        self._tables, self._model = tables, model
+        self._popularity = PopularityPredictor(tables, model)
+        self._rows = {tuple(key): row for row, key in enumerate(tables.path_keys.tolist())}
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        following, routed = self._model.layer_after(state.layer, ahead), self._model.expert_layers
+        start = self._model.first_decoder_layer if following >= self._model.first_decoder_layer else 0
+        past = [layer for layer in routed if start <= layer <= state.layer]
+        if following <= state.layer or not past:  # the next token's first, or nothing behind it
+            return self._popularity.scores(state, ahead)
+        if any(state.layer < layer < following for layer in routed):
+            return None
+        total = np.zeros(self._tables.popularity.shape[1])
+        for token in range(len(state.chosen[past[-1]])):
+            before = state.chosen[past[-2]][token].tolist() if len(past) > 1 else []
+            total += self._token_scores(following, before, past[-1], state.chosen[past[-1]][token].tolist())
+        return total if total.any() else self._popularity.scores(state, ahead)
+
+    def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
+        """Of the experts of layer `following`, for one token that chose these in `layer` and those before it."""
+        tables = self._tables
+        scores = np.zeros(tables.popularity.shape[1])
+        for last in chosen:
+            for first in before:
+                row = self._rows.get((following, first, last))
+                if row is None:
+                    continue
+                part = slice(tables.path_offsets[row], tables.path_offsets[row + 1])
+                counts = tables.path_counts[part].astype(np.float64)
+                if counts.sum() >= MINIMUM_PAIR_COUNT:
+                    scores[tables.path_experts[part]] += counts / counts.sum()
+        if not scores.any():
+            for last in chosen:
+                counts = tables.transitions[layer, last].astype(np.float64)
+                scores += counts / max(counts.sum(), 1)
+        return scores
+
+
+class LookaheadPredictor(Predictor):
+    """The routers of later layers, applied to this layer's residual stream. Source: HOBBIT, layer-level prediction.
+
+    Each reads it through its own layer's norm. The last layer has no next router to ask; there popularity speaks for
+    the first layer of the next token.
+    """
+
+    def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
+        self._model, self._norms, self._routers = model, norms, routers
+        self._fallback = PopularityPredictor(tables, model)
+        self._stacks: dict[tuple[int, tuple[int, ...]], RouterStack | None] = {}
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        return self.scores_ahead(state, [ahead])[0]
+
+    def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
+        asked = tuple(ahead for ahead in aheads if self._router(state.layer, ahead) is not None)
+        found = dict(zip(asked, self._demands(state, asked), strict=True))
+        return [found[ahead] if ahead in found else self._fallback.scores(state, ahead) for ahead in aheads]
+
+    def _demands(self, state: PassState, aheads: tuple[int, ...]) -> Iterable[np.ndarray]:
+        """Of routers that can be asked, one after the other or, for one token, together."""
+        key = (state.layer, aheads)
+        if key not in self._stacks:
+            layers = [self._model.layer_after(state.layer, ahead) for ahead in aheads]
+            routers = [router for layer in layers if (router := self._routers[layer]) is not None]
+            self._stacks[key] = stack_routers(routers, [self._norms[layer] for layer in layers])
+        stack = self._stacks[key]
+        if stack is not None and len(state.hidden) == 1:
+            return stack.shares(state.hidden)
+        return [self._demand(state, ahead) for ahead in aheads]
+
+    def _demand(self, state: PassState, ahead: int) -> np.ndarray:
+        layer = self._model.layer_after(state.layer, ahead)
+        router = self._routers[layer]
+        if router is None:
+            raise ValueError(f"layer {layer} routes nothing")
+        return router.rule.demand(router.logits(self._norms[layer](state.hidden)))
+
+    def _router(self, layer: int, ahead: int) -> Router | None:
+        """Of the layer so far ahead; None where none can be asked."""
+        following, first = self._model.layer_after(layer, ahead), self._model.first_decoder_layer
+        if following <= layer or layer < first <= following:  # an encoder's stream says nothing to a decoder
+            return None
+        return self._routers[following]
+
+
+def make_predictor(
+    kind: Prefetch,
+    tables: Tables,
+    model: ModelSpec,
+    norms: list[Norm],
+    routers: list[Router | None],
+) -> Predictor | None:
+    """The predictor of an option; None for `off`."""
+    if kind == "lookahead":
+        return LookaheadPredictor(tables, model, norms, routers)
+    return table_predictor(kind, tables, model)
+
+
+def table_predictor(kind: Prefetch, tables: Tables, model: ModelSpec) -> Predictor | None:
+    """The predictors that a trace alone can feed; None for `off`. Raises KeyError for `lookahead`."""
+    makers: dict[str, Callable[[Tables, ModelSpec], Predictor | None]] = {
+        "path": PathPredictor,
+        "popularity": PopularityPredictor,
+        "off": lambda tables, model: None,
+    }
+    return makers[kind](tables, model)

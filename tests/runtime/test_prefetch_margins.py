@@ -1,0 +1,103 @@
+"""How sure a prediction must be: learned until it is right as often as it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moec.runtime import load
+from moec.runtime.predictors import PassState, Predictor
+from moec.runtime.prefetch import Advisor
+from moec.runtime.prefetch_margins import PRECISION, LearnedMargins
+from tests.manifests.examples import layer_spec, model_spec
+
+EXPERTS, TOP_K = 32, 4
+
+
+def precision(noise: float, scale: float, tokens: int = 4000) -> tuple[float, float]:
+    """A layer chooses by logits that the prediction saw through noise: how often advice was right, how much there was.
+
+    Of the second half of the tokens. scale: of all logits.
+    """
+    random, margins = np.random.default_rng(3), LearnedMargins()
+    right, advised = 0, 0
+    for token in range(tokens):
+        seen = random.standard_normal(EXPERTS) * scale
+        found = margins.likely(1, 1, np.exp(seen), TOP_K).tolist()
+        true = seen + random.standard_normal(EXPERTS) * noise * scale
+        chosen = np.argsort(-true)[:TOP_K].tolist()
+        margins.observe(1, chosen)
+        if token >= tokens // 2:
+            right, advised = right + len(set(found) & set(chosen)), advised + len(found)
+    return right / max(advised, 1), advised / (tokens / 2)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 8.0])
+def test_the_least_sure_expert_is_right_as_often_as_it_should_whatever_the_scale(scale: float) -> None:
+    """The others are surer, so that all together are right more often; a better prediction advises more."""
+    found = [precision(noise, scale) for noise in (0.6, 0.3, 0.05)]
+    assert all(right > PRECISION for right, _ in found)
+    few, some, many = (advised for _, advised in found)
+    assert 0 < few < some < many <= TOP_K and some > 1
+
+
+def test_a_prediction_that_knows_nothing_comes_to_advise_nothing() -> None:
+    random, margins = np.random.default_rng(4), LearnedMargins()
+    popularity = np.exp(-np.arange(EXPERTS, dtype=np.float64))
+    advised = []
+    for _ in range(600):
+        advised.append(len(margins.likely(0, 1, popularity, TOP_K)))
+        margins.observe(0, random.choice(EXPERTS, TOP_K, replace=False).tolist())
+    assert advised[0] > 0 == sum(advised[300:])
+
+
+def test_an_expert_of_no_score_is_never_likely() -> None:
+    scores = np.array([0.0, 0.7, 0.0, 0.3, 0.0])
+    assert LearnedMargins().likely(0, 1, scores, 4).tolist() == [1, 3]
+    assert LearnedMargins().likely(0, 1, np.ones(3), 3).tolist() == [0, 1, 2], "a layer that chooses all"
+
+
+class _Sure(Predictor):
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray:
+        return np.exp(-np.arange(8, dtype=np.float64))
+
+
+def test_advice_goes_by_the_margin_for_one_token_and_by_count_for_many_or_where_a_count_is_given() -> None:
+    advisor = Advisor(model_spec((layer_spec(experts=8, top_k=4),) * 3), [0, 8, 16, 24], _Sure())
+    one, chosen = np.zeros((1, 1), np.float32), [np.array([[0, 1, 2, 3]], np.int32)]
+    following, advice = advisor.advise(PassState(0, one, chosen))
+    assert following is not None and following.tolist() == [0, 1, 2, 3]
+    assert advice == [8, 9, 10, 11, 16, 17, 18, 19]
+    many = np.zeros((2, 1), np.float32)
+    assert advisor.advise(PassState(0, many, [np.repeat(chosen[0], 2, 0)]))[1] == [8, 9, 10, 11]
+    advisor.experts = 1
+    assert advisor.advise(PassState(0, one, chosen))[1] == [8, 16]
+
+
+def test_a_pass_of_many_tokens_in_between_teaches_nothing() -> None:
+    advisor = Advisor(model_spec((layer_spec(experts=8, top_k=4),) * 2), [0, 8, 16], _Sure())
+    one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
+    wrong = np.array([[7, 6, 5, 4]], np.int32)
+    advisor.advise(PassState(0, one, [wrong]))
+    before = advisor.margins.margin(1, 1)
+    advisor.advise(PassState(0, many, [np.repeat(wrong, 2, 0)]))
+    advisor.advise(PassState(1, one, [wrong, wrong]))
+    assert advisor.margins.margin(1, 1) == before
+    advisor.advise(PassState(0, one, [wrong]))
+    advisor.advise(PassState(1, one, [wrong, wrong]))
+    assert advisor.margins.margin(1, 1) > before
+
+
+def test_an_engine_learns_while_it_decodes_and_says_the_same(tiny_bundle: Path) -> None:
+    """Two engines learn alike, and what is learned changes no result."""
+    learned, rows = [], []
+    for rule in ("likely", "likely", "spread"):
+        with load(tiny_bundle, expert_cache="50%", context=64, prefetch_rule=rule) as engine:
+            rows.append(np.concatenate([engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(24)]).tobytes())
+            margins = engine.model.advisor.margins
+            learned.append([margins.margin(layer, rank) for layer in range(3) for rank in (1, 2)])
+    assert rows[0] == rows[1] == rows[2] and learned[0] == learned[1]
+    fresh = LearnedMargins()
+    assert learned[2] == [fresh.margin(layer, rank) for layer in range(3) for rank in (1, 2)] != learned[0]
