@@ -45,10 +45,11 @@ from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE
 from .plan import CompilePlan
 from .preflight import preflight
 from .quality import model_card, quality_report
+from .quantized import LEFT_OUT
 from .reference import ReferenceModel
 from .request import CompileRequest, CompileResult
 from .search.knapsack import search
-from .search.pruning import LEFT_OUT, left_out_losses, prunes, with_pruning
+from .search.pruning import left_out_losses, prunes, with_pruning
 from .search.space import SearchSpace, build_space
 from .sensitivity import Progress, SensitivityTable, dense_formats, measure_sensitivity, plain_plan
 from .tables import Tables
@@ -58,8 +59,8 @@ from .uniform import uniform_plan, uniform_spec
 from .unit_store import UnitStore
 from .work_folder import check_partial, planning_journal, removed_on_failure, work_journal
 
-# Answer tokens of this many validation items stand for the KL of a trial.
 KL_ITEMS = 256
+"""Answer tokens of so many validation items stand for the KL of a trial."""
 
 
 @dataclass(slots=True)
@@ -137,6 +138,7 @@ def _prepare(request: CompileRequest) -> _Stage:
         group_sizes=() if kind == "uniform" else options.group_sizes,
         bits_per_weight=value if kind == "bits_per_weight" else None,
         size_bytes=round(value) if kind == "size" else None,
+        prunes=bool(options.prune),
     )
     for note in report.notes:
         request.talk.note(note)
@@ -155,7 +157,7 @@ def _choose_way(stage: _Stage) -> None:
     request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
     threads = torch.get_num_threads()
     stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, threads, limit)
-    stage.prunes = prunes(request.options, model, stage.is_layerwise)
+    stage.prunes = prunes(request.options, model)
     if stage.is_layerwise:
         planning.check_layerwise(model, request.options, stage.specs, threads, limit, len(stage.splits))
         require_trials(request, model)
@@ -362,15 +364,10 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         opened = request.open_runtime(partial, 0) if stage.cluster is None else stage.cluster.bundle(partial)
         with opened as engine:
             for split in stage.splits:
-                stage.certificates[split.task.name] = certify_task(
-                    split.task,
-                    split.test,
-                    stage.shots[split.task.name],
-                    stage.reference if stage.trials is None else stage.trials.reference,
-                    engine,
-                    request.options.target,
-                    request.talk,
-                    request.options.confidence,
+                task, reference = split.task, stage.reference if stage.trials is None else stage.trials.reference
+                texts, options = (task, split.test, stage.shots[task.name]), request.options
+                stage.certificates[task.name] = certify_task(
+                    *texts, reference, engine, options.target, request.talk, options.confidence
                 )
     if request.measure_modes is not None and stage.splits:
         task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]

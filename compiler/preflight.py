@@ -20,9 +20,8 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class PreflightReport:
-    """problems: what stands against the compile, each one sentence. notes: what the user should know."""
+    """notes: what the user should know of a compile that nothing stands against."""
 
-    problems: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -36,13 +35,15 @@ def preflight(
     bits_per_weight: float | None = None,
     size_bytes: int | None = None,
     needs_tokenizer: bool = True,
+    prunes: bool = False,
 ) -> PreflightReport:
     """Check shapes, formats and target. Reads no weights.
 
     required: formats the user named for the routed experts; each must fit all of them. offered: formats the search may
     choose from; those that do not fit a unit are left out for it. group_sizes: those that the user named.
-    bits_per_weight, size_bytes: the target, scales included. Returns the notes. Raises CheckpointError with every
-    problem, or TargetUnreachable where only formats and target stand against the compile.
+    bits_per_weight, size_bytes: the target, scales included. prunes: whether experts may be left out for it.
+    Returns the notes. Raises CheckpointError with every problem, or TargetUnreachable where only formats and target
+    stand against the compile.
     """
     model_problems = [*_tensor_problems(checkpoint, lowering)]
     if needs_tokenizer and not (checkpoint.root / TOKENIZER_NAME).is_file():
@@ -51,7 +52,9 @@ def preflight(
     plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
     plan_problems += _group_problems(model, group_sizes)
     if not plan_problems:
-        plan_problems += _target_problems(model, (*required, *offered), bits_per_weight, size_bytes)
+        plan_problems += _target_problems(
+            reachable_bytes(model, (*required, *offered), prunes), bits_per_weight, size_bytes
+        )
     problems = (*model_problems, *plan_problems)
     if problems:
         kind = CheckpointError if model_problems else TargetUnreachable
@@ -67,19 +70,23 @@ def preflight(
         }
         raise kind(where + text, remedies.get((bool(model_problems), bool(plan_problems))))
     return PreflightReport(
-        (), (*lowering.notes, *_ignored_notes(checkpoint, lowering), *_sixteen_bit_notes(model, offered))
+        (*lowering.notes, *_ignored_notes(checkpoint, lowering), *_sixteen_bit_notes(model, offered))
     )
 
 
-def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec]) -> tuple[int, int]:
-    """Least and greatest bytes of the routed experts, scales included, padding left out: smallest formats, 16 bits."""
+def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool = False) -> tuple[int, int]:
+    """Least and greatest bytes of the routed experts, scales included, padding left out: smallest formats, 16 bits.
+
+    prunes: the least is that of as many experts as a token needs, where routers do without the others.
+    """
     formats = [*offered, QuantSpec(16, float_type="bfloat16")]
     least = greatest = 0.0
     for index, layer in enumerate(model.layers):
+        kept = layer.experts.top_k if prunes and layer.experts.can_lose_experts else layer.experts.count
         for projection in layer.experts.projections:
             rows, columns = model.unit_shape(index, projection)
             sizes = [spec.row_bytes(columns) for spec in formats if spec.fits(columns)]
-            least += layer.experts.count * rows * min(sizes)
+            least += kept * rows * min(sizes)
             greatest += layer.experts.count * rows * columns * 2
     return round(least), round(greatest)
 
@@ -173,11 +180,9 @@ def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[s
     ]
 
 
-def _target_problems(
-    model: ModelSpec, formats: Sequence[QuantSpec], bits_per_weight: float | None, size_bytes: int | None
-) -> list[str]:
-    """Targets outside what the formats reach."""
-    least, greatest = reachable_bytes(model, formats)
+def _target_problems(reachable: tuple[int, int], bits_per_weight: float | None, size_bytes: int | None) -> list[str]:
+    """Targets outside what the formats reach, least and greatest bytes."""
+    least, greatest = reachable
     weights = greatest // 2
     problems = []
     least_bits = math.ceil(8000 * least / weights) / 1000

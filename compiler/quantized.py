@@ -41,7 +41,11 @@ class QuantizedMatrix:
         return torch.addcmul(minima, grouped, scales).reshape(rows, columns)
 
 
+LEFT_OUT = QuantSpec(PRUNED)
+"""The format of an expert that is left out."""
+
+
 def left_out(rows: int) -> QuantizedMatrix:
     """A matrix of an expert that is left out: rows without columns."""
     nothing = torch.empty(rows, 0)
-    return QuantizedMatrix(QuantSpec(PRUNED), nothing.to(torch.uint8), nothing.half(), None)
+    return QuantizedMatrix(LEFT_OUT, nothing.to(torch.uint8), nothing.half(), None)

@@ -36,14 +36,16 @@ class RouterMasks:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._plain: dict[int, nn.Parameter] = {}
+        self._plain: dict[str, nn.Parameter] = {}
 
-    def leave_out(self, layer: int, experts: Collection[int]) -> None:
-        """Choose among all other experts of a layer from now on; among all where none is named."""
-        name, _ = self._network.parameters[f"layers.{layer}.router"]
-        path, _, attribute = name.rpartition(".")
+    def leave_out(self, router: str, experts: Collection[int]) -> None:
+        """Choose among all other experts from now on; among all where none is named.
+
+        router: the name that the weight of the layer's router has in the network.
+        """
+        path, _, attribute = router.rpartition(".")
         module = self._network.model.get_submodule(path)
-        plain = self._plain.setdefault(layer, module.get_parameter(attribute))
+        plain = self._plain.setdefault(router, module.get_parameter(attribute))
         if experts:
             own: Any = type("_FewerExperts", (_FewerExperts,), {"left_out": sorted(experts)})
             module._parameters[attribute] = nn.Parameter(plain.detach().as_subclass(own), requires_grad=False)

@@ -96,7 +96,8 @@ class WeightStore:
     def _leave_out(self, units: frozenset[UnitKey]) -> None:
         """These units, of whole experts, and no others."""
         for layer in {unit.layer for unit in units ^ self._left_out}:
-            self._masks.leave_out(layer, {unit.expert for unit in units if unit.layer == layer})
+            router, _ = self._network.parameters[f"layers.{layer}.router"]
+            self._masks.leave_out(router, {unit.expert for unit in units if unit.layer == layer})
         self._left_out = units
 
     def _matrix(self, name: WeightName, view: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from moec.manifests.model import PROJECTIONS, UnitKey
 from ..families import Lowering
 from ..parallel import Workers
 from ..reference_network import LOGITS_PER_CHUNK, TOKENS_PER_FORWARD, Network, build_single_layer, length_batches
+from ..reference_routers import RouterMasks
 from ..reference_weights import WeightName, weight_view
 
 LayerKind = tuple[bool, int]
@@ -81,6 +82,7 @@ class LayerSlot:
         self._lowering = lowering
         self.model = lowering.model
         self._networks: dict[LayerKind, Network] = {}
+        self._mask: tuple[RouterMasks, str] | None = None
         self._take(0)
 
     def _take(self, layer: int) -> None:
@@ -101,13 +103,36 @@ class LayerSlot:
         return next(iter(self.network.experts.values()), None)
 
     def load(self, layer: int, replaced: Mapping[WeightName, Tensor] | None = None) -> None:
-        """Take the weights of a layer; `replaced` come in the place of the checkpoint's own."""
+        """Take the weights of a layer; `replaced` come in the place of the checkpoint's own.
+
+        A unit without columns stands for an expert that is left out: the router chooses among the others.
+        """
         others = {} if replaced is None else replaced
+        self._choose_among_all()
         self._take(layer)
         for name in self.dense_names(layer):
             self.set(layer, name, others[name] if name in others else self._lowering.dense_weight(name))
+        left_out = set[int]()
         for unit in self.units(layer):
-            self.set(layer, unit, others[unit] if unit in others else self._lowering.unit(unit))
+            weight = others[unit] if unit in others else self._lowering.unit(unit)
+            if weight.shape[1]:
+                self.set(layer, unit, weight)
+            else:
+                left_out.add(unit.expert)
+        if left_out:
+            self._mask = RouterMasks(self.network), self._own_name(layer, f"layers.{layer}.router")
+            self._mask[0].leave_out(self._mask[1], left_out)
+
+    def _choose_among_all(self) -> None:
+        """Whatever the layer before left out."""
+        if self._mask is not None:
+            masks, router = self._mask
+            masks.leave_out(router, ())
+            self._mask = None
+
+    def _own_name(self, layer: int, name: str) -> str:
+        """What a dense weight of the layer that is loaded is called in the network, which has one layer."""
+        return self.network.parameters[name][0].replace(f".layers.{layer}.", ".layers.0.", 1)
 
     def set(self, layer: int, name: WeightName, weight: Tensor) -> None:
         """Compute with this weight of the layer."""
@@ -118,9 +143,8 @@ class LayerSlot:
         """The memory of one weight of the layer that is loaded, float32, as TensorSource.view has it."""
         if isinstance(name, UnitKey):
             return weight_view(self.network, UnitKey(0, name.expert, name.projection))
-        parameter, source = self.network.parameters[name]
-        own = parameter.replace(f".layers.{layer}.", ".layers.0.", 1)
-        return source.view(self.network.model.get_parameter(own).data)
+        source = self.network.parameters[name][1]
+        return source.view(self.network.model.get_parameter(self._own_name(layer, name)).data)
 
     def dense_names(self, layer: int) -> list[str]:
         """Canonical names of the layer's weights outside the experts."""

@@ -13,7 +13,7 @@ from moec.manifests.quant import QuantSpec
 from ..families import Lowering
 from ..journal import Journal, StoredBytes
 from ..packing import pack, unpack
-from ..quantized import QuantizedMatrix
+from ..quantized import LEFT_OUT, QuantizedMatrix, left_out
 from ..quantizers.rtn import rounded_rows
 from ..unit_store import UnitStore
 
@@ -32,7 +32,8 @@ def stage_name(layer: int, spec: QuantSpec) -> str:
 class StreamedStore(UnitStore):
     """What UnitStore holds in memory, in the journal's folder: one file per layer and format.
 
-    costs: per layer float64 [units, specs], infinite where a format does not fit.
+    costs: per layer float64 [units, specs + 1], infinite where a format does not fit; the last is of a down projection
+    without weights, infinite for the others.
     """
 
     def __init__(self, lowering: Lowering, quantizer: str, specs: Sequence[QuantSpec], journal: Journal) -> None:
@@ -58,12 +59,14 @@ class StreamedStore(UnitStore):
 
     def _column(self, unit: UnitKey, spec: QuantSpec) -> float:
         row = unit.expert * len(PROJECTIONS) + PROJECTIONS.index(unit.projection)
-        return float(self._costs[unit.layer][row, self.specs.index(spec)])
+        return float(self._costs[unit.layer][row, (*self.specs, LEFT_OUT).index(spec)])
 
     def error(self, unit: UnitKey, spec: QuantSpec) -> float:
         return 0.0 if spec.bitwidth == 16 else self._column(unit, spec)
 
     def for_bundle(self, unit: UnitKey, spec: QuantSpec) -> np.ndarray:
+        if spec.is_pruned:
+            return np.empty(0, np.uint8)
         start = 0
         for before in layer_units(self.model, unit.layer):
             rows, columns = self.model.unit_shape(before.layer, before.projection)
@@ -74,6 +77,8 @@ class StreamedStore(UnitStore):
         raise KeyError(unit)
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
+        if spec.is_pruned:
+            return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
         return unpack(self.for_bundle(unit, spec), *self.model.unit_shape(unit.layer, unit.projection), spec)
 
     def weight(self, unit: UnitKey, spec: QuantSpec) -> torch.Tensor:

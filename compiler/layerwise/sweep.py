@@ -27,6 +27,7 @@ from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
 from ..parallel import Workers, workers
+from ..quantized import LEFT_OUT
 from ..reference_network import TOKENS_PER_FORWARD, length_batches
 from ..second_moments import SecondMoments
 from ..sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
@@ -218,7 +219,7 @@ class Sweep:
             slot.run(travellers.all(), pool, lambda: None)
             variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
             travellers.variants.update(variants)
-            return {"costs": np.zeros((0, len(self._store.specs)))}
+            return {"costs": np.zeros((0, len(self._store.specs) + 1))}
         inputs, routes, largest = self._calibrate(layer, travellers.calibration, pool)
         slot.run([*travellers.unchanged(), *travellers.variants.values()], pool, lambda: None)
         variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
@@ -261,18 +262,19 @@ class Sweep:
     def _quantize(self, layer: int, inputs: LayerInputs, pool: Workers) -> tuple[np.ndarray, bool]:
         """Quantize, write, and leave the slot with all experts in the probe format.
 
-        Returns the costs, float64 [units, specs], and whether a probe format fits.
+        Returns the costs, float64 [units, specs + 1] as StreamedStore has them, and whether a probe format fits.
         """
         module = self._slot.experts
         units, specs = layer_units(self._model, layer), self._store.specs
-        costs, is_changed = np.full((len(units), len(specs)), np.inf), False
+        priced = (*specs, LEFT_OUT)
+        costs, is_changed = np.full((len(units), len(priced)), np.inf), False
         row_of = {unit: row for row, unit in enumerate(units)}
         quantizer = LayerQuantizer(module, layer, self._inputs.quantizer, specs)
         with ExitStack() as stack:
             files = {spec: stack.enter_context(self._journal.stream(stage_name(layer, spec))) for spec in specs}
             for expert, matrices, found in quantizer.run(inputs, pool):
                 for (unit, spec), cost in found.items():
-                    costs[row_of[unit], specs.index(spec)] = cost
+                    costs[row_of[unit], priced.index(spec)] = cost
                 for projection in PROJECTIONS:
                     unit = UnitKey(layer, expert, projection)
                     for spec, file in files.items():

@@ -21,7 +21,7 @@ from moec.manifests.quant import QuantSpec
 
 from ..expert_module import gated, intermediate, projection_of
 from ..parallel import Workers
-from ..quantized import QuantizedMatrix
+from ..quantized import LEFT_OUT, QuantizedMatrix
 from ..quantizers import quantizer as find_quantizer
 from ..quantizers.gptq import prepare_inputs, quantize_gptq_batch
 from ..second_moments import SecondMoments
@@ -134,10 +134,15 @@ class LayerQuantizer:
         return found
 
     def _costs(self, expert: int, weights: dict[str, Tensor], matrices: Matrices, inputs: LayerInputs) -> Costs:
+        """Of every format, and of a down projection without weights: what leaving the expert out costs."""
         rows, share, scale = inputs.sample(expert)
         gate, up = rows @ weights["gate"].T, rows @ weights["up"].T
         middle = gated(self._module, expert, gate, up)
         costs: Costs = {}
+
+        def add(unit: UnitKey, spec: QuantSpec, error: Tensor) -> None:
+            costs[(unit, spec)] = float((error * share).square().sum(dtype=torch.float64)) * scale
+
         for (unit, spec), matrix in matrices.items():
             other = matrix.dequantize()
             if unit.projection == "down":
@@ -145,5 +150,6 @@ class LayerQuantizer:
             else:
                 moved = (rows @ other.T, up) if unit.projection == "gate" else (gate, rows @ other.T)
                 error = (gated(self._module, expert, *moved) - middle) @ weights["down"].T
-            costs[(unit, spec)] = float((error * share).square().sum(dtype=torch.float64)) * scale
+            add(unit, spec, error)
+        add(UnitKey(self._layer, expert, "down"), LEFT_OUT, middle @ weights["down"].T)
         return costs

@@ -14,11 +14,12 @@ import numpy as np
 
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
-from moec.manifests.quant import PRUNED, QuantSpec
+from moec.manifests.quant import QuantSpec
 
 from ..objective import ByteWeights
 from ..options import CompileOptions
 from ..plan import CompilePlan
+from ..quantized import LEFT_OUT
 from ..sensitivity import SensitivityTable
 from ..unit_store import UnitStore
 from .frontier import ChoiceTable, hull_steps
@@ -26,7 +27,6 @@ from .space import SearchSpace
 
 LEAST_TOKENS = 32
 """Calibration tokens of an expert that may be left out: of one that fewer asked for, too little is known."""
-LEFT_OUT = QuantSpec(PRUNED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _rows(values: Sequence[Sequence[float]]) -> np.ndarray:
     return matrix
 
 
-def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> bool:
+def prunes(options: CompileOptions, model: ModelSpec) -> bool:
     """Whether experts may be left out: as asked, else where a measured loss or KL decides.
 
     Raises OptionError where it is asked for and cannot be.
@@ -127,8 +127,6 @@ def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> boo
     refusal = None
     if not any(layer.experts.can_lose_experts for layer in model.layers):
         refusal = "the routers of this model need all of their experts"
-    elif is_layerwise:
-        refusal = "layer by layer no expert is left out"
     if options.prune and refusal is not None:
         raise OptionError(f"`--prune-experts`: {refusal}", "leave it out")
     is_measured = options.target.kind in ("loss", "kl") and options.search == "knapsack"

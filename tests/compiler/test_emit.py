@@ -31,12 +31,12 @@ from moec.compiler.tables import Tables, encode_tables, read_tables
 from moec.compiler.uniform import uniform_plan
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest, experts_file_name, unit_offsets
 from moec.manifests.codec import decode_manifest, encode_manifest
-from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, PlanError
+from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import read_header
 from moec.runtime.kernels import packed_matrix
-from tests.tiny_models import NO_DEVICE, TINY_MODELS, TinyMixtral, save_tiny_mixtral
+from tests.tiny_models import NO_DEVICE, TINY_MODELS, save_tiny_mixtral
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [QuantSpec.parse(text) for text in ("q2g32", "q3", "q4g32", "q8", "bf16", "q4s", "q2g32s")]
@@ -376,26 +376,6 @@ def test_tables_come_back(folder: Path, tmp_path: Path) -> None:
         replace(tables, popularity=np.zeros((2, 5), np.uint32)).check(model)
     with pytest.raises(ValueError, match="path_offsets: expected a rising sequence"):
         replace(tables, path_offsets=np.array([0, 3, 2], np.int64)).check(model)
-
-
-def test_uniform_plans(folder: Path, tmp_path: Path) -> None:
-    model = _open(folder).model
-    plan = uniform_plan(model, 3, 32, 8, "bfloat16")
-    assert plan.bits_per_weight == 3 + 32 / 32
-    assert {str(spec) for spec in plan.units.values()} == {"q3g32"}
-    formats = {name: str(spec) for name, spec in plan.dense.items()}
-    assert (formats["embedding"], formats["layers.1.router"], formats["final_norm"]) == ("q8g32", "bf16", "bf16")
-    with pytest.raises(PlanError, match="format q4g64 cannot hold expert matrices of 96 columns"):
-        uniform_plan(model, 4, 64, 8, "bfloat16")
-    odd = _open(save_tiny_mixtral(tmp_path / "odd", TinyMixtral(heads=3, kv_heads=1, head_size=32))).model
-    dense = uniform_plan(odd, 4, 0, 4, "float16").dense
-    assert str(dense["layers.0.output"]) == "q4"
-    dense = uniform_plan(odd, 16, 64, 8, "float16").dense
-    assert (str(dense["layers.0.query"]), str(dense["layers.0.output"])) == ("q8g64", "q8")
-    with pytest.raises(PlanError, match="use --uniform 16"):
-        uniform_plan(_open(save_tiny_mixtral(tmp_path / "narrow", TinyMixtral(width=40))).model, 4, 0, 8, "bfloat16")
-    narrow = _open(tmp_path / "narrow").model
-    assert {str(spec) for spec in uniform_plan(narrow, 16, 0, 8, "bfloat16").units.values()} == {"bf16"}
 
 
 def test_the_manifest_names_the_source_without_a_path(folder: Path, tmp_path: Path) -> None:

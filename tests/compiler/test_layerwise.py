@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,20 +23,16 @@ from moec.compiler.layerwise.store import layer_units
 from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
 from moec.compiler.layerwise.trials import StreamedTrials
 from moec.compiler.parallel import workers
+from moec.compiler.quantized import LEFT_OUT
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.sensitivity import plain_plan
-from moec.compiler.targets import TargetKind
 from moec.compiler.uniform import dense_spec, uniform_plan
 from moec.compiler.unit_store import UnitStore
-from moec.evaluation.data import load_splits
 from moec.evaluation.divergence import divergence, log_softmax
-from moec.evaluation.run import evaluate
-from moec.manifests.errors import OptionError
-from moec.manifests.model import PROJECTIONS
+from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
 from tests.manifests.examples import layer_spec, model_spec
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
-from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
@@ -151,16 +148,50 @@ def test_a_plan_measures_as_the_whole_model_does(
     assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
     plan = uniform_plan(lowering.model, 3, 32, 4, lowering.float_type, "gptq")
     measured = trials.kl(plan, "3 bits")
-    reference = ReferenceModel(folder)
-    texts = list(zip(inputs.answers.rows, inputs.answers.counts, strict=True))
-    rows = [_scored(reference, text, count) for text, count in texts]
     weights = {unit: whole.store.weight(unit, spec) for unit, spec in plan.units.items()}
     weights |= {n: whole.store.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}  # type: ignore[misc]
-    with reference.weights(weights):  # type: ignore[arg-type]
+    assert measured.mean == pytest.approx(_divergence(folder, inputs, weights), rel=1e-3) and measured.mean > 0
+
+
+@EVERY_FAMILY
+def test_leaving_experts_out_measures_as_in_the_whole_model(
+    folder: Path, lowering: Lowering, whole: SweepResult, tmp_path: Path
+) -> None:
+    """Routers choose among the others, and among all again for the plan that comes next."""
+    model = lowering.model
+    gone = {ExpertKey(at, at % 3) for at, layer in enumerate(model.layers) if layer.experts.can_lose_experts}
+    if not gone:
+        pytest.skip("its routers need all of their experts")
+    inputs, journal = inputs_of(lowering), Journal(tmp_path / "w.work", "x", Disk())
+    trials = StreamedTrials(lowering, inputs, whole, nothing, journal, 2, (), cast(Any, None))
+    plain = plain_plan(model, lowering.spec_16bit, "gptq")
+    left_out = {unit: LEFT_OUT for key in sorted(gone) for unit in model.units_of(key)}
+    measured = trials.kl(replace(plain, units={**plain.units, **left_out}), "some left out")
+    nothing_left = {unit: whole.store.weight(unit, spec) for unit, spec in left_out.items()}
+    assert measured.mean == pytest.approx(_divergence(folder, inputs, nothing_left), rel=1e-2) and measured.mean > 0
+    assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
+    assert all(whole.store.for_bundle(unit, LEFT_OUT).nbytes == 0 for unit in left_out)
+
+
+def test_an_expert_left_out_costs_what_its_output_was(folder: Path, lowering: Lowering, whole: SweepResult) -> None:
+    """By the second moments that the whole model leaves; fewer tokens than a sample holds, so nothing is estimated."""
+    calibrated = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0)
+    held, seen = UnitStore(lowering, calibrated.second_moments, "gptq"), 0
+    for key in lowering.model.expert_keys():
+        if calibrated.popularity[key.layer, key.expert]:
+            unit, seen = UnitKey(*key, "down"), seen + 1
+            assert whole.store.error(unit, LEFT_OUT) == pytest.approx(held.error(unit, LEFT_OUT), rel=1e-4)
+    assert seen > 6
+
+
+def _divergence(folder: Path, inputs: SweepInputs, weights: Any) -> float:
+    """Mean KL of the whole model with these weights in place of its own."""
+    reference, texts = ReferenceModel(folder), list(zip(inputs.answers.rows, inputs.answers.counts, strict=True))
+    rows = [_scored(reference, text, count) for text, count in texts]
+    with reference.weights(weights):
         others = [_scored(reference, text, count) for text, count in texts]
-    expected = np.concatenate([divergence(log_softmax(own), other)[0] for own, other in zip(rows, others, strict=True)])
-    assert measured.mean == pytest.approx(float(expected.mean()), rel=1e-3)
-    assert measured.mean > 0
+    parts = [divergence(log_softmax(own), other)[0] for own, other in zip(rows, others, strict=True)]
+    return float(np.concatenate(parts).mean())
 
 
 def _scored(reference: ReferenceModel, text: list[int], count: int) -> np.ndarray:
@@ -247,103 +278,6 @@ def test_divergences_are_those_of_the_plain_formula() -> None:
     kl, agrees = next(divergences(states, own, OutputHead(other), OutputHead(head)))
     expected = divergence(log_softmax((own @ head.T).numpy()), (states @ other.T).numpy())
     assert kl.numpy() == pytest.approx(expected[0], rel=1e-4) and agrees.numpy().tolist() == expected[1].tolist()
-
-
-@pytest.fixture
-def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model fits in memory as a whole."""
-    monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
-
-
-def test_a_whole_compile_layer_by_layer(too_large: None, tmp_path: Path) -> None:
-    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    options = {"data": str(texts), "tasks": ("perplexity",), "bits": (2, 3, 4), "group_sizes": (32,)}
-    for name in ("one", "two"):
-        result = compile_tiny(model, tmp_path / name, "bits_per_weight", 4.0, quick=False, **options)
-    quality = check_bundle(tmp_path / "one")
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    assert result.plan.bits_per_weight <= 4.0 and len(set(result.plan.units.values())) > 1
-    assert quality["trials"][-1]["kl"]["mean"] > 0
-    held_out = quality["held_out_kl"]["perplexity"]
-    assert quality["verdict"] == "measured" and held_out["items"] == 40
-    assert 0.2 < held_out["mean"] / quality["trials"][-1]["kl"]["mean"] < 5
-    assert not (tmp_path / "one.work").exists()
-
-
-def test_a_kl_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
-    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    options = {
-        "data": str(texts),
-        "tasks": ("perplexity",),
-        "bits": (2, 3, 4, 8),
-        "group_sizes": (32,),
-        "dense_bits": 8,
-    }
-    result = compile_tiny(model, tmp_path / "out", "kl", 0.05, quick=False, **options)
-    measured = [trial["kl"]["mean"] for trial in result.quality["trials"] if trial["purpose"] == "search"]
-    assert min(measured) <= 0.05
-
-
-LOSS: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 3, 4, 8), "group_sizes": (32,), "dense_bits": 8}
-
-
-def test_a_loss_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
-    """Judged by bundles in the runtime; the baseline is that of the whole model in transformers."""
-    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts", validation=20)
-    found = compile_tiny(model, tmp_path / "out", "loss", 0.03, quick=False, data=str(texts), **LOSS)
-    quality = check_bundle(tmp_path / "out")
-    task = quality["tasks"]["perplexity"]
-    assert quality["verdict"] in ("supported", "met") and task["loss"]["loss"] <= 0.03 and task["n"] == 40
-    assert task["kl"]["mean"] > 0 and not quality["held_out_kl"]
-    judged = [trial for trial in quality["trials"] if trial["accepted"] is not None]
-    assert any(trial["accepted"] for trial in judged)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "texts"], "no bundle of a trial"
-    split = load_splits(str(texts), "perplexity")
-    assert task["baseline"] == pytest.approx(
-        evaluate(split.task, split.test.items, ReferenceModel(model)).value, rel=1e-3
-    )
-    assert found.plan.bits_per_weight < 16
-
-
-def test_what_a_loss_needs_is_known_before_any_work(too_large: None, tmp_path: Path) -> None:
-    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    options = {"data": str(texts), **LOSS}
-    with pytest.raises(OptionError, match="there is no folder"):
-        compile_tiny(model, tmp_path / "none" / "out", "loss", 0.03, quick=False, plan_only=True, **options)
-    with pytest.raises(OptionError, match="EdgeMoE's search holds the whole model"):
-        compile_tiny(
-            model, tmp_path / "out", "kl", 0.1, quick=False, search="edgemoe", data=str(texts), tasks=("perplexity",)
-        )
-    left = tmp_path / "out.work-trial.partial"
-    left.mkdir()
-    (left / "dense.safetensors").write_bytes(b"of a killed compile")
-    compile_tiny(model, tmp_path / "out", "uniform", 4, dense_bits=8)
-    assert not left.exists()
-
-
-def test_bundles_of_trials_never_take_the_place_of_anything(too_large: None, tmp_path: Path) -> None:
-    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    own = tmp_path / "out.work-unquantized.partial"
-    own.mkdir()
-    (own / "letter.txt").write_text("mine")
-    with pytest.raises(OptionError, match="is in the way and was not left by a compile"):
-        compile_tiny(model, tmp_path / "out", "loss", 0.03, quick=False, data=str(texts), **LOSS)
-    assert (own / "letter.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("kind", "with_data", "memory", "words"),
-    [("size", False, 10**12, "--data"), ("kl", True, 10**6, "--memory"), ("loss", True, 10**6, "--memory")],
-)
-def test_what_cannot_go_layer_by_layer_says_what_would_do(
-    too_large: None, tmp_path: Path, kind: TargetKind, with_data: bool, memory: int, words: str
-) -> None:
-    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    data = {"data": str(texts), "tasks": ("perplexity",)} if with_data else {}
-    with pytest.raises(OptionError) as caught:
-        value = 30_000 if kind == "size" else 0.1
-        compile_tiny(model, tmp_path / "out", kind, value, quick=False, dense_bits=8, memory_bytes=memory, **data)
-    assert words in f"{caught.value} {caught.value.hint}" and not (tmp_path / "out").exists()
 
 
 def test_memory_grows_with_a_layer_not_with_the_model() -> None:

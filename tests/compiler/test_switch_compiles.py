@@ -306,8 +306,8 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
     for way in WAYS:
         part, evictions, _ = logits(f"{least}", **way)
         assert evictions > 0 and np.array_equal(part, whole)
-        # With room for what the next layer that routes may ask for, advice is of use, and changes nothing. Random weights
-        # make popularity no guide, which the rule `likely` finds out.
+        # With room for what the next layer that routes may ask for, advice is of use, and changes nothing. By a fixed
+        # share: random weights make popularity no guide, which the rule `likely` finds out.
         part, evictions, used = logits(f"{3 * least}", prefetch_rule="spread", **way)
         assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (way["prefetch"] != "off")
 
