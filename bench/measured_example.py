@@ -15,6 +15,7 @@ from moec.compiler.fisher import TEXTS, predict_units
 from moec.compiler.journal import Journal
 from moec.compiler.plan import CompilePlan
 from moec.compiler.reference import ReferenceModel
+from moec.compiler.second_moments import SecondMoments
 from moec.compiler.sensitivity import dense_formats, plain_plan
 from moec.compiler.trials import TaskData, Trials
 from moec.compiler.unit_store import UnitStore
@@ -31,12 +32,15 @@ def silent(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class MeasuredExample:
-    """plain: everything at 16 bits. texts: prompts and answers that calibrated it, which no trial measures."""
+    """plain: everything at 16 bits. texts: prompts and answers that calibrated it, which no trial measures. moments: of
+    them, which `store` quantizes against.
+    """
 
     lowering: Lowering
     reference: ReferenceModel
     splits: SplitData
     texts: Sequence[tuple[str, str]]
+    moments: SecondMoments
     store: UnitStore
     plain: CompilePlan
 
@@ -65,4 +69,4 @@ def measured_example(
     texts = [(splits.task.prompt(item, ()), splits.task.answer(item)) for item in splits.train.items]
     moments = calibrate(reference, reference.encode_pairs(texts)).second_moments
     plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
-    return MeasuredExample(lowering, reference, splits, texts, UnitStore(lowering, moments, "gptq"), plain)
+    return MeasuredExample(lowering, reference, splits, texts, moments, UnitStore(lowering, moments, "gptq"), plain)
