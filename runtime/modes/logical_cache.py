@@ -36,6 +36,11 @@ class LogicalCache:
         self._cache = SimulatedCache(sizes, capacity_bytes, records, policy, np.empty(0, np.int64), pin_limit_bytes)
         self._cache.fill(warm)
 
+    @property
+    def bytes_read(self) -> int:
+        """So far, the warm start left out."""
+        return self._cache.stats.bytes_read
+
     def holds(self, index: int) -> bool:
         """Whether an expert is there."""
         return self._cache.holds(index)
