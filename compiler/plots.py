@@ -89,13 +89,17 @@ def curve_picture(name: str, curve: Sequence[Mapping[str, Any]]) -> bytes:
     FigureCanvasAgg(figure)
     axis = figure.subplots(gridspec_kw={"left": 0.1, "right": 0.97, "bottom": 0.1, "top": 0.93})
     axis.set_title(f"{name}: routed experts at each loss")
-    axis.set_xlabel("relative loss allowed, %")
+    axis.set_xlabel("relative loss allowed")
     axis.set_ylabel("routed experts, MB (10^6 bytes)")
     axis.set_xscale("log")
     names = next((list(point["baselines"]) for point in curve if point["baselines"]), [])
     for marker, other in zip(("s-", "^-", "v-", "d-"), names, strict=False):
         _line(axis, [(point["target"], point["baselines"].get(other)) for point in curve], marker, other)
     _line(axis, [(point["target"], point["expert_packed_bytes"]) for point in curve], "*-", "moec")
+    targets = [100 * point["target"] for point in curve]
+    axis.set_xticks(targets, [f"{target:g} %" for target in targets])
+    axis.set_xticks([], minor=True)
+    axis.set_ylim(bottom=0)
     axis.legend()
     image = BytesIO()
     figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
