@@ -123,7 +123,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--prune-experts/--keep-experts",
     "prune",
     default=None,
-    help="Whether the search may leave experts out.  [default: with --loss and --kl, which measure what it costs]",
+    help="Whether the search may leave experts out.  [default: with --loss and --kl where the model fits in memory]",
 )
 @mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")

@@ -72,7 +72,7 @@ _OPTIONS = (
         type=int,
         default=0,
         metavar="N",
-        help="Experts of the next layer read ahead for a token.  [default: as the rule says]",
+        help="Experts of the next layer read ahead for a token, whatever the rule.  [default: as the rule says]",
     ),
     click.option(
         "--prefetch-rule",

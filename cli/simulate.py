@@ -77,7 +77,7 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
 @click.option(
     "--prefetch-rule",
     type=click.Choice(PREFETCH_RULES),
-    help="With `lookahead`: as for `moec bench`, decided again.  [default: what was recorded]",
+    help="With `lookahead`: `first-miss` is decided again, others must be in the trace.  [default: what was recorded]",
 )
 @click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once.")
 @click.option("--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`, over the profile's.")
@@ -174,7 +174,7 @@ def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule 
     if rule is None or rule == trace.header.prefetch_rule:
         return trace
     if prefetch != "lookahead":
-        raise OptionError(f"`--prefetch-rule` has no effect on the prefetcher `{prefetch}`", "leave it out")
+        raise OptionError(f"`--prefetch-rule` decides lookahead again, not the prefetcher `{prefetch}`", "leave it out")
     if rule != "first-miss" or missing_scores(trace, LossyModes()) is not None:
         raise OptionError(
             f"`{path}` was recorded with the rule `{trace.header.prefetch_rule}` and lacks what `{rule}` would ask",
@@ -235,7 +235,7 @@ def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
             f"the trace, recorded with `--prefetch {trace.header.prefetch}`, lacks what routers would have guessed",
             "record it with `moec bench --prefetch lookahead` and a cache that does not hold all experts",
         )
-    return table_advice(prefetch, bundle.tables(), bundle.manifest.model, trace.passes)
+    return table_advice(prefetch, bundle.tables(), bundle.manifest.model, trace)
 
 
 def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:

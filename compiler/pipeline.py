@@ -157,7 +157,7 @@ def _choose_way(stage: _Stage) -> None:
     request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
     threads = torch.get_num_threads()
     stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, threads, limit)
-    stage.prunes = prunes(request.options, model)
+    stage.prunes = prunes(request.options, model, stage.is_layerwise)
     if stage.is_layerwise:
         planning.check_layerwise(model, request.options, stage.specs, threads, limit, len(stage.splits))
         require_trials(request, model)

@@ -77,7 +77,8 @@ def preflight(
 def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool = False) -> tuple[int, int]:
     """Least and greatest bytes of the routed experts, scales included, padding left out: smallest formats, 16 bits.
 
-    prunes: the least is that of as many experts as a token needs, where routers do without the others.
+    prunes: the least is that of as many experts as a token needs, where routers do without the others. Calibration may
+    know too little of some to leave them out, which the search then says.
     """
     formats = [*offered, QuantSpec(16, float_type="bfloat16")]
     least = greatest = 0.0

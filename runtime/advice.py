@@ -13,7 +13,7 @@ from .options import Prefetch
 from .predictors import PassState, table_predictor
 from .prefetch import Advisor
 from .timeline import Advice
-from .trace import TracedPass
+from .trace import Trace, TracedPass
 
 
 def recorded_advice(each: TracedPass, layer: int) -> Sequence[int]:
@@ -26,20 +26,23 @@ def no_advice(each: TracedPass, layer: int) -> Sequence[int]:
     return ()
 
 
-def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, passes: Sequence[TracedPass]) -> Advice:
-    """What a bundle's tables say, by the rule `likely`, of the layers of these passes, in their order.
+def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace) -> Advice:
+    """What a bundle's tables say of the layers of a trace, pass by pass, by the rule and as far as was recorded.
 
-    Raises KeyError for `lookahead`, which asks routers, and for other passes.
+    What is sure enough is learned from the first pass of the trace on, whatever the recording engine knew before.
+    Raises KeyError for `lookahead`, which asks routers, and for passes of another trace.
     """
-    first = [0, *np.cumsum([layer.experts.count for layer in model.layers]).tolist()]
-    advisor = Advisor(model, first, table_predictor(kind, tables, model))
+    header, predictor = trace.header, table_predictor(kind, tables, model)
+    advisor = Advisor(
+        model, header.first_expert, predictor, header.prefetch_layers, header.prefetch_experts, header.prefetch_rule
+    )
     if advisor.predictor is None:
         return no_advice
     # Once for all replays: what is sure enough is learned from pass to pass.
-    found = {id(each): _advised(advisor, each) for each in passes}
+    found = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:
-        return found[id(each)][layer - each.first_layer]
+        return found[id(each)][1][layer - each.first_layer]
 
     return advise
 

@@ -245,7 +245,7 @@ def policy_score(policy: str, weights: str | None = None) -> PolicyScore:
 def eviction_order(
     records: ExpertRecords, score: PolicyScore, running_layer: int, candidates: np.ndarray, count: int | None = None
 ) -> np.ndarray:
-    """Candidates (int indices), first to evict first; ties by least recent use, then by index. The first `count`: all.
+    """Candidates (int indices), first to evict first; ties by least recent use, then by index. count: only so many.
 
     An encoder's turn comes before every score (ExpertRecords.turn).
     """

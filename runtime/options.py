@@ -92,8 +92,7 @@ class RuntimeOptions:
     readers: reads of experts under way at once, at most. prefetch_layers: how far ahead experts are guessed.
     prefetch_rule: `likely` reads what earlier predictions say is sure enough; `spread` three eighths of the top-k of
     the next layer, fewer the further one is; `first-miss` the same up to the first layer that lacks some.
-    prefetch_experts: so many of the next layer for each token, in the place of what `likely` or `spread` would; 0: as
-    the rule says.
+    prefetch_experts: so many of the next layer for each token, and `likely` is `spread`; 0: as the rule says.
     verify: compare every expert with its digest when it is first read. cache_state: `warm` fills the cache before the
     first token with what calibration saw most often, `cold` leaves it empty.
     dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
@@ -186,7 +185,10 @@ class RuntimeOptions:
     @property
     def prefetch_text(self) -> str:
         """For the `mode:` line."""
-        return self.prefetch + " to the first miss" * (self.prefetch_rule == "first-miss" and self.prefetch != "off")
+        if self.prefetch == "off":
+            return self.prefetch
+        count = f" of {self.prefetch_experts}" if self.prefetch_experts else ""
+        return self.prefetch + count + " to the first miss" * (self.prefetch_rule == "first-miss")
 
     def lossless(self) -> RuntimeOptions:
         """The same without lossy modes."""

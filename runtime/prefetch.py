@@ -158,7 +158,7 @@ class Advisor:
             return None, []
         top_k = state.top_k(following.top_k)
         if self._learns(state):
-            experts = self.margins.likely(layer, following.rank, scores, top_k)
+            experts = self.margins.likely(state.layer, layer, following.rank, scores, top_k)
         else:
             experts = candidates(scores, len(state.hidden) * self._advised(state, following))
         if state.choice is not None and len(state.hidden) == 1:

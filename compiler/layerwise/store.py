@@ -45,7 +45,9 @@ class StreamedStore(UnitStore):
         self._dense_costs: dict[tuple[str, QuantSpec], float] = {}
 
     def add_layer(self, layer: int, costs: np.ndarray) -> bool:
-        """Take over a layer that has been quantized; False if one of its files is missing or damaged."""
+        """Take over a layer that has been quantized; False if a file of it is missing or damaged, or costs are."""
+        if costs.shape != (len(layer_units(self.model, layer)), len(self.specs) + 1):
+            return False
         if not layer_units(self.model, layer):
             self._costs[layer] = costs
             return True

@@ -177,8 +177,8 @@ def test_the_rule_of_lookahead_can_be_changed_where_the_trace_says_enough(
     assert all(row["prefetch_reads"] for row in walked["rows"])
     assert all(row["decisions"] is None and row["mode"] == "" for row in walked["rows"])
     for more, message in (
-        (("--prefetch", "off"), "has no effect on the prefetcher `off`"),
-        (("--prefetch", "path"), "has no effect on the prefetcher `path`"),
+        (("--prefetch", "off"), "not the prefetcher `off`"),
+        (("--prefetch", "path"), "not the prefetcher `path`"),
     ):
         refused = invoke("simulate", two_version_bundle, "--trace", trace, "--prefetch-rule", "first-miss", *more)
         assert refused.exit_code == 1 and message in refused.stderr

@@ -52,7 +52,7 @@ def record(path: Path, policy: str, experts: int, prefetch: str = "off") -> tupl
         counted = engine.cache.stats.since(before).counts()
         counts = tuple(layer.experts.count for layer in layers)
         top_k = tuple(layer.experts.top_k for layer in layers)
-        header = TraceHeader("0" * 64, counts, top_k, len(PROMPT), prefetch, 1, 1, 1, 1, first)  # type: ignore[arg-type]
+        header = TraceHeader("0" * 64, counts, top_k, len(PROMPT), prefetch, 1, 1, 1, 1, first, prefetch_rule="likely")  # type: ignore[arg-type]
         return Trace(header, tuple(trace.passes)), counted, engine.cache.capacity_bytes
 
 
@@ -100,7 +100,7 @@ def test_tables_advise_in_both_stacks(bundle: Path, kind: str) -> None:
     """What was recorded under a prefetcher of tables is what its replay says, layer by layer."""
     trace, _, capacity = record(bundle, "lrfu", 8, prefetch=kind)
     opened = open_bundle(bundle)
-    advice = table_advice(kind, opened.tables(), opened.manifest.model, trace.passes)  # type: ignore[arg-type]
+    advice = table_advice(kind, opened.tables(), opened.manifest.model, trace)  # type: ignore[arg-type]
     for each in trace.passes:
         for at, recorded in enumerate(each.advice):
             assert tuple(advice(each, each.first_layer + at)) == recorded

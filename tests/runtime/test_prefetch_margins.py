@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moec.manifests.model import SharedSpec
 from moec.runtime import load
 from moec.runtime.predictors import PassState, Predictor
 from moec.runtime.prefetch import Advisor
@@ -25,7 +27,7 @@ def precision(noise: float, scale: float, tokens: int = 4000) -> tuple[float, fl
     right, advised = 0, 0
     for token in range(tokens):
         seen = random.standard_normal(EXPERTS) * scale
-        found = margins.likely(1, 1, np.exp(seen), TOP_K).tolist()
+        found = margins.likely(0, 1, 1, np.exp(seen), TOP_K).tolist()
         true = seen + random.standard_normal(EXPERTS) * noise * scale
         chosen = np.argsort(-true)[:TOP_K].tolist()
         margins.observe(1, chosen)
@@ -48,20 +50,26 @@ def test_a_prediction_that_knows_nothing_comes_to_advise_nothing() -> None:
     popularity = np.exp(-np.arange(EXPERTS, dtype=np.float64))
     advised = []
     for _ in range(600):
-        advised.append(len(margins.likely(0, 1, popularity, TOP_K)))
+        advised.append(len(margins.likely(2, 0, 1, popularity, TOP_K)))
         margins.observe(0, random.choice(EXPERTS, TOP_K, replace=False).tolist())
     assert advised[0] > 0 == sum(advised[300:])
 
 
 def test_an_expert_of_no_score_is_never_likely() -> None:
     scores = np.array([0.0, 0.7, 0.0, 0.3, 0.0])
-    assert LearnedMargins().likely(0, 1, scores, 4).tolist() == [1, 3]
-    assert LearnedMargins().likely(0, 1, np.ones(3), 3).tolist() == [0, 1, 2], "a layer that chooses all"
+    assert LearnedMargins().likely(2, 0, 1, scores, 4).tolist() == [1, 3]
+    assert LearnedMargins().likely(2, 0, 1, np.ones(3), 3).tolist() == [0, 1, 2], "a layer that chooses all"
 
 
 class _Sure(Predictor):
+    """Says 0, 1, 2, ... in this order, behind one of the layers the other way round."""
+
+    def __init__(self, wrong_behind: int | None = None) -> None:
+        self.wrong_behind = wrong_behind
+
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray:
-        return np.exp(-np.arange(8, dtype=np.float64))
+        found = np.exp(-np.arange(8, dtype=np.float64))
+        return found[::-1].copy() if state.layer == self.wrong_behind else found
 
 
 def test_advice_goes_by_the_margin_for_one_token_and_by_count_for_many_or_where_a_count_is_given() -> None:
@@ -81,13 +89,53 @@ def test_a_pass_of_many_tokens_in_between_teaches_nothing() -> None:
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
     wrong = np.array([[7, 6, 5, 4]], np.int32)
     advisor.advise(PassState(0, one, [wrong]))
-    before = advisor.margins.margin(1, 1)
+    before = advisor.margins.margin(0, 1, 1)
     advisor.advise(PassState(0, many, [np.repeat(wrong, 2, 0)]))
     advisor.advise(PassState(1, one, [wrong, wrong]))
-    assert advisor.margins.margin(1, 1) == before
+    assert advisor.margins.margin(0, 1, 1) == before
     advisor.advise(PassState(0, one, [wrong]))
     advisor.advise(PassState(1, one, [wrong, wrong]))
-    assert advisor.margins.margin(1, 1) > before
+    assert advisor.margins.margin(0, 1, 1) > before
+
+
+def margins_of(margins: LearnedMargins) -> list[float]:
+    return [
+        margins.margin(running, layer, rank) for running, layer, rank in ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
+    ]
+
+
+def test_what_looks_from_elsewhere_is_learned_apart() -> None:
+    """Behind the last layer popularity speaks for the first that routes, always wrong; in front of it a router does."""
+    plain = replace(layer_spec(), experts=replace(layer_spec().experts, count=0, top_k=0), shared=SharedSpec(64))
+    spec = model_spec((plain, *(layer_spec(experts=8, top_k=4),) * 2))
+    advisor = Advisor(spec, [0, 0, 8, 16], _Sure(wrong_behind=2))
+    one, chosen = np.zeros((1, 1), np.float32), np.array([[0, 1, 2, 3]], np.int32)
+    routes = [np.zeros((1, 0), np.int32), chosen, chosen]
+    for _ in range(200):
+        advice = [advisor.advise(PassState(layer, one, routes[: layer + 1]))[1] for layer in range(3)]
+    assert advice[0][:4] == [0, 1, 2, 3] and advice[2] == []
+
+
+def test_what_was_learned_is_unlearned() -> None:
+    """However long a guess was right, or wrong, before."""
+    margins = LearnedMargins()
+    scores = np.exp(-np.arange(8, dtype=np.float64))
+    for chosen, expected in (([0, 1], 2), ([6, 7], 0), ([0, 1], 2)):
+        for _ in range(5000):
+            margins.likely(0, 1, 1, scores, 2)
+            margins.observe(1, chosen)
+        assert len(margins.likely(0, 1, 1, scores, 2)) == expected
+        margins.forget_guesses()
+
+
+def test_few_experts_with_a_score_are_no_proof() -> None:
+    """As tables of paths have it: nothing is known of all others, and what is known may be wrong each time."""
+    margins, scores = LearnedMargins(), np.array([0.0, 1.0, 0.0, 0.0])
+    assert margins.likely(0, 1, 1, scores, 1).tolist() == [1]
+    for _ in range(200):
+        margins.observe(1, [3])
+        found = margins.likely(0, 1, 1, scores, 1)
+    assert len(found) == 0
 
 
 def test_an_engine_learns_while_it_decodes_and_says_the_same(tiny_bundle: Path) -> None:
@@ -97,7 +145,7 @@ def test_an_engine_learns_while_it_decodes_and_says_the_same(tiny_bundle: Path) 
         with load(tiny_bundle, expert_cache="50%", context=64, prefetch_rule=rule) as engine:
             rows.append(np.concatenate([engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(24)]).tobytes())
             margins = engine.model.advisor.margins
-            learned.append([margins.margin(layer, rank) for layer in range(3) for rank in (1, 2)])
+            learned.append(margins_of(margins))
     assert rows[0] == rows[1] == rows[2] and learned[0] == learned[1]
     fresh = LearnedMargins()
-    assert learned[2] == [fresh.margin(layer, rank) for layer in range(3) for rank in (1, 2)] != learned[0]
+    assert learned[2] == margins_of(fresh) != learned[0]

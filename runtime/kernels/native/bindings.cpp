@@ -283,16 +283,17 @@ void bind_router_shares(const std::vector<const PackedMatrix*>& matrices, nb::li
                " and " + std::to_string(norm_objects.size()));
     }
     NormedRouter routers[kMaxMatrices];
+    std::vector<std::unique_ptr<Array>> norms;
     for (size_t i = 0; i < matrices.size(); ++i) {
         if (matrices[i] == nullptr) {
             refuse("matrices: expected packed matrices, found None");
         }
         const MatrixView& matrix = matrices[i]->view;
-        const Array norm(norm_objects[i], "norms", Kind::kFloat32, 1);
-        norm.expect({matrix.columns});
+        norms.push_back(std::make_unique<Array>(norm_objects[i], "norms", Kind::kFloat32, 1));
+        norms.back()->expect({matrix.columns});
         x.expect({1, matrix.columns});
         out.expect({count, matrix.rows});
-        routers[i] = {&matrix, norm.data<const float>()};
+        routers[i] = {&matrix, norms.back()->data<const float>()};
     }
     out.expect_apart(x);
     bool has_memory;
