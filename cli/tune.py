@@ -197,6 +197,8 @@ def search(
             if best.prefetch == "off" and name.startswith("prefetch_"):
                 continue  # there is nothing left that it could change
             change: dict[str, Any] = {name: value}
+            if name == "prefetch_experts" and best.prefetch_rule == "likely":
+                change["prefetch_rule"] = "spread"  # what a count makes of it
             candidate = replace(best, **change)
             ratios = []
             for turn in range(ROUNDS):

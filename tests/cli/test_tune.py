@@ -51,7 +51,7 @@ def test_depth_and_rank_of_the_lookahead_are_chosen_by_measurement() -> None:
     best, trials = tune.search(
         options, 8, slower(prefetch_layers_3=0.9, prefetch_experts_4=0.95, prefetch_experts_8=2.0)
     )
-    assert best == replace(options, prefetch_layers=3, prefetch_experts=4)
+    assert best == replace(options, prefetch_layers=3, prefetch_experts=4, prefetch_rule="spread")
     assert [t["value"] for t in trials if t["option"] == "prefetch_experts"] == [2, 4, 8]
     assert [t["value"] for t in trials if t["option"] == "prefetch_layers"] == [1, 3]
 
