@@ -75,7 +75,9 @@ def replayed_row(bundle: Bundle, trace: Trace, replayed: ReplayedBundle, thresho
     """Columns of one replay: MiB a token, share low, share skipped."""
     spec, header = bundle.manifest.model, trace.header
     predictor = RecordedPredictor(spec) if header.prefetch == "lookahead" else None
-    advisor = Advisor(spec, header.first_expert, predictor, header.prefetch_layers, rule=header.prefetch_rule)
+    advisor = Advisor(
+        spec, header.first_expert, predictor, header.prefetch_layers, header.prefetch_experts, header.prefetch_rule
+    )
     model = TracedModel(spec, header.first_expert, replayed.sizes, advisor)
     versions = Versions(model.first_expert, low_version_indices(bundle.manifest))
     _, counts = replay_modes(trace, parse_modes(thresholds, None, None), model, versions, cache, no_advice)

@@ -38,7 +38,7 @@ def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace)
     )
     if advisor.predictor is None:
         return no_advice
-    # Once for all replays: what is sure enough is learned from pass to pass.
+    # Once for all replays: what is sure enough is learned from pass to pass. Passes are held, so that ids stay theirs.
     found = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:

@@ -49,7 +49,7 @@ class Predictor(Protocol):
     """Scores the experts of the layers after the running one."""
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        """[E] float64 of the layer so far ahead, likelier is higher; None: nothing to say."""
+        """[E] floats >= 0 of the layer so far ahead, likelier is higher; None: nothing to say."""
 
     def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
         """`scores` of several layers at once."""
