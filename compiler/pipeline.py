@@ -365,9 +365,9 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         with opened as engine:
             for split in stage.splits:
                 task, reference = split.task, stage.reference if stage.trials is None else stage.trials.reference
-                items, options = (task, split.test, stage.shots[task.name]), request.options
+                asked, options = (task, split.test, stage.shots[task.name]), request.options
                 stage.certificates[task.name] = certify_task(
-                    *items, reference, engine, options.target, request.talk, options.confidence
+                    *asked, reference, engine, options.target, request.talk, options.confidence
                 )
     if request.measure_modes is not None and stage.splits:
         task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
