@@ -75,9 +75,11 @@ def test_io_and_threads_change_nothing(bundle: Path, resident: np.ndarray, io: s
 
 @pytest.mark.gate("G3")
 @pytest.mark.parametrize("prefetch", ["lookahead", "path", "popularity"])
-def test_prefetch_changes_nothing(bundle: Path, resident: np.ndarray, prefetch: str) -> None:
-    logits, stats = run(bundle, expert_cache="60%", prefetch=prefetch)
-    assert stats.prefetch_reads > 0 and stats.prefetch_hits > 0
+@pytest.mark.parametrize("rule", ["likely", "spread"])
+def test_prefetch_changes_nothing(bundle: Path, resident: np.ndarray, prefetch: str, rule: str) -> None:
+    """What was read ahead is used; whether it arrives before its layer asks depends on the storage of the moment."""
+    logits, stats = run(bundle, expert_cache="60%", prefetch=prefetch, prefetch_rule=rule)
+    assert stats.prefetch_used > 0
     assert np.array_equal(logits.view(np.uint32), resident.view(np.uint32))
 
 
@@ -85,7 +87,7 @@ def test_prefetch_changes_nothing(bundle: Path, resident: np.ndarray, prefetch: 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_looking_ahead_to_the_first_miss_changes_nothing(bundle: Path, resident: np.ndarray, layers: int) -> None:
     logits, stats = run(bundle, expert_cache="60%", prefetch_rule="first-miss", prefetch_layers=layers)
-    assert stats.prefetch_reads > 0 and stats.prefetch_hits > 0
+    assert stats.prefetch_used > 0
     assert np.array_equal(logits.view(np.uint32), resident.view(np.uint32))
 
 

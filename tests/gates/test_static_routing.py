@@ -114,7 +114,7 @@ def test_experts_are_known_ahead_and_change_nothing(bundle: Path, prefetch: str)
     none, (off, _) = run(bundle, str(3 * least), "off")
     part, (stats, layers) = run(bundle, str(3 * least), prefetch)
     assert np.array_equal(none, whole) and np.array_equal(part, whole)
-    assert stats.evictions > 0 and stats.prefetch_hits > 0 == off.prefetch_hits
+    assert stats.evictions > 0 and stats.prefetch_used > 0 == off.prefetch_used
     # Every expert that a layer behind another one asked for was named, and none other was.
     for at in range(1, LAYERS):
         if at != LEARNED:
