@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
-from .compile_log import CompileLog, stage_table
+from .compile_log import CompileLog, forecast_table, stage_table
 from .mode_sweep import mode_sweep_option
 from .paths import PATH
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
     from moec.compiler.certify import MeasureModes
+    from moec.compiler.forecast import StageForecast
     from moec.compiler.loss_curve import LossCurve
     from moec.compiler.options import CompileOptions
     from moec.compiler.request import CompileResult
@@ -140,6 +141,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--cluster", metavar="ADDRESS", help="Hand work to a Ray cluster: `auto`, or its address like `10.0.0.1:6379`."
 )
 @click.option("--plan-only", is_flag=True, help="Print the plan and what each stage took, write no bundle.")
+@click.option("--estimate", is_flag=True, help="Only say what time, memory and disk each stage will take.")
 @click.option("--sweep", metavar="RANGE", help="No bundle: bytes over losses, like `0.5%..20%` or `1%,2%`.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
@@ -165,6 +167,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     ray start --address=10.0.0.1:6379                   with the address that this one printed; then, here:
     moec compile s3://models/mixtral --loss 2% --data d/ --cluster auto
     """
+    from moec.compiler.forecast import forecast
     from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
     from moec.compiler.request import CompileRequest
@@ -193,6 +196,9 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
     with log:
+        if values["estimate"]:
+            print_forecast(forecast(request), as_json)
+            return
         result = compile_checkpoint(request)
     if result.path is not None:
         write_beside(result, log)
@@ -318,6 +324,15 @@ def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
     output.data(curve_table(plain["curve"]))
     output.data(f"curve    {data}, {picture.name}")
     output.data("losses are those of validation items: only a compiled bundle is certified on held-out ones")
+
+
+def print_forecast(stages: Sequence[StageForecast], as_json: bool) -> None:
+    """What every stage will take."""
+    plain = [stage.to_json() for stage in stages]
+    if as_json:
+        output.data_json({"stages": plain})
+        return
+    output.data(forecast_table(plain))
 
 
 def print_result(result: CompileResult, stages: str = "") -> None:

@@ -5,17 +5,15 @@ preflight -> calibrate -> sensitivity -> search -> compare -> emit -> certify ->
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moec.evaluation.data import SplitData
 from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import TargetUnreachable
@@ -24,56 +22,45 @@ from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, calibration_summary, unseen_notes
 from .certify import MODES_ITEMS, DivergenceCertificate, TaskCertificate, certify_task
-from .checkpoint import Checkpoint, open_checkpoint
-from .cluster.session import ClusterSession, check_cluster, cluster_session
+from .cluster.session import ClusterSession, cluster_session
 from .comparison import Comparison, can_compare, compare_with_baselines
-from .device_fit import choose_objective, smallest_plan, summarise_device
+from .device_fit import choose_objective, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
-from .emit import cost_summary, emit, finish, producer
-from .families import Lowering, TensorSource, lower
-from .fisher import TEXTS, check_sensitivity, predict_units
+from .emit import cost_summary, emit, finish
+from .families import TensorSource
+from .fisher import TEXTS, predict_units
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.certificate import certify_layerwise
-from .layerwise.plan_bundles import PlanBundles, clear_trials, require_trials
+from .layerwise.plan_bundles import PlanBundles, clear_trials
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
 from .low_versions import with_low_versions
 from .objective import byte_weights
-from .options import UNIFORM_DENSE_BITS, UNIFORM_GROUP_SIZE
+from .options import UNIFORM_DENSE_BITS
 from .plan import CompilePlan
-from .preflight import preflight
+from .preparation import KL_ITEMS, Prepared, prepare
 from .quality import model_card, quality_report
 from .quantized import LEFT_OUT
 from .reference import ReferenceModel
 from .request import CompileRequest, CompileResult
 from .search.knapsack import search
-from .search.pruning import left_out_losses, prunes, with_pruning
+from .search.pruning import left_out_losses, with_pruning
 from .search.space import SearchSpace, build_space
-from .sensitivity import Progress, SensitivityTable, dense_formats, measure_sensitivity, plain_plan
+from .sensitivity import Progress, SensitivityTable, measure_sensitivity
 from .tables import Tables
-from .task_data import Shots, load_task_data, train_texts
+from .task_data import train_texts
 from .trials import TaskData, Trials
-from .uniform import uniform_plan, uniform_spec
+from .uniform import uniform_plan, uniform_quantizer, uniform_spec
 from .unit_store import UnitStore
 from .work_folder import check_partial, planning_journal, removed_on_failure, work_journal
 
-KL_ITEMS = 256
-"""Answer tokens of so many validation items stand for the KL of a trial."""
-
 
 @dataclass(slots=True)
-class _Stage:
+class _Stage(Prepared):
     """What the stages hand on."""
 
-    request: CompileRequest
-    checkpoint: Checkpoint
-    lowering: Lowering
-    splits: tuple[SplitData, ...]
-    shots: Shots
-    is_layerwise: bool = False
-    prunes: bool = False
     journal: Journal | None = None
     cluster: ClusterSession | None = None
     reference: ReferenceModel | None = None
@@ -88,11 +75,6 @@ class _Stage:
     divergences: dict[str, DivergenceCertificate] = field(default_factory=dict)
     modes: dict[str, Any] | None = None
 
-    @property
-    def specs(self) -> tuple[QuantSpec, ...]:
-        bitwidths = self.request.profile.bitwidths
-        return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec)
-
 
 def compile_checkpoint(request: CompileRequest) -> CompileResult:
     """Run all stages. Afterwards `output` holds a complete bundle, or what it held before.
@@ -101,8 +83,8 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     """
     output, disk = request.output, request.disk
     if request.plan_only:
-        stage = _prepare(request)
-        journal = planning_journal(output, _identity(stage), request.resume, request.talk.note)
+        stage = _begin(request)
+        journal = planning_journal(output, stage.identity(), request.resume, request.talk.note)
         with _workers(stage) as stage.cluster, journal as stage.journal:
             plan = _make_plan(stage)
             curve = _curve(stage) if request.sweep else None
@@ -112,8 +94,8 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     check_partial(partial)
     clear_trials(output, disk)
-    stage = _prepare(request)
-    journal = work_journal(output, _identity(stage), disk, request.resume, request.talk.note)
+    stage = _begin(request)
+    journal = work_journal(output, stage.identity(), disk, request.resume, request.talk.note)
     with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
         disk.remove_tree(partial)
         plan = _make_plan(stage)
@@ -123,46 +105,9 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     return CompileResult(output, plan, quality)
 
 
-def _prepare(request: CompileRequest) -> _Stage:
-    """Everything that can fail before work: checkpoint, shapes, target, data, device."""
-    options = request.options
-    checkpoint = open_checkpoint(request.source)
-    lowering = lower(checkpoint)
-    stage = _Stage(request, checkpoint, lowering, (), {})
-    kind, value = options.target.kind, options.target.value
-    report = preflight(
-        checkpoint,
-        lowering,
-        required=_required_specs(stage),
-        offered=() if kind == "uniform" else stage.specs,
-        group_sizes=() if kind == "uniform" else options.group_sizes,
-        bits_per_weight=value if kind == "bits_per_weight" else None,
-        size_bytes=round(value) if kind == "size" else None,
-        prunes=bool(options.prune),
-    )
-    for note in report.notes:
-        request.talk.note(note)
-    stage.splits, stage.shots = load_task_data(options, request.talk.note)
-    check_sensitivity(options.sensitivity, lowering.model)
-    if request.cluster is not None:
-        check_cluster(kind, stage.lowering.model, stage.specs, request.memory_limit_bytes)
-    if kind != "uniform":
-        summarise_device(request.profile, smallest_plan(stage.lowering, options, stage.specs))
-        _choose_way(stage)
-    return stage
-
-
-def _choose_way(stage: _Stage) -> None:
-    """The whole model at once if it fits in memory, else one layer at a time. Raises OptionError."""
-    request, model, limit = stage.request, stage.lowering.model, stage.request.memory_limit_bytes
-    threads = torch.get_num_threads()
-    stage.is_layerwise = planning.goes_layer_by_layer(model, stage.specs, threads, limit)
-    stage.prunes = prunes(request.options, model, stage.is_layerwise)
-    if stage.is_layerwise:
-        planning.check_layerwise(model, request.options, stage.specs, threads, limit, len(stage.splits))
-        require_trials(request, model)
-        need = planning.need_bytes(model, request.options, stage.specs, threads, len(stage.splits))
-        request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
+def _begin(request: CompileRequest) -> _Stage:
+    prepared = prepare(request)
+    return _Stage(**{part.name: getattr(prepared, part.name) for part in fields(prepared)})
 
 
 def _workers(stage: _Stage) -> AbstractContextManager[ClusterSession | None]:
@@ -178,22 +123,6 @@ def _check_weights(stage: _Stage) -> None:
         progress(done, len(sources))
 
 
-def _required_specs(stage: _Stage) -> tuple[QuantSpec, ...]:
-    """Formats that every expert must fit."""
-    options = stage.request.options
-    low = () if options.low_spec is None else (options.low_spec,)
-    return (uniform_spec(options, stage.lowering), *low) if options.target.kind == "uniform" else low
-
-
-def _identity(stage: _Stage) -> str:
-    """Digest of everything that the result depends on."""
-    data = [[split.task.name, split.train.sha256, split.validation.sha256, split.test.sha256] for split in stage.splits]
-    files = [[entry.name, entry.sha256] for entry in stage.checkpoint.source_files()]
-    profile = [stage.request.profile.name, stage.request.profile.sha256]
-    plain = [producer(), files, stage.request.options.to_plain(), data, profile, stage.is_layerwise]
-    return hashlib.sha256(canonical_json(plain)).hexdigest()
-
-
 # -- plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +134,7 @@ def _make_plan(stage: _Stage) -> CompilePlan:
 def _make_high_plan(stage: _Stage) -> CompilePlan:
     options, model = stage.request.options, stage.lowering.model
     if options.target.kind == "uniform":
-        # There is no data that GPTQ could work from.
-        quantizer = "rtn" if options.quantizer == "gptq" else options.quantizer
+        quantizer = uniform_quantizer(options)
         spec, dense = uniform_spec(options, stage.lowering), options.dense_bits or UNIFORM_DENSE_BITS
         plan = uniform_plan(
             model, spec.bitwidth, options.uniform_group, dense, stage.lowering.float_type, quantizer,
@@ -251,12 +179,7 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     options, talk, lowering, journal = stage.request.options, stage.request.talk, stage.lowering, stage.journal
     if journal is None:
         raise RuntimeError("a plan is made with a journal")
-    plain = plain_plan(lowering.model, lowering.spec_16bit, options.quantizer)
-    dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, lowering.float_type)
-    probe = min(dense, key=lambda specs: min(spec.bitwidth for spec in specs.values()))
-    inputs = planning.sweep_inputs(
-        lowering, stage.splits, stage.shots, stage.specs, probe, options.quantizer, options.seed, KL_ITEMS
-    )
+    inputs = stage.sweep_inputs()
     threads = torch.get_num_threads()
     found = Sweep(lowering, inputs, journal, threads).run(talk.progress("calibrating and quantizing layer by layer"))
     stage.statistics, stage.store, stage.sensitivity = found.statistics, found.store, found.sensitivity
@@ -318,8 +241,7 @@ def _search(stage: _Stage) -> CompilePlan:
     options, talk, trials, store = stage.request.options, stage.request.talk, stage.trials, stage.store
     if trials is None or store is None or stage.journal is None:
         raise RuntimeError("the search comes after the trials are set up")
-    plain = plain_plan(stage.lowering.model, stage.lowering.spec_16bit, options.quantizer)
-    dense = dense_formats(plain, options.dense_widths(), UNIFORM_GROUP_SIZE, stage.lowering.float_type)
+    plain, dense = stage.plain_plan(), stage.dense_formats()
     if stage.sensitivity is None:
         predict = partial(_predict_units, stage)
         stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, predict, talk)

@@ -21,6 +21,11 @@ def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
     return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
 
 
+def uniform_quantizer(options: CompileOptions) -> str:
+    """There is no data that GPTQ could work from."""
+    return "rtn" if options.quantizer == "gptq" else options.quantizer
+
+
 def uniform_plan(
     model: ModelSpec,
     bitwidth: float,

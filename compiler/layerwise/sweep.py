@@ -128,6 +128,27 @@ class _Capture:
         self._handle.remove()
 
 
+def calibrate_layer(
+    slot: LayerSlot, layer: int, texts: TextStates, pool: Workers, has_moments: bool
+) -> tuple[LayerInputs, np.ndarray, np.ndarray]:
+    """Move texts through the loaded layer. Returns what they left, routes [T, K], largest router weights [T]."""
+    inputs = LayerInputs(slot.model.layers[layer].experts, slot.model.hidden_size, has_moments)
+    module = slot.experts
+    capture = _Capture(slot)
+    routes, largest = [], []
+    try:
+        jobs = [(state, texts.real(at)) for at, state in enumerate(texts.states)]
+        # Passes side by side; what they leave is added batch after batch, while the next ones run.
+        for at, (state, handed) in enumerate(pool.in_order(lambda job: capture.forward(*job), jobs)):
+            texts.states[at] = state
+            inputs.add(module, handed, pool)
+            routes.append(handed.chosen.numpy().astype(np.uint16))
+            largest.append(handed.weights.amax(1).numpy())
+    finally:
+        capture.close()
+    return inputs, np.concatenate(routes), np.concatenate(largest)
+
+
 class Sweep:
     """Runs the sweep; see the module."""
 
@@ -220,7 +241,8 @@ class Sweep:
             variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
             travellers.variants.update(variants)
             return {"costs": np.zeros((0, len(self._store.specs) + 1))}
-        inputs, routes, largest = self._calibrate(layer, travellers.calibration, pool)
+        has_moments = self._inputs.quantizer == "gptq"
+        inputs, routes, largest = calibrate_layer(slot, layer, travellers.calibration, pool, has_moments)
         slot.run([*travellers.unchanged(), *travellers.variants.values()], pool, lambda: None)
         variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
         costs, is_changed = self._quantize(layer, inputs, pool)
@@ -229,25 +251,6 @@ class Sweep:
             slot.run([before], pool, lambda: None)
         travellers.variants.update(variants)
         return {"routes": routes, "largest": largest, "costs": costs, "tokens": inputs.tokens.numpy()}
-
-    def _calibrate(self, layer: int, texts: TextStates, pool: Workers) -> tuple[LayerInputs, np.ndarray, np.ndarray]:
-        """Move the calibration texts through the layer. Returns what they left, routes [T, K], largest weights [T]."""
-        has_moments = self._inputs.quantizer == "gptq"
-        inputs = LayerInputs(self._model.layers[layer].experts, self._model.hidden_size, has_moments)
-        module = self._slot.experts
-        capture = _Capture(self._slot)
-        routes, largest = [], []
-        try:
-            jobs = [(state, texts.real(at)) for at, state in enumerate(texts.states)]
-            # Passes side by side; what they leave is added here, in order, while the next ones run.
-            for at, (state, handed) in enumerate(pool.in_order(lambda job: capture.forward(*job), jobs)):
-                texts.states[at] = state
-                inputs.add(module, handed)
-                routes.append(handed.chosen.numpy().astype(np.uint16))
-                largest.append(handed.weights.amax(1).numpy())
-        finally:
-            capture.close()
-        return inputs, np.concatenate(routes), np.concatenate(largest)
 
     def _with_dense_probe(self, layer: int, group: str, texts: TextStates, pool: Workers) -> TextStates:
         """Texts through the layer with one group of its dense weights in the probe format."""

@@ -58,15 +58,18 @@ class LayerInputs:
         self._weights: list[list[Tensor]] = [[] for _ in range(count)]
         self._fallback = torch.zeros(0, hidden_size)
 
-    def add(self, module: Any, batch: ExpertInputs) -> None:
-        """Add a batch; module: the experts, whose gates the intermediates come from."""
+    def add(self, module: Any, batch: ExpertInputs, pool: Workers) -> None:
+        """Add a batch, experts side by side; module: the experts, whose gates the intermediates come from."""
         if len(self._fallback) < SAMPLE_TOKENS:
             self._fallback = torch.cat([self._fallback, batch.inputs[: SAMPLE_TOKENS - len(self._fallback)]])
 
-        for expert in range(len(self._samples)):
+        def one(expert: int) -> None:
             token, rank = torch.where(batch.chosen == expert)
             if len(token):
                 self._add_expert(module, expert, batch.inputs[token], batch.weights[token, rank].unsqueeze(1))
+
+        for _ in pool.in_order(one, range(len(self._samples))):
+            pass
 
     def _add_expert(self, module: Any, expert: int, rows: Tensor, weight: Tensor) -> None:
         """Tokens of one expert. rows: [n, D], weight: [n, 1]."""
@@ -102,9 +105,14 @@ class LayerQuantizer:
         """module: the layer's experts (`gate_up_proj` [E, 2F, D], `down_proj` [E, D, F]). specs: below 16 bits."""
         self._module, self._layer, self._quantizer, self._specs = module, layer, quantizer, tuple(specs)
 
-    def run(self, inputs: LayerInputs, pool: Workers) -> Iterator[tuple[int, Matrices, Costs]]:
-        """Per expert, in order: its projections in every format that fits them, and what each costs."""
-        experts = range(int(self._module.num_experts))
+    def run(
+        self, inputs: LayerInputs, pool: Workers, only: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Matrices, Costs]]:
+        """Per expert, in order: its projections in every format that fits them, and what each costs.
+
+        only: of these experts; None: of all.
+        """
+        experts = range(int(self._module.num_experts)) if only is None else only
         results = pool.in_order(lambda expert: self._expert(expert, inputs), experts)
         for expert, (matrices, costs) in zip(experts, results, strict=True):
             yield expert, matrices, costs

@@ -109,7 +109,7 @@ def _quantize(
         return nearest
     if prepared is None:
         prepared = prepare_inputs(second_moments[seen], [counts[at] for at in seen])
-    best = list(nearest)
+    best = {at: _Rows.of(weights[at], nearest[at], second_moments[at]) for at in seen}
     fits = spec.largest_code < REFITTED_CODES
     damped = [_damped(second_moments[at], counts[at]) if fits else None for at in seen]
     for _ in range(REFITS if fits else 1):
@@ -118,9 +118,9 @@ def _quantize(
             tried = QuantizedMatrix(spec, codes, nearest[at].scales, nearest[at].minima)
             if moment is not None:
                 tried = refit(weights[at], tried, moment)
-            best[at] = _better_rows(weights[at], best[at], tried, second_moments[at])
+            best[at] = best[at].better(_Rows.of(weights[at], tried, second_moments[at]))
             nearest[at] = tried
-    return best
+    return [best[at].matrix if at in best else matrix for at, matrix in enumerate(nearest)]
 
 
 def _damped(moment: Tensor, tokens: int) -> Tensor:
@@ -130,15 +130,27 @@ def _damped(moment: Tensor, tokens: int) -> Tensor:
     return (moment / mean).float() + damping * torch.eye(len(moment))
 
 
-def _better_rows(weight: Tensor, one: QuantizedMatrix, other: QuantizedMatrix, moment: Tensor) -> QuantizedMatrix:
-    """Of two matrices in one format, row for row the one with the least output error; equal: the first."""
-    before, after = (row_errors(weight, matrix.dequantize(), moment) for matrix in (one, other))
-    takes = (after < before).unsqueeze(1)
-    minima = None
-    if one.minima is not None and other.minima is not None:
-        minima = torch.where(takes, other.minima, one.minima)
-    codes, scales = torch.where(takes, other.codes, one.codes), torch.where(takes, other.scales, one.scales)
-    return QuantizedMatrix(one.spec, codes, scales, minima)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A matrix, and the output error of each of its rows, [N]."""
+
+    matrix: QuantizedMatrix
+    errors: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> _Rows:
+        return cls(matrix, row_errors(weight, matrix.dequantize(), moment))
+
+    def better(self, other: _Rows) -> _Rows:
+        """Row for row the one with the least output error, of two matrices in one format; equal: this one."""
+        takes = other.errors < self.errors
+        rows, one, two = takes.unsqueeze(1), self.matrix, other.matrix
+        minima = None
+        if one.minima is not None and two.minima is not None:
+            minima = torch.where(rows, two.minima, one.minima)
+        codes, scales = torch.where(rows, two.codes, one.codes), torch.where(rows, two.scales, one.scales)
+        errors = torch.where(takes, other.errors, self.errors)
+        return _Rows(QuantizedMatrix(one.spec, codes, scales, minima), errors)
 
 
 def _compensate(weights: Tensor, prepared: PreparedInputs, nearest: list[QuantizedMatrix], seen: list[int]) -> Tensor:

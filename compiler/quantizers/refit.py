@@ -49,12 +49,16 @@ def _steps(codes: Tensor, residual: Tensor, moment: Tensor, groups: int, has_min
     system = torch.empty(rows, unknowns, unknowns, dtype=torch.float64)
     wanted = [(left * grouped).sum(-1)]
     for group in range(groups):
-        product = (grouped[:, group] @ strips[group]).reshape(rows, groups, -1)
-        system[:, group, :groups] = (product * grouped).sum(-1)
-        if has_minima:
-            system[:, group, groups:] = system[:, groups:, group] = product.sum(-1)
+        # Scales with scales: symmetric, so that only columns from the group on are multiplied.
+        product = grouped[:, group] @ strips[group, :, group * strips.shape[1] :]
+        product = product.reshape(rows, groups - group, -1).mul_(grouped[:, group:]).sum(-1)
+        system[:, group, group:groups] = system[:, group:groups, group] = product
     if has_minima:
-        system[:, groups:, groups:] = strips.reshape(groups, columns // groups, groups, -1).sum((1, 3))
+        sums = strips.reshape(groups, columns // groups, groups, -1).sum(-1)  # of each row of H over a group's columns
+        between = torch.bmm(grouped.transpose(0, 1), sums).transpose(0, 1)
+        system[:, :groups, groups:] = between
+        system[:, groups:, :groups] = between.transpose(1, 2)
+        system[:, groups:, groups:] = sums.sum(1)
         wanted.append(left.sum(-1))
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += (_RIDGE * diagonal.mean(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)

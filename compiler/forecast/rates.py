@@ -1,0 +1,206 @@
+"""Pieces of a compile, timed on one layer of the checkpoint: the rates that a forecast multiplies.
+
+Each piece is the code that the compile itself runs, on as many threads, with the checkpoint's own weights and texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..checkpoint import Checkpoint
+from ..durable import Disk, disk_errors
+from ..families import Lowering
+from ..layerwise.memory import layer_weights
+from ..layerwise.slot import LayerSlot, TextStates
+from ..layerwise.sweep import calibrate_layer
+from ..layerwise.units import LayerQuantizer
+from ..options import Progress
+from ..packing import pack, unpack
+from ..parallel import workers
+from ..quantizers import quantizer as find_quantizer
+from ..quantizers.rtn import rounded_rows
+from ..reference_network import TOKENS_PER_FORWARD
+
+_DIGESTED_BYTES = 256 << 20
+_ROUNDED_ROWS = 1024
+_LOGIT_TOKENS = 256
+_LONG_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    """Seconds per byte: of a checkpoint read and hashed by one thread, and written with its hash and its sync."""
+
+    digested_byte: float
+    written_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRates:
+    """Seconds with all threads at work. expert: one read, rounded in every format and packed; rounded_weight: of a
+    dense weight, rounded with clip search.
+    """
+
+    expert: float
+    rounded_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRates:
+    """Seconds of wall time with all threads at work, of layer `layer` where a layer's weights or pass are meant.
+
+    loaded_layer: its weights from the checkpoint as float32. token: of a text through it; calibration_token: through
+    it with routes, samples and second moments kept. expert: quantized in every format, priced and packed.
+    restored_expert: one format of it unpacked and dequantized, by one thread. rounded_weight: of a dense weight,
+    rounded with clip search. logit_token: the logits of one token.
+    """
+
+    layer: int
+    loaded_layer: float
+    token: float
+    calibration_token: float
+    expert: float
+    restored_expert: float
+    rounded_weight: float
+    logit_token: float
+
+
+class _Clock:
+    """Seconds of a with block."""
+
+    seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds = time.perf_counter() - started
+
+
+def measure_disk(checkpoint: Checkpoint, beside: Path, disk: Disk) -> DiskRates:
+    """Read the largest file's first bytes; write, sync and remove as many beside the output.
+
+    Raises MoecError where the folder cannot be written to.
+    """
+    largest = max((checkpoint.root / name for name in checkpoint.weight_files()), key=lambda path: path.stat().st_size)
+    clock = _Clock()
+    with clock.running(), largest.open("rb") as file:
+        data = file.read(_DIGESTED_BYTES)
+        hashlib.sha256(data)
+    digested = clock.seconds / len(data)
+    with disk_errors(beside), tempfile.TemporaryDirectory(dir=beside, prefix=".moec-forecast-") as place:  # noqa: SIM117
+        with clock.running(), disk.create(Path(place) / "written") as written:  # the sync is timed, the removal is not
+            written.write(data)
+    return DiskRates(digested, clock.seconds / len(data))
+
+
+def measured_layer(model: ModelSpec) -> int:
+    """The layer that stands for all: the largest of those with experts."""
+    return max(model.expert_layers, key=lambda layer: layer_weights(model, layer))
+
+
+def measure_layer(
+    lowering: Lowering, rows: Sequence[list[int]], specs: Sequence[QuantSpec], quantizer: str, progress: Progress
+) -> LayerRates:
+    """Run every piece once. rows: calibration texts. specs: formats on offer; those of 16 bits are nothing to do.
+
+    Takes the memory of a compile layer by layer, and a minute for a layer of half a billion weights.
+    """
+    layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
+    pieces, formats = 6, [spec for spec in specs if spec.bitwidth < 16]
+    progress(0, pieces)
+    slot = LayerSlot(lowering)
+    with clock.running():
+        slot.load(layer)
+    loaded = clock.seconds
+    progress(1, pieces)
+    with workers(threads) as pool:
+        few, many = (TextStates.begin(_first(rows, times * threads), slot.embed) for times in (1, 2))
+        slot.run([few.copy()], pool, lambda: None)  # threads and pages come first
+        with clock.running():
+            slot.run([few], pool, lambda: None)
+        token = clock.seconds / sum(map(len, few.rows))
+        progress(2, pieces)
+        with clock.running():
+            inputs, _, _ = calibrate_layer(slot, layer, many, pool, quantizer == "gptq")
+        calibration_token = clock.seconds / sum(map(len, many.rows))
+        progress(3, pieces)
+        chosen = torch.argsort(inputs.tokens, descending=True)[:threads].tolist()
+        packed: dict[tuple[UnitKey, QuantSpec], np.ndarray] = {}
+        quantizing = LayerQuantizer(slot.experts, layer, quantizer, formats)
+        for _ in range(2):
+            with clock.running():
+                for _, matrices, _ in quantizing.run(inputs, pool, chosen):
+                    packed |= {key: pack(matrix) for key, matrix in matrices.items()}
+            if clock.seconds > _LONG_SECONDS:
+                break  # what a first run pays for threads and pages is lost in it
+        expert = clock.seconds / len(chosen)
+        progress(4, pieces)
+    with clock.running():
+        for (unit, spec), data in packed.items():
+            shape = lowering.model.unit_shape(layer, unit.projection)
+            unpack(data, *shape, spec).dequantize()
+    restored = clock.seconds / max(len(packed), 1) * len(PROJECTIONS)
+    progress(5, pieces)
+    rounded = _rounded_weight(lowering)
+    head, states = slot.head(), torch.randn(_LOGIT_TOKENS, lowering.model.hidden_size)
+    with clock.running():
+        head.logits(states).log_softmax(-1)
+    progress(6, pieces)
+    return LayerRates(layer, loaded, token, calibration_token, expert, restored, rounded, clock.seconds / _LOGIT_TOKENS)
+
+
+def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:
+    """Read a few experts, round them in every format that fits without weighing inputs, and pack them."""
+    model, threads = lowering.model, torch.get_num_threads()
+    layer, clock = measured_layer(model), _Clock()
+    experts = range(min(2 * threads, model.layers[layer].experts.count))
+    rounding = find_quantizer(quantizer)
+
+    def one(expert: int) -> None:
+        for projection in model.layers[layer].experts.projections:
+            weight = lowering.unit(UnitKey(layer, expert, projection)).float()
+            for spec in specs:
+                if spec.bitwidth < 16 and spec.fits(weight.shape[1]):
+                    pack(rounding(weight, spec, None, 0))
+
+    with workers(threads) as pool:
+        list(pool.in_order(one, experts[:threads]))  # threads and pages come first
+        with clock.running():
+            list(pool.in_order(one, experts))
+    return ExpertRates(clock.seconds / len(experts), _rounded_weight(lowering))
+
+
+def _rounded_weight(lowering: Lowering) -> float:
+    """Seconds to round one weight of the output matrix, of its first rows."""
+    name = "embedding" if lowering.model.tie_embeddings else "lm_head"
+    rows, clock = lowering.dense_weight(name)[:_ROUNDED_ROWS], _Clock()
+    spec = next(s for s in (QuantSpec(4, 32), QuantSpec(4, 0)) if s.fits(rows.shape[1]))
+    with clock.running():
+        for _, matrix in rounded_rows(rows, spec):
+            pack(matrix)
+    return clock.seconds / rows.numel()
+
+
+def _first(rows: Sequence[list[int]], batches: int) -> list[list[int]]:
+    """The first texts that fill so many batches; at least one."""
+    chosen: list[list[int]] = []
+    for row in rows:
+        if chosen and sum(map(len, chosen)) + len(row) > batches * TOKENS_PER_FORWARD:
+            break
+        chosen.append(row)
+    return chosen

@@ -1,0 +1,252 @@
+"""The stages of a compile as numbers of pieces, times what a piece takes on this machine.
+
+Titles are those of the progress bars. What is at most so many is told at its most: measured plans, bytes on disk. How
+long generated answers become nobody knows before, so their time is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+
+import torch
+
+from moec.manifests.model import ModelSpec
+
+from ..fisher import SKETCHES, TEXTS
+from ..layerwise import planning
+from ..layerwise.memory import PROCESS_BYTES, layer_weights, streamed_bytes, whole_bytes
+from ..layerwise.sweep import PROBE_TOKENS, SweepInputs
+from ..options import UNIFORM_DENSE_BITS
+from ..preflight import reachable_bytes
+from ..preparation import Prepared
+from ..search.knapsack import CALIBRATING_KL, MAX_GENERATED, MAX_KL
+from ..uniform import uniform_spec
+from .rates import DiskRates, ExpertRates, LayerRates
+
+_FLOAT = 4
+_HALF = 2
+_DIGESTS_AT_ONCE = 2
+_VARIANTS = 2  # that a layer begins: with its attention, and with its experts, in a probe format
+_PLANS = {"loss": CALIBRATING_KL + MAX_GENERATED, "kl": MAX_KL}  # measured at most; for other targets, the one found
+
+
+@dataclass(frozen=True, slots=True)
+class StageForecast:
+    """seconds: of wall time, None where nobody can know. memory_bytes, disk_bytes: at most, of the process and beside
+    the output. work: what the time is made of.
+    """
+
+    title: str
+    seconds: float | None
+    memory_bytes: int
+    disk_bytes: int
+    work: str
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values."""
+        return asdict(self)
+
+
+def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> list[StageForecast]:
+    """Of `--uniform`."""
+    model, options = prepared.lowering.model, prepared.request.options
+    spec, experts = uniform_spec(options, prepared.lowering), len(model.expert_keys())
+    dense = _dense_weights(model)
+    written = reachable_bytes(model, [spec])[0] + dense * (options.dense_bits or UNIFORM_DENSE_BITS) // 8
+    seconds = experts * rates.expert + dense * rates.rounded_weight + written * disk.written_byte
+    memory, work = _rounding_bytes(model), f"{experts:,} experts in {spec}, {written:,} bytes"
+    return [_digests(prepared, disk), StageForecast("writing the bundle", seconds, memory, written, work)]
+
+
+class SearchForecast:
+    """Of a compile that searches, layer by layer or with the whole model in memory."""
+
+    def __init__(self, prepared: Prepared, inputs: SweepInputs, disk: DiskRates, rates: LayerRates) -> None:
+        self._prepared, self._inputs, self._disk, self._rates = prepared, inputs, disk, rates
+        self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
+        self._threads, self._plans = torch.get_num_threads(), _PLANS.get(self._target, 1)
+        self._held_out = _count(row for held in inputs.held_out.values() for row in held.rows)
+        self._bundle = self._bundle_bytes()
+
+    def layerwise(self) -> list[StageForecast]:
+        """One layer at a time."""
+        inputs, experts = self._inputs, len(self._model.expert_keys())
+        work, answers = self._work_bytes(), _count(inputs.answers.rows)
+        # For a loss, the checkpoint's own weights and the plan that is tried lie beside it as bundles.
+        tried = self._weights() * _HALF + self._bundle if self._target == "loss" else 0
+        options, limit = self._prepared.request.options, len(self._prepared.splits)
+        memory = planning.need_bytes(self._model, options, inputs.specs, self._threads, limit)
+        texts = _count(inputs.calibration) + answers + self._held_out
+        passes = streamed_bytes(self._model, texts, inputs.specs, self._threads)
+        stages = [
+            _digests(self._prepared, self._disk),
+            StageForecast(
+                "calibrating and quantizing layer by layer",
+                self._sweep_seconds() + work * self._disk.written_byte,
+                passes,
+                work,
+                f"{_count(inputs.calibration):,} tokens, {experts:,} experts in {len(inputs.specs)} formats",
+            ),
+            StageForecast(
+                "measuring layer by layer",
+                self._plans * self._plan_seconds(),
+                passes,
+                work,
+                f"{self._at_most(self._plans)}, {answers:,} tokens each",
+            ),
+            *self._answers(memory, work + tried),
+            self._writing(passes, work + self._bundle),
+        ]
+        if self._target != "loss":
+            seconds = self._held_out * (self._through_layers() + self._rates.logit_token)
+            text = f"{self._held_out:,} held-out tokens"
+            stages.append(StageForecast("KL on held-out items", seconds, memory, work + self._bundle, text))
+        return stages
+
+    def whole(self, calibration_tokens: int) -> list[StageForecast]:
+        """All of the model in memory. calibration_tokens: of all train items."""
+        model, rates, specs = self._model, self._rates, self._inputs.specs
+        memory = whole_bytes(model, self._prepared.specs, self._threads)
+        experts, scale = len(model.expert_keys()), self._scales()
+        calibrating = calibration_tokens * rates.calibration_token * sum(scale)
+        texts = sum(len(split.train.items) for split in self._prepared.splits)
+        predicted = round(calibration_tokens * min(1.0, TEXTS / texts))
+        # A pass forward, one backward for each sketch of twice its work, and the experts of one for every format.
+        passes = 1 + 2 * SKETCHES + len(specs) * self._share_of_experts()
+        return [
+            _digests(self._prepared, self._disk),
+            StageForecast("checking weights", 2 * self._loading(), memory, 0, f"{self._weights():,} weights, twice"),
+            StageForecast("calibrating", calibrating, memory, 0, f"{calibration_tokens:,} tokens"),
+            StageForecast(
+                f"quantizing with {self._prepared.request.options.quantizer}",
+                experts * rates.expert,
+                memory,
+                0,
+                f"{experts:,} experts in {len(specs)} formats",
+            ),
+            StageForecast(
+                "predicting what each unit costs",
+                predicted * passes * self._through_layers(),
+                memory,
+                0,
+                f"{predicted:,} tokens, gradients and {len(specs)} formats",
+            ),
+            *self._answers(memory, 0),
+            self._writing(memory, self._bundle),
+        ]
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _answers(self, memory: int, disk: int) -> list[StageForecast]:
+        """What a loss asks for, or plans measured where the model is in memory."""
+        if self._target != "loss":
+            return []
+        items = sum(len(split.validation.items) for split in self._prepared.splits)
+        last = sum(len(split.test.items) for split in self._prepared.splits)
+        work = f"{self._at_most(MAX_GENERATED)} on {items:,} items; checkpoint and bundle on {last:,}"
+        return [StageForecast("generating answers", None, memory, disk, work)]
+
+    def _writing(self, memory: int, disk: int) -> StageForecast:
+        seconds = _dense_weights(self._model) * self._rates.rounded_weight + self._bundle * self._disk.written_byte
+        return StageForecast("writing the bundle", seconds, memory, disk, f"{self._bundle:,} bytes at most")
+
+    def _sweep_seconds(self) -> float:
+        rates, total = self._rates, 0.0
+        others, probe = _count(self._inputs.answers.rows) + self._held_out, min(PROBE_TOKENS, self._calibration())
+        for layer, scale in enumerate(self._scales()):
+            variants = _VARIANTS * layer + 1 + _VARIANTS
+            passed = self._calibration() * rates.calibration_token + (others + variants * probe) * rates.token
+            total += scale * passed + self._loaded(layer)
+            total += self._model.layers[layer].experts.count * rates.expert
+        return total
+
+    def _plan_seconds(self) -> float:
+        """Every layer with its experts as the plan stores them, then logits of plan and checkpoint."""
+        answers = self._inputs.answers
+        restoring = len(self._model.expert_keys()) * self._rates.restored_expert
+        logits = 2 * sum(answers.counts) * self._rates.logit_token
+        return self._loading() + restoring + _count(answers.rows) * self._through_layers() + logits
+
+    def _through_layers(self) -> float:
+        """Seconds of one token through all layers."""
+        return self._rates.token * sum(self._scales())
+
+    def _scales(self) -> list[float]:
+        """What a token computes with in each layer, as a share of that in the measured one."""
+        active = [_active_weights(self._model, layer) for layer in range(self._model.num_layers)]
+        return [weights / active[self._rates.layer] for weights in active]
+
+    def _share_of_experts(self) -> float:
+        """Of what a token computes with."""
+        active = sum(_active_weights(self._model, layer) for layer in range(self._model.num_layers))
+        dense = sum(prod(s) for name, s in self._model.dense_shapes().items() if name.startswith("layers."))
+        return 1 - dense / active
+
+    def _loaded(self, layer: int) -> float:
+        measured = layer_weights(self._model, self._rates.layer)
+        return self._rates.loaded_layer * layer_weights(self._model, layer) / measured
+
+    def _loading(self) -> float:
+        return sum(map(self._loaded, range(self._model.num_layers)))
+
+    def _calibration(self) -> int:
+        return _count(self._inputs.calibration)
+
+    def _weights(self) -> int:
+        layers = sum(layer_weights(self._model, layer) for layer in range(self._model.num_layers))
+        return layers + sum(prod(s) for name, s in self._model.dense_shapes().items() if not name.startswith("layers."))
+
+    def _work_bytes(self) -> int:
+        """Units in every format that fits, and the residual streams behind two layers."""
+        units = 0
+        for unit in self._model.unit_keys():
+            rows, columns = self._model.unit_shape(unit.layer, unit.projection)
+            units += sum(spec.packed_bytes(rows, columns) for spec in self._inputs.specs if spec.fits(columns))
+        variants = PROBE_TOKENS * (_VARIANTS * self._model.num_layers + 2)
+        texts = self._calibration() + _count(self._inputs.answers.rows) + self._held_out + variants
+        return units + 2 * _FLOAT * self._model.hidden_size * texts
+
+    def _bundle_bytes(self) -> int:
+        """Of the largest bundle that the target allows, its dense weights at 16 bits unless they were asked for."""
+        options, value = self._prepared.request.options, self._prepared.request.options.target.value
+        experts = reachable_bytes(self._model, ())[1]
+        if self._target == "bits_per_weight":
+            experts = round(experts * value / 16)
+        elif self._target == "size":
+            experts = round(value)
+        return experts + _dense_weights(self._model) * (options.dense_bits or 16) // 8
+
+    def _at_most(self, plans: int) -> str:
+        return "1 plan" if plans == 1 else f"at most {plans} plans"
+
+
+def _digests(prepared: Prepared, disk: DiskRates) -> StageForecast:
+    """What the journal knows a checkpoint by."""
+    root = prepared.checkpoint.root
+    size = sum((root / name).stat().st_size for name in prepared.checkpoint.weight_files())
+    seconds = size * disk.digested_byte / min(_DIGESTS_AT_ONCE, len(prepared.checkpoint.weight_files()))
+    return StageForecast("hashing the checkpoint", seconds, PROCESS_BYTES, 0, f"{size:,} bytes")
+
+
+def _count(rows: Iterable[Sequence[int]]) -> int:
+    return sum(map(len, rows))
+
+
+def _dense_weights(model: ModelSpec) -> int:
+    return sum(prod(shape) for shape in model.dense_shapes().values())
+
+
+def _rounding_bytes(model: ModelSpec) -> int:
+    """Peak memory of threads that each round an expert."""
+    layers = ((at, model.layers[at].experts) for at in model.expert_layers)
+    largest = max(sum(prod(model.unit_shape(at, p)) for p in experts.projections) for at, experts in layers)
+    return PROCESS_BYTES + 2 * torch.get_num_threads() * _FLOAT * largest
+
+
+def _active_weights(model: ModelSpec, layer: int) -> int:
+    """Weights that one token is multiplied with."""
+    experts = model.layers[layer].experts
+    one = sum(prod(model.unit_shape(layer, projection)) for projection in experts.projections) if experts.count else 0
+    return layer_weights(model, layer) - one * (experts.count - experts.top_k)
