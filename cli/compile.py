@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moec.compiler.forecast import StageForecast
     from moec.compiler.loss_curve import LossCurve
     from moec.compiler.options import CompileOptions
-    from moec.compiler.request import CompileResult
+    from moec.compiler.request import CompileRequest, CompileResult
 
     from .engines import BundleEngine
 
@@ -168,10 +168,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile s3://models/mixtral --loss 2% --data d/ --cluster auto
     """
     from moec.compiler.forecast import forecast
-    from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
-    from moec.compiler.request import CompileRequest
-    from moec.compiler.targets import parse_size
     from moec.manifests.errors import OptionError
 
     sweep = _sweep(values)
@@ -180,21 +177,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     log = CompileLog(destination)
-    request = CompileRequest(
-        source=model,
-        output=destination,
-        options=options,
-        profile=_profile(values["device"], destination),
-        open_runtime=open_partial,
-        measure_modes=_modes_measurement(values, options),
-        talk=Talk(log.note, log.progress),
-        resume=values["resume"],
-        overwrite=values["overwrite"],
-        plan_only=values["plan_only"] or bool(sweep),
-        sweep=sweep,
-        cluster=values["cluster"],
-        memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
-    )
+    request = _request(model, destination, options, log, values)
+    request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
     with log:
         if values["estimate"]:
             print_forecast(forecast(request), as_json)
@@ -209,6 +193,29 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         output.data_json(result.quality)
         return
     print_result(result, stage_table(log.stages()) if values["plan_only"] else "")
+
+
+def _request(
+    model: str, destination: Path, options: CompileOptions, log: CompileLog, values: dict[str, Any]
+) -> CompileRequest:
+    """What the command line asks for, its sweep apart."""
+    from moec.compiler.options import Talk
+    from moec.compiler.request import CompileRequest
+    from moec.compiler.targets import parse_size
+
+    return CompileRequest(
+        source=model,
+        output=destination,
+        options=options,
+        profile=_profile(values["device"], destination),
+        open_runtime=open_partial,
+        measure_modes=_modes_measurement(values, options),
+        talk=Talk(log.note, log.progress),
+        resume=values["resume"],
+        overwrite=values["overwrite"],
+        cluster=values["cluster"],
+        memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
+    )
 
 
 def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:

@@ -13,11 +13,12 @@ from math import prod
 import torch
 
 from moec.manifests.model import ModelSpec
+from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
 
 from ..fisher import SKETCHES, TEXTS
 from ..layerwise import planning
 from ..layerwise.memory import PROCESS_BYTES, layer_weights, streamed_bytes, whole_bytes
-from ..layerwise.sweep import PROBE_TOKENS, SweepInputs
+from ..layerwise.sweep import SweepInputs
 from ..options import UNIFORM_DENSE_BITS
 from ..preflight import reachable_bytes
 from ..preparation import Prepared
@@ -54,7 +55,7 @@ def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> l
     model, options = prepared.lowering.model, prepared.request.options
     spec, experts = uniform_spec(options, prepared.lowering), len(model.expert_keys())
     dense = _dense_weights(model)
-    written = reachable_bytes(model, [spec])[0] + dense * (options.dense_bits or UNIFORM_DENSE_BITS) // 8
+    written = _written_bytes(model, reachable_bytes(model, [spec])[0], options.dense_bits or UNIFORM_DENSE_BITS)
     seconds = experts * rates.expert + dense * rates.rounded_weight + written * disk.written_byte
     memory, work = _rounding_bytes(model), f"{experts:,} experts in {spec}, {written:,} bytes"
     return [_digests(prepared, disk), StageForecast("writing the bundle", seconds, memory, written, work)]
@@ -102,7 +103,8 @@ class SearchForecast:
         if self._target != "loss":
             seconds = self._held_out * (self._through_layers() + self._rates.logit_token)
             text = f"{self._held_out:,} held-out tokens"
-            stages.append(StageForecast("KL on held-out items", seconds, memory, work + self._bundle, text))
+            title = f"KL on {', '.join(inputs.held_out)}"
+            stages.append(StageForecast(title, seconds, memory, work + self._bundle, text))
         return stages
 
     def whole(self, calibration_tokens: int) -> list[StageForecast]:
@@ -146,7 +148,7 @@ class SearchForecast:
         items = sum(len(split.validation.items) for split in self._prepared.splits)
         last = sum(len(split.test.items) for split in self._prepared.splits)
         work = f"{self._at_most(MAX_GENERATED)} on {items:,} items; checkpoint and bundle on {last:,}"
-        return [StageForecast("generating answers", None, memory, disk, work)]
+        return [StageForecast("measuring the tasks", None, memory, disk, work)]
 
     def _writing(self, memory: int, disk: int) -> StageForecast:
         seconds = _dense_weights(self._model) * self._rates.rounded_weight + self._bundle * self._disk.written_byte
@@ -154,7 +156,7 @@ class SearchForecast:
 
     def _sweep_seconds(self) -> float:
         rates, total = self._rates, 0.0
-        others, probe = _count(self._inputs.answers.rows) + self._held_out, min(PROBE_TOKENS, self._calibration())
+        others, probe = _count(self._inputs.answers.rows) + self._held_out, _count(self._inputs.probe)
         for layer, scale in enumerate(self._scales()):
             variants = _VARIANTS * layer + 1 + _VARIANTS
             passed = self._calibration() * rates.calibration_token + (others + variants * probe) * rates.token
@@ -204,7 +206,7 @@ class SearchForecast:
         for unit in self._model.unit_keys():
             rows, columns = self._model.unit_shape(unit.layer, unit.projection)
             units += sum(spec.packed_bytes(rows, columns) for spec in self._inputs.specs if spec.fits(columns))
-        variants = PROBE_TOKENS * (_VARIANTS * self._model.num_layers + 2)
+        variants = _count(self._inputs.probe) * (_VARIANTS * self._model.num_layers + 2)
         texts = self._calibration() + _count(self._inputs.answers.rows) + self._held_out + variants
         return units + 2 * _FLOAT * self._model.hidden_size * texts
 
@@ -216,7 +218,7 @@ class SearchForecast:
             experts = round(experts * value / 16)
         elif self._target == "size":
             experts = round(value)
-        return experts + _dense_weights(self._model) * (options.dense_bits or 16) // 8
+        return _written_bytes(self._model, experts, options.dense_bits or 16)
 
     def _at_most(self, plans: int) -> str:
         return "1 plan" if plans == 1 else f"at most {plans} plans"
@@ -232,6 +234,13 @@ def _digests(prepared: Prepared, disk: DiskRates) -> StageForecast:
 
 def _count(rows: Iterable[Sequence[int]]) -> int:
     return sum(map(len, rows))
+
+
+def _written_bytes(model: ModelSpec, experts: int, dense_bits: int) -> int:
+    """Bytes of a bundle's weights at most, from the packed bytes of its experts: scales and padding come on top."""
+    scales = 1 if dense_bits < 16 else 0  # a bit per weight, as in groups of 32 with minima; norms keep their 16
+    dense = sum(prod(s) * (16 if len(s) == 1 else dense_bits + scales) // 8 for s in model.dense_shapes().values())
+    return experts + len(model.expert_keys()) * EXPERT_ALIGNMENT_BYTES + dense
 
 
 def _dense_weights(model: ModelSpec) -> int:

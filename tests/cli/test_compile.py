@@ -134,6 +134,17 @@ def test_plan_only_prints_and_writes_nothing(run: Compile, model: Path, data: Pa
     assert (contents(tmp_path), names(tmp_path)) == before
 
 
+def test_what_it_will_take_is_said_and_nothing_is_done(run: Compile, model: Path, data: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path), names(tmp_path)
+    result = run(model, *KL, "--data", data, *SMALL, "--estimate")
+    assert result.exit_code == 0, result.stderr
+    assert "memory at most" in result.stdout and result.stdout.splitlines()[-1].startswith("in all")
+    told = json.loads(run(model, "--loss", "50%", "--data", data, *SMALL, "--estimate", "--json").stdout)["stages"]
+    assert [stage["title"] for stage in told if stage["seconds"] is None] == ["measuring the tasks"]
+    assert sum(stage["seconds"] for stage in told if stage["seconds"] is not None) > 0
+    assert (contents(tmp_path), names(tmp_path)) == before
+
+
 def test_overwrite_and_resume(run: Compile, model: Path, tmp_path: Path) -> None:
     assert run(model, "--uniform", "4", "-o", "out").exit_code == 0
     old = contents(tmp_path / "out")

@@ -1,0 +1,137 @@
+"""What a compile is said to take: pieces counted from shapes and texts, held against the compile itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moec.compiler.forecast import StageForecast, forecast
+from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
+from moec.compiler.forecast.stages import SearchForecast
+from moec.compiler.journal import Journal
+from moec.compiler.options import Talk
+from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.preparation import prepare
+from moec.manifests.errors import MoecError, OptionError
+from tests.tiny_compile import compile_tiny, contents, make_request, names, save_model, save_texts
+
+SEARCHED: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 3, 4), "group_sizes": (32,), "dense_bits": 8}
+NOTHING = LayerRates(0, *[0.0] * (len(fields(LayerRates)) - 1))
+NO_DISK = DiskRates(0.0, 0.0)
+
+
+@pytest.fixture
+def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model fits in memory as a whole."""
+    monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+
+
+def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
+    return {stage.title: stage for stage in stages}
+
+
+def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: float) -> dict[str, float | None]:
+    """Of each stage where nothing takes time but the named pieces."""
+    texts = tmp_path / "texts" if (tmp_path / "texts").is_dir() else save_texts(tmp_path / "texts")
+    model = tmp_path / "model"
+    if not model.is_dir():
+        save_model(model, layers=3, experts=4)
+    prepared = prepare(make_request(model, tmp_path / "out", kind, value, quick=False, data=str(texts), **SEARCHED))
+    found = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, replace(NOTHING, **rates))
+    return {stage.title: stage.seconds for stage in found.layerwise()}
+
+
+def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
+    sweep, measuring, held_out = (
+        "calibrating and quantizing layer by layer", "measuring layer by layer", "KL on perplexity"
+    )  # fmt: skip
+    quantized = seconds(tmp_path, expert=1.0)
+    assert quantized[sweep] == 3 * 4 and quantized[measuring] == 0
+    loaded = seconds(tmp_path, loaded_layer=1.0)
+    assert loaded[sweep] == pytest.approx(3) and loaded[measuring] == pytest.approx(8 * 3), "at most 8 plans for a KL"
+    assert seconds(tmp_path, "bits_per_weight", 4.0, loaded_layer=1.0)[measuring] == pytest.approx(3)
+    restored = seconds(tmp_path, restored_expert=1.0)
+    assert restored[measuring] == 8 * 12
+    calibrated = seconds(tmp_path, calibration_token=1.0)[sweep]
+    inputs = prepare(
+        make_request(tmp_path / "model", tmp_path / "out", "kl", 0.05, quick=False, data=str(tmp_path / "texts"),
+                     **SEARCHED)
+    ).sweep_inputs()  # fmt: skip
+    assert calibrated == pytest.approx(3 * sum(map(len, inputs.calibration)))
+    held = inputs.held_out["perplexity"]
+    assert seconds(tmp_path, token=1.0)[held_out] == pytest.approx(3 * sum(map(len, held.rows)))
+    for_a_loss = seconds(tmp_path, "loss", 0.05)
+    assert for_a_loss["measuring the tasks"] is None and held_out not in for_a_loss
+
+
+def test_disk_and_stages_are_those_of_the_compile(
+    too_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, texts = save_model(tmp_path / "model", layers=3, experts=4), save_texts(tmp_path / "texts")
+    sizes, titles = list[int](), list[str]()
+    remove = Journal.remove
+
+    def removed(journal: Journal) -> None:
+        folder = tmp_path / "out.work"
+        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+        remove(journal)
+
+    def progress(title: str) -> Any:
+        return lambda done, total: titles.append(title)
+
+    monkeypatch.setattr(Journal, "remove", removed)
+    talk = Talk(lambda sentence: None, progress)
+    options = {"data": str(texts), "quick": False, **SEARCHED}
+    foreseen = named(forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, **options)))
+    compile_checkpoint(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, talk=talk, **options))
+    work = foreseen["calibrating and quantizing layer by layer"].disk_bytes
+    assert 0.5 * work < sizes[-1] <= work, "the journal, its second set of residual streams apart"
+    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert written <= foreseen["writing the bundle"].disk_bytes - work < 1.5 * written
+    assert {*foreseen} - {"hashing the checkpoint"} <= {*titles}
+    assert all(stage.memory_bytes > 0 and stage.seconds is not None for stage in foreseen.values())
+
+
+def test_every_piece_of_a_layer_takes_time(tmp_path: Path) -> None:
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    prepared = prepare(make_request(model, tmp_path / "out", "kl", 0.05, quick=False, data=str(texts), **SEARCHED))
+    inputs, told = prepared.sweep_inputs(), list[tuple[int, int]]()
+    rates = measure_layer(
+        prepared.lowering, inputs.calibration, inputs.specs, "gptq", lambda done, total: told.append((done, total))
+    )
+    times = [getattr(rates, field.name) for field in fields(rates) if field.name != "layer"]
+    assert min(times) > 0 and rates.token < rates.calibration_token
+    assert told[0][0] == 0 and told[-1][0] == told[-1][1]
+
+
+def test_a_whole_model_is_foreseen_as_well(tmp_path: Path) -> None:
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    found = named(
+        forecast(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
+    )
+    assert {"checking weights", "calibrating", "quantizing with gptq", "predicting what each unit costs"} < {*found}
+    assert found["measuring the tasks"].seconds is None
+    assert (names(tmp_path)) == {"model", "texts"}, "nothing stays"
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_one_format_for_all(tmp_path: Path, bits: int) -> None:
+    model = save_model(tmp_path / "model", layers=2, experts=3)
+    before = contents(tmp_path)
+    (digests, writing) = forecast(make_request(model, tmp_path / "out", "uniform", bits))
+    assert digests.work.startswith(f"{sum(p.stat().st_size for p in model.glob('*.safetensors')):,} ")
+    assert contents(tmp_path) == before
+    compile_tiny(model, tmp_path / "out", "uniform", bits)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert written <= writing.disk_bytes < 1.3 * written
+
+
+def test_what_cannot_be_foreseen_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", layers=2, experts=3)
+    with pytest.raises(OptionError, match="a forecast of a search counts the texts"):
+        forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, bits=(2, 3, 4), group_sizes=(32,)))
+    with pytest.raises(MoecError, match="cannot write"):
+        forecast(make_request(model, tmp_path / "none" / "out", "uniform", 4))
