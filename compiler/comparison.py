@@ -86,7 +86,8 @@ def compare_with_baselines(
     uniform = best_uniform(plan, specs, trials, keeps_target(trials, target, size, "best uniform", None), by_size)
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
     group = _group_size(plan, uniform, specs)
-    ours = {bits: QuantSpec(bits, group) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    offered = {(spec.bitwidth, spec.group_size): spec for spec in specs}
+    ours = {bits: offered.get((bits, group), QuantSpec(bits, group)) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     if store.quantizer == "quanto":
         ours[8] = QuantSpec(8)  # all that the package has
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.

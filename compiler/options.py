@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moec.manifests.errors import OptionError
-from moec.manifests.quant import BITWIDTHS, COLUMNS_PER_TILE, TERNARY, TERNARY_COLUMNS, QuantSpec
+from moec.manifests.quant import BITWIDTHS, BYTE_SCALES_BITWIDTHS, COLUMNS_PER_TILE, TERNARY, TERNARY_COLUMNS, QuantSpec
 
 from .objective import OBJECTIVES, Objective
 from .quantizers import QUANTIZERS
@@ -151,7 +151,12 @@ class CompileOptions:
         """The format of low versions; None: there are none."""
         if self.fallback_bits is None:
             return None
-        return QuantSpec(self.fallback_bits, self.group_sizes[0] if self.group_sizes else UNIFORM_GROUP_SIZE)
+        return self._unit_spec(self.fallback_bits, self.group_sizes[0] if self.group_sizes else UNIFORM_GROUP_SIZE)
+
+    def _unit_spec(self, bits: float, group: int) -> QuantSpec:
+        """Of routed experts, with minima; scales in bytes where the quantizer makes them and the bitwidth has them."""
+        has_bytes = group > 0 and bits in BYTE_SCALES_BITWIDTHS and self.quantizer != "quanto"
+        return QuantSpec(bits, group, byte_scales=has_bytes)
 
     @property
     def uniform_group(self) -> int:
@@ -179,7 +184,8 @@ class CompileOptions:
         plain: what stands for 16 bits, the format that keeps the checkpoint's own numbers.
 
         8 bits come with the widest group alone: narrower ones add bytes and no measurable quality. 1 bit in groups of
-        32 takes nearly the bytes of 2 bits. optimum-quanto has no bitwidth below 2.
+        32 takes nearly the bytes of 2 bits. Groups of up to 4 bits have scales and minima in bytes: the same output
+        error for fewer bytes (docs/experiments.md). optimum-quanto has no bitwidth below 2, and its own scales.
         """
         groups = self.group_sizes or DEFAULT_GROUP_SIZES
         specs: list[QuantSpec] = []
@@ -197,7 +203,7 @@ class CompileOptions:
             chosen = (widest,) if bits == 8 else sorted(groups, key=lambda size: (size != 0, -size))
             if bits == 1:
                 chosen = [size for size in chosen if size != 32] or [widest]
-            specs += [QuantSpec(bits, size) for size in chosen]
+            specs += [self._unit_spec(bits, size) for size in chosen]
         if not specs:
             raise OptionError(f"no bitwidth of {self.bits} has a kernel on this device", "offer others with `--bits`")
         return tuple(specs)

@@ -10,6 +10,7 @@ import torch
 
 from moec.manifests.quant import COLUMNS_PER_TILE, MXFP4_EXPONENTS, ROWS_PER_BLOCK, QuantSpec, round_up
 
+from .byte_scales import EXPONENT_BIAS, bytes_of
 from .quantized import QuantizedMatrix, left_out
 from .ternary_packing import pack_ternary, unpack_ternary
 
@@ -33,7 +34,9 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
     rows, columns = codes.shape
     groups = spec.groups(columns)
     blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
-    parts = [scales] if minima is None else [scales, minima]
+    parts, exponents = [scales] if minima is None else [scales, minima], np.empty((blocks, 0), "<u4")
+    if spec.byte_scales:
+        parts, exponents = _byte_parts(matrix)
     header_lanes = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES
     code_lanes = columns // groups // spec.tile_columns * spec.tile_row_bytes * ROWS_PER_BLOCK // _LANE_BYTES
     lanes = np.empty((blocks, groups, header_lanes + code_lanes), dtype="<u4")
@@ -45,7 +48,20 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
         lanes[:, :, header_lanes:] = pack_ternary(_pad_rows(codes)).reshape(blocks, groups, -1).view("<u4")
     else:
         _pack_codes(_pad_rows(codes), int(spec.bitwidth), lanes[:, :, header_lanes:])
+    if exponents.size:
+        return np.concatenate((exponents, lanes.reshape(blocks, -1)), axis=1).reshape(-1).view(np.uint8)
     return lanes.reshape(-1).view(np.uint8)
+
+
+def _byte_parts(matrix: QuantizedMatrix) -> tuple[list[np.ndarray], np.ndarray]:
+    """Scales and minima as bytes, uint8 [N, G] each, and the exponents at the head of each row block, uint32 [B, 8]."""
+    if matrix.minima is None:
+        raise ValueError(f"format {matrix.spec}: minima belong to asymmetric formats and to no other")
+    found = [bytes_of(values) for values in (matrix.scales, -matrix.minima)]
+    exponents = np.concatenate(
+        [_pad_rows(stored.numpy()[:, np.newaxis]).reshape(-1, ROWS_PER_BLOCK) for _, stored in found], axis=1
+    )
+    return [values.numpy() for values, _ in found], np.ascontiguousarray(exponents).view("<u4")
 
 
 def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
@@ -71,10 +87,11 @@ def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> Quanti
     groups, parts = spec.groups(columns), 1 if spec.symmetric or spec.is_mxfp4 else 2
     blocks = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
     header = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES
-    lanes = np.ascontiguousarray(data).view("<u4").reshape(blocks, groups, -1)
+    by_block, head = np.ascontiguousarray(data).reshape(blocks, -1), spec.block_header_bytes * ROWS_PER_BLOCK
+    lanes = np.ascontiguousarray(by_block[:, head:]).view("<u4").reshape(blocks, groups, -1)
     halves = [
         np.ascontiguousarray(lanes[:, :, part * header // parts : (part + 1) * header // parts])
-        .view("u1" if spec.is_mxfp4 else "<f2")
+        .view("u1" if spec.is_mxfp4 or spec.byte_scales else "<f2")
         .transpose(0, 2, 1)
         .reshape(-1, groups)[:rows]
         .copy()
@@ -82,6 +99,10 @@ def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> Quanti
     ]
     codes = _unpack_codes(lanes[:, :, header:], columns, spec)[:rows]
     scales, *minima = (torch.from_numpy(half) for half in halves)
+    if spec.byte_scales:
+        steps = by_block[:, :head].reshape(blocks, 2, ROWS_PER_BLOCK).transpose(1, 0, 2).reshape(2, -1, 1)[:, :rows]
+        ends = [torch.from_numpy(stored.astype(np.int32)) - EXPONENT_BIAS for stored in steps]
+        scales, minima = torch.ldexp(scales.float(), ends[0]).half(), [-torch.ldexp(minima[0].float(), ends[1]).half()]
     return QuantizedMatrix(spec, torch.from_numpy(codes.copy()), scales, minima[0] if minima else None)
 
 

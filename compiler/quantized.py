@@ -16,8 +16,8 @@ class QuantizedMatrix:
     """Codes with their scales: what every quantizer returns and what the packer stores.
 
     codes: [N, K] uint8, at most `spec.largest_code`. scales: [N, G] float16, finite; of mxfp4 uint8, exponents.
-    minima: [N, G] float16, or None in symmetric formats and mxfp4. A matrix that is left out has no
-    columns: K and G are 0.
+    minima: [N, G] float16, or None in symmetric formats and mxfp4. Byte scales are such half-precision numbers as
+    `byte_scales.py` makes, minima at most 0. A matrix that is left out has no columns: K and G are 0.
     The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing),
     so a quantizer must round scales and minima to float16 before it chooses codes.
     """

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from .bundle import FORMAT_VERSION, BundleManifest
 from .errors import ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
 from .optional_fields import is_left_out, is_optional
-from .quant import QuantSpec
+from .quant import SHORT_FORM, QuantSpec
 
 MAX_MANIFEST_BYTES = 256 << 20
 DIGEST_FIELD = "manifest_sha256"
@@ -201,7 +201,7 @@ def json_schema(declared: Any) -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a dataclass; `schema.json` is this of BundleManifest plus the digest field."""
     origin = get_origin(declared)
     if declared is QuantSpec:
-        return {"type": "string", "pattern": "^(bf16|fp16|q[2348](g[0-9]+)?s?)$"}
+        return {"type": "string", "pattern": f"^(bf16|fp16|mxfp4|q0|{SHORT_FORM})$"}
     if dataclasses.is_dataclass(declared):
         hints = get_type_hints(declared)
         fields = {f.name: json_schema(hints[f.name]) for f in dataclasses.fields(declared)}

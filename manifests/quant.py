@@ -32,7 +32,11 @@ TERNARY_COLUMNS = 64
 _TERNARY_TILE_ROW_BYTES = (
     13  # three for each of four columns, which hold fifteen codes, and one for the four sixteenth codes
 )
-_SHORT = re.compile(r"q(1\.6|[12348])(?:g([0-9]{1,8}))?(s?)")
+BYTE_SCALES_BITWIDTHS = (1, 2, 3, 4)
+BYTE_SCALES_EXPONENTS = (103, 135)
+"""Stored exponents of the steps of byte scales: 2^-24 to 2^8, so that half precision holds every scale."""
+SHORT_FORM = r"q(1\.6|[12348])(?:g([0-9]{1,8}))?([sb]?)"
+_SHORT = re.compile(SHORT_FORM)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -52,6 +56,8 @@ class QuantSpec:
     symmetric: w = scale * (code - centre), never with 1 bit and always with TERNARY; otherwise w = scale * code +
     minimum.
     float_type: the 16-bit type, `mxfp4`, or `none` for codes that are integers.
+    byte_scales: of asymmetric groups of up to 4 bits: scales and minima are bytes, multiples of a power of two that
+    every row has of its own, and no minimum is above 0.
     Raises ValueError when a field is out of range.
     """
 
@@ -59,6 +65,7 @@ class QuantSpec:
     group_size: int = 0
     symmetric: bool = False
     float_type: FloatType = "none"
+    byte_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.bitwidth != PRUNED and self.bitwidth not in BITWIDTHS:
@@ -73,6 +80,10 @@ class QuantSpec:
             raise ValueError("a symmetric matrix of 1 bit has no weight above 0")
         if self.is_ternary and not self.symmetric:
             raise ValueError(f"a matrix of {TERNARY} bits is symmetric: -1, 0 and 1 times a scale")
+        if self.byte_scales and not (
+            self.bitwidth in BYTE_SCALES_BITWIDTHS and self.group_size and not self.symmetric and not self.is_mxfp4
+        ):
+            raise ValueError("scales in bytes belong to groups of 1 to 4 bits with minima")
         if self.group_size < 0 or self.group_size > MAX_DIMENSION or self.group_size % self.tile_columns:
             raise ValueError(f"group_size must be 0 or a multiple of {self.tile_columns}, found {self.group_size}")
 
@@ -117,11 +128,11 @@ class QuantSpec:
         if self.bitwidth == 16:
             return "bf16" if self.float_type == "bfloat16" else "fp16"
         group = f"g{self.group_size}" if self.group_size else ""
-        return f"q{self.bitwidth:g}{group}{'s' if self.symmetric else ''}"
+        return f"q{self.bitwidth:g}{group}{'s' if self.symmetric else 'b' if self.byte_scales else ''}"
 
     @classmethod
     def parse(cls, text: str) -> QuantSpec:
-        """Read the short form (`q4g64`, `q8`, `q2s`, `q1.6g128s`, `q0`, `bf16`). Raises ValueError."""
+        """Read the short form (`q4g64`, `q8`, `q2s`, `q2g32b`, `q1.6g128s`, `q0`, `bf16`). Raises ValueError."""
         if text == "mxfp4":
             return cls(4, MXFP4_GROUP_SIZE, float_type="mxfp4")
         if text in ("bf16", "fp16"):
@@ -131,7 +142,8 @@ class QuantSpec:
             return cls(PRUNED)
         if match is None:
             raise ValueError(f"not a format: `{text[:40]}` (expected a form like `q4g64`, `q8s`, `bf16`)")
-        return cls(TERNARY if "." in match[1] else int(match[1]), int(match[2] or 0), bool(match[3]))
+        bitwidth = TERNARY if "." in match[1] else int(match[1])
+        return cls(bitwidth, int(match[2] or 0), match[3] == "s", byte_scales=match[3] == "b")
 
     def groups(self, columns: int) -> int:
         """Groups per row; 0 for 16-bit and for what is left out."""
@@ -151,14 +163,20 @@ class QuantSpec:
 
     def row_bytes(self, columns: int) -> float:
         """Bytes of one row; a whole number for all formats that fit."""
-        return columns / self.tile_columns * self.tile_row_bytes + self.groups(columns) * self.group_header_bytes
+        codes = columns / self.tile_columns * self.tile_row_bytes
+        return codes + self.groups(columns) * self.group_header_bytes + self.block_header_bytes
+
+    @property
+    def block_header_bytes(self) -> int:
+        """Bytes of one row at the head of its row block: the exponents of byte scales and minima."""
+        return 2 if self.byte_scales else 0
 
     @property
     def group_header_bytes(self) -> int:
-        """Bytes of one row's scale and minimum of a group: half precision, of mxfp4 an exponent."""
+        """Bytes of one row's scale and minimum of a group: half precision, bytes, of mxfp4 an exponent."""
         if self.is_mxfp4:
             return 1
-        return 2 if self.symmetric else 4
+        return 2 if self.symmetric or self.byte_scales else 4
 
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a packed matrix, row padding included. Raises ValueError if the columns do not fit."""
@@ -167,4 +185,5 @@ class QuantSpec:
         if not 0 < rows <= MAX_DIMENSION:
             raise ValueError(f"rows out of range: {rows}")
         codes = columns * self.tile_row_bytes // self.tile_columns
-        return round_up(rows, ROWS_PER_BLOCK) * (codes + self.groups(columns) * self.group_header_bytes)
+        headers = self.groups(columns) * self.group_header_bytes + self.block_header_bytes
+        return round_up(rows, ROWS_PER_BLOCK) * (codes + headers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..byte_scales import on_bytes
 from ..quantized import QuantizedMatrix
 
 _RIDGE = 1e-4  # of the mean diagonal: keeps what the codes do not decide, like scales of groups of zeros
@@ -37,6 +38,8 @@ def refit(weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> QuantizedM
         return QuantizedMatrix(matrix.spec, matrix.codes, scales, None)
     minima = (matrix.minima.float() + steps[:, groups:]).half()
     minima = torch.where(torch.isfinite(minima), minima, matrix.minima)
+    if matrix.spec.byte_scales:
+        scales, minima = on_bytes(scales, minima, matrix.spec.largest_code)
     return QuantizedMatrix(matrix.spec, matrix.codes, scales, minima)
 
 

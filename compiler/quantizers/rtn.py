@@ -11,6 +11,7 @@ import torch
 
 from moec.manifests.quant import QuantSpec
 
+from ..byte_scales import on_bytes
 from ..quantized import QuantizedMatrix
 
 # Shrink factors of the clip search. On Gaussian rows of 64 the best factor at 2 bits lies near 0.7, at 8 bits at 1; at
@@ -33,7 +34,8 @@ def quantize_rtn(
     2**-22 * ((largest code + 1) * scale + |minimum|). A group of equal values that float16 holds is exact.
     With clip search each group takes the range, out of its own and a dozen smaller ones about the same centre, with
     the least (weighted) squared error; it is never worse than without. Of three values the scale with the least error
-    is found without a search.
+    is found without a search. Scales and minima in bytes are rounded once more, to nearest, before codes are chosen:
+    there neither promise holds to the last bit.
     Raises ValueError: the format does not fit, or its scales exceed float16.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or 0 in weight.shape or not spec.fits(weight.shape[1]):
@@ -42,7 +44,16 @@ def quantize_rtn(
     step = max(1, _CHUNK_WEIGHTS // weight.shape[1])
     chunks = [_quantize_rows(rows, spec, clip_search, weights) for rows in torch.split(weight.detach(), step)]
     codes, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    if spec.byte_scales:
+        scales, minima = on_bytes(scales, minima, spec.largest_code)
+        codes = _nearest_codes(weight, scales, minima, spec)
     return QuantizedMatrix(spec, codes, scales, None if spec.symmetric else minima)
+
+
+def _nearest_codes(weight: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Codes [N, K] uint8 on scales that are given."""
+    grouped = weight.detach().float().reshape(*scales.shape, -1)
+    return _codes(grouped, scales.float(), minima.float(), spec).to(torch.uint8).reshape(weight.shape)
 
 
 def _quantize_rows(

@@ -83,6 +83,14 @@ def _scales(records: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch
     return scales, _halves(records[:, :, header : 2 * header]), 2 * header
 
 
+def _byte_scales(exponents: torch.Tensor, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """`_scales` of bytes: multiples of powers of two, whose exponents are uint8 [blocks, 32]."""
+    steps = (exponents.to(torch.int32) << _FRACTION_BITS).view(torch.float32)
+    header = 2 * ROWS_PER_BLOCK
+    values = (records[:, :, :header] * steps.unsqueeze(1)).permute(0, 2, 1).unsqueeze(-1)
+    return values[:, :ROWS_PER_BLOCK], -values[:, ROWS_PER_BLOCK:], header
+
+
 def unpack(data: torch.Tensor, rows: int, columns: int, spec: QuantSpec) -> torch.Tensor:
     """The weights of a packed matrix, each rounded once.
 
@@ -96,8 +104,9 @@ def unpack(data: torch.Tensor, rows: int, columns: int, spec: QuantSpec) -> torc
         values = data.view(torch.bfloat16 if spec.float_type == "bfloat16" else torch.float16).float()
         return values.reshape(-1, columns, ROWS_PER_BLOCK).permute(0, 2, 1).reshape(-1, columns)[:rows]
     blocks, groups = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK, spec.groups(columns)
-    records = data.reshape(blocks, groups, -1)
-    scales, minima, start = _scales(records, spec)
+    by_block, head = data.reshape(blocks, -1), spec.block_header_bytes * ROWS_PER_BLOCK
+    records = by_block[:, head:].reshape(blocks, groups, -1)
+    scales, minima, start = _byte_scales(by_block[:, :head], records) if head else _scales(records, spec)
     tiles = records[:, :, start:].reshape(-1, ROWS_PER_BLOCK * spec.tile_row_bytes)
     lanes = _lanes(tiles, spec).reshape(blocks, columns // spec.tile_columns, -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
     by_row = lanes.permute(0, 3, 1, 2, 4)

@@ -158,7 +158,7 @@ class PackedMatrix(packed_matrix.PackedMatrix):
         super().__init__(data, rows, columns, spec)
         extension = _extension()
         bitwidth = _TERNARY_CODE if spec.is_ternary else int(spec.bitwidth)
-        form = (bitwidth, spec.group_size, spec.symmetric, _FLOAT_CODES[spec.float_type])
+        form = (bitwidth, spec.group_size, spec.symmetric, _FLOAT_CODES[spec.float_type], spec.byte_scales)
         self.native = extension.PackedMatrix(data, rows, columns, *form) if extension else None
 
 

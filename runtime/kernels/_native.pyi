@@ -6,7 +6,15 @@ class PackedMatrix:
     """bitwidth: 243 for three values. float_type: 0 none, 1 bfloat16, 2 float16, 3 mxfp4. Keeps a reference to data."""
 
     def __init__(
-        self, data: Bytes, rows: int, columns: int, bitwidth: int, group_size: int, symmetric: bool, float_type: int
+        self,
+        data: Bytes,
+        rows: int,
+        columns: int,
+        bitwidth: int,
+        group_size: int,
+        symmetric: bool,
+        float_type: int,
+        byte_scales: bool,
     ) -> None: ...
     @property
     def rows(self) -> int: ...

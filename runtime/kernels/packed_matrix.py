@@ -118,12 +118,19 @@ def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Byte
     """Tiles, scales and minima: uint8[blocks, G, tiles, bytes], float32[blocks, G, 16] twice."""
     blocks, groups = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK, spec.groups(columns)
     scale_bytes = 2 * ROWS_PER_BLOCK
-    records = data.reshape(blocks, groups, -1)
+    head = spec.block_header_bytes * ROWS_PER_BLOCK
+    by_block = data.reshape(blocks, -1)
+    records = by_block[:, head:].reshape(blocks, groups, -1)
     if spec.is_mxfp4:
         exponents = records[:, :, :ROWS_PER_BLOCK].astype(np.int32) - _EXPONENT_BIAS
         scales = np.ldexp(np.float32(0.5), exponents).astype(np.float32)
         tiles = records[:, :, ROWS_PER_BLOCK:].reshape(blocks, groups, -1, ROWS_PER_BLOCK * spec.tile_row_bytes)
         return tiles, scales, scales * np.float32(-MXFP4_CENTRE)
+    if spec.byte_scales:  # exponents and bytes of scales, then of minima
+        steps = np.ldexp(np.float32(1), by_block[:, :head].astype(np.int32) - _EXPONENT_BIAS).astype(np.float32)
+        values = records[:, :, :scale_bytes] * steps[:, np.newaxis]
+        tiles = records[:, :, scale_bytes:].reshape(blocks, groups, -1, ROWS_PER_BLOCK * spec.tile_row_bytes)
+        return tiles, values[:, :, :ROWS_PER_BLOCK], -values[:, :, ROWS_PER_BLOCK:]
     scales = records[:, :, :scale_bytes].copy().view("<f2").astype(np.float32)
     if spec.symmetric:
         minima, start = scales * np.float32(-spec.centre), scale_bytes

@@ -83,7 +83,7 @@ def test_formats_on_offer_are_those_with_a_kernel_smallest_first() -> None:
     assert [str(spec) for spec in specs if spec.bitwidth == 8] == ["q8g128"]
     assert {spec.bitwidth for spec in options.unit_specs((4, 8), BF16)} == {4, 8}
     per_row = CompileOptions(KL, data="items.jsonl", bits=(3, 8), group_sizes=(32, 0)).unit_specs(BITWIDTHS, BF16)
-    assert [str(spec) for spec in per_row] == ["q3", "q3g32", "q8"]
+    assert [str(spec) for spec in per_row] == ["q3", "q3g32b", "q8"]
 
 
 def test_three_values_come_in_whole_tiles() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moec.compiler.byte_scales import on_bytes
 from moec.compiler.packing import pack, pack_16bit, unpack
 from moec.compiler.quantized import QuantizedMatrix
 from moec.manifests.quant import QuantSpec
@@ -18,7 +19,10 @@ def _matrix(spec: QuantSpec, codes: torch.Tensor, seed: int = 0) -> QuantizedMat
     generator = torch.Generator().manual_seed(seed)
     shape = (codes.shape[0], spec.groups(codes.shape[1]))
     minima = None if spec.symmetric else torch.randn(shape, generator=generator).half()
-    return QuantizedMatrix(spec, codes, torch.rand(shape, generator=generator).half(), minima)
+    scales = torch.rand(shape, generator=generator).half()
+    if spec.byte_scales and minima is not None:
+        scales, minima = on_bytes(scales, minima, spec.largest_code)
+    return QuantizedMatrix(spec, codes, scales, minima)
 
 
 def _random(spec: QuantSpec, rows: int, columns: int, seed: int = 0) -> QuantizedMatrix:
@@ -74,6 +78,21 @@ def test_bytes_of_a_hand_made_tile_of_three_values() -> None:
     assert packed.tobytes() == bytes(expected)
 
 
+def test_bytes_of_a_hand_made_block_with_byte_scales() -> None:
+    codes = torch.zeros(2, 64, dtype=torch.uint8)
+    codes[1, 32] = 1
+    scales = torch.tensor([[0.5, 0.25], [3.0, 200.0]], dtype=torch.float16)
+    minima = torch.tensor([[-1.0, 0.0], [-1.0, -255.0]], dtype=torch.float16)
+    packed = pack(QuantizedMatrix(QuantSpec.parse("q1g32b"), codes, scales, minima))
+    expected = bytearray(32 + 2 * (32 + 64))
+    expected[0:16] = bytes([127 - 8, 127] + [0] * 14)  # 0.5 = 128 x 2^-8, 200 = 200 x 2^0
+    expected[16:32] = bytes([127 - 7, 127] + [0] * 14)
+    expected[32:34], expected[48:50] = bytes([128, 3]), bytes([128, 1])
+    expected[128:130], expected[144:146] = bytes([64, 200]), bytes([0, 255])
+    expected[160 + 4] = 1  # row 1, column 32: byte 4 r + c of the second group's tile
+    assert packed.tobytes() == bytes(expected)
+
+
 def test_bytes_of_a_hand_made_tile() -> None:
     codes = torch.zeros(1, 32, dtype=torch.uint8)
     codes[0, 0], codes[0, 5], codes[0, 31] = 7, 15, 9
@@ -92,16 +111,18 @@ def test_bytes_of_a_hand_made_tile() -> None:
     bitwidth=st.sampled_from([1, 1.6, 2, 3, 4, 8]),
     group=st.sampled_from([0, 32, 64, 128]),
     symmetric=st.booleans(),
+    in_bytes=st.booleans(),
     rows=st.integers(1, 50),
     tiles=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
 def test_the_runtime_reads_back_what_was_packed(
-    bitwidth: float, group: int, symmetric: bool, rows: int, tiles: int, seed: int
+    bitwidth: float, group: int, symmetric: bool, in_bytes: bool, rows: int, tiles: int, seed: int
 ) -> None:
     tile = 64 if bitwidth == 1.6 else 32
     group, symmetric = group // tile * tile, bitwidth == 1.6 or (symmetric and bitwidth > 1)
-    spec, columns = QuantSpec(bitwidth, group, symmetric), tiles * max(group, tile)
+    in_bytes = in_bytes and group > 0 and bitwidth in (1, 2, 3, 4) and not symmetric
+    spec, columns = QuantSpec(bitwidth, group, symmetric, byte_scales=in_bytes), tiles * max(group, tile)
     matrix = _random(spec, rows, columns, seed)
     packed = pack(matrix)
     assert packed.dtype == np.uint8 and len(packed) == spec.packed_bytes(rows, columns)

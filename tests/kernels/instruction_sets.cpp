@@ -46,6 +46,14 @@ std::vector<uint8_t> random_matrix(const MatrixView& matrix) {
         }
         return bytes;
     }
+    if (matrix.has_byte_scales) {
+        for (size_t i = 0; i < bytes.size(); ++i) {
+            if (static_cast<int64_t>(i) % block_bytes(matrix) < block_header_bytes(matrix)) {
+                bytes[i] = static_cast<uint8_t>(110 + bytes[i] % 8);
+            }
+        }
+        return bytes;
+    }
     const int64_t header = group_header_bytes(matrix), group = group_bytes(matrix);
     for (size_t i = 0; i < bytes.size(); ++i) {
         if (static_cast<int64_t>(i) % group < header && i % 2 == 1) {
@@ -148,23 +156,34 @@ void check_products(Check& check) {
                 for (int64_t columns : {64, 320, 576}) {
                     for (int64_t rows : {1, 15, 16, 17, 33}) {
                         for (int64_t tokens : {1, 2, 3, 5, 7}) {
-                            check_matrix(check, {nullptr, rows, columns, group, bitwidth, is_symmetric, FloatType::kNone}, tokens);
+                            check_matrix(check, {nullptr, rows, columns, group, bitwidth, is_symmetric, FloatType::kNone, false}, tokens);
                         }
                     }
                 }
             }
         }
     }
+    for (int bitwidth : {1, 2, 3, 4}) {
+        for (int64_t group : {32, 64}) {
+            for (int64_t columns : {64, 320}) {
+                for (int64_t rows : {1, 16, 33}) {
+                    for (int64_t tokens : {1, 2, 3, 5, 7}) {
+                        check_matrix(check, {nullptr, rows, columns, group, bitwidth, false, FloatType::kNone, true}, tokens);
+                    }
+                }
+            }
+        }
+    }
     for (int64_t tokens : {96, 97}) {  // a whole chunk, and one more
-        check_matrix(check, {nullptr, 48, 320, 32, 4, true, FloatType::kNone}, tokens);
-        check_matrix(check, {nullptr, 48, 300, 0, 16, false, FloatType::kBfloat16}, tokens);
+        check_matrix(check, {nullptr, 48, 320, 32, 4, true, FloatType::kNone, false}, tokens);
+        check_matrix(check, {nullptr, 48, 300, 0, 16, false, FloatType::kBfloat16, false}, tokens);
     }
     for (int64_t group : {int64_t{64}, int64_t{0}}) {
         for (int64_t columns : {64, 192, 320, 576}) {
             for (int64_t rows : {1, 16, 33}) {
                 for (int64_t tokens : {1, 2, 3, 5, 7}) {
-                    check_matrix(check, {nullptr, rows, columns, group, kTernary, true, FloatType::kNone}, tokens);
-                    check_matrix(check, {nullptr, rows, columns, group, 1, false, FloatType::kNone}, tokens);
+                    check_matrix(check, {nullptr, rows, columns, group, kTernary, true, FloatType::kNone, false}, tokens);
+                    check_matrix(check, {nullptr, rows, columns, group, 1, false, FloatType::kNone, false}, tokens);
                 }
             }
         }
@@ -173,7 +192,7 @@ void check_products(Check& check) {
         for (int64_t columns : {1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 257, 300}) {
             for (int64_t rows : {1, 16, 31, 48}) {
                 for (int64_t tokens : {1, 3, 7, 13}) {
-                    check_matrix(check, {nullptr, rows, columns, 0, 16, false, type}, tokens);
+                    check_matrix(check, {nullptr, rows, columns, 0, 16, false, type, false}, tokens);
                 }
             }
         }

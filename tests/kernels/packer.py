@@ -19,7 +19,8 @@ QUANTIZED_INTEGERS = tuple(
     if bitwidth > 1 or not symmetric
 )
 MXFP4 = QuantSpec.parse("mxfp4")
-QUANTIZED = (*QUANTIZED_INTEGERS, MXFP4, *TERNARY)
+BYTE_SCALES = tuple(QuantSpec(bits, size, byte_scales=True) for bits in (1, 2, 3, 4) for size in (32, 64, 128))
+QUANTIZED = (*QUANTIZED_INTEGERS, MXFP4, *TERNARY, *BYTE_SCALES)
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIXTEEN_BIT = (QuantSpec.parse("bf16"), QuantSpec.parse("fp16"))
 FORMATS = QUANTIZED + SIXTEEN_BIT
@@ -112,6 +113,15 @@ def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, bitwi
     return np.concatenate(parts, axis=2).reshape(-1)
 
 
+def pack_byte_scales(
+    codes: np.ndarray, scales: np.ndarray, minima: np.ndarray, exponents: np.ndarray, bitwidth: int
+) -> np.ndarray:
+    """codes: uint8[N, K]; scales, minima: uint8[N, G]; exponents: uint8[N, 2] -> uint8[packed_bytes]."""
+    groups = pack(codes, scales, minima, bitwidth).reshape(-(-len(codes) // 16), -1)
+    head = pad_rows(exponents).transpose(0, 2, 1).reshape(len(groups), -1)
+    return np.concatenate((head, groups), axis=1).reshape(-1)
+
+
 def pack_16_bit(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
     """weights: float32[N, K], exact in the 16-bit type -> uint8[packed_bytes]."""
     if spec.float_type == "bfloat16":
@@ -143,6 +153,15 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Pa
         # Kernels multiply levels 12 above the doubled floats, and take the 12 off again.
         magnitudes = ((floats + 12) * steps).reshape(rows, columns)
         return Packed(pack(codes, exponents, None, 4), weights, spec, magnitudes)
+    if spec.byte_scales:
+        exponents = rng.integers(112, 120, (rows, 2)).astype(np.uint8)
+        factors = rng.integers(0, 256, (2, rows, groups)).astype(np.uint8)
+        steps = np.ldexp(1.0, exponents.astype(int) - 127)
+        products = (factors[0] * steps[:, :1])[:, :, None] * codes.reshape(rows, groups, -1)
+        offsets = -(factors[1] * steps[:, 1:])[:, :, None]
+        weights = (products + offsets).reshape(rows, columns).astype(np.float32)
+        magnitudes = (products - offsets).reshape(rows, columns)
+        return Packed(pack_byte_scales(codes, *factors, exponents, int(spec.bitwidth)), weights, spec, magnitudes)
     scales = rng.uniform(0.001, 0.1, (rows, groups)).astype(np.float16)
     minima = None if spec.symmetric else rng.uniform(-0.2, 0.1, (rows, groups)).astype(np.float16)
     wide = scales.astype(np.float64)

@@ -55,16 +55,23 @@ FORMS = [
     (33, 1 << 40, 4, 0, False, 0),
     (1 << 24, 1 << 24, 8, 0, False, 0),
     ((1 << 63) - 1, 32, 4, 0, False, 0),
+    (33, 128, 4, 0, False, 0, True),
+    (33, 128, 4, 32, True, 0, True),
+    (33, 128, 8, 32, False, 0, True),
+    (33, 128, 4, 32, False, 3, True),
+    (33, 128, 243, 64, True, 0, True),
+    (33, 128, 16, 0, False, 1, True),
 ]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_extension_refuses_forms_by_itself(form: tuple[int, ...]) -> None:
+    """rows, columns, bitwidth, group, symmetric, type of floats and, if it is not False, scales in bytes."""
     need("scalar")
     from moec.runtime.kernels import _native
 
     with pytest.raises(ValueError, match=r"format|bytes"):
-        _native.PackedMatrix(np.zeros(4096, np.uint8), *form)
+        _native.PackedMatrix(np.zeros(4096, np.uint8), *(*form, False)[:7])
 
 
 @pytest.mark.parametrize(

@@ -344,8 +344,8 @@ NB_MODULE(_native, module) {
     using namespace moec;
     nb::set_leak_warnings(false);  // matrices may outlive the interpreter's last collection
     nb::class_<PackedMatrix>(module, "PackedMatrix")
-        .def(nb::init<nb::handle, int64_t, int64_t, int, int64_t, bool, int>(), "data"_a, "rows"_a, "columns"_a, "bitwidth"_a,
-             "group_size"_a, "symmetric"_a, "float_type"_a)
+        .def(nb::init<nb::handle, int64_t, int64_t, int, int64_t, bool, int, bool>(), "data"_a, "rows"_a, "columns"_a, "bitwidth"_a,
+             "group_size"_a, "symmetric"_a, "float_type"_a, "byte_scales"_a)
         .def_prop_ro("rows", [](const PackedMatrix& matrix) { return matrix.view.rows; })
         .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; });
     nb::class_<Expert>(module, "Expert")

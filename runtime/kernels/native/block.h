@@ -1,6 +1,7 @@
 // The packed layout `rows16`: the one definition of its bytes on this side (docs/format.md, Packing).
 //
 // A row block holds 16 rows. Quantized: groups of [16 scales][16 minima, if asymmetric][tiles of 16 rows x 32 columns].
+// With scales in bytes a block begins with [16 exponents of scales][16 of minima], and its groups with as many bytes of each.
 // 16-bit: columns of 16 values. Every plane of a tile is 64 bytes: one 32-bit lane per row, four columns in its bytes.
 // Three values: tiles of 64 columns, in three planes and a quarter of one.
 // Sizes: rows and columns are at most 2^24, bits at most 16, so every size below fits in 53 bits.
@@ -48,6 +49,7 @@ struct MatrixView {
     int bitwidth;
     bool is_symmetric;
     FloatType float_type;
+    bool has_byte_scales;  // and minima, as multiples of powers of two at the head of each row block
 };
 
 // Internal linkage throughout: this header is compiled once per instruction set, and the linker must not mix them.
@@ -63,7 +65,11 @@ static inline int64_t group_header_bytes(const MatrixView& matrix) {
     if (matrix.float_type == FloatType::kMxfp4) {
         return kRowsPerBlock;  // exponents
     }
-    return matrix.is_symmetric ? kScaleBytes : 2 * kScaleBytes;
+    return matrix.is_symmetric || matrix.has_byte_scales ? kScaleBytes : 2 * kScaleBytes;
+}
+
+static inline int64_t block_header_bytes(const MatrixView& matrix) {
+    return matrix.has_byte_scales ? 2 * kRowsPerBlock : 0;
 }
 
 // Columns of a tile of codes: one tile of activations, or two.
@@ -83,7 +89,7 @@ static inline int64_t block_bytes(const MatrixView& matrix) {
     if (matrix.bitwidth == 16) {
         return matrix.columns * 2 * kRowsPerBlock;
     }
-    return matrix.columns / group_columns(matrix) * group_bytes(matrix);
+    return block_header_bytes(matrix) + matrix.columns / group_columns(matrix) * group_bytes(matrix);
 }
 
 static inline int64_t packed_bytes(const MatrixView& matrix) {
@@ -97,7 +103,7 @@ static inline bool is_valid(const MatrixView& matrix) {
         return false;
     }
     if (is_16_bit) {
-        return matrix.group_size == 0 && !matrix.is_symmetric &&
+        return matrix.group_size == 0 && !matrix.is_symmetric && !matrix.has_byte_scales &&
                (matrix.float_type == FloatType::kBfloat16 || matrix.float_type == FloatType::kFloat16);
     }
     const int bits = matrix.bitwidth;
@@ -107,7 +113,11 @@ static inline bool is_valid(const MatrixView& matrix) {
                           matrix.columns % group_columns(matrix) == 0;
     const bool is_mxfp4 = matrix.float_type == FloatType::kMxfp4 && bits == 4 && matrix.group_size == kColumnsPerTile &&
                           !matrix.is_symmetric;
-    return is_known && is_group && matrix.columns % tile_columns(matrix) == 0 && (is_mxfp4 || matrix.float_type == FloatType::kNone);
+    const bool is_integer = matrix.float_type == FloatType::kNone;
+    if (matrix.has_byte_scales && (matrix.is_symmetric || !is_integer || matrix.group_size == 0 || bits > 4)) {
+        return false;
+    }
+    return is_known && is_group && matrix.columns % tile_columns(matrix) == 0 && (is_mxfp4 || is_integer);
 }
 
 }  // namespace moec

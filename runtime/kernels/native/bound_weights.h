@@ -17,9 +17,10 @@ struct PackedMatrix {
     Array data;
     MatrixView view;
 
-    PackedMatrix(nb::handle bytes, int64_t rows, int64_t columns, int bitwidth, int64_t group_size, bool is_symmetric, int float_type)
+    PackedMatrix(nb::handle bytes, int64_t rows, int64_t columns, int bitwidth, int64_t group_size, bool is_symmetric, int float_type,
+                 bool has_byte_scales)
         : data(bytes, "data", Kind::kUint8, 1),
-          view{data.data<const uint8_t>(), rows, columns, group_size, bitwidth, is_symmetric, static_cast<FloatType>(float_type)} {
+          view{data.data<const uint8_t>(), rows, columns, group_size, bitwidth, is_symmetric, static_cast<FloatType>(float_type), has_byte_scales} {
         if (float_type < 0 || float_type > static_cast<int>(FloatType::kMxfp4) || !is_valid(view)) {
             refuse("not a matrix of the format: " + std::to_string(rows) + " x " + std::to_string(columns) + ", bitwidth " +
                    std::to_string(bitwidth) + ", group_size " + std::to_string(group_size));

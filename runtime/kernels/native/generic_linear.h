@@ -73,6 +73,7 @@ MOEC_INLINE Ints code_of(const uint8_t* tile) {
 
 // Walks the tiles of a row block, left to right.
 struct TileCursor {
+    const uint8_t* block;
     const uint8_t* group;
     int64_t tile_in_group, tiles_per_group, bytes_per_group, header_bytes, bytes_per_tile;
 };
@@ -86,7 +87,8 @@ inline TileCursor tiles_of(const MatrixView& matrix, int64_t block, int64_t colu
     cursor.header_bytes = group_header_bytes(matrix);
     cursor.bytes_per_tile = tile_bytes(matrix);
     cursor.tile_in_group = first_tile % cursor.tiles_per_group;
-    cursor.group = matrix.data + block * block_bytes(matrix) + first_tile / cursor.tiles_per_group * cursor.bytes_per_group;
+    cursor.block = matrix.data + block * block_bytes(matrix);
+    cursor.group = cursor.block + block_header_bytes(matrix) + first_tile / cursor.tiles_per_group * cursor.bytes_per_group;
     return cursor;
 }
 
@@ -101,13 +103,23 @@ inline void advance(TileCursor& cursor) {
     }
 }
 
-template <int Bitwidth, bool IsSymmetric>
-MOEC_INLINE void load_scales(const uint8_t* group, Floats* scale, Floats* minimum) {
+// Bytes times powers of two: sign is that of all products, exponents and bytes are one for each row. Exact.
+inline Floats load_byte_scales(const uint8_t* exponents, const uint8_t* bytes, uint32_t sign) {
+    const Floats step = float_of(either(broadcast_int(sign), shift_left<23>(load_bytes(exponents))));
+    return mul(step, to_float(load_bytes(bytes)));
+}
+
+template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
+MOEC_INLINE void load_scales(const TileCursor& cursor, Floats* scale, Floats* minimum) {
+    const uint8_t* group = cursor.group;
     unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
         constexpr int V = decltype(v)::value;
         if constexpr (Bitwidth == kMxfp4) {  // half of the power of two, because levels are twice the floats
             scale[V] = float_of(shift_left<23>(sub_int(load_bytes(group + V * kLanes), broadcast_int(1))));
             minimum[V] = mul(scale[V], broadcast(-static_cast<float>(kMxfp4Centre)));
+        } else if constexpr (HasByteScales) {
+            scale[V] = load_byte_scales(cursor.block + V * kLanes, group + V * kLanes, 0);
+            minimum[V] = load_byte_scales(cursor.block + kRowsPerBlock + V * kLanes, group + kRowsPerBlock + V * kLanes, 0x80000000u);
         } else if constexpr (IsSymmetric) {
             scale[V] = load_half(group + V * 2 * kLanes);
             minimum[V] = mul(scale[V], broadcast(-static_cast<float>(centre_of(Bitwidth))));
@@ -147,13 +159,13 @@ void multiply_vector_16_bit(const MatrixView& matrix, int64_t block, const float
 }
 
 // Columns [k, k + count) of one block as floats. k: a multiple of 256. panel: [count, 16], written.
-template <int Bitwidth, bool IsSymmetric>
+template <int Bitwidth, bool IsSymmetric, bool HasByteScales = false>
 void dequantize_panel_quantized(const MatrixView& matrix, int64_t block, int64_t k, int64_t count, float* panel) {
     constexpr int kColumns = parts_of(Bitwidth) * kColumnsPerTile;
     TileCursor cursor = tiles_of(matrix, block, k);
     Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
     for (int64_t done = 0; done < count; done += kColumns, advance(cursor), panel += kColumns * kRowsPerBlock) {
-        load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
+        load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor, scale, minimum);
         const uint8_t* tile = tile_at(cursor);
         unroll<kColumns>([&](auto column) MOEC_INLINE_LAMBDA {
             constexpr int C = decltype(column)::value;
@@ -193,8 +205,18 @@ inline FloatFormat float_format_of(const MatrixView& matrix) {
 }
 
 template <int Bitwidth>
-DequantizePanel quantized_panel(bool is_symmetric) {
-    return is_symmetric ? dequantize_panel_quantized<Bitwidth, true> : dequantize_panel_quantized<Bitwidth, false>;
+DequantizePanel quantized_panel(const MatrixView& matrix) {
+    if constexpr (Bitwidth <= 4) {
+        if (matrix.has_byte_scales) {
+            return dequantize_panel_quantized<Bitwidth, false, true>;
+        }
+    }
+    if constexpr (Bitwidth > 1) {
+        if (matrix.is_symmetric) {
+            return dequantize_panel_quantized<Bitwidth, true>;
+        }
+    }
+    return dequantize_panel_quantized<Bitwidth, false>;
 }
 
 inline DequantizePanel panel_of(const MatrixView& matrix) {
@@ -203,17 +225,17 @@ inline DequantizePanel panel_of(const MatrixView& matrix) {
     }
     switch (matrix.bitwidth) {
         case 1:
-            return dequantize_panel_quantized<1, false>;
+            return quantized_panel<1>(matrix);
         case kTernary:
             return dequantize_panel_quantized<kTernary, true>;
         case 2:
-            return quantized_panel<2>(matrix.is_symmetric);
+            return quantized_panel<2>(matrix);
         case 3:
-            return quantized_panel<3>(matrix.is_symmetric);
+            return quantized_panel<3>(matrix);
         case 4:
-            return quantized_panel<4>(matrix.is_symmetric);
+            return quantized_panel<4>(matrix);
         case 8:
-            return quantized_panel<8>(matrix.is_symmetric);
+            return quantized_panel<8>(matrix);
         default:
             return float_format_of(matrix).dequantize_panel;
     }

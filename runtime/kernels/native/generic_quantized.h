@@ -101,16 +101,18 @@ MOEC_INLINE Floats add_tile(Floats acc, Floats step, Floats scale, Floats minimu
 }
 
 // 16 rows times one vector. acc: [16], written.
-template <int Bitwidth, bool IsSymmetric>
+template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
 void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const RoundedRows& x, float* acc) {
     Floats sum[kVectorsPerBlock], scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
-    unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { sum[decltype(v)::value] = zero(); });
+    unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+        sum[decltype(v)::value] = scale[decltype(v)::value] = minimum[decltype(v)::value] = zero();
+    });
     TileCursor cursor = tiles_of(matrix, block, 0);
     constexpr int kParts = parts_of(Bitwidth);
     const int64_t tiles = matrix.columns / kColumnsPerTile;
     for (int64_t t = 0; t < tiles; t += kParts, advance(cursor)) {
         if (cursor.tile_in_group == 0) {
-            load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
+            load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor, scale, minimum);
         }
         const uint8_t* tile = tile_at(cursor);
         unroll<lines_of(Bitwidth)>([&](auto line) MOEC_INLINE_LAMBDA {
@@ -147,14 +149,14 @@ struct BytePanel {
     alignas(64) float scales[kPanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
 };
 
-template <int Bitwidth, bool IsSymmetric>
+template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
 void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel) {
     constexpr int kParts = parts_of(Bitwidth);
     TileCursor cursor = tiles_of(matrix, block, first_tile * kColumnsPerTile);
     uint8_t* out = panel.codes;
     for (int64_t t = 0; t < tiles; t += kParts, advance(cursor)) {
         Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
-        load_scales<Bitwidth, IsSymmetric>(cursor.group, scale, minimum);
+        load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor, scale, minimum);
         const uint8_t* tile = tile_at(cursor);
         unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(v)::value;
@@ -227,9 +229,10 @@ struct RoundedFormat {
     MultiplyBytePanels last_by_tokens[kRoundedTokens + 1];  // one block
 };
 
-template <int Bitwidth, bool IsSymmetric>
+template <int Bitwidth, bool IsSymmetric, bool HasByteScales = false>
 RoundedFormat make_rounded_format() {
-    RoundedFormat format{multiply_rounded_vector<Bitwidth, IsSymmetric>, unpack_panel<Bitwidth, IsSymmetric>, {}, {}};
+    RoundedFormat format{multiply_rounded_vector<Bitwidth, IsSymmetric, HasByteScales>,
+                         unpack_panel<Bitwidth, IsSymmetric, HasByteScales>, {}, {}};
     unroll<kRoundedTokens>([&](auto i) MOEC_INLINE_LAMBDA {
         constexpr int kTokens = decltype(i)::value + 1;
         format.by_tokens[kTokens] = multiply_byte_panels<Bitwidth, IsSymmetric, kPanelBlocks, kTokens>;
@@ -238,23 +241,38 @@ RoundedFormat make_rounded_format() {
     return format;
 }
 
+template <int Bitwidth>
+RoundedFormat rounded_integers(const MatrixView& matrix) {
+    if constexpr (Bitwidth <= 4) {
+        if (matrix.has_byte_scales) {
+            return make_rounded_format<Bitwidth, false, true>();
+        }
+    }
+    if constexpr (Bitwidth > 1) {
+        if (matrix.is_symmetric) {
+            return make_rounded_format<Bitwidth, true>();
+        }
+    }
+    return make_rounded_format<Bitwidth, false>();
+}
+
 inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
     if (matrix.float_type == FloatType::kMxfp4) {
         return make_rounded_format<kMxfp4, false>();
     }
     switch (matrix.bitwidth) {
         case 1:
-            return make_rounded_format<1, false>();
+            return rounded_integers<1>(matrix);
         case kTernary:
             return make_rounded_format<kTernary, true>();
         case 2:
-            return matrix.is_symmetric ? make_rounded_format<2, true>() : make_rounded_format<2, false>();
+            return rounded_integers<2>(matrix);
         case 3:
-            return matrix.is_symmetric ? make_rounded_format<3, true>() : make_rounded_format<3, false>();
+            return rounded_integers<3>(matrix);
         case 4:
-            return matrix.is_symmetric ? make_rounded_format<4, true>() : make_rounded_format<4, false>();
+            return rounded_integers<4>(matrix);
         default:
-            return matrix.is_symmetric ? make_rounded_format<8, true>() : make_rounded_format<8, false>();
+            return rounded_integers<8>(matrix);
     }
 }
 
