@@ -22,7 +22,10 @@ import numpy as np
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 
-FORMATS = ("q1g64", "q1.6g128s", "q2g64", "q3g64", "q4g64", "q4g32s", "mxfp4", "q8g64", "bf16")
+FORMATS = (
+    "q1g64", "q1g64b", "q1.6g128s", "q2g64", "q2g64b", "q2g32", "q2g32b", "q3g64", "q3g64b", "q4g64", "q4g32s", "mxfp4",
+    "q8g64", "bf16",
+)  # fmt: skip
 SHAPES = ((256, 256), (1024, 2048), (2048, 1024))
 TOKENS = (1, 16, 64, 96)
 MANY_EXPERTS = 128  # more than a last-level cache holds

@@ -50,8 +50,8 @@ def test_baselines_stand_beside_every_plan(result: CompileResult) -> None:
         # EdgeMoE as published has formats of its own.
         found = [size for name, size in point.baselines.items() if size is not None and "published" not in name]
         assert found and point.plan is not None
-        # A plan that may differ from unit to unit needs no more than one that may not. Of a random model a loss of 5 % is
-        # within what any change of weights makes of its perplexity.
+        # A plan that may differ from unit to unit needs no more than one that may not. Of a random model a loss of 5 %
+        # is within what any change of weights makes of its perplexity.
         assert point.target < 0.1 or point.plan.expert_packed_bytes <= min(found)
 
 

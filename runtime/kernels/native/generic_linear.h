@@ -103,23 +103,35 @@ inline void advance(TileCursor& cursor) {
     }
 }
 
-// Bytes times powers of two: sign is that of all products, exponents and bytes are one for each row. Exact.
-inline Floats load_byte_scales(const uint8_t* exponents, const uint8_t* bytes, uint32_t sign) {
-    const Floats step = float_of(either(broadcast_int(sign), shift_left<23>(load_bytes(exponents))));
-    return mul(step, to_float(load_bytes(bytes)));
+// What the bytes of scales and minima are multiples of, for the rows of a block: powers of two, those of minima negative.
+struct RowSteps {
+    Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
+};
+
+template <bool HasByteScales>
+MOEC_INLINE RowSteps load_steps(const uint8_t* block) {
+    RowSteps steps{};
+    if constexpr (HasByteScales) {
+        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(v)::value;
+            const Ints minimum = shift_left<23>(load_bytes(block + kRowsPerBlock + V * kLanes));
+            steps.scale[V] = float_of(shift_left<23>(load_bytes(block + V * kLanes)));
+            steps.minimum[V] = float_of(either(broadcast_int(0x80000000u), minimum));
+        });
+    }
+    return steps;
 }
 
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
-MOEC_INLINE void load_scales(const TileCursor& cursor, Floats* scale, Floats* minimum) {
-    const uint8_t* group = cursor.group;
+MOEC_INLINE void load_scales(const uint8_t* group, const RowSteps& steps, Floats* scale, Floats* minimum) {
     unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
         constexpr int V = decltype(v)::value;
         if constexpr (Bitwidth == kMxfp4) {  // half of the power of two, because levels are twice the floats
             scale[V] = float_of(shift_left<23>(sub_int(load_bytes(group + V * kLanes), broadcast_int(1))));
             minimum[V] = mul(scale[V], broadcast(-static_cast<float>(kMxfp4Centre)));
         } else if constexpr (HasByteScales) {
-            scale[V] = load_byte_scales(cursor.block + V * kLanes, group + V * kLanes, 0);
-            minimum[V] = load_byte_scales(cursor.block + kRowsPerBlock + V * kLanes, group + kRowsPerBlock + V * kLanes, 0x80000000u);
+            scale[V] = mul(steps.scale[V], to_float(load_bytes(group + V * kLanes)));  // exact
+            minimum[V] = mul(steps.minimum[V], to_float(load_bytes(group + kRowsPerBlock + V * kLanes)));
         } else if constexpr (IsSymmetric) {
             scale[V] = load_half(group + V * 2 * kLanes);
             minimum[V] = mul(scale[V], broadcast(-static_cast<float>(centre_of(Bitwidth))));
@@ -164,8 +176,9 @@ void dequantize_panel_quantized(const MatrixView& matrix, int64_t block, int64_t
     constexpr int kColumns = parts_of(Bitwidth) * kColumnsPerTile;
     TileCursor cursor = tiles_of(matrix, block, k);
     Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
+    const RowSteps steps = load_steps<HasByteScales>(cursor.block);
     for (int64_t done = 0; done < count; done += kColumns, advance(cursor), panel += kColumns * kRowsPerBlock) {
-        load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor, scale, minimum);
+        load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor.group, steps, scale, minimum);
         const uint8_t* tile = tile_at(cursor);
         unroll<kColumns>([&](auto column) MOEC_INLINE_LAMBDA {
             constexpr int C = decltype(column)::value;

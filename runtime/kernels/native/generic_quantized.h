@@ -108,11 +108,12 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
         sum[decltype(v)::value] = scale[decltype(v)::value] = minimum[decltype(v)::value] = zero();
     });
     TileCursor cursor = tiles_of(matrix, block, 0);
+    const RowSteps steps = load_steps<HasByteScales>(cursor.block);
     constexpr int kParts = parts_of(Bitwidth);
     const int64_t tiles = matrix.columns / kColumnsPerTile;
     for (int64_t t = 0; t < tiles; t += kParts, advance(cursor)) {
         if (cursor.tile_in_group == 0) {
-            load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor, scale, minimum);
+            load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor.group, steps, scale, minimum);
         }
         const uint8_t* tile = tile_at(cursor);
         unroll<lines_of(Bitwidth)>([&](auto line) MOEC_INLINE_LAMBDA {
@@ -153,10 +154,11 @@ template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
 void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel) {
     constexpr int kParts = parts_of(Bitwidth);
     TileCursor cursor = tiles_of(matrix, block, first_tile * kColumnsPerTile);
+    const RowSteps steps = load_steps<HasByteScales>(cursor.block);
     uint8_t* out = panel.codes;
     for (int64_t t = 0; t < tiles; t += kParts, advance(cursor)) {
         Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
-        load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor, scale, minimum);
+        load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor.group, steps, scale, minimum);
         const uint8_t* tile = tile_at(cursor);
         unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(v)::value;
