@@ -13,6 +13,7 @@ SPECS = st.one_of(
     st.builds(QuantSpec, st.sampled_from((2, 3, 4, 8)), GROUPS, st.booleans()),
     st.builds(QuantSpec, st.just(1), GROUPS),
     st.builds(QuantSpec, st.just(TERNARY), st.sampled_from((0, 64, 128, 192, 256)), st.just(True)),
+    st.builds(QuantSpec, st.sampled_from((1, 2, 3, 4)), st.sampled_from((32, 64, 96, 128)), byte_scales=st.just(True)),
     st.sampled_from(("bfloat16", "float16")).map(lambda kind: QuantSpec(16, float_type=kind)),
 )
 
@@ -24,10 +25,11 @@ def rows16_bytes(spec: QuantSpec, rows: int, columns: int) -> int:
         if spec.bitwidth == 16:
             total += 16 * columns * 2
             continue
-        group = spec.group_size or columns
+        group, width = spec.group_size or columns, 1 if spec.byte_scales else 2
+        total += 16 * 2 if spec.byte_scales else 0
         for _ in range(0, columns, group):
-            total += 16 * 2
-            total += 0 if spec.symmetric else 16 * 2
+            total += 16 * width
+            total += 0 if spec.symmetric else 16 * width
             if spec.bitwidth == TERNARY:
                 total += group // 64 * (3 * 64 + 16)
                 continue
@@ -55,7 +57,7 @@ def test_short_form_round_trip(spec: QuantSpec) -> None:
 
 
 def test_short_forms() -> None:
-    names = ("q4g64", "q8", "q2s", "q3g32s", "q1.6g128s", "q1.6s", "q0", "bf16", "fp16")
+    names = ("q4g64", "q8", "q2s", "q3g32s", "q1.6g128s", "q1.6s", "q2g32b", "q0", "bf16", "fp16")
     assert [str(QuantSpec.parse(name)) for name in names] == list(names)
     assert QuantSpec.parse("q4g64") == QuantSpec(4, 64) and QuantSpec.parse("q2s") == QuantSpec(2, 0, True)
 
@@ -64,6 +66,7 @@ def test_short_forms() -> None:
     "text",
     ["", "q", "q5", "q16", "q1s", "q1.6", "q1.6g128", "q1.6g32s", "q1.60s", "q1.s", "q2.0", "q0s", "q0g64", "q00",
      "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss",
+     "q2b", "q8g32b", "q1.6g64b", "q2g32sb", "q2g32bs", "q0b",
      "bf16s", "float16", "q4g\uff16\uff14", "q4g" + "9" * 5000, "q4g16777248", "x" * 5000],
 )  # fmt: skip
 def test_not_a_format(text: str) -> None:
@@ -85,6 +88,10 @@ def test_not_a_format(text: str) -> None:
         ({"bitwidth": 16, "float_type": "float16", "symmetric": True}, "no groups"),
         ({"bitwidth": TERNARY}, "1.6 bits is symmetric"),
         ({"bitwidth": TERNARY, "symmetric": True, "group_size": 96}, "multiple of 64, found 96"),
+        ({"bitwidth": 2, "byte_scales": True}, "scales in bytes belong to groups of 1 to 4 bits"),
+        ({"bitwidth": 8, "group_size": 32, "byte_scales": True}, "scales in bytes"),
+        ({"bitwidth": 4, "group_size": 32, "symmetric": True, "byte_scales": True}, "scales in bytes"),
+        ({"bitwidth": 4, "group_size": 32, "float_type": "mxfp4", "byte_scales": True}, "scales in bytes"),
         ({"bitwidth": 4, "group_size": -32}, "group_size"),
         ({"bitwidth": 4, "group_size": 33}, "multiple of 32"),
         ({"bitwidth": 4, "group_size": MAX_DIMENSION + 32}, "group_size"),
