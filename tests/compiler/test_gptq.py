@@ -49,6 +49,16 @@ def test_output_error_is_a_third_of_rounding_to_nearest(text, limit):
     assert matrix.scales.dtype == torch.float16 and (matrix.minima is None) == spec.symmetric
 
 
+@pytest.mark.parametrize("text", ["q3g32b", "q3g64", "q4g64b"])
+def test_scales_fitted_to_the_codes_help_on_inputs_not_seen(text, monkeypatch):
+    """Measured on held-out inputs: 0.93 to 0.98 of the error without."""
+    spec = QuantSpec.parse(text)
+    weight, seen, held_out = draw(0, 2048)
+    fitted = errors(weight, quantize_gptq(weight, spec, seen.T @ seen, 2048), held_out)
+    monkeypatch.setattr(gptq, "REFITTED_CODES", 0)
+    assert fitted < errors(weight, quantize_gptq(weight, spec, seen.T @ seen, 2048), held_out)
+
+
 def test_few_tokens_still_help():
     """Measured at 2 bits with 64 tokens for 512 columns: .121; .334 rounded to nearest."""
     spec = QuantSpec.parse("q2g128")
@@ -75,7 +85,7 @@ def test_no_row_is_worse_than_rounding_to_nearest(text, tokens, seed, dead):
     matrix = quantize_gptq(weight, spec, moment, tokens)
     nearest = quantize_rtn(weight, spec, True, moment.diagonal())
     assert (row_errors(weight, matrix.dequantize(), moment) <= row_errors(weight, nearest.dequantize(), moment)).all()
-    assert torch.equal(matrix.scales, nearest.scales) or spec.largest_code <= 3
+    assert torch.equal(matrix.scales, nearest.scales) or spec.largest_code <= 15
 
 
 def test_a_batch_gives_what_single_matrices_give():
