@@ -43,7 +43,7 @@ _PATTERNS = ("*.safetensors", INDEX_NAME, *COMPANION_PATTERNS)
 """The files of a model that are copied from elsewhere."""
 _MAX_COMPANION_BYTES = 256 << 20
 _READ_BYTES = 8 << 20
-_DIGESTS_AT_ONCE = 2  # one hashes while another reads
+DIGESTS_AT_ONCE = 2  # one hashes while another reads
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PACKED_DTYPES = {"U8": torch.uint8}  # of MXFP4 blocks and scales, for the families that know them
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -129,7 +129,7 @@ class Checkpoint:
         """Size and SHA-256 of every file the model consists of, by name. Reads all of them, once per opened folder."""
         index = (INDEX_NAME,) if (self.root / INDEX_NAME).is_file() and WEIGHTS_NAME not in self.weight_files() else ()
         missing = [n for n in (*self.companion_files(), *self.weight_files(), *index) if n not in self._digests]
-        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(DIGESTS_AT_ONCE) as pool:
             found = list(pool.map(lambda name: _digest(self.root / name), missing))
         self._digests.update(zip(missing, found, strict=True))
         return tuple(self._digests[name] for name in sorted(self._digests))

@@ -15,9 +15,10 @@ import torch
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
 
+from ..checkpoint import DIGESTS_AT_ONCE
 from ..fisher import SKETCHES, TEXTS
 from ..layerwise import planning
-from ..layerwise.memory import PROCESS_BYTES, layer_weights, streamed_bytes, whole_bytes
+from ..layerwise.memory import PROCESS_BYTES, layer_weights, moment_values, streamed_bytes, variant_count, whole_bytes
 from ..layerwise.sweep import SweepInputs
 from ..options import UNIFORM_DENSE_BITS
 from ..preflight import reachable_bytes
@@ -28,8 +29,7 @@ from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
 _HALF = 2
-_DIGESTS_AT_ONCE = 2
-_VARIANTS = 2  # that a layer begins: with its attention, and with its experts, in a probe format
+_RESULTS_BYTES = 16 << 20  # statistics and measurements, which are small beside second moments
 _PLANS = {"loss": CALIBRATING_KL + MAX_GENERATED, "kl": MAX_KL}  # measured at most; for other targets, the one found
 
 
@@ -77,8 +77,8 @@ class SearchForecast:
         work, answers = self._work_bytes(), _count(inputs.answers.rows)
         # For a loss, the checkpoint's own weights and the plan that is tried lie beside it as bundles.
         tried = self._weights() * _HALF + self._bundle if self._target == "loss" else 0
-        options, limit = self._prepared.request.options, len(self._prepared.splits)
-        memory = planning.need_bytes(self._model, options, inputs.specs, self._threads, limit)
+        options, tasks = self._prepared.request.options, len(self._prepared.splits)
+        memory = planning.need_bytes(self._model, options, inputs.specs, self._threads, tasks)
         texts = _count(inputs.calibration) + answers + self._held_out
         passes = streamed_bytes(self._model, texts, inputs.specs, self._threads)
         stages = [
@@ -95,12 +95,12 @@ class SearchForecast:
                 self._plans * self._plan_seconds(),
                 passes,
                 work,
-                f"{self._at_most(self._plans)}, {answers:,} tokens each",
+                f"{_at_most(self._plans)}, {answers:,} tokens each",
             ),
-            *self._answers(memory, work + tried),
+            *([self._answers(memory, work + tried)] if tried else []),
             self._writing(passes, work + self._bundle),
         ]
-        if self._target != "loss":
+        if not tried:
             seconds = self._held_out * (self._through_layers() + self._rates.logit_token)
             text = f"{self._held_out:,} held-out tokens"
             title = f"KL on {', '.join(inputs.held_out)}"
@@ -117,38 +117,39 @@ class SearchForecast:
         predicted = round(calibration_tokens * min(1.0, TEXTS / texts))
         # A pass forward, one backward for each sketch of twice its work, and the experts of one for every format.
         passes = 1 + 2 * SKETCHES + len(specs) * self._share_of_experts()
+        journal = _RESULTS_BYTES + _FLOAT * sum(moment_values(model, layer) for layer in range(model.num_layers))
         return [
             _digests(self._prepared, self._disk),
             StageForecast("checking weights", 2 * self._loading(), memory, 0, f"{self._weights():,} weights, twice"),
-            StageForecast("calibrating", calibrating, memory, 0, f"{calibration_tokens:,} tokens"),
+            StageForecast("calibrating", calibrating, memory, journal, f"{calibration_tokens:,} tokens"),
             StageForecast(
                 f"quantizing with {self._prepared.request.options.quantizer}",
                 experts * rates.expert,
                 memory,
-                0,
+                journal,
                 f"{experts:,} experts in {len(specs)} formats",
             ),
             StageForecast(
                 "predicting what each unit costs",
                 predicted * passes * self._through_layers(),
                 memory,
-                0,
+                journal,
                 f"{predicted:,} tokens, gradients and {len(specs)} formats",
             ),
-            *self._answers(memory, 0),
-            self._writing(memory, self._bundle),
+            self._answers(memory, journal),
+            self._writing(memory, journal + self._bundle),
         ]
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _answers(self, memory: int, disk: int) -> list[StageForecast]:
-        """What a loss asks for, or plans measured where the model is in memory."""
-        if self._target != "loss":
-            return []
+    def _answers(self, memory: int, disk: int) -> StageForecast:
+        """What a loss asks for, and the certificate where the model is in memory."""
         items = sum(len(split.validation.items) for split in self._prepared.splits)
         last = sum(len(split.test.items) for split in self._prepared.splits)
-        work = f"{self._at_most(MAX_GENERATED)} on {items:,} items; checkpoint and bundle on {last:,}"
-        return [StageForecast("measuring the tasks", None, memory, disk, work)]
+        tried = f"{_at_most(MAX_GENERATED)} on {items:,} items; " if self._target == "loss" else ""
+        return StageForecast(
+            "measuring the tasks", None, memory, disk, f"{tried}checkpoint and bundle on {last:,} items"
+        )
 
     def _writing(self, memory: int, disk: int) -> StageForecast:
         seconds = _dense_weights(self._model) * self._rates.rounded_weight + self._bundle * self._disk.written_byte
@@ -158,7 +159,7 @@ class SearchForecast:
         rates, total = self._rates, 0.0
         others, probe = _count(self._inputs.answers.rows) + self._held_out, _count(self._inputs.probe)
         for layer, scale in enumerate(self._scales()):
-            variants = _VARIANTS * layer + 1 + _VARIANTS
+            variants = variant_count(self._model) * (layer + 1) / self._model.num_layers + 1
             passed = self._calibration() * rates.calibration_token + (others + variants * probe) * rates.token
             total += scale * passed + self._loaded(layer)
             total += self._model.layers[layer].experts.count * rates.expert
@@ -206,7 +207,7 @@ class SearchForecast:
         for unit in self._model.unit_keys():
             rows, columns = self._model.unit_shape(unit.layer, unit.projection)
             units += sum(spec.packed_bytes(rows, columns) for spec in self._inputs.specs if spec.fits(columns))
-        variants = _count(self._inputs.probe) * (_VARIANTS * self._model.num_layers + 2)
+        variants = _count(self._inputs.probe) * (variant_count(self._model) + 2)
         texts = self._calibration() + _count(self._inputs.answers.rows) + self._held_out + variants
         return units + 2 * _FLOAT * self._model.hidden_size * texts
 
@@ -218,17 +219,19 @@ class SearchForecast:
             experts = round(experts * value / 16)
         elif self._target == "size":
             experts = round(value)
-        return _written_bytes(self._model, experts, options.dense_bits or 16)
+        low = 0 if options.low_spec is None else reachable_bytes(self._model, [options.low_spec])[0]
+        return _written_bytes(self._model, experts + low, options.dense_bits or 16)
 
-    def _at_most(self, plans: int) -> str:
-        return "1 plan" if plans == 1 else f"at most {plans} plans"
+
+def _at_most(plans: int) -> str:
+    return "1 plan" if plans == 1 else f"at most {plans} plans"
 
 
 def _digests(prepared: Prepared, disk: DiskRates) -> StageForecast:
     """What the journal knows a checkpoint by."""
     root = prepared.checkpoint.root
     size = sum((root / name).stat().st_size for name in prepared.checkpoint.weight_files())
-    seconds = size * disk.digested_byte / min(_DIGESTS_AT_ONCE, len(prepared.checkpoint.weight_files()))
+    seconds = size * disk.digested_byte / min(DIGESTS_AT_ONCE, len(prepared.checkpoint.weight_files()))
     return StageForecast("hashing the checkpoint", seconds, PROCESS_BYTES, 0, f"{size:,} bytes")
 
 

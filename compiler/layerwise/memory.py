@@ -34,9 +34,15 @@ def _expert_weights(model: ModelSpec, layer: int) -> int:
     return sum(prod(model.unit_shape(layer, projection)) for projection in model.layers[layer].experts.projections)
 
 
-def _moments(model: ModelSpec, layer: int) -> int:
+def moment_values(model: ModelSpec, layer: int) -> int:
+    """Values of the second moments of a layer."""
     experts = model.layers[layer].experts
     return experts.count * (model.hidden_size**2 + experts.width**2)
+
+
+def variant_count(model: ModelSpec) -> int:
+    """Variants that a sweep carries at most: of each layer its attention, its experts, a shared one where it has it."""
+    return sum(3 if layer.shared is not None else 2 for layer in model.layers)
 
 
 def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> int:
@@ -46,7 +52,7 @@ def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> i
     experts = sum(
         _expert_weights(model, layer) * model.layers[layer].experts.count for layer in range(model.num_layers)
     )
-    moments = sum(_moments(model, layer) for layer in range(model.num_layers))
+    moments = sum(moment_values(model, layer) for layer in range(model.num_layers))
     formats = sum(spec.bitwidth < 16 for spec in specs)
     fixed = PROCESS_BYTES + _FLOAT * (weights + outside + moments + experts) + formats * experts
     return fixed + gradient_bytes(model, threads)
@@ -60,8 +66,8 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
         kind = bool(layer.experts.count), layer.attention.sliding_window
         kinds[kind] = max(kinds.get(kind, 0), layer_weights(model, at))
     slot = _FLOAT * sum(kinds.values())
-    moments = _FLOAT * max(_moments(model, layer) for layer in range(layers))
-    variants = sum(3 if layer.shared is not None else 2 for layer in model.layers)
+    moments = _FLOAT * max(moment_values(model, layer) for layer in range(layers))
+    variants = variant_count(model)
     states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (variants + 2))
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
     # A batch: attention and experts of its tokens; an expert: float copies, codes of every format, factors.

@@ -52,7 +52,7 @@ def test_other_values_are_refused(values: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("text", ["q1g32b", "q2g32b", "q3g64b", "q4g32b"])
 def test_quantizers_lose_little_by_bytes(text: str) -> None:
-    """Errors with scales of 16 bits and of 8: within 2 % (nearest), 1 % (GPTQ), at 12 to 16 % fewer bytes at 2 bits."""
+    """Output errors are within 2 % of those with scales of 16 bits, on less than 95 % of the bytes."""
     spec, plain = QuantSpec.parse(text), QuantSpec.parse(text[:-1])
     generator = torch.Generator().manual_seed(3)
     weight, inputs = torch.randn(64, 512, generator=generator), torch.randn(2048, 512, generator=generator)

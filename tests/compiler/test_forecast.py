@@ -107,14 +107,23 @@ def test_every_piece_of_a_layer_takes_time(tmp_path: Path) -> None:
     assert told[0][0] == 0 and told[-1][0] == told[-1][1]
 
 
-def test_a_whole_model_is_foreseen_as_well(tmp_path: Path) -> None:
+def test_a_whole_model_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    found = named(
-        forecast(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
-    )
+    request = make_request(model, tmp_path / "out", "loss", 0.5, quick=False, data=str(texts), **SEARCHED)
+    found = named(forecast(request))
     assert {"checking weights", "calibrating", "quantizing with gptq", "predicting what each unit costs"} < {*found}
     assert found["measuring the tasks"].seconds is None
     assert (names(tmp_path)) == {"model", "texts"}, "nothing stays"
+    journal, remove = list[int](), Journal.remove
+
+    def removed(finished: Journal) -> None:
+        journal.append(sum(path.stat().st_size for path in (tmp_path / "out.work").iterdir()))
+        remove(finished)
+
+    monkeypatch.setattr(Journal, "remove", removed)
+    compile_checkpoint(request)
+    moments = 2 * 3 * 2 * 64 * 64 * 4
+    assert moments < journal[-1] <= found["calibrating"].disk_bytes
 
 
 @pytest.mark.parametrize("bits", [4, 16])
