@@ -21,12 +21,15 @@ from ..trials import Trials, kl_bound, margin
 from .frontier import least_cost, least_loss
 from .space import SearchSpace
 
-MAX_GENERATED = 6
+MAX_GENERATED = 8
 MAX_KL = 8
 # Cheap measurements before the first on generated answers, and how near to the KL they bring it, as a factor.
 CALIBRATING_KL, CALIBRATED = 4, 1.5
-# Two predicted budgets closer than this give plans whose sizes differ by less than 1 %.
-CLOSE_ENOUGH = 1.08
+# The search ends between a plan that keeps the target and one that does not, where their costs are this near; how far
+# their predicted losses then lie apart depends on the formats: 8 % at 2 bits per weight, 2 % at 1.25.
+CLOSE_COSTS = 1.01
+# A KL this near to the target, as a factor, is not worth another measurement.
+CLOSE_KL = 1.08
 _SPREAD = 4.0
 AIM = 0.93
 Note = Callable[[str], None]
@@ -34,10 +37,11 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An accepted plan; predicted: its budget in the knapsack's units."""
+    """An accepted plan; predicted: its budget in the knapsack's units; cost: what it costs there."""
 
     plan: CompilePlan
     predicted: float
+    cost: float
 
 
 def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> CompilePlan:
@@ -66,23 +70,23 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> Co
 def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
     """Largest predicted budget whose plan measures a KL of at most the target, as `kl_bound` tells it."""
     low: Found | None = None
-    high = math.inf
+    high, high_cost = math.inf, 0.0
     most = _largest_budget(space)
     budget = target
     for _ in range(MAX_KL):
         budget = min(budget, most)
-        plan = space.plan(least_cost(space.table, budget))
+        plan, cost = _least_plan(space, budget)
         measured = kl_bound(trials.kl(plan, "search"))
         note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
         if measured <= target:
-            low = Found(plan, budget)
-            if measured >= target / CLOSE_ENOUGH or budget >= most:
+            low = Found(plan, budget, cost)
+            if measured >= target / CLOSE_KL or budget >= most:
                 break
         else:
-            high = budget
-        budget = _next_budget(budget, low, high, target / max(measured, 1e-12))
-        if low is not None and high / low.predicted < CLOSE_ENOUGH:
+            high, high_cost = budget, cost
+        if low is not None and low.cost <= high_cost * CLOSE_COSTS:
             break
+        budget = _next_budget(budget, low, high, target / max(measured, 1e-12))
     if low is None:
         low = _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
     return low
@@ -108,19 +112,19 @@ def _next_budget(budget: float, low: Found | None, high: float, ratio: float) ->
 def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
     """Largest predicted budget whose generated answers keep the target, as `trials.keeps` judges."""
     low: Found | None = None
-    high = math.inf
+    high, high_cost = math.inf, 0.0
     most = _largest_budget(space)
     budget = _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
     for _ in range(MAX_GENERATED):
         budget = min(budget, most)
-        plan = space.plan(least_cost(space.table, budget))
+        plan, cost = _least_plan(space, budget)
         accepted, losses = trials.accepts(plan, target, "search")
         note(_sentence(plan, losses, accepted))
         if accepted:
-            low = Found(plan, budget)
+            low = Found(plan, budget, cost)
         else:
-            high = budget
-        if low is not None and (low.predicted >= most or high / low.predicted < CLOSE_ENOUGH):
+            high, high_cost = budget, cost
+        if low is not None and (low.predicted >= most or low.cost <= high_cost * CLOSE_COSTS):
             break
         budget = _next_budget(budget, low, high, _headroom(losses, target, trials.certification_items))
     if low is None:
@@ -142,6 +146,12 @@ def _headroom(losses: dict[str, LossEstimate], target: float, items: Mapping[str
     return min(rooms)
 
 
+def _least_plan(space: SearchSpace, budget: float) -> tuple[CompilePlan, float]:
+    """The plan of least cost within a predicted budget, and that cost."""
+    choice = least_cost(space.table, budget)
+    return space.plan(choice), space.table.totals(choice)[0]
+
+
 def _largest_budget(space: SearchSpace) -> float:
     """The predicted loss of the cheapest plan, past which nothing changes; a little more, since sums are rounded."""
     return space.table.totals(least_cost(space.table, math.inf))[1] * (1 + 1e-9)
@@ -151,7 +161,7 @@ def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
     """The predicted budget whose plan measures about this KL, by a few cheap measurements."""
     budget = kl
     for _ in range(CALIBRATING_KL):
-        measured = trials.kl(space.plan(least_cost(space.table, budget)), "search").mean
+        measured = trials.kl(_least_plan(space, budget)[0], "search").mean
         if kl / CALIBRATED <= measured <= kl * CALIBRATED:
             break
         budget *= float(np.clip(kl / max(measured, 1e-9), 1 / 16, 16))
@@ -160,7 +170,7 @@ def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
 
 def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool, str]], wanted: str) -> Found:
     """The least lossy plan, if it keeps what is wanted; `judged` says so and what it measured."""
-    plan = space.plan(least_cost(space.table, 0.0))
+    plan, cost = _least_plan(space, 0.0)
     accepted, measured = judged(plan)
     if not accepted:
         raise TargetUnreachable(
@@ -168,7 +178,7 @@ def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool
             f"{measured}",
             "allow more loss, or offer more bits with `--bits` and `--dense-bits`",
         )
-    return Found(plan, 0.0)
+    return Found(plan, 0.0, cost)
 
 
 def _sentence(plan: CompilePlan, losses: dict[str, LossEstimate], accepted: bool) -> str:
