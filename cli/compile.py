@@ -126,6 +126,12 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     default=None,
     help="Whether the search may leave experts out.  [default: with --loss and --kl where the model fits in memory]",
 )
+@click.option(
+    "--swaps",
+    type=int,
+    metavar="N",
+    help="Plans of equal bytes that the search measures for a better one.  [default: 24; one layer at a time 0]",
+)
 @mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
@@ -272,6 +278,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         confidence=values["confidence"],
         fallback_bits=values["fallback_bits"],
         prune=values["prune"],
+        swaps=values["swaps"],
     )
 
 

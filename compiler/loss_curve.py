@@ -13,11 +13,11 @@ from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 
 from .comparison import can_compare, compare_with_baselines
-from .options import Talk
 from .plan import CompilePlan
 from .search.frontier import ChoiceTable
 from .search.knapsack import search
 from .search.space import SearchSpace
+from .search.swaps import Swaps
 from .targets import Target
 from .trials import Trials
 from .unit_store import UnitStore
@@ -61,21 +61,21 @@ def measure_curve(
     trials: Trials,
     store: UnitStore,
     specs: Sequence[QuantSpec],
-    talk: Talk,
+    swaps: Swaps,
 ) -> LossCurve:
-    """Search at every loss; specs: what baselines may choose from, none for no baselines.
+    """Search at every loss; specs: what baselines may choose from, none for no baselines. swaps: of our own search.
 
     Plans that several losses ask about are measured once.
     """
-    return tuple(_point(loss, space, trials, store, specs, talk) for loss in losses)
+    return tuple(_point(loss, space, trials, store, specs, swaps) for loss in losses)
 
 
 def _point(
-    loss: float, space: SearchSpace, trials: Trials, store: UnitStore, specs: Sequence[QuantSpec], talk: Talk
+    loss: float, space: SearchSpace, trials: Trials, store: UnitStore, specs: Sequence[QuantSpec], swaps: Swaps
 ) -> CurvePoint:
-    target = Target("loss", loss)
+    target, talk = Target("loss", loss), swaps.talk
     talk.note(f"searching at {target}")
-    plan = _search(space, trials, target, talk)
+    plan = _search(space, trials, target, swaps)
     if plan is None:
         return CurvePoint(loss, None, {}, None, {})
     _, estimates = trials.accepts(plan, loss, "sweep")
@@ -85,16 +85,16 @@ def _point(
         found = compare_with_baselines(plan, specs, trials, store, target, talk)
         for result in (found.uniform, found.edgemoe, found.published):
             baselines[result.name] = None if result.plan is None else result.plan.expert_packed_bytes
-        layered = _search(per_layer_space(space, plan), trials, target, talk)
+        layered = _search(per_layer_space(space, plan), trials, target, Swaps(0, talk))
         baselines[PER_LAYER] = None if layered is None else layered.expert_packed_bytes
     return CurvePoint(loss, plan, estimates, trials.kl(plan, "sweep").mean, baselines)
 
 
-def _search(space: SearchSpace, trials: Trials, target: Target, talk: Talk) -> CompilePlan | None:
+def _search(space: SearchSpace, trials: Trials, target: Target, swaps: Swaps) -> CompilePlan | None:
     try:
-        return search(space, trials, target, talk.note)
+        return search(space, trials, target, swaps.talk.note, swaps)
     except TargetUnreachable as error:
-        talk.note(str(error))
+        swaps.talk.note(str(error))
         return None
 
 

@@ -32,6 +32,7 @@ _OF_DATA: dict[str, object] = {
     "sensitivity": "auto",
     "search": "knapsack",
     "prune": None,
+    "swaps": None,
 }
 _OF_SEARCH: dict[str, object] = {"bits": BITWIDTHS, "objective": None}
 _OPTION_NAMES = {"tasks": "task", "comparisons": "no-comparisons", "prune": "prune-experts/--keep-experts"}
@@ -46,6 +47,7 @@ class CompileOptions:
     confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
     fallback_bits: of a second version of every expert that is larger; None: there is none.
     prune: whether the search may leave experts out; None: where a measured loss or KL decides.
+    swaps: measurements that improve a plan at equal bytes; None: as the search thinks right.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -67,6 +69,7 @@ class CompileOptions:
     confidence: float | None = None
     fallback_bits: int | None = None
     prune: bool | None = None
+    swaps: int | None = None
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -83,12 +86,9 @@ class CompileOptions:
             raise OptionError(f"unknown quantizer `{self.quantizer}`", f"choose one of {', '.join(QUANTIZERS)}")
         if self.objective is not None and self.objective not in OBJECTIVES:
             raise OptionError(f"unknown objective `{self.objective}`", f"choose one of {', '.join(OBJECTIVES)}")
-        if self.shots < 0:
-            raise OptionError(f"`--shots {self.shots}` must not be negative", "leave it out for none")
-        if self.limit is not None and self.limit < 1:
-            raise OptionError(f"`--limit {self.limit}` must be at least 1", "leave it out to take all items")
         if len(set(self.tasks)) < len(self.tasks):
             raise OptionError(f"`--task` names a task twice: {', '.join(self.tasks)}", "name each once")
+        self._check_counts()
         self._check_fallback()
         self._check_effects()
         if self.target.kind == "uniform":
@@ -98,6 +98,14 @@ class CompileOptions:
                 f"a target of {self.target} is measured on text, and none was given",
                 "add `--data DIR_OR_JSONL`, or take `--bits-per-weight`, `--size` or `--uniform`",
             )
+
+    def _check_counts(self) -> None:
+        if self.shots < 0:
+            raise OptionError(f"`--shots {self.shots}` must not be negative", "leave it out for none")
+        if self.limit is not None and self.limit < 1:
+            raise OptionError(f"`--limit {self.limit}` must be at least 1", "leave it out to take all items")
+        if self.swaps is not None and self.swaps < 0:
+            raise OptionError(f"`--swaps {self.swaps}` must not be negative", "write 0 for none")
 
     def _check_fallback(self) -> None:
         if self.fallback_bits is not None and self.fallback_bits not in FALLBACK_BITS:
@@ -123,6 +131,7 @@ class CompileOptions:
             self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
             self._refuse_given({"comparisons": True}, "beside `--search edgemoe`, which is one of them")
             self._refuse_given({"prune": None}, "beside `--search edgemoe`, which keeps all experts")
+            self._refuse_given({"swaps": None}, "beside `--search edgemoe`, which has its own search")
 
     def _refuse_given(self, defaults: Mapping[str, object], reason: str) -> None:
         for name, default in defaults.items():
@@ -237,6 +246,7 @@ class CompileOptions:
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
+            **({} if self.swaps is None else {"swaps": str(self.swaps)}),
             **({} if self.prune is None else {"prune": str(self.prune).lower()}),
             **({} if self.fallback_bits is None else {"fallback_bits": str(self.fallback_bits)}),
         }

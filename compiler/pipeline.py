@@ -48,6 +48,7 @@ from .request import CompileRequest, CompileResult
 from .search.knapsack import search
 from .search.pruning import left_out_losses, with_pruning
 from .search.space import SearchSpace, build_space
+from .search.swaps import SWAPS, Swaps
 from .sensitivity import Progress, SensitivityTable, measure_sensitivity
 from .tables import Tables
 from .task_data import train_texts
@@ -210,7 +211,7 @@ def _curve(stage: _Stage) -> LossCurve:
         raise RuntimeError("a sweep comes after a search")
     request = stage.request
     specs = stage.specs if request.options.comparisons and not stage.is_layerwise else ()
-    return measure_curve(request.sweep, stage.space, stage.trials, stage.store, specs, request.talk)
+    return measure_curve(request.sweep, stage.space, stage.trials, stage.store, specs, _swaps(stage))
 
 
 def _edgemoe_plan(stage: _Stage, trials: Trials) -> CompilePlan:
@@ -251,7 +252,13 @@ def _search(stage: _Stage) -> CompilePlan:
     stage.space = build_space(plain, store, stage.sensitivity, weights, stage.specs, dense)
     if stage.prunes:
         stage.space = with_pruning(stage.space, left_out_losses(store, stage.sensitivity, popularity), weights)
-    return search(stage.space, trials, options.target, talk.note)
+    return search(stage.space, trials, options.target, talk.note, _swaps(stage))
+
+
+def _swaps(stage: _Stage) -> Swaps:
+    """A measurement of a plan layer by layer is a pass over the checkpoint: none unless asked for."""
+    asked, default = stage.request.options.swaps, 0 if stage.is_layerwise else SWAPS
+    return Swaps(default if asked is None else asked, stage.request.talk)
 
 
 def _predict_units(stage: _Stage, progress: Progress) -> Mapping[tuple[UnitKey, QuantSpec], float]:

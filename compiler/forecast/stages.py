@@ -67,7 +67,8 @@ class SearchForecast:
     def __init__(self, prepared: Prepared, inputs: SweepInputs, disk: DiskRates, rates: LayerRates) -> None:
         self._prepared, self._inputs, self._disk, self._rates = prepared, inputs, disk, rates
         self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
-        self._threads, self._plans = torch.get_num_threads(), _PLANS.get(self._target, 1)
+        self._threads = torch.get_num_threads()
+        self._plans = _PLANS.get(self._target, 1) + (prepared.request.options.swaps or 0)
         self._held_out = _count(row for held in inputs.held_out.values() for row in held.rows)
         self._bundle = self._bundle_bytes()
 

@@ -1,7 +1,8 @@
 """The search: predictions propose, measurements decide.
 
 A plan for a predicted loss comes from the knapsack in milliseconds. What it really costs is measured, and the budget
-moves until the measured value meets the target: at most MAX_GENERATED measurements on generated answers.
+moves until the measured value meets the target: at most MAX_GENERATED measurements on generated answers. In between,
+cheap measurements of plans at equal cost correct the predictions (swaps.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from moec.manifests.errors import TargetUnreachable
 from ..plan import CompilePlan
 from ..targets import Target
 from ..trials import Trials, kl_bound, margin
-from .frontier import least_cost, least_loss
+from .frontier import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
+from .swaps import NO_SWAPS, Swaps
 
 MAX_GENERATED = 8
 MAX_KL = 8
@@ -28,6 +30,7 @@ CALIBRATING_KL, CALIBRATED = 4, 1.5
 # The search ends between a plan that keeps the target and one that does not, where their costs are this near; how far
 # their predicted losses then lie apart depends on the formats: 8 % at 2 bits per weight, 2 % at 1.25.
 CLOSE_COSTS = 1.01
+ROUGH_COSTS = 1.04
 # A KL this near to the target, as a factor, is not worth another measurement.
 CLOSE_KL = 1.08
 _SPREAD = 4.0
@@ -44,52 +47,113 @@ class Found:
     cost: float
 
 
-def search(space: SearchSpace, trials: Trials, target: Target, note: Note) -> CompilePlan:
+def search(space: SearchSpace, trials: Trials, target: Target, note: Note, swaps: Swaps = NO_SWAPS) -> CompilePlan:
     """The plan of least cost that keeps the target. Raises TargetUnreachable with the best that can be had."""
     if target.kind == "loss":
-        return _search_loss(space, trials, target.value, note).plan
+        return _search_loss(space, trials, target.value, note, swaps).plan
     if target.kind == "kl":
-        return _search_kl(space, trials, target.value, note).plan
+        return _search_kl(space, trials, target.value, note, swaps).plan
     weights = space.plain.expert_weights
     budget = target.value if target.kind == "size" else target.value * weights / 8
     table = space.size_table()
-    choice = least_loss(table, budget)
-    if choice is None:
+    if least_loss(table, budget) is None:
         least = float(np.min(table.costs, axis=1).sum())
         raise TargetUnreachable(
             f"{target} is below the smallest plan on offer: {least:.0f} bytes, "
             f"{8 * least / weights:.3f} bits per weight",
             "ask for more, or offer smaller formats with `--bits` and `--group-size`",
         )
-    plan = space.plan(choice)
-    if trials.has_data:
-        trials.kl(plan, "search")
+
+    def filled(space: SearchSpace) -> CompilePlan:
+        return space.plan(_within(space.size_table(), budget))
+
+    if not trials.has_data:
+        return filled(space)
+    plan = filled(swaps.corrected(space, trials, filled)[0])
+    trials.kl(plan, "search")
     return plan
 
 
-def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
-    """Largest predicted budget whose plan measures a KL of at most the target, as `kl_bound` tells it."""
+def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
+    """The plan of least cost that measures a KL of at most the target, as `kl_bound` tells it."""
+
+    def bisect(space: SearchSpace, bracket: _Bracket, budget: float) -> None:
+        most = _largest_budget(space)
+        for _ in range(MAX_KL):
+            budget = min(budget, most)
+            plan, cost = _least_plan(space, budget)
+            measured = kl_bound(trials.kl(plan, "search"))
+            note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
+            bracket.add(Found(plan, budget, cost), measured <= target)
+            is_used_up = target / CLOSE_KL <= measured <= target
+            if is_used_up or bracket.is_closed(CLOSE_COSTS, most):
+                return
+            budget = bracket.next_budget(budget, target / max(measured, 1e-12))
+
+    first = _Bracket()
+    bisect(space, first, target)
+    if first.low is None:
+        return _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
+    better, gain = _corrected_at(space, trials, first.low.cost, swaps)
+    second = _Bracket()
+    if better is not space:
+        bisect(better, second, _predicted_at(better, first.low.cost) * AIM / gain)
+    return _cheaper(first.low, second.low)
+
+
+@dataclass(slots=True)
+class _Bracket:
+    """The largest budget whose plan keeps the target, and the least refused one with what it costs."""
+
     low: Found | None = None
-    high, high_cost = math.inf, 0.0
-    most = _largest_budget(space)
-    budget = target
-    for _ in range(MAX_KL):
-        budget = min(budget, most)
-        plan, cost = _least_plan(space, budget)
-        measured = kl_bound(trials.kl(plan, "search"))
-        note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
-        if measured <= target:
-            low = Found(plan, budget, cost)
-            if measured >= target / CLOSE_KL or budget >= most:
-                break
+    high: float = math.inf
+    high_cost: float = 0.0
+
+    def add(self, found: Found, is_kept: bool) -> None:
+        if is_kept:
+            self.low = found
         else:
-            high, high_cost = budget, cost
-        if low is not None and low.cost <= high_cost * CLOSE_COSTS:
-            break
-        budget = _next_budget(budget, low, high, target / max(measured, 1e-12))
-    if low is None:
-        low = _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
-    return low
+            self.high, self.high_cost = found.predicted, found.cost
+
+    def is_closed(self, close: float, most: float) -> bool:
+        """Whether costs are as close as a factor, or nothing cheaper is left. most: the largest budget."""
+        low = self.low
+        return low is not None and (low.predicted >= most or low.cost <= self.high_cost * close)
+
+    def next_budget(self, budget: float, ratio: float) -> float:
+        """Secant step in log space, kept inside the bracket; bisection where it would leave it."""
+        # Aimed a little inside the target: a step that falls just short of it costs a whole measurement.
+        proposed = budget * float(np.clip(AIM * ratio, 1 / _SPREAD, _SPREAD))
+        floor = self.low.predicted if self.low is not None else 0.0
+        if floor * 1.02 < proposed < self.high / 1.02:
+            return proposed
+        if math.isinf(self.high):
+            return floor * 2
+        return math.sqrt(floor * self.high) if floor > 0 else self.high / _SPREAD
+
+
+def _cheaper(first: Found, second: Found | None) -> Found:
+    return first if second is None or second.cost >= first.cost else second
+
+
+def _corrected_at(space: SearchSpace, trials: Trials, cost: float, swaps: Swaps) -> tuple[SearchSpace, float]:
+    """The space with predictions corrected by measured plans of this cost, itself where nothing was gained, and the
+    KL of its plan over the one before.
+    """
+    return swaps.corrected(space, trials, lambda tried: tried.plan(_within(tried.table, cost)))
+
+
+def _within(table: ChoiceTable, cost: float) -> np.ndarray:
+    """The choice of least predicted loss within a cost at which there is one."""
+    choice = least_loss(table, cost * (1 + 1e-9))  # sums are rounded
+    if choice is None:
+        raise RuntimeError("no plan costs as little as one that was found")
+    return choice
+
+
+def _predicted_at(space: SearchSpace, cost: float) -> float:
+    """The predicted loss of the best plan within a cost."""
+    return space.table.totals(_within(space.table, cost))[1]
 
 
 def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
@@ -97,39 +161,41 @@ def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool,
     return kl_bound(summary) <= target, f"has KL {summary.mean:.4g}"
 
 
-def _next_budget(budget: float, low: Found | None, high: float, ratio: float) -> float:
-    """Secant step in log space, kept inside the bracket; bisection where it would leave it."""
-    # Aimed a little inside the target: a step that falls just short of it costs a whole measurement.
-    proposed = budget * float(np.clip(AIM * ratio, 1 / _SPREAD, _SPREAD))
-    floor = low.predicted if low is not None else 0.0
-    if floor * 1.02 < proposed < high / 1.02:
-        return proposed
-    if math.isinf(high):
-        return floor * 2
-    return math.sqrt(floor * high) if floor > 0 else high / _SPREAD
+def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
+    """The plan of least cost whose generated answers keep the target, as `trials.keeps` judges.
 
+    Swaps come where the cost is known roughly, because corrections are worth most at the cost they were made at.
+    """
+    bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
 
-def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note) -> Found:
-    """Largest predicted budget whose generated answers keep the target, as `trials.keeps` judges."""
-    low: Found | None = None
-    high, high_cost = math.inf, 0.0
-    most = _largest_budget(space)
-    budget = _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
-    for _ in range(MAX_GENERATED):
-        budget = min(budget, most)
-        plan, cost = _least_plan(space, budget)
-        accepted, losses = trials.accepts(plan, target, "search")
-        note(_sentence(plan, losses, accepted))
-        if accepted:
-            low = Found(plan, budget, cost)
-        else:
-            high, high_cost = budget, cost
-        if low is not None and (low.predicted >= most or low.cost <= high_cost * CLOSE_COSTS):
-            break
-        budget = _next_budget(budget, low, high, _headroom(losses, target, trials.certification_items))
-    if low is None:
-        low = _most_precise(space, lambda plan: _loss_verdict(trials, plan, target), f"a loss of {target:.2%}")
-    return low
+    def bisect(space: SearchSpace, bracket: _Bracket, budget: float, measurements: int, close: float) -> float:
+        most = _largest_budget(space)
+        for _ in range(measurements):
+            if bracket.is_closed(close, most):
+                break
+            budget = min(budget, most)
+            plan, cost = _least_plan(space, budget)
+            accepted, losses = trials.accepts(plan, target, "search")
+            note(_sentence(plan, losses, accepted))
+            bracket.add(Found(plan, budget, cost), accepted)
+            budget = bracket.next_budget(budget, _headroom(losses, target, trials.certification_items))
+        return budget
+
+    left = MAX_GENERATED // 2 if swaps.measurements else 0
+    budget = bisect(space, bracket, budget, MAX_GENERATED - left, ROUGH_COSTS if left else CLOSE_COSTS)
+    if bracket.low is None:
+        bisect(space, bracket, budget, left, ROUGH_COSTS)
+        left = 0
+    first = bracket.low
+    if first is None:
+        return _most_precise(space, lambda plan: _loss_verdict(trials, plan, target), f"a loss of {target:.2%}")
+    if not left:
+        return first
+    better, gain = _corrected_at(space, trials, first.cost, swaps)
+    if better is not space:
+        bracket, budget = _Bracket(), _predicted_at(better, first.cost) * AIM / gain
+    bisect(better, bracket, budget, left, CLOSE_COSTS)
+    return first if bracket.low is None else _cheaper(first, bracket.low)
 
 
 def _loss_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:

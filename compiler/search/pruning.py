@@ -33,11 +33,14 @@ LEAST_TOKENS = 32
 class PrunableSpace(SearchSpace):
     """Rows are experts, then dense groups. options: per expert, what each column gives its units.
 
-    units_alone: the same with rows of units, none of them left out.
+    units_alone: the same with rows of units, none of them left out. left_out: predicted losses of experts that may be
+    left out. weights: what a byte costs.
     """
 
     options: tuple[tuple[Mapping[UnitKey, QuantSpec], ...], ...]
     units_alone: SearchSpace
+    left_out: Mapping[ExpertKey, float]
+    weights: ByteWeights
 
     def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
         """The plan of a choice, one option per row."""
@@ -49,6 +52,18 @@ class PrunableSpace(SearchSpace):
 
     def without_pruning(self) -> SearchSpace:
         return self.units_alone
+
+    @property
+    def num_factors(self) -> int:
+        return self.units_alone.num_factors + len(self.left_out)
+
+    def rescaled(self, factors: np.ndarray) -> SearchSpace:
+        """factors: of units and dense groups first, then of leaving out each expert of `left_out`."""
+        own = self.units_alone.num_factors
+        losses = {
+            key: loss * float(factor) for (key, loss), factor in zip(self.left_out.items(), factors[own:], strict=True)
+        }
+        return with_pruning(self.units_alone.rescaled(factors[:own]), losses, self.weights)
 
     def size_table(self) -> ChoiceTable:
         alone = self.units_alone.size_table()
@@ -90,8 +105,9 @@ def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float], weights:
         _rows([*costs, *space.table.costs[groups].tolist()]), _rows([*priced, *space.table.losses[groups].tolist()])
     )
     return PrunableSpace(
-        space.plain, space.units, space.unit_specs, space.groups, space.dense_options, table, tuple(options), space
-    )
+        space.plain, space.units, space.unit_specs, space.groups, space.dense_options, table, tuple(options), space,
+        losses, weights,
+    )  # fmt: skip
 
 
 def _sums(rows: Sequence[int], table: ChoiceTable) -> list[tuple[float, float, tuple[int, ...]]]:

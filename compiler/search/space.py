@@ -40,6 +40,15 @@ class SearchSpace:
         """The space whose rows are units, all of them kept."""
         return self
 
+    @property
+    def num_factors(self) -> int:
+        """Predictions that `rescaled` takes a factor each for."""
+        return len(self.table.losses)
+
+    def rescaled(self, factors: np.ndarray) -> SearchSpace:
+        """The same space with predicted losses multiplied. factors: [num_factors], here one of each row."""
+        return replace(self, table=ChoiceTable(self.table.costs, self.table.losses * factors[:, None]))
+
     def dense_of(self, choice: Sequence[int] | np.ndarray) -> dict[str, QuantSpec]:
         """The format of every dense weight. choice: of the dense groups."""
         dense = dict(self.plain.dense)

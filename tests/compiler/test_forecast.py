@@ -103,7 +103,7 @@ def test_every_piece_of_a_layer_takes_time(tmp_path: Path) -> None:
         prepared.lowering, inputs.calibration, inputs.specs, "gptq", lambda done, total: told.append((done, total))
     )
     times = [getattr(rates, field.name) for field in fields(rates) if field.name != "layer"]
-    assert min(times) > 0 and rates.token < rates.calibration_token
+    assert min(times) > 0
     assert told[0][0] == 0 and told[-1][0] == told[-1][1]
 
 
