@@ -112,7 +112,9 @@ def _begin(request: CompileRequest) -> _Stage:
 
 
 def _workers(stage: _Stage) -> AbstractContextManager[ClusterSession | None]:
-    return nullcontext() if stage.request.cluster is None else cluster_session(stage.request, stage.lowering)
+    if stage.request.cluster is None:
+        return nullcontext()
+    return cluster_session(stage.request, stage.lowering, stage.specs if stage.is_layerwise else None)
 
 
 def _check_weights(stage: _Stage) -> None:
@@ -182,7 +184,9 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
         raise RuntimeError("a plan is made with a journal")
     inputs = stage.sweep_inputs()
     threads = torch.get_num_threads()
-    found = Sweep(lowering, inputs, journal, threads).run(talk.progress("calibrating and quantizing layer by layer"))
+    elsewhere = None if stage.cluster is None else stage.cluster.quantize_experts
+    progress = talk.progress("calibrating and quantizing layer by layer")
+    found = Sweep(lowering, inputs, journal, threads, elsewhere).run(progress)
     stage.statistics, stage.store, stage.sensitivity = found.statistics, found.store, found.sensitivity
     stage.swept = inputs, found
     for note in unseen_notes(found.statistics):

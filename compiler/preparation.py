@@ -105,7 +105,7 @@ def prepare(request: CompileRequest) -> Prepared:
     found.splits, found.shots = load_task_data(options, request.talk.note)
     check_sensitivity(options.sensitivity, lowering.model)
     if request.cluster is not None:
-        check_cluster(kind, lowering.model, found.specs, request.memory_limit_bytes)
+        check_cluster(kind, lowering.model)
     if kind != "uniform":
         summarise_device(request.profile, smallest_plan(lowering, options, found.specs))
         _choose_way(found)

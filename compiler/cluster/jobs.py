@@ -16,8 +16,10 @@ import torch
 from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
 from moec.evaluation.text_pairs import TokenPair
-from moec.manifests.model import UnitKey
+from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.quant import QuantSpec
 
+from ..layerwise.units import ExpertQuantizer
 from ..parallel import workers
 from ..quantized import QuantizedMatrix
 from ..second_moments import SecondMoments
@@ -75,6 +77,34 @@ class QuantizeBatches:
             (intermediates if projection == "down" else inputs)[layer] = torch.tensor(values)
             counts[layer] = torch.tensor(self.tokens[layer])
         return SecondMoments(inputs, intermediates, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeExperts:
+    """Quantize whole experts of a layer. Gives of each [(unit, format, matrix)].
+
+    moments: handle of [(gate's [1, D, D], down's [1, F, F])] of each expert, float32. tokens: of each.
+    """
+
+    quantizer: ExpertQuantizer
+    experts: tuple[int, ...]
+    moments: Handle
+    tokens: tuple[int, ...]
+
+    def run(self, site: Site) -> tuple[list[list[tuple[UnitKey, QuantSpec, PlainMatrix]]], None]:
+        """On as many threads as the site has; weights come from the site's own checkpoint."""
+        (moments,) = site.fetch([self.moments])
+
+        def one(job: tuple[int, tuple[np.ndarray, np.ndarray], int]) -> list[tuple[UnitKey, QuantSpec, PlainMatrix]]:
+            expert, handed, tokens = job
+            units = {name: UnitKey(self.quantizer.layer, expert, name) for name in PROJECTIONS}
+            weights = {name: site.lowering.unit(unit).float() for name, unit in units.items()}
+            with torch.inference_mode():
+                found = self.quantizer.run(expert, weights, [torch.tensor(part) for part in handed], tokens)
+            return [(unit, spec, to_plain(matrix)) for (unit, spec), matrix in found.items()]
+
+        with workers(site.threads) as pool:
+            return list(pool.in_order(one, zip(self.experts, moments, self.tokens, strict=True))), None
 
 
 @dataclass(frozen=True, slots=True)

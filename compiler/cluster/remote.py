@@ -19,6 +19,7 @@ from moec.evaluation.statistics import DistributionSummary, distribution_summary
 from moec.evaluation.text_pairs import TokenPair, forced_rows
 from moec.manifests.model import UnitKey
 
+from ..layerwise.units import Elsewhere, ExpertQuantizer, LayerInputs, Matrices
 from ..parallel import in_parts
 from ..reference import ReferenceModel
 from ..reference_decode import ROWS_PER_STEP, Continuation
@@ -33,6 +34,7 @@ from .jobs import (
     KeepLogProbs,
     Logits,
     QuantizeBatches,
+    QuantizeExperts,
     Scores,
     Verify,
     Weights,
@@ -84,6 +86,24 @@ def _quantizing(pool: Pool, store: UnitStore, batches: Sequence[UnitBatch]) -> I
             {key: held[keys[key]] for key in wanted},
             {layer: moments.tokens(layer).numpy() for layer, _ in wanted},
         )
+
+
+def experts_quantized_by(pool: Pool) -> Elsewhere:
+    """How a sweep over the layers hands a layer's experts to workers: with their moments, which only the driver has."""
+
+    def quantize(quantizer: ExpertQuantizer, inputs: LayerInputs, experts: Sequence[int]) -> Iterator[Matrices]:
+        def jobs() -> Iterator[Job]:
+            for part in in_parts(experts, min(pool.per_job(len(experts)), pool.threads)):
+                handed = [inputs.of(expert) for expert in part]
+                moments = [tuple(moment.numpy() for moment in moments) for moments, _ in handed]
+                tokens = tuple(count for _, count in handed)
+                yield QuantizeExperts(quantizer, tuple(part), pool.put(moments), tokens)
+
+        for answer in pool.in_order(jobs()):
+            for found in answer.result:
+                yield {(unit, spec): from_plain(plain) for unit, spec, plain in found}
+
+    return quantize
 
 
 class RemoteModel:

@@ -17,32 +17,26 @@ from ..certify import BundleEngine
 from ..checkpoint_url import is_url
 from ..families import Lowering
 from ..journal import Journal
-from ..layerwise.memory import PROCESS_BYTES, layer_weights
-from ..layerwise.planning import goes_layer_by_layer
+from ..layerwise.memory import PROCESS_BYTES, layer_weights, quantizing_bytes
 from ..reference import ReferenceModel
 from ..request import CompileRequest
 from ..trials import Progress, TaskData
 from ..unit_store import UnitStore
 from .ray_pool import Pool, connected
-from .remote import RemoteBundle, RemoteModel, quantized_by
+from .remote import RemoteBundle, RemoteModel, experts_quantized_by, quantized_by
 from .trials import ClusterTrials
 
 _WORKER_BYTES_PER_WEIGHT = 4 + 2 + 2
 """The reference model in float32, 16-bit originals of what a plan exchanges, a bundle of at most 16 bits."""
 
 
-def check_cluster(kind: str, model: ModelSpec, specs: Sequence[QuantSpec], memory_limit_bytes: int) -> None:
-    """Raise OptionError where a cluster would have nothing to do, or every worker more than it can hold."""
+def check_cluster(kind: str, model: ModelSpec) -> None:
+    """Raise OptionError where a cluster would have nothing to do."""
     if kind == "uniform":
         raise OptionError("`--cluster` has no effect beside `--uniform`, which searches nothing", "leave it out")
     if model.encoder is not None:
         raise OptionError(
             "`--cluster` hands out passes of a decoder alone, and the model has an encoder", "leave it out"
-        )
-    if goes_layer_by_layer(model, specs, torch.get_num_threads(), memory_limit_bytes):
-        raise OptionError(
-            "`--cluster` holds the whole model on every worker, and this one goes through memory one layer at a time",
-            "raise `--memory` where the machine has it, or leave `--cluster` out",
         )
 
 
@@ -53,12 +47,18 @@ def worker_bytes(model: ModelSpec) -> int:
     return PROCESS_BYTES + _WORKER_BYTES_PER_WEIGHT * (weights + outside)
 
 
+def layer_worker_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
+    """What a worker takes of memory at most that quantizes experts alone, two at once for each CPU of the driver."""
+    moments = 4 * (model.hidden_size**2 + max(layer.experts.width for layer in model.layers) ** 2)
+    return PROCESS_BYTES + 2 * torch.get_num_threads() * (quantizing_bytes(model, specs) + moments)
+
+
 class ClusterSession:
     """What the stages ask for."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.quantize = quantized_by(pool)
+        self.quantize, self.quantize_experts = quantized_by(pool), experts_quantized_by(pool)
         self._model: RemoteModel | None = None
 
     def trials(
@@ -82,9 +82,15 @@ class ClusterSession:
 
 
 @contextmanager
-def cluster_session(request: CompileRequest, lowering: Lowering) -> Iterator[ClusterSession]:
-    """Workers for the length of a compile. Raises as ray_pool.connected."""
-    checkpoint, need = lowering.checkpoint, worker_bytes(lowering.model)
+def cluster_session(
+    request: CompileRequest, lowering: Lowering, layer_specs: Sequence[QuantSpec] | None
+) -> Iterator[ClusterSession]:
+    """Workers for the length of a compile. layer_specs: formats of one that goes layer by layer, None of any other.
+
+    Raises as ray_pool.connected.
+    """
+    checkpoint, model = lowering.checkpoint, lowering.model
+    need = worker_bytes(model) if layer_specs is None else layer_worker_bytes(model, layer_specs)
     # A relative path means another folder on another machine; what is no folder here is a hub id.
     is_folder = not is_url(request.source) and Path(request.source).expanduser().is_dir()
     source = str(checkpoint.root.resolve()) if is_folder else request.source

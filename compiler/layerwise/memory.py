@@ -70,13 +70,17 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
     variants = variant_count(model)
     states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (variants + 2))
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
-    # A batch: attention and experts of its tokens; an expert: float copies, codes of every format, factors.
+    # A batch: attention and experts of its tokens.
     widest = max(model.layers[layer].experts.width * model.layers[layer].experts.top_k for layer in range(layers))
     batch = _FLOAT * TOKENS_PER_FORWARD * (12 * hidden + 3 * widest)
-    expert = max(_expert_weights(model, layer) for layer in range(layers)) * (6 * _FLOAT + 2 * len(specs))
-    factors = 5 * _FLOAT * max(hidden, *(layer.experts.width for layer in model.layers)) ** 2
-    at_work = moments + 2 * threads * max(batch, expert + factors)
+    at_work = moments + 2 * threads * max(batch, quantizing_bytes(model, specs))
     return PROCESS_BYTES + slot + states + max(vocabulary, at_work)
+
+
+def quantizing_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
+    """What one expert takes while it is quantized: float copies, codes of every format, factors of its moments."""
+    expert = max(_expert_weights(model, layer) for layer in range(model.num_layers)) * (6 * _FLOAT + 2 * len(specs))
+    return expert + 5 * _FLOAT * max(model.hidden_size, *(layer.experts.width for layer in model.layers)) ** 2
 
 
 def certifying_bytes(model: ModelSpec, tokens: int) -> int:

@@ -33,7 +33,7 @@ from ..second_moments import SecondMoments
 from ..sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
 from .slot import LayerSlot, TextStates, divergence, log_probs
 from .store import StreamedStore, layer_units, packed_layer, stage_name
-from .units import ExpertInputs, LayerInputs, LayerQuantizer
+from .units import Elsewhere, ExpertInputs, LayerInputs, LayerQuantizer
 
 PROBE_TOKENS = 512
 """Tokens of the texts that carry the variants; there are two or three variants per layer."""
@@ -152,8 +152,17 @@ def calibrate_layer(
 class Sweep:
     """Runs the sweep; see the module."""
 
-    def __init__(self, lowering: Lowering, inputs: SweepInputs, journal: Journal, threads: int) -> None:
+    def __init__(
+        self,
+        lowering: Lowering,
+        inputs: SweepInputs,
+        journal: Journal,
+        threads: int,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        """elsewhere: other machines that quantize experts; None: this one does."""
         self._lowering, self._inputs, self._journal, self._threads = lowering, inputs, journal, threads
+        self._elsewhere = elsewhere
         self._model = lowering.model
         self._slot = LayerSlot(lowering)
         self._store = StreamedStore(lowering, inputs.quantizer, inputs.specs, journal)
@@ -272,7 +281,7 @@ class Sweep:
         priced = (*specs, LEFT_OUT)
         costs, is_changed = np.full((len(units), len(priced)), np.inf), False
         row_of = {unit: row for row, unit in enumerate(units)}
-        quantizer = LayerQuantizer(module, layer, self._inputs.quantizer, specs)
+        quantizer = LayerQuantizer(module, layer, self._inputs.quantizer, specs, self._elsewhere)
         with ExitStack() as stack:
             files = {spec: stack.enter_context(self._journal.stream(stage_name(layer, spec))) for spec in specs}
             for expert, matrices, found in quantizer.run(inputs, pool):

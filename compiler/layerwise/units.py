@@ -9,7 +9,7 @@ Shapes: N tokens of a batch, n tokens of an expert, D hidden, F expert width, E 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,18 +92,62 @@ class LayerInputs:
         rows, weights = torch.cat(self._samples[expert]), torch.cat(self._weights[expert])
         return rows, weights, float(self.moments.tokens(0)[expert]) / len(rows)
 
+    def of(self, expert: int) -> tuple[tuple[Tensor, Tensor], int]:
+        """Moments of what gate and up read [1, D, D], and down [1, F, F], and the tokens behind them."""
+        own = slice(expert, expert + 1)
+        return (self.moments.of(0, "gate")[own], self.moments.of(0, "down")[own]), int(self.tokens[expert])
+
     @property
     def tokens(self) -> Tensor:
         """Tokens of each expert, [E] int64."""
         return self.moments.tokens(0)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertQuantizer:
+    """How every expert of a layer is quantized. specs: below 16 bits, all that fit a projection are made."""
+
+    layer: int
+    quantizer: str
+    specs: tuple[QuantSpec, ...]
+
+    def run(self, expert: int, weights: Mapping[str, Tensor], moments: Sequence[Tensor], tokens: int) -> Matrices:
+        """All projections in every format.
+
+        weights: by projection, [N, K] float32. moments: of what gate and up read [1, D, D], and down [1, F, F]; empty
+        tensors where the quantizer asks for none. tokens: that made them.
+        """
+        found: Matrices = {}
+        for group, moment in zip((("gate", "up"), ("down",)), moments, strict=True):
+            fitting = [spec for spec in self.specs if spec.fits(weights[group[0]].shape[1])]
+            prepared = None
+            if self.quantizer == "gptq" and tokens and fitting:
+                prepared = prepare_inputs(moment, [tokens])  # the same for gate and up, and for every format
+            for projection in group:
+                weight = weights[projection].contiguous()
+                for spec in fitting:
+                    key = (UnitKey(self.layer, expert, projection), spec)
+                    if self.quantizer == "gptq" and not spec.is_mxfp4:
+                        counts = torch.tensor([tokens])
+                        found[key] = quantize_gptq_batch(weight.unsqueeze(0), spec, moment, counts, prepared)[0]
+                    else:
+                        found[key] = find_quantizer(self.quantizer)(weight, spec, None, 0)
+        return found
+
+
+Elsewhere = Callable[[ExpertQuantizer, LayerInputs, Sequence[int]], Iterator[Matrices]]
+"""Quantizes these experts of a layer on other machines, in order: same bits as `ExpertQuantizer.run` here."""
+
+
 class LayerQuantizer:
     """Quantizes the experts of the loaded layer, one expert at a time, in every format on offer."""
 
-    def __init__(self, module: Any, layer: int, quantizer: str, specs: Sequence[QuantSpec]) -> None:
+    def __init__(
+        self, module: Any, layer: int, quantizer: str, specs: Sequence[QuantSpec], elsewhere: Elsewhere | None = None
+    ) -> None:
         """module: the layer's experts (`gate_up_proj` [E, 2F, D], `down_proj` [E, D, F]). specs: below 16 bits."""
-        self._module, self._layer, self._quantizer, self._specs = module, layer, quantizer, tuple(specs)
+        self._module, self._layer, self._elsewhere = module, layer, elsewhere
+        self._quantizer = ExpertQuantizer(layer, quantizer, tuple(specs))
 
     def run(
         self, inputs: LayerInputs, pool: Workers, only: Sequence[int] | None = None
@@ -113,33 +157,25 @@ class LayerQuantizer:
         only: of these experts; None: of all.
         """
         experts = range(int(self._module.num_experts)) if only is None else only
-        results = pool.in_order(lambda expert: self._expert(expert, inputs), experts)
+        if self._elsewhere is None:
+            results = pool.in_order(lambda expert: self._expert(expert, inputs), experts)
+        else:
+            made = zip(experts, self._elsewhere(self._quantizer, inputs, experts), strict=True)
+            results = pool.in_order(lambda found: self._priced(*found, inputs), made)
         for expert, (matrices, costs) in zip(experts, results, strict=True):
             yield expert, matrices, costs
 
     def _expert(self, expert: int, inputs: LayerInputs) -> tuple[Matrices, Costs]:
         with torch.inference_mode():
-            weights = {name: projection_of(self._module, expert, name) for name in PROJECTIONS}
-            matrices = self._matrices(expert, weights, inputs)
-            return matrices, self._costs(expert, weights, matrices, inputs)
+            matrices = self._quantizer.run(expert, self._weights(expert), *inputs.of(expert))
+        return self._priced(expert, matrices, inputs)
 
-    def _matrices(self, expert: int, weights: dict[str, Tensor], inputs: LayerInputs) -> Matrices:
-        found: Matrices = {}
-        tokens = inputs.tokens[expert : expert + 1]
-        for group in (("gate", "up"), ("down",)):
-            fitting = [spec for spec in self._specs if spec.fits(weights[group[0]].shape[1])]
-            prepared, moment = None, inputs.moments.of(0, group[0])[expert : expert + 1]
-            if self._quantizer == "gptq" and int(tokens) and fitting:
-                prepared = prepare_inputs(moment, [int(tokens)])  # the same for gate and up, and for every format
-            for projection in group:
-                for spec in fitting:
-                    key = (UnitKey(self._layer, expert, projection), spec)
-                    if self._quantizer == "gptq" and not spec.is_mxfp4:
-                        weight = weights[projection].unsqueeze(0)
-                        found[key] = quantize_gptq_batch(weight, spec, moment, tokens, prepared)[0]
-                    else:
-                        found[key] = find_quantizer(self._quantizer)(weights[projection], spec, None, 0)
-        return found
+    def _priced(self, expert: int, matrices: Matrices, inputs: LayerInputs) -> tuple[Matrices, Costs]:
+        with torch.inference_mode():
+            return matrices, self._costs(expert, self._weights(expert), matrices, inputs)
+
+    def _weights(self, expert: int) -> dict[str, Tensor]:
+        return {name: projection_of(self._module, expert, name) for name in PROJECTIONS}
 
     def _costs(self, expert: int, weights: dict[str, Tensor], matrices: Matrices, inputs: LayerInputs) -> Costs:
         """Of every format, and of a down projection without weights: what leaving the expert out costs."""

@@ -29,7 +29,7 @@ from moec.manifests.errors import (
     MissingDependency,
     OptionError,
 )
-from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_problems
+from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_problems, save_texts
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -149,6 +149,24 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
     for title in ("quantizing", "measuring sensitivity", "baseline on gsm8k", "bundle on gsm8k"):
         done, total = next(bar for name, bar in listener.bars.items() if name.startswith(title))
         assert done == total, f"`{title}` went to its end"
+
+
+def test_layer_by_layer_workers_quantize_and_the_bytes_are_those_of_one_machine(
+    address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the model did not fit in memory; a worker is killed when the first layer is done."""
+    monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+    options = {"data": str(save_texts(tmp_path / "texts")), "tasks": ("perplexity",), "bits": (2, 3, 4), "quick": False}
+    compile_tiny(checkpoint, tmp_path / "alone", "bits_per_weight", 4.0, group_sizes=(32,), **options)
+    listener = Listener(
+        {"calibrating and quantizing layer by layer"}, lambda: os.kill(min(worker_processes()), signal.SIGKILL)
+    )
+    output = tmp_path / "out"
+    talk = listener.talk()
+    compile_tiny(checkpoint, output, "bits_per_weight", 4.0, group_sizes=(32,), cluster=address, talk=talk, **options)
+    assert contents(output) == contents(tmp_path / "alone")
+    assert "work goes to 2 of the 2 nodes of the cluster" in listener.notes
+    assert len(listener.processes) > 2, "another process took the place of the one killed"
 
 
 @pytest.mark.slow
