@@ -96,7 +96,7 @@ class FisherProxy:
         tokens = sum(scored[at] for at in usable)
         for place, unit in enumerate(self._units):
             columns = model.unit_shape(unit.layer, unit.projection)[1]
-            squares[place, [not _is_asked(unit.projection, spec, columns) for spec in self._specs]] = np.nan
+            squares[place, [not is_asked(unit.projection, spec, columns) for spec in self._specs]] = np.nan
         return squares / (2 * SKETCHES * max(tokens, 1))
 
     def _squares(
@@ -112,13 +112,13 @@ class FisherProxy:
         records, self._pass.records = self._pass.records, []
         outputs = [output for record in records for output in record.outputs]
         totals = torch.zeros(SKETCHES, len(job), len(self._units), len(self._specs), dtype=torch.float64)
-        for sketch in range(SKETCHES):
-            vector = _sketch(logits.detach(), [seed, job[0], sketch])
-            graph = sketch + 1 < SKETCHES
+        for number in range(SKETCHES):
+            vector = sketch(logits.detach(), [seed, job[0], number])
+            graph = number + 1 < SKETCHES
             gradients = torch.autograd.grad((logits * vector).sum(), outputs, retain_graph=graph, allow_unused=True)
             for at, record in enumerate(records):
                 own = gradients[len(PROJECTIONS) * at : len(PROJECTIONS) * (at + 1)]
-                self._add(totals[sketch], record, own, width)
+                self._add(totals[number], record, own, width)
         return totals.square().sum((0, 1)).numpy()
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class FisherProxy:
             unit = UnitKey(record.layer, record.expert, projection)
             original = self._store.original(record.layer, projection)[record.expert]
             for column, spec in enumerate(self._specs):
-                if gradient is None or not _is_asked(projection, spec, original.shape[1]):
+                if gradient is None or not is_asked(projection, spec, original.shape[1]):
                     continue
                 change = -original if spec.is_pruned else self._store.weight(unit, spec) - original
                 moved = record.inputs[projection] @ change.T
@@ -145,7 +145,7 @@ class FisherProxy:
 
         def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             layer = layers[id(module)]
-            return _recorded_experts(self._pass.records, layer, module, hidden_states, top_k_index, top_k_weights)
+            return recorded_experts(self._pass.records, layer, module, hidden_states, top_k_index, top_k_weights)
 
         ALL_EXPERTS_FUNCTIONS.register(_RECORDED, experts)
         network.model.set_experts_implementation(_RECORDED)
@@ -155,7 +155,7 @@ class FisherProxy:
             network.model.set_experts_implementation(before)
 
 
-def _is_asked(projection: str, spec: QuantSpec, columns: int) -> bool:
+def is_asked(projection: str, spec: QuantSpec, columns: int) -> bool:
     """Whether a format is predicted: if it fits; what leaves an expert out, of its last projection alone."""
     return spec.fits(columns) and not (spec.is_pruned and projection != "down")
 
@@ -166,7 +166,7 @@ def shortened(pair: TokenPair, tokens: int) -> TokenPair:
     return prompt[max(0, len(prompt) + len(answer) - tokens) :], answer
 
 
-def _recorded_experts(
+def recorded_experts(
     records: list[_Record], layer: int, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
     """Routed experts, in parts whose gradients are wanted. hidden: [B * T, D], chosen and weights: [B * T, K]."""
@@ -186,7 +186,7 @@ def _recorded_experts(
     return total
 
 
-def _sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
+def sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
     """A vector per row whose covariance is diag p - p p^T. logits: [A, V]; seeds: what the draw depends on."""
     drawn = torch.from_numpy(np.random.default_rng(list(seeds)).standard_normal(logits.shape, np.float32))
     probabilities = logits.softmax(-1)
@@ -205,6 +205,11 @@ def ranks_well(model: ModelSpec) -> bool:
     Before such routers they predict a sixth to a quarter of what is measured (docs/experiments.md, Sensitivity).
     """
     return can_predict(model) and all(layer.experts.router.scoring != "sparsemixer" for layer in model.layers)
+
+
+def asks_gradients(kind: str, model: ModelSpec) -> bool:
+    """Whether units are priced by gradients. kind: of `--sensitivity`; `exact` corrects what they say."""
+    return kind == "fisher" or (kind != "proxy" and ranks_well(model))
 
 
 def check_sensitivity(kind: str, model: ModelSpec) -> None:
@@ -241,18 +246,28 @@ def predict_units(
 
     texts: of each task, as many of each as give TEXTS together. Taken from the journal if it is there.
     """
-    chosen = [pair for task in texts for pair in task[: -(-TEXTS // len(texts))]]
     low = [spec for spec in specs if spec.bitwidth < 16]
 
     def compute() -> dict[str, np.ndarray]:
         proxy = FisherProxy(reference, store, low)
-        return {"kl": proxy.run(chosen, seed, torch.get_num_threads(), progress)}
+        return {"kl": proxy.run(first_texts(texts), seed, torch.get_num_threads(), progress)}
 
-    found = journal.arrays(f"fisher-{len(low)}", compute)["kl"]
-    units = [UnitKey(*key, p) for key in store.model.expert_keys() for p in PROJECTIONS]
+    return predictions(journal.arrays(f"fisher-{len(low)}", compute)["kl"], store.model, low)
+
+
+def first_texts(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
+    """Of each task as many as give TEXTS together."""
+    return [pair for task in texts for pair in task[: -(-TEXTS // len(texts))]]
+
+
+def predictions(
+    found: np.ndarray, model: ModelSpec, specs: Sequence[QuantSpec]
+) -> dict[tuple[UnitKey, QuantSpec], float]:
+    """What was predicted, by unit and format. found: [U, S] as FisherProxy.run gives it, NaN where nothing was."""
+    units = [UnitKey(*key, p) for key in model.expert_keys() for p in PROJECTIONS]
     return {
         (unit, spec): float(found[row, column])
         for row, unit in enumerate(units)
-        for column, spec in enumerate(low)
+        for column, spec in enumerate(specs)
         if np.isfinite(found[row, column])
     }

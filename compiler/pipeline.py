@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import TargetUnreachable
@@ -28,11 +29,13 @@ from .device_fit import choose_objective, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish
 from .families import TensorSource
-from .fisher import TEXTS, predict_units
+from .fisher import TEXTS, asks_gradients, first_texts, predict_units, predictions
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.certificate import certify_layerwise
+from .layerwise.gradients import LayerGradients
 from .layerwise.plan_bundles import PlanBundles, clear_trials
+from .layerwise.store import StreamedStore
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
@@ -52,6 +55,7 @@ from .search.swaps import SWAPS, Swaps
 from .sensitivity import Progress, SensitivityTable, measure_sensitivity
 from .tables import Tables
 from .task_data import train_texts
+from .tokenizer import load_tokenizer
 from .trials import TaskData, Trials
 from .uniform import uniform_plan, uniform_quantizer, uniform_spec
 from .unit_store import UnitStore
@@ -189,6 +193,8 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     found = Sweep(lowering, inputs, journal, threads, elsewhere).run(progress)
     stage.statistics, stage.store, stage.sensitivity = found.statistics, found.store, found.sensitivity
     stage.swept = inputs, found
+    if asks_gradients(options.sensitivity, lowering.model):
+        stage.sensitivity = replace(found.sensitivity, predicted=_predict_layerwise(stage, found.store))
     for note in unseen_notes(found.statistics):
         talk.note(note)
     progress = talk.progress("measuring layer by layer")
@@ -273,6 +279,19 @@ def _predict_units(stage: _Stage, progress: Progress) -> Mapping[tuple[UnitKey, 
     texts = [reference.encode_pairs(train_texts(split, stage.shots)[:TEXTS]) for split in stage.splits]
     specs = (*stage.specs, LEFT_OUT) if stage.prunes else stage.specs
     return predict_units(reference, store, specs, texts, stage.request.options.seed, stage.journal, progress)
+
+
+def _predict_layerwise(stage: _Stage, store: StreamedStore) -> Mapping[tuple[UnitKey, QuantSpec], float]:
+    """The Fisher proxy on train texts, a layer at a time."""
+    if stage.journal is None:
+        raise RuntimeError("predictions need the journal")
+    tokenizer = load_tokenizer(stage.checkpoint.root)
+    texts = [encode_pairs(tokenizer, train_texts(split, stage.shots)[:TEXTS]) for split in stage.splits]
+    specs = (*store.specs, LEFT_OUT) if stage.prunes else store.specs
+    gradients = LayerGradients(stage.lowering, store, specs, stage.journal, torch.get_num_threads())
+    progress = stage.request.talk.progress("predicting what each unit costs")
+    found = gradients.run(first_texts(texts), stage.request.options.seed, progress)
+    return predictions(found, store.model, specs)
 
 
 # -- bundle ----------------------------------------------------------------------------------------------------------

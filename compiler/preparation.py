@@ -16,7 +16,7 @@ from .cluster.session import check_cluster
 from .device_fit import smallest_plan, summarise_device
 from .emit import producer
 from .families import Lowering, lower
-from .fisher import check_sensitivity
+from .fisher import asks_gradients, check_sensitivity
 from .layerwise import planning
 from .layerwise.plan_bundles import require_trials
 from .layerwise.sweep import SweepInputs
@@ -117,7 +117,8 @@ def _choose_way(found: Prepared) -> None:
     request, model, limit = found.request, found.lowering.model, found.request.memory_limit_bytes
     threads = torch.get_num_threads()
     found.is_layerwise = planning.goes_layer_by_layer(model, found.specs, threads, limit)
-    found.prunes = prunes(request.options, model, found.is_layerwise)
+    gradients = not found.is_layerwise or asks_gradients(request.options.sensitivity, model)
+    found.prunes = prunes(request.options, model, gradients)
     if found.is_layerwise:
         planning.check_layerwise(model, request.options, found.specs, threads, limit, len(found.splits))
         require_trials(request, model)

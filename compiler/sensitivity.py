@@ -17,7 +17,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
-from .fisher import ranks_well
+from .fisher import asks_gradients, ranks_well
 from .options import Sensitivity, Talk
 from .plan import CompilePlan
 from .search.baselines import fits_all, importance_list
@@ -218,7 +218,7 @@ def measure_sensitivity(
         ones = np.ones((plain.model.num_layers, len(PROJECTIONS)))
         return SensitivityTable(ones, {group.name: 1.0 for group in dense_groups(plain.model)}, corrections)
     predicted = None
-    if kind == "proxy" or (kind != "fisher" and not ranks_well(plain.model)):
+    if not asks_gradients(kind, plain.model):
         gains = measure_gains(trials, plain, unit_specs, talk.progress("measuring sensitivity"))
     else:
         predicted = predict(talk.progress("predicting what each unit costs"))

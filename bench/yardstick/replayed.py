@@ -56,7 +56,8 @@ class ReplayedChoice(PassChoice):
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
         if not is_missed or unimportance == 0:
             return expert
-        draw = self.draws.random()
+        # Asked of what is neither replaced nor dropped, so the shares are of those.
+        draw = self.draws.random() * max(1 - self.shares.replaced - self.shares.dropped, 1e-9)
         low = self._versions.low(layer, expert)
         if draw < self.shares.skipped:
             return NOBODY

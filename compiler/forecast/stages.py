@@ -16,9 +16,18 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
 
 from ..checkpoint import DIGESTS_AT_ONCE
-from ..fisher import SKETCHES, TEXTS
+from ..fisher import SKETCHES, TEXTS, asks_gradients
 from ..layerwise import planning
-from ..layerwise.memory import PROCESS_BYTES, layer_weights, moment_values, streamed_bytes, variant_count, whole_bytes
+from ..layerwise.gradients import GRADIENT_TOKENS, TOKENS_PER_TEXT
+from ..layerwise.memory import (
+    PROCESS_BYTES,
+    gradients_bytes,
+    layer_weights,
+    moment_values,
+    streamed_bytes,
+    variant_count,
+    whole_bytes,
+)
 from ..layerwise.sweep import SweepInputs
 from ..options import UNIFORM_DENSE_BITS
 from ..preflight import reachable_bytes
@@ -91,6 +100,7 @@ class SearchForecast:
                 work,
                 f"{_count(inputs.calibration):,} tokens, {experts:,} experts in {len(inputs.specs)} formats",
             ),
+            *self._gradients(work),
             StageForecast(
                 "measuring layer by layer",
                 self._plans * self._plan_seconds(),
@@ -151,6 +161,20 @@ class SearchForecast:
         return StageForecast(
             "measuring the tasks", None, memory, disk, f"{tried}checkpoint and bundle on {last:,} items"
         )
+
+    def _gradients(self, work: int) -> list[StageForecast]:
+        """Every layer passed once, and once more with gradients, its experts in every format; streams stay on disk."""
+        model, specs = self._model, self._inputs.specs
+        if not asks_gradients(self._prepared.request.options.sensitivity, model):
+            return []
+        lengths = [min(len(row), TOKENS_PER_TEXT) for row in self._inputs.calibration[:TEXTS]]
+        tokens, scale = min(sum(lengths), GRADIENT_TOKENS), self._through_layers()
+        seconds = tokens * (2 + 2 * SKETCHES + len(specs) * self._share_of_experts()) * scale + 2 * self._loading()
+        seconds += len(specs) * len(model.expert_keys()) * self._rates.restored_expert / self._threads
+        disk = _FLOAT * model.hidden_size * tokens * (model.num_layers + 1 + 2 * SKETCHES)
+        text = f"{tokens:,} tokens, gradients and {len(specs)} formats"
+        memory = gradients_bytes(model, specs, self._threads)
+        return [StageForecast("predicting what each unit costs", seconds, memory, work + disk, text)]
 
     def _writing(self, memory: int, disk: int) -> StageForecast:
         seconds = _dense_weights(self._model) * self._rates.rounded_weight + self._bundle * self._disk.written_byte

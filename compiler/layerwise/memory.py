@@ -11,8 +11,9 @@ from math import prod
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
-from ..fisher import gradient_bytes
+from ..fisher import SKETCHES, TOKENS_PER_BACKWARD, gradient_bytes
 from ..reference_network import TOKENS_PER_FORWARD
+from .gradients import GRADIENT_TOKENS
 from .sweep import PROBE_TOKENS
 
 PROCESS_BYTES = 700 << 20
@@ -61,11 +62,6 @@ def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> i
 def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
     """Peak of a compile that holds one layer. tokens: of calibration and of scored texts."""
     hidden, layers = model.hidden_size, model.num_layers
-    kinds: dict[tuple[bool, int], int] = {}  # a layer of each stays loaded, see slot.py
-    for at, layer in enumerate(model.layers):
-        kind = bool(layer.experts.count), layer.attention.sliding_window
-        kinds[kind] = max(kinds.get(kind, 0), layer_weights(model, at))
-    slot = _FLOAT * sum(kinds.values())
     moments = _FLOAT * max(moment_values(model, layer) for layer in range(layers))
     variants = variant_count(model)
     states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (variants + 2))
@@ -74,7 +70,28 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
     widest = max(model.layers[layer].experts.width * model.layers[layer].experts.top_k for layer in range(layers))
     batch = _FLOAT * TOKENS_PER_FORWARD * (12 * hidden + 3 * widest)
     at_work = moments + 2 * threads * max(batch, quantizing_bytes(model, specs))
-    return PROCESS_BYTES + slot + states + max(vocabulary, at_work)
+    return PROCESS_BYTES + _slot_bytes(model) + states + max(vocabulary, at_work)
+
+
+def gradients_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> int:
+    """Peak while gradients go back through one layer, the texts' residual streams and gradients held beside it."""
+    hidden, layers = model.hidden_size, range(model.num_layers)
+    streams = _FLOAT * hidden * GRADIENT_TOKENS * (3 + 4 * SKETCHES)
+    vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
+    widest = max(model.layers[at].experts.top_k * (2 * hidden + 4 * model.layers[at].experts.width) for at in layers)
+    graph = _FLOAT * TOKENS_PER_BACKWARD * (12 * hidden + widest + 4 * model.vocab_size)
+    return (
+        PROCESS_BYTES + _slot_bytes(model) + vocabulary + streams + threads * (graph + quantizing_bytes(model, specs))
+    )
+
+
+def _slot_bytes(model: ModelSpec) -> int:
+    """A layer of every kind stays loaded, see slot.py."""
+    kinds: dict[tuple[bool, int], int] = {}
+    for at, layer in enumerate(model.layers):
+        kind = bool(layer.experts.count), layer.attention.sliding_window
+        kinds[kind] = max(kinds.get(kind, 0), layer_weights(model, at))
+    return _FLOAT * sum(kinds.values())
 
 
 def quantizing_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:

@@ -14,9 +14,10 @@ from moec.manifests.quant import QuantSpec
 from ..calibration import chosen_texts
 from ..certify import LOGITS_AT_ONCE
 from ..families import Lowering
+from ..fisher import asks_gradients
 from ..options import CompileOptions
 from ..tokenizer import load_tokenizer
-from .memory import RUNTIME_CONTEXT, certifying_bytes, streamed_bytes, whole_bytes
+from .memory import RUNTIME_CONTEXT, certifying_bytes, gradients_bytes, streamed_bytes, whole_bytes
 from .sweep import AnswerTexts, SweepInputs
 
 CALIBRATION_TOKENS = 65_536
@@ -40,6 +41,8 @@ def need_bytes(
     The certificate of a loss runs two bundles, the checkpoint's own weights in one of them.
     """
     passes = streamed_bytes(model, CALIBRATION_TOKENS + (1 + tasks) * ANSWER_TOKENS, specs, threads)
+    if asks_gradients(options.sensitivity, model):
+        passes = max(passes, gradients_bytes(model, specs, threads))
     runtimes = 1 + (options.target.kind == "loss")
     certified = runtimes * certifying_bytes(model, (1 + tasks) * ANSWER_TOKENS)
     return max(passes, _certificate_bytes(model) + certified)
@@ -59,6 +62,11 @@ def check_layerwise(
         raise OptionError(
             f"EdgeMoE's search holds the whole model, {whole} bytes of memory, found {limit_bytes}",
             "leave out `--search edgemoe`, or raise `--memory`",
+        )
+    if options.sensitivity == "exact":
+        raise OptionError(
+            f"`--sensitivity exact` measures every expert alone in the whole model, {whole} bytes, found {limit_bytes}",
+            "leave it out, or raise `--memory`",
         )
     if not tasks:
         raise OptionError(

@@ -209,6 +209,13 @@ class OutputHead:
             out[:, start : start + len(piece)] = states @ piece.float().T
         return out if self.bias is None else out.add_(self.bias)
 
+    def back(self, gradients: Tensor) -> Tensor:
+        """Gradients at logits [A, V] -> at normed residual streams [A, D]."""
+        out = torch.zeros(len(gradients), self.matrix.shape[1])
+        for start in range(0, len(self), _ROWS_PER_CHUNK):
+            out += gradients[:, start : start + _ROWS_PER_CHUNK] @ self.matrix[start : start + _ROWS_PER_CHUNK].float()
+        return out
+
 
 def output_head(lowering: Lowering) -> OutputHead:
     """The checkpoint's own, its matrix in 16 bits, its bias with the scale that `LayerSlot.normed` gives the states."""

@@ -135,12 +135,11 @@ def _rows(values: Sequence[Sequence[float]]) -> np.ndarray:
     return matrix
 
 
-def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> bool:
+def prunes(options: CompileOptions, model: ModelSpec, has_gradients: bool) -> bool:
     """Whether experts may be left out: as asked, else where a measured loss or KL decides and gradients set the price.
 
-    Layer by layer there are none, and with prices by output error alone plans got larger, not smaller: 1.73 bits per
-    weight in place of 1.57 (docs/experiments.md, Bytes over losses). Raises OptionError where it is asked for and
-    cannot be.
+    With prices by output error alone plans get larger, not smaller: 1.73 bits per weight in place of 1.57
+    (docs/experiments.md, Bytes over losses). Raises OptionError where it is asked for and cannot be.
     """
     refusal = None
     if not any(layer.experts.can_lose_experts for layer in model.layers):
@@ -148,7 +147,7 @@ def prunes(options: CompileOptions, model: ModelSpec, is_layerwise: bool) -> boo
     if options.prune and refusal is not None:
         raise OptionError(f"`--prune-experts`: {refusal}", "leave it out")
     is_measured = options.target.kind in ("loss", "kl") and options.search == "knapsack"
-    return refusal is None and (is_measured and not is_layerwise if options.prune is None else options.prune)
+    return refusal is None and (is_measured and has_gradients if options.prune is None else options.prune)
 
 
 def left_out_losses(

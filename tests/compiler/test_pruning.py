@@ -148,22 +148,22 @@ def test_the_reference_routes_among_the_others(reference: ReferenceModel, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("target", "given", "is_layerwise", "expected"),
+    ("target", "given", "has_gradients", "expected"),
     [
-        (LOSS, {}, False, True),
-        (Target("kl", 0.01), {}, False, True),
-        (Target("kl", 0.01), {}, True, False),
-        (Target("kl", 0.01), {"prune": True}, True, True),
-        (LOSS, {"prune": False}, False, False),
-        (LOSS, {"search": "edgemoe"}, False, False),
-        (Target("bits_per_weight", 3.0), {}, False, False),
-        (Target("bits_per_weight", 3.0), {"prune": True}, False, True),
+        (LOSS, {}, True, True),
+        (Target("kl", 0.01), {}, True, True),
+        (Target("kl", 0.01), {}, False, False),
+        (Target("kl", 0.01), {"prune": True}, False, True),
+        (LOSS, {"prune": False}, True, False),
+        (LOSS, {"search": "edgemoe"}, True, False),
+        (Target("bits_per_weight", 3.0), {}, True, False),
+        (Target("bits_per_weight", 3.0), {"prune": True}, True, True),
     ],
 )
 def test_experts_are_left_out_where_a_measured_target_decides(
-    target: Target, given: dict[str, Any], is_layerwise: bool, expected: bool
+    target: Target, given: dict[str, Any], has_gradients: bool, expected: bool
 ) -> None:
-    assert prunes(CompileOptions(target, data="d", **given), toy_model(), is_layerwise) is expected
+    assert prunes(CompileOptions(target, data="d", **given), toy_model(), has_gradients) is expected
 
 
 def test_asked_for_where_it_cannot_be() -> None:
@@ -171,7 +171,7 @@ def test_asked_for_where_it_cannot_be() -> None:
     model = toy_model()
     needed = [replace(layer, experts=replace(layer.experts, top_k=layer.experts.count)) for layer in model.layers]
     with pytest.raises(OptionError, match="`--prune-experts`: the routers of this model need all of their experts"):
-        prunes(options, replace(model, layers=tuple(needed)), is_layerwise=False)
+        prunes(options, replace(model, layers=tuple(needed)), has_gradients=True)
     with pytest.raises(OptionError, match="`--prune-experts/--keep-experts` has no effect beside `--search edgemoe`"):
         CompileOptions(LOSS, data="d", prune=True, search="edgemoe")
     with pytest.raises(OptionError, match="has no effect beside `--uniform`"):

@@ -1,0 +1,283 @@
+"""What rounding a unit costs where the model does not fit in memory: the prediction of fisher.py, layer by layer.
+
+Texts pass the layers once and leave the residual stream in front of each layer on disk. Gradients of the sketches at
+the logits then go back from the last layer to the first. Of a layer only what its experts read, whom the router chose
+and the gradient at their sum are kept, for all texts together: every expert's own gradients follow from these, so each
+of its formats is unpacked once. After every layer a killed run can go on.
+Shapes: B rows of a batch, T tokens of the longest, N tokens of all texts, n of an expert, D hidden, F expert width,
+K top-k, U units of a layer, S formats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moec.evaluation.text_pairs import TokenPair, forced_rows
+from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..expert_module import gated, projection_of
+from ..families import Lowering
+from ..fisher import SKETCHES, TOKENS_PER_BACKWARD, is_asked, recorded_experts, shortened, sketch
+from ..journal import Journal
+from ..options import Progress
+from ..parallel import Workers, workers
+from ..reference_network import length_batches
+from .slot import LayerSlot, OutputHead, TextStates
+from .store import StreamedStore, layer_units
+
+GRADIENT_TOKENS = 16_384
+"""Tokens of all texts: what is held of them is as large as six residual streams."""
+TOKENS_PER_TEXT = 256
+"""Of one text: every text is one draw, and many short ones say more than few long ones."""
+_TRACED = "moec_traced"
+
+
+@dataclass(slots=True)
+class _Handed:
+    """What real tokens handed to the experts of a layer: inputs [N, D], chosen [N, K], weights [N, K], and the gradient
+    at the sum of their outputs, [N, D] of each sketch.
+    """
+
+    inputs: Tensor
+    chosen: Tensor
+    weights: Tensor
+    gradients: list[Tensor]
+
+
+class _Trace(threading.local):
+    """What the experts of the pass that this thread is in were handed, and their sum, with its graph."""
+
+    handed: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+
+class LayerGradients:
+    """Predicts the KL of every unit in every format. store: of quantized units. specs: below 16 bits, or left out."""
+
+    def __init__(
+        self, lowering: Lowering, store: StreamedStore, specs: Sequence[QuantSpec], journal: Journal, threads: int
+    ) -> None:
+        self._slot, self._model, self._store = LayerSlot(lowering), lowering.model, store
+        self._specs, self._journal, self._threads, self._trace = list(specs), journal, threads, _Trace()
+        self._texts, self._scored, self._names = TextStates([], [], []), list[int](), list[int]()
+
+    def run(self, pairs: Sequence[TokenPair], seed: int, progress: Progress) -> np.ndarray:
+        """Predicted KL in nats per answer token, as FisherProxy.run gives it of the same texts; seed: of the sketches.
+
+        pairs: of token ids, the first that GRADIENT_TOKENS hold; of one text at most TOKENS_PER_TEXT are asked.
+        progress: (layers done, layers in all), each layer passed twice.
+        """
+        self._choose(pairs)
+        total, last = 2 * self._model.num_layers, self._model.num_layers - 1
+        with workers(self._threads) as pool:
+            layer, upstream = self._take_over()
+            if layer == last and self._journal.read_stream(f"before-{last + 1}") is None:
+                self._forward(pool, lambda done: progress(done, total))
+            if upstream is None:
+                upstream = self._at_the_end(pool, seed) if layer >= 0 else []
+            for at in range(layer, -1, -1):
+                upstream = self._layer(at, upstream, pool)
+                progress(total - at, total)
+        found = [self._journal.arrays(f"gradients-{at}", dict)["squares"] for at in range(last + 1)]
+        return np.concatenate(found) / (2 * SKETCHES * max(sum(self._scored), 1))
+
+    def _choose(self, pairs: Sequence[TokenPair]) -> None:
+        longest = min(TOKENS_PER_TEXT, self._model.max_positions)
+        rows, _, scored = forced_rows([shortened(pair, longest) for pair in pairs], self._model.eos_token_ids[:1])
+        room = GRADIENT_TOKENS
+        for at, (row, count) in enumerate(zip(rows, scored, strict=True)):
+            if count and len(row) <= room:
+                room -= len(row)
+                self._texts.rows.append(list(row))
+                self._scored.append(count)
+                self._names.append(at)
+        self._texts.batches = length_batches([len(row) for row in self._texts.rows], TOKENS_PER_BACKWARD)
+
+    # -- there ---------------------------------------------------------------------------------------------------------
+
+    def _forward(self, pool: Workers, step: Any) -> None:
+        """All layers once; the residual stream in front of each, and behind the last, goes to disk."""
+        own = TextStates.begin(self._texts.rows, self._slot.embed)  # pads and embeds; batches are wider than ours
+        if own.batches != self._texts.batches:
+            rows = [[self._texts.rows[index] for index in batch] for batch in self._texts.batches]
+            own.states = [TextStates.begin(batch, self._slot.embed).states[0] for batch in rows]
+            own.batches = self._texts.batches
+        for layer in range(self._model.num_layers):
+            self._write(f"before-{layer}", own.states)
+            self._slot.load(layer)
+            self._slot.run([own], pool, lambda: None)
+            step(layer + 1)
+        self._write(f"before-{self._model.num_layers}", own.states)
+
+    def _write(self, stage: str, states: Sequence[Tensor]) -> None:
+        with self._journal.stream(stage) as file:
+            for state in states:
+                file.write(memoryview(state.contiguous().numpy().tobytes()))
+
+    def _read(self, stage: str, shape: tuple[int, ...] = ()) -> list[Tensor] | None:
+        """What `_write` wrote for every batch, each [*shape, B, T, D]; None if it is not there."""
+        stored, start, found = self._journal.read_stream(stage), 0, []
+        if stored is None:
+            return None
+        for batch in self._texts.batches:
+            width = max(len(self._texts.rows[index]) for index in batch)
+            size = [*shape, len(batch), width, self._model.hidden_size]
+            count = 4 * int(np.prod(size))
+            found.append(torch.from_numpy(stored.read(start, count).view(np.float32).copy()).view(size))
+            start += count
+        return found
+
+    # -- and back ------------------------------------------------------------------------------------------------------
+
+    def _take_over(self) -> tuple[int, list[Tensor] | None]:
+        """The next layer to go through, from the last on, and the gradients behind it if a killed run left them."""
+        layer = self._model.num_layers - 1
+        while layer >= 0 and self._journal.get(f"gradients-{layer}") is not None:
+            layer -= 1
+        done = layer + 1
+        if done == self._model.num_layers:
+            return layer, None
+        upstream = self._read(f"upstream-{done}", (SKETCHES,)) if done else []
+        missing = [at for at in range(done) if self._journal.read_stream(f"before-{at}") is None]
+        return (layer, upstream) if upstream is not None and not missing else (self._model.num_layers - 1, None)
+
+    def _at_the_end(self, pool: Workers, seed: int) -> list[Tensor]:
+        """Gradients of the sketches at what the last layer made of each batch, [SKETCHES, B, T, D]."""
+        states, head = self._read(f"before-{self._model.num_layers}"), self._slot.head()
+        if states is None:
+            raise RuntimeError("the states behind the last layer were written and cannot be read")
+        jobs = zip(self._texts.batches, states, strict=True)
+        return list(pool.in_order(lambda job: self._at_logits(*job, head, seed), jobs))
+
+    def _at_logits(self, batch: Sequence[int], states: Tensor, head: OutputHead, seed: int) -> Tensor:
+        hidden = states.requires_grad_()
+        spans = [
+            row[len(self._texts.rows[at]) - self._scored[at] : len(self._texts.rows[at])]
+            for row, at in zip(hidden, batch, strict=True)
+        ]
+        normed = self._slot.normed(torch.cat(spans))
+        logits, found = head.logits(normed.detach()), []
+        for number in range(SKETCHES):
+            vector = sketch(logits, [seed, self._names[batch[0]], number])
+            behind = head.back(vector)
+            found.append(torch.autograd.grad(normed, hidden, behind, retain_graph=number + 1 < SKETCHES)[0])
+        return torch.stack(found)
+
+    def _layer(self, layer: int, upstream: list[Tensor], pool: Workers) -> list[Tensor]:
+        """Gradients in front of a layer; what its units cost is in the journal afterwards."""
+        before = self._read(f"before-{layer}")
+        if before is None:
+            raise RuntimeError(f"the states in front of layer {layer} were written and cannot be read")
+        self._slot.load(layer)
+        with self._tracing():
+            jobs = zip(before, upstream, strict=True)
+            passes = list(pool.in_order(lambda job: self._back(*job), jobs))
+        squares = np.full((len(layer_units(self._model, layer)), len(self._specs)), np.nan)
+        if passes[0][1] is not None:
+            self._price(layer, [handed for _, handed in passes if handed is not None], squares, pool)
+        found = [gradients for gradients, _ in passes]
+        self._write(f"upstream-{layer}", found)
+        self._journal.arrays(f"gradients-{layer}", lambda: {"squares": squares})
+        for stage in (f"before-{layer + 1}", f"upstream-{layer + 1}"):
+            self._journal.forget(stage)  # the next layer needs neither
+        return found
+
+    def _back(self, states: Tensor, upstream: Tensor) -> tuple[Tensor, _Handed | None]:
+        """One batch: gradients in front of the layer [SKETCHES, B, T, D], and what its experts were handed."""
+        entering = states.requires_grad_()
+        self._trace.handed = None
+        out = self._slot.network.backbone(inputs_embeds=entering, use_cache=False).last_hidden_state
+        traced, self._trace.handed = self._trace.handed, None
+        wanted = [entering] if traced is None else [entering, traced[3]]
+        found = [
+            torch.autograd.grad(out, wanted, behind, retain_graph=number + 1 < len(upstream))
+            for number, behind in enumerate(upstream)
+        ]
+        gradients = torch.stack([own[0] for own in found])
+        if traced is None:
+            return gradients, None
+        inputs, chosen, weights, _ = traced
+        return gradients, _Handed(inputs.detach(), chosen, weights.detach(), [own[1] for own in found])
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Experts that note what they are handed, while this lasts."""
+
+        def experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            total = recorded_experts([], 0, module, hidden, chosen, weights)
+            self._trace.handed = hidden, chosen, weights, total
+            return total
+
+        model = self._slot.network.model
+        before = model.get_experts_implementation()
+        ALL_EXPERTS_FUNCTIONS.register(_TRACED, experts)
+        model.set_experts_implementation(_TRACED)
+        try:
+            yield
+        finally:
+            model.set_experts_implementation(before)
+
+    # -- one layer's experts -------------------------------------------------------------------------------------------
+
+    def _price(self, layer: int, parts: Sequence[_Handed], squares: np.ndarray, pool: Workers) -> None:
+        """Fill in squares [U, S], experts side by side."""
+        real, texts = self._real_tokens()
+        together = _Handed(
+            torch.cat([part.inputs for part in parts])[real],
+            torch.cat([part.chosen for part in parts])[real],
+            torch.cat([part.weights for part in parts])[real],
+            [torch.cat([part.gradients[number] for part in parts])[real] for number in range(SKETCHES)],
+        )
+        experts = range(self._model.layers[layer].experts.count)
+        results = pool.in_order(lambda expert: self._expert(layer, expert, together, texts), experts)
+        for expert, found in enumerate(results):
+            squares[len(PROJECTIONS) * expert : len(PROJECTIONS) * (expert + 1)] = found
+
+    def _real_tokens(self) -> tuple[Tensor, Tensor]:
+        """Which places of all batches, flat, hold tokens; and the text of each of those, [N]."""
+        real, texts = [], []
+        for batch in self._texts.batches:
+            lengths = torch.tensor([len(self._texts.rows[index]) for index in batch])
+            own = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+            real.append(own.reshape(-1))
+            texts.append(torch.tensor(batch).repeat_interleave(lengths))
+        return torch.cat(real), torch.cat(texts)
+
+    def _expert(self, layer: int, expert: int, handed: _Handed, texts: Tensor) -> np.ndarray:
+        """Sum over texts and sketches of (sum over tokens of d . D x)^2, [3, S]; NaN for what is not asked."""
+        module, squares = self._slot.experts, np.zeros((len(PROJECTIONS), len(self._specs)))
+        tokens, rank = torch.where(handed.chosen == expert)
+        rows, weights = handed.inputs[tokens], handed.weights[tokens, rank].unsqueeze(1)
+        original = {name: projection_of(module, expert, name) for name in PROJECTIONS}
+        gate, up = ((rows @ original[name].T).requires_grad_() for name in ("gate", "up"))
+        middle = gated(module, expert, gate, up)
+        inputs = {"gate": rows, "up": rows, "down": middle.detach()}
+        gradients: dict[str, list[Tensor]] = {name: [] for name in PROJECTIONS}
+        for number, behind in enumerate(handed.gradients):
+            down = behind[tokens] * weights
+            own = torch.autograd.grad(middle, (gate, up), down @ original["down"], retain_graph=number + 1 < SKETCHES)
+            for name, gradient in zip(PROJECTIONS, (*own, down), strict=True):
+                gradients[name].append(gradient)
+        with torch.no_grad():
+            for row, name in enumerate(PROJECTIONS):
+                for column, spec in enumerate(self._specs):
+                    if not is_asked(name, spec, original[name].shape[1]):
+                        squares[row, column] = np.nan
+                        continue
+                    unit = UnitKey(layer, expert, name)
+                    other = 0.0 if spec.is_pruned else self._store.weight(unit, spec)
+                    moved = inputs[name] @ (other - original[name]).T
+                    for gradient in gradients[name]:
+                        sums = (moved * gradient).sum(1, dtype=torch.float64)
+                        totals = torch.zeros(len(self._texts.rows), dtype=torch.float64)
+                        squares[row, column] += float(totals.index_add_(0, texts[tokens], sums).square().sum())
+        return squares

@@ -1,0 +1,129 @@
+"""Gradients one layer at a time: what the whole model predicts, for every family, and a killed run that goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk
+from moec.compiler.families import Lowering, lower
+from moec.compiler.fisher import FisherProxy
+from moec.compiler.journal import Journal
+from moec.compiler.layerwise import gradients
+from moec.compiler.layerwise.gradients import LayerGradients
+from moec.compiler.layerwise.memory import gradients_bytes
+from moec.compiler.layerwise.store import StreamedStore
+from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs
+from moec.compiler.quantized import LEFT_OUT
+from moec.compiler.reference import ReferenceModel
+from moec.compiler.sensitivity import plain_plan
+from moec.manifests.quant import QuantSpec
+from tests.compiler.test_fisher import FAMILIES, pairs, silent
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+SPECS = (QuantSpec(2, 32), QuantSpec(4, 64))
+ASKED = (*SPECS, LEFT_OUT)
+Model = tuple[Path, Lowering, StreamedStore]
+
+
+def quantized(folder: Path, work: Path) -> Model:
+    """A model and its units in every format on disk, as a sweep leaves them."""
+    lowering = lower(open_checkpoint(str(folder)))
+    dense = plain_plan(lowering.model, lowering.spec_16bit, "rtn").dense
+    texts = [[5, 6, 200, 7], [1, 2, 3]]
+    inputs = SweepInputs(texts, AnswerTexts(texts, [2, 1], []), {}, SPECS, dense, "rtn", 0)
+    return folder, lowering, Sweep(lowering, inputs, Journal(work, "sweep", Disk()), 2).run(silent).store
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    root = tmp_path_factory.mktemp("gradients")
+    if request.param == "mixtral":
+        return quantized(save_tiny_mixtral(root / "tiny", TinyMixtral(width=64)), root / "s.work")
+    return quantized(save_tiny_family(root / "tiny", TINY_FAMILIES[request.param]), root / "s.work")
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    root = tmp_path_factory.mktemp("gradients")
+    return quantized(save_tiny_mixtral(root / "tiny", TinyMixtral(width=64, layers=3)), root / "s.work")
+
+
+def predicted(model: Model, work: Path, threads: int = 2) -> np.ndarray:
+    _, lowering, store = model
+    return LayerGradients(lowering, store, ASKED, Journal(work, "x", Disk()), threads).run(pairs(24), 0, silent)
+
+
+def test_predictions_are_those_of_the_whole_model(model: Model, tmp_path: Path) -> None:
+    folder, _, store = model
+    whole = FisherProxy(ReferenceModel(folder), store, ASKED).run(pairs(24), 0, 2, silent)
+    found = predicted(model, tmp_path / "g.work")
+    assert np.array_equal(np.isnan(found), np.isnan(whole)), "a format that does not fit, or leaves a projection out"
+    known = ~np.isnan(whole)
+    assert known.any() and whole[known].max() > 0
+    assert np.allclose(found[known], whole[known], rtol=2e-3, atol=1e-5 * whole[known].max())
+
+
+def test_the_same_bits_for_any_number_of_threads(mixtral: Model, tmp_path: Path) -> None:
+    one, three = (predicted(mixtral, tmp_path / f"{threads}.work", threads) for threads in (1, 3))
+    assert np.array_equal(one, three, equal_nan=True)
+
+
+class _Killed(Exception):
+    """What a killed run ends with here."""
+
+
+@pytest.mark.parametrize("stage", ["before-1", "before-3", "upstream-2", "gradients-2", "upstream-0", "gradients-0"])
+def test_a_killed_run_goes_on(stage: str, mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed as soon as a stage is written, then run again: the same numbers, and finished layers are not passed."""
+    expected = predicted(mixtral, tmp_path / "alone.work")
+
+    class Killing(Journal):
+        def _path(self, name: str) -> Path:
+            path = super()._path(name)
+            if super()._path(stage).exists():
+                raise _Killed
+            return path
+
+    _, lowering, store = mixtral
+    work = tmp_path / "killed.work"
+    with pytest.raises(_Killed):
+        LayerGradients(lowering, store, ASKED, Killing(work, "x", Disk()), 1).run(pairs(24), 0, silent)
+    passed: list[int] = []
+    load = gradients.LayerSlot.load
+    monkeypatch.setattr(
+        gradients.LayerSlot, "load", lambda self, layer, *rest: (passed.append(layer), load(self, layer, *rest))[1]
+    )
+    found = LayerGradients(lowering, store, ASKED, Journal(work, "x", Disk()), 1).run(pairs(24), 0, silent)
+    assert np.array_equal(found, expected, equal_nan=True)
+    fresh = [0, 1, 2, 2, 1, 0]
+    resumed = {"before-3": [2, 1, 0], "gradients-2": [1, 0], "upstream-0": [0], "gradients-0": []}
+    assert passed == resumed.get(stage, [2, 1, 0] if stage == "upstream-2" else fresh)
+
+
+def test_texts_are_taken_as_far_as_they_are_held(
+    mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, lowering, store = mixtral
+
+    def run(count: int, name: str) -> np.ndarray:
+        work = Journal(tmp_path / name, "x", Disk())
+        return LayerGradients(lowering, store, ASKED, work, 1).run(pairs(count), 0, silent)
+
+    alone = run(3, "three.work")
+    monkeypatch.setattr(gradients, "GRADIENT_TOKENS", sum(len(a) + len(b) for a, b in pairs(3)) + 3)
+    assert np.array_equal(run(24, "room.work"), alone, equal_nan=True)
+
+
+def test_memory_grows_with_one_layer(mixtral: Model) -> None:
+
+    shape = mixtral[1].model
+    deep = replace(shape, layers=shape.layers * 4)
+    assert gradients_bytes(deep, SPECS, 2) == gradients_bytes(shape, SPECS, 2)
+    wide = replace(shape, hidden_size=8 * shape.hidden_size)
+    assert gradients_bytes(wide, SPECS, 2) > gradients_bytes(shape, SPECS, 2)
