@@ -33,7 +33,7 @@ from .fisher import TEXTS, asks_gradients, first_texts, predict_units, predictio
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.certificate import certify_layerwise
-from .layerwise.gradients import LayerGradients
+from .layerwise.gradients import LayerGradients, with_gradients
 from .layerwise.plan_bundles import PlanBundles, clear_trials
 from .layerwise.store import StreamedStore
 from .layerwise.sweep import Sweep, SweepInputs, SweepResult
@@ -194,7 +194,8 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     stage.statistics, stage.store, stage.sensitivity = found.statistics, found.store, found.sensitivity
     stage.swept = inputs, found
     if asks_gradients(options.sensitivity, lowering.model):
-        stage.sensitivity = replace(found.sensitivity, predicted=_predict_layerwise(stage, found.store))
+        predicted = _predict_layerwise(stage, found.store)
+        stage.sensitivity = with_gradients(found.sensitivity, found.store, predicted)
     for note in unseen_notes(found.statistics):
         talk.note(note)
     progress = talk.progress("measuring layer by layer")

@@ -11,9 +11,9 @@ K top-k, U units of a layer, S formats.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from ..journal import Journal
 from ..options import Progress
 from ..parallel import Workers, workers
 from ..reference_network import length_batches
+from ..sensitivity import SensitivityTable, plain_plan, probed
 from .slot import LayerSlot, OutputHead, TextStates
 from .store import StreamedStore, layer_units
 
@@ -58,6 +59,26 @@ class _Trace(threading.local):
     """What the experts of the pass that this thread is in were handed, and their sum, with its graph."""
 
     handed: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+
+def with_gradients(
+    table: SensitivityTable, store: StreamedStore, predicted: Mapping[tuple[UnitKey, QuantSpec], float]
+) -> SensitivityTable:
+    """A sweep's table with units priced by gradients, on the scale of its dense weights.
+
+    Those were measured as the KL on all tokens of the probe texts, gradients speak of answers. So predictions are
+    multiplied by what the experts of all layers were measured to cost in the probe format, over what is predicted.
+    """
+    measured = foreseen = 0.0
+    plain = plain_plan(store.model, store.lowering.spec_16bit, store.quantizer)
+    for layer in store.model.expert_layers:
+        for name in PROJECTIONS:
+            own, probe = probed(plain, layer, name, store.specs)
+            if probe is not None:
+                measured += sum(table.unit_loss(store, unit, probe) for unit in own)
+                foreseen += sum(predicted[(unit, probe)] for unit in own)
+    factor = measured / foreseen if measured > 0 and foreseen > 0 else 1.0
+    return replace(table, predicted={key: factor * kl for key, kl in predicted.items()})
 
 
 class LayerGradients:

@@ -14,13 +14,13 @@ from moec.compiler.families import Lowering, lower
 from moec.compiler.fisher import FisherProxy
 from moec.compiler.journal import Journal
 from moec.compiler.layerwise import gradients
-from moec.compiler.layerwise.gradients import LayerGradients
+from moec.compiler.layerwise.gradients import LayerGradients, with_gradients
 from moec.compiler.layerwise.memory import gradients_bytes
 from moec.compiler.layerwise.store import StreamedStore
 from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs
 from moec.compiler.quantized import LEFT_OUT
 from moec.compiler.reference import ReferenceModel
-from moec.compiler.sensitivity import plain_plan
+from moec.compiler.sensitivity import SensitivityTable, plain_plan
 from moec.manifests.quant import QuantSpec
 from tests.compiler.test_fisher import FAMILIES, pairs, silent
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
@@ -104,6 +104,20 @@ def test_a_killed_run_goes_on(stage: str, mixtral: Model, tmp_path: Path, monkey
     fresh = [0, 1, 2, 2, 1, 0]
     resumed = {"before-3": [2, 1, 0], "gradients-2": [1, 0], "upstream-0": [0], "gradients-0": []}
     assert passed == resumed.get(stage, [2, 1, 0] if stage == "upstream-2" else fresh)
+
+
+def test_prices_by_gradients_are_on_the_scale_of_what_was_measured(mixtral: Model) -> None:
+    _, lowering, store = mixtral
+    count, units = store.model.num_layers, plain_plan(store.model, lowering.spec_16bit, "rtn").units
+    table = SensitivityTable(np.full((count, 3), 2.0), {}, np.ones((count, store.model.layers[0].experts.count)))
+    predicted = {(unit, spec): float(at + 1) for at, unit in enumerate(units) for spec in ASKED}
+    found = with_gradients(table, store, predicted)
+    probe = SPECS[1]  # as near to 3 bits as 2 are, and of 64 columns
+    assert sum(found.unit_loss(store, unit, probe) for unit in units) == pytest.approx(
+        sum(table.unit_loss(store, unit, probe) for unit in units)
+    )
+    first, *_, last = units
+    assert found.unit_loss(store, last, LEFT_OUT) == pytest.approx(len(units) * found.unit_loss(store, first, LEFT_OUT))
 
 
 def test_texts_are_taken_as_far_as_they_are_held(
