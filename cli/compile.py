@@ -124,7 +124,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--prune-experts/--keep-experts",
     "prune",
     default=None,
-    help="Whether the search may leave experts out.  [default: with --loss and --kl where the model fits in memory]",
+    help="Whether the search may leave experts out.  [default: with --loss and --kl, where gradients set prices]",
 )
 @click.option(
     "--swaps",

@@ -117,8 +117,7 @@ def _choose_way(found: Prepared) -> None:
     request, model, limit = found.request, found.lowering.model, found.request.memory_limit_bytes
     threads = torch.get_num_threads()
     found.is_layerwise = planning.goes_layer_by_layer(model, found.specs, threads, limit)
-    gradients = not found.is_layerwise or asks_gradients(request.options.sensitivity, model)
-    found.prunes = prunes(request.options, model, gradients)
+    found.prunes = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
     if found.is_layerwise:
         planning.check_layerwise(model, request.options, found.specs, threads, limit, len(found.splits))
         require_trials(request, model)
