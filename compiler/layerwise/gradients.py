@@ -37,7 +37,7 @@ from .slot import LayerSlot, OutputHead, TextStates
 from .store import StreamedStore, layer_units
 
 GRADIENT_TOKENS = 16_384
-"""Tokens of all texts: what is held of them is as large as six residual streams."""
+"""Tokens of all texts: what is held of them is as large as seven residual streams."""
 TOKENS_PER_TEXT = 256
 """Of one text: every text is one draw, and many short ones say more than few long ones."""
 _TRACED = "moec_traced"
@@ -200,12 +200,14 @@ class LayerGradients:
             raise RuntimeError(f"the states in front of layer {layer} were written and cannot be read")
         self._slot.load(layer)
         with self._tracing():
-            jobs = zip(before, upstream, strict=True)
+            # Taken out as they are used: what goes in and what comes out are as large, and not held together.
+            jobs = ((before.pop(0), upstream.pop(0)) for _ in self._texts.batches)
             passes = list(pool.in_order(lambda job: self._back(*job), jobs))
         squares = np.full((len(layer_units(self._model, layer)), len(self._specs)), np.nan)
-        if passes[0][1] is not None:
-            self._price(layer, [handed for _, handed in passes if handed is not None], squares, pool)
-        found = [gradients for gradients, _ in passes]
+        found, parts = [gradients for gradients, _ in passes], [handed for _, handed in passes if handed is not None]
+        del passes
+        if parts:
+            self._price(layer, self._together(parts), squares, pool)
         self._write(f"upstream-{layer}", found)
         self._journal.arrays(f"gradients-{layer}", lambda: {"squares": squares})
         for stage in (f"before-{layer + 1}", f"upstream-{layer + 1}"):
@@ -249,17 +251,19 @@ class LayerGradients:
 
     # -- one layer's experts -------------------------------------------------------------------------------------------
 
-    def _price(self, layer: int, parts: Sequence[_Handed], squares: np.ndarray, pool: Workers) -> None:
-        """Fill in squares [U, S], experts side by side."""
+    def _together(self, parts: list[_Handed]) -> tuple[_Handed, Tensor]:
+        """The real tokens of all batches, and the text of each, [N]; `parts` are emptied."""
         real, texts = self._real_tokens()
-        together = _Handed(
-            torch.cat([part.inputs for part in parts])[real],
-            torch.cat([part.chosen for part in parts])[real],
-            torch.cat([part.weights for part in parts])[real],
-            [torch.cat([part.gradients[number] for part in parts])[real] for number in range(SKETCHES)],
-        )
+        inputs = torch.cat([part.inputs for part in parts])[real]
+        gradients = [torch.cat([part.gradients.pop(0) for part in parts])[real] for _ in range(SKETCHES)]
+        chosen, weights = (torch.cat([getattr(part, name) for part in parts])[real] for name in ("chosen", "weights"))
+        parts.clear()
+        return _Handed(inputs, chosen, weights, gradients), texts
+
+    def _price(self, layer: int, handed: tuple[_Handed, Tensor], squares: np.ndarray, pool: Workers) -> None:
+        """Fill in squares [U, S], experts side by side."""
         experts = range(self._model.layers[layer].experts.count)
-        results = pool.in_order(lambda expert: self._expert(layer, expert, together, texts), experts)
+        results = pool.in_order(lambda expert: self._expert(layer, expert, *handed), experts)
         for expert, found in enumerate(results):
             squares[len(PROJECTIONS) * expert : len(PROJECTIONS) * (expert + 1)] = found
 
