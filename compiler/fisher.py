@@ -13,6 +13,7 @@ Shapes: B texts of a batch, T tokens of a text, A answer tokens, U units, S form
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -256,8 +257,14 @@ def predict_units(
 
 
 def first_texts(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
-    """Of each task as many as give TEXTS together."""
+    """Of each task as many as give TEXTS together, task after task."""
     return [pair for task in texts for pair in task[: -(-TEXTS // len(texts))]]
+
+
+def in_turns(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
+    """The texts of `first_texts`, one of each task in turn: where not all are asked, every task is."""
+    rows = itertools.zip_longest(*(task[: -(-TEXTS // len(texts))] for task in texts))
+    return [pair for row in rows for pair in row if pair is not None]
 
 
 def predictions(

@@ -29,7 +29,7 @@ from .device_fit import choose_objective, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish
 from .families import TensorSource
-from .fisher import TEXTS, asks_gradients, first_texts, predict_units, predictions
+from .fisher import TEXTS, asks_gradients, in_turns, predict_units, predictions
 from .journal import Journal
 from .layerwise import planning
 from .layerwise.certificate import certify_layerwise
@@ -291,7 +291,7 @@ def _predict_layerwise(stage: _Stage, store: StreamedStore) -> Mapping[tuple[Uni
     specs = (*store.specs, LEFT_OUT) if stage.prunes else store.specs
     gradients = LayerGradients(stage.lowering, store, specs, stage.journal, torch.get_num_threads())
     progress = stage.request.talk.progress("predicting what each unit costs")
-    found = gradients.run(first_texts(texts), stage.request.options.seed, progress)
+    found = gradients.run(in_turns(texts), stage.request.options.seed, progress)
     return predictions(found, store.model, specs)
 
 

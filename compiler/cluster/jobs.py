@@ -94,11 +94,12 @@ class QuantizeExperts:
     def run(self, site: Site) -> tuple[list[list[tuple[UnitKey, QuantSpec, PlainMatrix]]], None]:
         """On as many threads as the site has; weights come from the site's own checkpoint."""
         (moments,) = site.fetch([self.moments])
+        lowering = site.lowering  # opened by one thread
 
         def one(job: tuple[int, tuple[np.ndarray, np.ndarray], int]) -> list[tuple[UnitKey, QuantSpec, PlainMatrix]]:
             expert, handed, tokens = job
             units = {name: UnitKey(self.quantizer.layer, expert, name) for name in PROJECTIONS}
-            weights = {name: site.lowering.unit(unit).float() for name, unit in units.items()}
+            weights = {name: lowering.unit(unit).float() for name, unit in units.items()}
             with torch.inference_mode():
                 found = self.quantizer.run(expert, weights, [torch.tensor(part) for part in handed], tokens)
             return [(unit, spec, to_plain(matrix)) for (unit, spec), matrix in found.items()]

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -188,12 +188,17 @@ def node_name(node: dict[str, Any]) -> str:
 
 @contextmanager
 def connected(
-    address: str, source: str, checkpoint: Checkpoint, worker_bytes: int, open_runtime: OpenRuntime, talk: Talk
+    address: str,
+    source: str,
+    checkpoint: Checkpoint,
+    worker_bytes: Callable[[int], int],
+    open_runtime: OpenRuntime,
+    talk: Talk,
 ) -> Iterator[Pool]:
     """Workers on all nodes of the cluster at an address; `auto`: of the one that runs on this machine.
 
-    source: the checkpoint as workers name it. worker_bytes: memory that one takes. A process that is in a cluster
-    already stays in it, whatever the address.
+    source: the checkpoint as workers name it. worker_bytes: memory that one takes on so many CPUs. A process that is in
+    a cluster already stays in it, whatever the address.
     Raises MissingDependency, OptionError (no cluster there; a node has other versions, or not the checkpoint),
     DoesNotFit (no node has the memory).
     """
@@ -203,14 +208,16 @@ def connected(
         _connect(ray, address)
     try:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-        fitting = [node for node in nodes if node["Resources"].get("memory", 0) >= worker_bytes]
+        needs = [worker_bytes(_cpus(node)) for node in nodes]
+        fitting = [node for node, need in zip(nodes, needs, strict=True) if node["Resources"].get("memory", 0) >= need]
         if not fitting:
+            least = min(needs, default=worker_bytes(1))
             raise DoesNotFit(
-                f"a worker takes {worker_bytes} bytes of memory, and no node of the cluster at `{address}` has them",
+                f"a worker takes {least} bytes of memory, and no node of the cluster at `{address}` has them",
                 "add a larger node; what `ray start --memory` says counts",
             )
         identity = checkpoint_identity(checkpoint)
-        actors = [_worker(ray, node, worker_bytes, source, identity, open_runtime) for node in fitting]
+        actors = [_worker(ray, node, worker_bytes(_cpus(node)), source, identity, open_runtime) for node in fitting]
         try:
             started = _checked(ray, fitting, actors, source, identity, talk)
             talk.note(f"work goes to {len(started)} of the {len(nodes)} nodes of the cluster")

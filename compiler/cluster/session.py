@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 
-import torch
-
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
@@ -47,10 +45,10 @@ def worker_bytes(model: ModelSpec) -> int:
     return PROCESS_BYTES + _WORKER_BYTES_PER_WEIGHT * (weights + outside)
 
 
-def layer_worker_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
-    """What a worker takes of memory at most that quantizes experts alone, two at once for each CPU of the driver."""
+def layer_worker_bytes(model: ModelSpec, specs: Sequence[QuantSpec], cpus: int) -> int:
+    """What a worker takes of memory at most that quantizes experts alone, one on each of its CPUs."""
     moments = 4 * (model.hidden_size**2 + max(layer.experts.width for layer in model.layers) ** 2)
-    return PROCESS_BYTES + 2 * torch.get_num_threads() * (quantizing_bytes(model, specs) + moments)
+    return PROCESS_BYTES + cpus * (quantizing_bytes(model, specs) + moments)
 
 
 class ClusterSession:
@@ -90,7 +88,10 @@ def cluster_session(
     Raises as ray_pool.connected.
     """
     checkpoint, model = lowering.checkpoint, lowering.model
-    need = worker_bytes(model) if layer_specs is None else layer_worker_bytes(model, layer_specs)
+
+    def need(cpus: int) -> int:
+        return worker_bytes(model) if layer_specs is None else layer_worker_bytes(model, layer_specs, cpus)
+
     # A relative path means another folder on another machine; what is no folder here is a hub id.
     is_folder = not is_url(request.source) and Path(request.source).expanduser().is_dir()
     source = str(checkpoint.root.resolve()) if is_folder else request.source

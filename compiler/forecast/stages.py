@@ -77,7 +77,9 @@ class SearchForecast:
         self._prepared, self._inputs, self._disk, self._rates = prepared, inputs, disk, rates
         self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
         self._threads = torch.get_num_threads()
-        self._plans = _PLANS.get(self._target, 1) + (prepared.request.options.swaps or 0)
+        self._plans = _PLANS.get(self._target, 1)
+        if swaps := prepared.request.options.swaps:  # beside the plan that they start from; a KL is bisected twice
+            self._plans += swaps + 1 + (MAX_KL if self._target == "kl" else 0)
         self._held_out = _count(row for held in inputs.held_out.values() for row in held.rows)
         self._bundle = self._bundle_bytes()
 
@@ -173,7 +175,8 @@ class SearchForecast:
         seconds += len(specs) * len(model.expert_keys()) * self._rates.restored_expert / self._threads
         disk = _FLOAT * model.hidden_size * tokens * (model.num_layers + 1 + 2 * SKETCHES)
         text = f"{tokens:,} tokens, gradients and {len(specs)} formats"
-        memory = gradients_bytes(model, specs, self._threads)
+        scored = _count(self._inputs.answers.rows) + self._held_out
+        memory = gradients_bytes(model, scored, specs, self._threads)
         return [StageForecast("predicting what each unit costs", seconds, memory, work + disk, text)]
 
     def _writing(self, memory: int, disk: int) -> StageForecast:

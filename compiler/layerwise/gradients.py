@@ -11,7 +11,7 @@ K top-k, U units of a layer, S formats.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,8 @@ from ..fisher import SKETCHES, TOKENS_PER_BACKWARD, is_asked, recorded_experts, 
 from ..journal import Journal
 from ..options import Progress
 from ..parallel import Workers, workers
-from ..reference_network import length_batches
+from ..reference_network import length_batches, padded
+from ..search.pruning import LEAST_TOKENS
 from ..sensitivity import SensitivityTable, plain_plan, probed
 from .slot import LayerSlot, OutputHead, TextStates
 from .store import StreamedStore, layer_units
@@ -68,17 +69,24 @@ def with_gradients(
 
     Those were measured as the KL on all tokens of the probe texts, gradients speak of answers. So predictions are
     multiplied by what the experts of all layers were measured to cost in the probe format, over what is predicted.
+    Units of experts that no token asked for keep the price of their errors, and such experts stay.
     """
     measured = foreseen = 0.0
     plain = plain_plan(store.model, store.lowering.spec_16bit, store.quantizer)
     for layer in store.model.expert_layers:
         for name in PROJECTIONS:
             own, probe = probed(plain, layer, name, store.specs)
+            known = [unit for unit in own if (unit, probe) in predicted]
             if probe is not None:
-                measured += sum(table.unit_loss(store, unit, probe) for unit in own)
-                foreseen += sum(predicted[(unit, probe)] for unit in own)
+                measured += sum(table.unit_loss(store, unit, probe) for unit in known)
+                foreseen += sum(predicted[(unit, probe)] for unit in known)
     factor = measured / foreseen if measured > 0 and foreseen > 0 else 1.0
-    return replace(table, predicted={key: factor * kl for key, kl in predicted.items()})
+    priced = {key: factor * kl for key, kl in predicted.items()}
+    for unit in plain.units:
+        for spec in store.specs:
+            if (unit, spec) not in priced and spec.fits(store.model.unit_shape(unit.layer, unit.projection)[1]):
+                priced[(unit, spec)] = table.unit_loss(store, unit, spec)
+    return replace(table, predicted=priced)
 
 
 class LayerGradients:
@@ -101,7 +109,7 @@ class LayerGradients:
         total, last = 2 * self._model.num_layers, self._model.num_layers - 1
         with workers(self._threads) as pool:
             layer, upstream = self._take_over()
-            if layer == last and self._journal.read_stream(f"before-{last + 1}") is None:
+            if layer == last and upstream is None:
                 self._forward(pool, lambda done: progress(done, total))
             if upstream is None:
                 upstream = self._at_the_end(pool, seed) if layer >= 0 else []
@@ -125,19 +133,28 @@ class LayerGradients:
 
     # -- there ---------------------------------------------------------------------------------------------------------
 
-    def _forward(self, pool: Workers, step: Any) -> None:
-        """All layers once; the residual stream in front of each, and behind the last, goes to disk."""
-        own = TextStates.begin(self._texts.rows, self._slot.embed)  # pads and embeds; batches are wider than ours
-        if own.batches != self._texts.batches:
-            rows = [[self._texts.rows[index] for index in batch] for batch in self._texts.batches]
-            own.states = [TextStates.begin(batch, self._slot.embed).states[0] for batch in rows]
-            own.batches = self._texts.batches
-        for layer in range(self._model.num_layers):
-            self._write(f"before-{layer}", own.states)
+    def _forward(self, pool: Workers, step: Callable[[int], None]) -> None:
+        """All layers once, from where a killed run was; the stream in front of each, and behind the last, on disk."""
+        layers, whole = self._model.num_layers, 0
+        while whole <= layers and self._journal.read_stream(f"before-{whole}") is not None:
+            whole += 1
+        if whole > layers:
+            return
+        states = self._read(f"before-{whole - 1}") if whole else None
+        if states is None:
+            states, whole = self._embedded(), 1
+            self._write("before-0", states)
+        own = TextStates(self._texts.rows, self._texts.batches, states)
+        for layer in range(whole - 1, layers):
             self._slot.load(layer)
             self._slot.run([own], pool, lambda: None)
+            self._write(f"before-{layer + 1}", own.states)
             step(layer + 1)
-        self._write(f"before-{self._model.num_layers}", own.states)
+
+    def _embedded(self) -> list[Tensor]:
+        table = self._slot.embedding()
+        rows = [[self._texts.rows[index] for index in batch] for batch in self._texts.batches]
+        return [self._slot.embed(padded(batch)[0], table) for batch in rows]
 
     def _write(self, stage: str, states: Sequence[Tensor]) -> None:
         with self._journal.stream(stage) as file:
@@ -278,9 +295,14 @@ class LayerGradients:
         return torch.cat(real), torch.cat(texts)
 
     def _expert(self, layer: int, expert: int, handed: _Handed, texts: Tensor) -> np.ndarray:
-        """Sum over texts and sketches of (sum over tokens of d . D x)^2, [3, S]; NaN for what is not asked."""
+        """Sum over texts and sketches of (sum over tokens of d . D x)^2, [3, S]; NaN for what is not asked or known.
+
+        Nothing is known of an expert without tokens; of leaving one out, with fewer than LEAST_TOKENS.
+        """
         module, squares = self._slot.experts, np.zeros((len(PROJECTIONS), len(self._specs)))
         tokens, rank = torch.where(handed.chosen == expert)
+        if not len(tokens):
+            return np.full_like(squares, np.nan)
         rows, weights = handed.inputs[tokens], handed.weights[tokens, rank].unsqueeze(1)
         original = {name: projection_of(module, expert, name) for name in PROJECTIONS}
         gate, up = ((rows @ original[name].T).requires_grad_() for name in ("gate", "up"))
@@ -295,7 +317,8 @@ class LayerGradients:
         with torch.no_grad():
             for row, name in enumerate(PROJECTIONS):
                 for column, spec in enumerate(self._specs):
-                    if not is_asked(name, spec, original[name].shape[1]):
+                    is_known = len(tokens) >= LEAST_TOKENS or not spec.is_pruned
+                    if not is_known or not is_asked(name, spec, original[name].shape[1]):
                         squares[row, column] = np.nan
                         continue
                     unit = UnitKey(layer, expert, name)

@@ -73,10 +73,13 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
     return PROCESS_BYTES + _slot_bytes(model) + states + max(vocabulary, at_work)
 
 
-def gradients_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> int:
-    """Peak while gradients go back through one layer, the texts' residual streams and gradients held beside it."""
+def gradients_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
+    """Peak while gradients go back through one layer, the texts' residual streams and gradients held beside it.
+
+    tokens: of scored texts, whose streams wait to be measured.
+    """
     hidden, layers = model.hidden_size, range(model.num_layers)
-    streams = _FLOAT * hidden * GRADIENT_TOKENS * (3 + 2 * SKETCHES)
+    streams = _FLOAT * hidden * (GRADIENT_TOKENS * (3 + 2 * SKETCHES) + tokens)
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
     widest = max(model.layers[at].experts.top_k * (2 * hidden + 4 * model.layers[at].experts.width) for at in layers)
     graph = _FLOAT * TOKENS_PER_BACKWARD * (12 * hidden + widest + 4 * model.vocab_size)

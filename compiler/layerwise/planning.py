@@ -42,7 +42,7 @@ def need_bytes(
     """
     passes = streamed_bytes(model, CALIBRATION_TOKENS + (1 + tasks) * ANSWER_TOKENS, specs, threads)
     if asks_gradients(options.sensitivity, model):
-        passes = max(passes, gradients_bytes(model, specs, threads))
+        passes = max(passes, gradients_bytes(model, (1 + tasks) * ANSWER_TOKENS, specs, threads))
     runtimes = 1 + (options.target.kind == "loss")
     certified = runtimes * certifying_bytes(model, (1 + tasks) * ANSWER_TOKENS)
     return max(passes, _certificate_bytes(model) + certified)

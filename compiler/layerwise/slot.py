@@ -173,9 +173,13 @@ class LayerSlot:
 
     def embed(self, ids: Tensor, weight: Tensor | None = None) -> Tensor:
         """Token ids [...] to [..., D]. weight: another embedding than the checkpoint's."""
-        table = self._lowering.dense_weight("embedding") if weight is None else weight
+        table = self.embedding() if weight is None else weight
         states = table[ids].float()
         return states if self.model.embedding_scale == 1.0 else states * self.model.embedding_scale
+
+    def embedding(self) -> Tensor:
+        """The checkpoint's own, read anew."""
+        return self._lowering.dense_weight("embedding")
 
     def normed(self, states: Tensor) -> Tensor:
         """The norm behind the last layer, times the scale of the logits. [A, D] -> [A, D]."""

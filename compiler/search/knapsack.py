@@ -69,7 +69,10 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note, swaps
         )
 
     def filled(space: SearchSpace) -> CompilePlan:
-        return space.plan(_within(space.size_table(), budget))
+        choice = least_loss(space.size_table(), budget)
+        if choice is None:
+            raise RuntimeError("other predictions made the smallest plan larger")
+        return space.plan(choice)
 
     if not trials.has_data:
         return filled(space)
@@ -98,6 +101,8 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, sw
     bisect(space, first, target)
     if first.low is None:
         return _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
+    if first.low.predicted >= _largest_budget(space):
+        return first.low  # nothing is cheaper
     better, gain = _corrected_at(space, trials, first.low.cost, swaps)
     second = _Bracket()
     if better is not space:
@@ -193,7 +198,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     first = bracket.low
     if first is None:
         return _most_precise(space, lambda plan: _loss_verdict(trials, plan, target), f"a loss of {target:.2%}")
-    if not left:
+    if not left or first.predicted >= _largest_budget(space):
         return first
     better, gain = _corrected_at(space, trials, first.cost, swaps)
     if better is not space:

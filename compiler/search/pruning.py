@@ -160,7 +160,12 @@ def left_out_losses(
     if popularity is None:
         return {}
     known = (key for key in store.model.expert_keys() if popularity[key.layer, key.expert] >= LEAST_TOKENS)
-    losses = {key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT) for key in known}
+    priced = sensitivity.predicted  # gradients may not know enough of an expert to say
+    losses = {
+        key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT)
+        for key in known
+        if priced is None or (UnitKey(*key, "down"), LEFT_OUT) in priced
+    }
     return prunable(losses, store.model)
 
 

@@ -224,9 +224,10 @@ def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
     monkeypatch.setattr(ray_pool, "RESTARTS", 0)
     opened = open_checkpoint(str(checkpoint))
     connected = partial(ray_pool.connected, address, str(checkpoint), opened, open_runtime=open_partial, talk=Talk())
-    with pytest.raises(DoesNotFit, match=r"no node of the cluster at .+ has them"), connected(worker_bytes=1 << 60):
+    too_much = connected(worker_bytes=lambda cpus: cpus << 60)
+    with pytest.raises(DoesNotFit, match=r"no node of the cluster at .+ has them"), too_much:
         pass
-    with connected(worker_bytes=1 << 20) as pool:
+    with connected(worker_bytes=lambda cpus: cpus << 20) as pool:
         answers = list(pool.in_order(Counting(value) for value in range(9)))
         assert [answer.result for answer in answers] == list(range(9))
         kept = list(pool.in_order(Counting(0, of=answer.kept) for answer in answers))

@@ -325,4 +325,5 @@ def test_a_worker_of_one_layer_takes_less_than_one_of_all(folder: Path) -> None:
     shape = replace(lower(open_checkpoint(str(folder))).model, hidden_size=2048)
     experts = replace(shape.layers[0].experts, count=64, width=1024)
     model = replace(shape, layers=(replace(shape.layers[0], experts=experts),) * 16)
-    assert PROCESS_BYTES < layer_worker_bytes(model, SPECS) < worker_bytes(model) / 5
+    assert PROCESS_BYTES < layer_worker_bytes(model, SPECS, 2) < layer_worker_bytes(model, SPECS, 8)
+    assert layer_worker_bytes(model, SPECS, 4) < worker_bytes(model) / 5

@@ -14,7 +14,7 @@ from moec.compiler.calibration import calibrate
 from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk
 from moec.compiler.families import lower
-from moec.compiler.fisher import FisherProxy, gradient_bytes, predict_units, ranks_well, shortened
+from moec.compiler.fisher import FisherProxy, gradient_bytes, in_turns, predict_units, ranks_well, shortened
 from moec.compiler.journal import Journal
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.unit_store import UnitStore
@@ -166,3 +166,10 @@ def test_the_graph_counts_in_memory() -> None:
     small, deep = toy_model(), toy_model(layers=8)
     assert gradient_bytes(deep, 2) > 2 * gradient_bytes(small, 2) > 2 * gradient_bytes(small, 1) > 0
     assert torch.is_grad_enabled()
+
+
+def test_texts_of_several_tasks_take_turns() -> None:
+    one, two = ([([at], [task]) for at in range(300)] for task in (1, 2))
+    found = in_turns([one, two[:2]])
+    assert found[:5] == [one[0], two[0], one[1], two[1], one[2]]
+    assert len(found) == fisher.TEXTS // 2 + 2
