@@ -23,7 +23,7 @@ from .frontier import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
 
-MAX_GENERATED = 6
+MAX_GENERATED = 8
 # Of these, so many are kept for the plans that swaps have made better.
 AFTER_SWAPS = 2
 MAX_KL = 8
