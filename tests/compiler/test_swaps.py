@@ -76,7 +76,8 @@ def test_a_search_with_swaps_keeps_its_target_at_no_more_bytes_or_less_kl(target
         assert swapped.expert_packed_bytes <= 1.001 * max(alone.expert_packed_bytes, COST)
     else:
         sizes = [plan.expert_packed_bytes + plan.dense_packed_bytes for plan in (alone, swapped)]
-        assert sizes[1] < 1.01 * sizes[0]
+        # Losses are bisected roughly, so a plan may be cheaper by luck; a KL to 1 %, where swaps must show.
+        assert sizes[1] < (1.01 if target.kind == "loss" else 1.0) * sizes[0]
         assert kl(swapped) <= target.value
 
 
