@@ -1,9 +1,10 @@
 """Experts on an accelerator: ``python bench/accelerator.py BUNDLE --text FILE --accelerator cuda [--results FOLDER]``.
 
 One engine, opened once; strategies take turns on it, round by round, so that all of them see the same machine: the CPU
-alone, every missing expert copied, none copied (static placement), the published rule, the planner. Measured: tokens/s
-of decoding, time to the first token of prompts of 512 to 4,096 tokens, and steps/s of beam search at widths of 4, 8 and
-12. The host's cache should hold all experts (the default), or storage is measured with the rest; its misses are told.
+alone; with dense weights on the device every missing expert copied, none copied (static placement), the published rule,
+the planner; and the planner with dense weights on the CPU. Measured: tokens/s of decoding, time to the first token of
+prompts of 512 to 4,096 tokens, and steps/s of beam search at widths of 4, 8 and 12.
+The host's cache should hold all experts (the default), or storage is measured with the rest; its misses are told.
 Prints a Markdown table of medians; --results keeps every time. On `torch-cpu` it shows its
 form and nothing else.
 """
@@ -30,8 +31,11 @@ from moec.runtime.accelerator.cooperative import CooperationCounts
 from moec.runtime.accelerator.workload import STRATEGIES
 from moec.runtime.beam import BeamOptions, beam_search
 from moec.runtime.engine import Engine
+from moec.runtime.options import Cooperation
 
 BEAM_PROMPT = 32
+DENSE_HERE = "planner, dense weights on the CPU"
+ARMS: dict[str, Cooperation | None] = {**STRATEGIES, DENSE_HERE: "auto"}
 
 
 def tokens_of(engine: Engine, path: Path, count: int) -> list[int]:
@@ -87,7 +91,9 @@ def run(engine: Engine, tokens: list[int], options: argparse.Namespace) -> list[
     if accelerator is None:
         sys.exit("error: no accelerator")
     for number in range(-1, options.rounds):
-        for strategy, cooperation in STRATEGIES.items():
+        for strategy, cooperation in ARMS.items():
+            engine.model.accelerator = accelerator
+            engine.place_dense(on_device=cooperation is not None and strategy != DENSE_HERE)
             engine.model.accelerator = accelerator if cooperation is not None else None
             accelerator.cooperation, accelerator.counts = cooperation or "cpu", CooperationCounts()
             misses = engine.cache.stats.misses
@@ -105,12 +111,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Medians over the rounds."""
     names = list(rows[0]["measured"])
     lines = [f"| | {' | '.join(names)} | resident / copied / CPU |", "|---" * (len(names) + 2) + "|"]
-    for strategy in STRATEGIES:
+    for strategy in ARMS:
         own = [row for row in rows if row["strategy"] == strategy]
         cells = [f"{statistics.median(row['measured'][name] for row in own):.4g}" for name in names]
         experts = own[0]["experts"]
         counts = f"{experts['resident']} / {experts['copied']} / {experts['cpu']}"
-        lines.append(f"| {strategy} | {' | '.join(cells)} | {counts if STRATEGIES[strategy] else '-'} |")
+        lines.append(f"| {strategy} | {' | '.join(cells)} | {counts if ARMS[strategy] else '-'} |")
     return "\n".join(lines)
 
 
@@ -136,6 +142,7 @@ def main() -> None:
         options.bundle,
         accelerator=options.accelerator,
         accelerator_memory=options.accelerator_memory,
+        accelerator_dense="device",
         expert_cache=options.expert_cache,
         context=longest,
         slots=max([1, *options.beams]),

@@ -14,7 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,10 +24,14 @@ from moec.runtime.accelerator.image import expert_bytes, write_image
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line
 from moec.runtime.accelerator.workload import STRATEGIES, Workload, decode_ns, prefill_ns
 
+_DENSE_TIMES = ("dense_fixed_ns", "dense_token_ns", "head_ns")
 PROMPTS, BEAMS = (512, 1024, 2048, 4096), (4, 8, 12)
 DECODED = 16
 LAUNCHES = 55
 """Kernels that `torch_device.py` starts for one expert with a gate, counted from its source."""
+DENSE_LAUNCHES = 60
+"""Kernels that `torch_attention.py` starts for a layer with rotation, counted from its source."""
+HEAD_LAUNCHES = 15
 MOVED_PER_WEIGHT = {4: 28.0, 16: 18.0}
 """Bytes of device memory read and written for a weight while it is unpacked and used, counted from its source."""
 
@@ -113,6 +117,18 @@ def device_times(shape: Shape, options: argparse.Namespace) -> tuple[float, floa
     return LAUNCHES * options.launch_us * 1e3 + moved * 1e9, per_token * 1e9
 
 
+def dense_device_times(shape: Shape, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Fixed ns and ns per token of a layer's attention on the device, and of the head: weights lie there as float32."""
+
+    def times(launches: int, weights: int) -> tuple[float, float]:
+        read_ns = 4 * weights / options.device_gb_per_s
+        return launches * options.launch_us * 1e3 + read_ns, 2 * weights / (options.device_tflops * 1e3)
+
+    rows_ns = 2 * 4 * shape.hidden / options.link_gb_per_s  # to the device and back
+    fixed_ns, token_ns = times(DENSE_LAUNCHES, 4 * shape.hidden**2)
+    return fixed_ns, token_ns + rows_ns, sum(times(HEAD_LAUNCHES, shape.vocabulary * shape.hidden))
+
+
 def row_of(work: Workload, latency: LatencyModel, residents: np.ndarray, strategy: str) -> list[float]:
     told = [1e9 / decode_ns(work, latency, residents, strategy, 1, DECODED)]
     told += [prefill_ns(work, latency, residents, strategy, tokens) / 1e9 for tokens in PROMPTS]
@@ -160,9 +176,13 @@ def main() -> None:
         *(f"beams {width} [steps/s]" for width in BEAMS),
     ]
     print(f"| | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|")
-    for strategy in STRATEGIES:
-        cells = [f"{value:.3g}" for value in row_of(work, latency, residents, strategy)]
-        print(f"| {strategy} | {' | '.join(cells)} |", flush=True)
+    there = replace(work, **dict(zip(_DENSE_TIMES, dense_device_times(shape, options), strict=True)))
+    for name, strategy, chosen in [
+        *((strategy, strategy, work) for strategy in STRATEGIES),
+        ("planner, dense on device", "planner", there),
+    ]:
+        cells = [f"{value:.3g}" for value in row_of(chosen, latency, residents, strategy)]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

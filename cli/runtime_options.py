@@ -11,7 +11,15 @@ import click
 
 from moec.manifests.errors import BundleIncomplete, InputError, OptionError
 from moec.runtime.modes.settings import CACHE_STATES
-from moec.runtime.options import COOPERATIONS, IO_MODES, POLICIES, PREFETCH_RULES, PREFETCHERS, RuntimeOptions
+from moec.runtime.options import (
+    COOPERATIONS,
+    DENSE_PLACES,
+    IO_MODES,
+    POLICIES,
+    PREFETCH_RULES,
+    PREFETCHERS,
+    RuntimeOptions,
+)
 
 from . import output
 
@@ -121,7 +129,7 @@ _MODES = (
 )
 
 
-ACCELERATOR_NAMES = ("accelerator", "accelerator_memory", "cooperation")
+ACCELERATOR_NAMES = ("accelerator", "accelerator_memory", "cooperation", "accelerator_dense")
 
 _ACCELERATOR = (
     click.option(
@@ -140,6 +148,13 @@ _ACCELERATOR = (
         default="auto",
         show_default=True,
         help="Which of the others are copied there: as many as end a layer first, those that pay alone, all, none.",
+    ),
+    click.option(
+        "--accelerator-dense",
+        type=click.Choice(DENSE_PLACES),
+        default="auto",
+        show_default=True,
+        help="Where attention, shared experts and head are computed: where it is measured to be faster, there, here.",
     ),
 )
 

@@ -52,8 +52,7 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     """What replays know of a bundle."""
     import numpy as np
 
-    from moec.runtime.engine import bundle_records
-    from moec.runtime.eviction import warm_order
+    from moec.runtime.eviction import bundle_records, warm_order
     from moec.runtime.storage import page_bytes
 
     manifest, count = bundle.manifest, len(bundle.manifest.experts)

@@ -293,6 +293,11 @@ class ModelSpec:
         """All projections of all routed experts in storage order."""
         return tuple(unit for key in self.expert_keys() for unit in self.units_of(key))
 
+    @property
+    def head_name(self) -> str:
+        """The dense weight that makes logits."""
+        return "embedding" if self.tie_embeddings else "lm_head"
+
     def dense_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every weight that is not a routed expert, in storage order.
 

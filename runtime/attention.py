@@ -6,7 +6,7 @@ features of the latent vector that keys and values share, R rotated features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,12 +36,26 @@ class TokenPlaces:
 class Attention(Protocol):
     """Attention of one layer."""
 
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
         """Store what T tokens leave in the cache, and return what they see. normed [T, D] -> [T, D].
 
-        keys, values: [S, cache heads, C, cache size].
+        keys, values: [S, cache heads, C, cache size], arrays of where this attention is computed.
         """
         ...
+
+
+def layer_weights(dense: Weights, index: int) -> dict[str, Any]:
+    """The dense weights of one layer by the last part of their names."""
+    prefix = f"layers.{index}."
+    return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
+
+
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """What may be computed elsewhere: attention by layer, and the head's product, float32 [n, D] -> [n, V]."""
+
+    attentions: Sequence[Attention]
+    head: Callable[[np.ndarray], np.ndarray]
 
 
 def make_attention(

@@ -16,16 +16,16 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from moec.manifests.bundle import TABLES_NAME, ExpertEntry
+from moec.manifests.bundle import TABLES_NAME
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
 
 from . import kernels
 from .accelerator.opening import open_accelerator, start_cooperation
 from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
-from .bundle import Bundle, Tables, open_bundle, verify_files
+from .bundle import Bundle, open_bundle, verify_files
 from .cache_statistics import CacheStats
 from .elastic_cache import ElasticCache
-from .eviction import ExpertRecords, expert_records, policy_score, warm_order
+from .eviction import bundle_records, policy_score, warm_order
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .model import Model, bind_experts, load_dense
@@ -72,20 +72,6 @@ def load(path: str | Path, **options: Any) -> Engine:
     return Engine(open_bundle(Path(path)), chosen)
 
 
-def bundle_records(bundle: Bundle, tables: Tables, entries: Sequence[ExpertEntry]) -> ExpertRecords:
-    """What is known of stored experts before the first token: their layers and how often calibration saw them.
-
-    A low version counts as often as the expert.
-    """
-    layer = np.array([entry.layer for entry in entries], np.int32)
-    popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
-    model = bundle.manifest.model
-    high = {entry.key: at for at, entry in enumerate(bundle.manifest.experts)}
-    has_low = len(entries) > len(high)
-    expert = np.array([high[entry.key] for entry in entries], np.intp) if has_low else None
-    return expert_records(layer, popularity, model.num_layers, model.first_decoder_layer, expert)
-
-
 class Engine:
     """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
 
@@ -122,11 +108,13 @@ class Engine:
                 options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
             )
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
+        self._sequence, self._on_host = 0, (self.model.dense_part, self.kv)
         self.model.advisor.set_options(options, self.cache.holds)
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         if opened is not None:
-            args = (opened, manifest, options, experts, self._storage, records, self.cache.has)
+            args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)
             self.model.accelerator = start_cooperation(*args)
+            self.place_dense(on_device=self.model.accelerator.dense is not None)
         # Low versions come with a miss.
         order = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
         warm = self.model.absent_first(order)
@@ -139,7 +127,6 @@ class Engine:
             self.lossy = LossyDecoder(modes, self.model, versions, logical)
             if logical is not None:  # then what is advised must not depend on arrival either
                 self.model.advisor.holds = logical.holds
-        self._sequence = 0
 
     def __enter__(self) -> Engine:
         return self
@@ -155,6 +142,18 @@ class Engine:
         if self.model.accelerator is not None:
             self.model.accelerator.close()
         self._storage.close()
+
+    def place_dense(self, on_device: bool) -> None:
+        """Compute attention and head on the accelerator or on the CPU; sequences under way cannot go on.
+
+        Raises OptionError if the accelerator does not have them.
+        """
+        dense = None if self.model.accelerator is None else self.model.accelerator.dense
+        if on_device and dense is None:
+            raise OptionError("no accelerator holds the dense weights", "add `--accelerator-dense device`")
+        part, kv = (dense.part, dense.kv) if on_device and dense is not None else self._on_host
+        self.model.dense_part, self.kv = part, kv
+        self._sequence += 1
 
     def decoding_cache_bytes(self, positions: int) -> int:
         """The experts' share while one sequence of so many positions is decoded."""

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from .options import EvictionWeights, Policy, parse_weights
+
+if TYPE_CHECKING:
+    from moec.manifests.bundle import ExpertEntry
+
+    from .bundle import Bundle, Tables
 
 # After so many tokens a use counts half. Misses on 600 tokens of the yardstick, 50 % of the experts: 8 tokens 22,905,
 # 32 20,920, 64 20,700, 128 20,739; LRU 26,132, LFU 20,842 (docs/experiments.md, Eviction).
@@ -258,3 +263,17 @@ def eviction_order(
     if records.encoder_layers:
         keys.append(records.turn(running_layer)[candidates])
     return candidates[np.lexsort(keys)][:count]
+
+
+def bundle_records(bundle: Bundle, tables: Tables, entries: Sequence[ExpertEntry]) -> ExpertRecords:
+    """What is known of stored experts before the first token: their layers and how often calibration saw them.
+
+    A low version counts as often as the expert.
+    """
+    layer = np.array([entry.layer for entry in entries], np.int32)
+    popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
+    model = bundle.manifest.model
+    high = {entry.key: at for at, entry in enumerate(bundle.manifest.experts)}
+    has_low = len(entries) > len(high)
+    expert = np.array([high[entry.key] for entry in entries], np.intp) if has_low else None
+    return expert_records(layer, popularity, model.num_layers, model.first_decoder_layer, expert)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,8 @@ class KVCache:
 
     def __init__(self, model: ModelSpec, slots: int, context: int) -> None:
         self.slots, self.context = slots, context
-        self.keys: list[np.ndarray] = []
-        self.values: list[np.ndarray] = []
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
         self.cross_keys: dict[int, np.ndarray] = {}
         self.cross_values: dict[int, np.ndarray] = {}
         self.prompt_lengths = np.zeros(slots, np.int32)
@@ -37,11 +38,11 @@ class KVCache:
                 continue
             attention = layer.attention
             shape = (slots, attention.cache_heads, context, attention.cache_size)
-            self.keys.append(_zeros(shape))
-            self.values.append(_zeros(shape) if attention.cache_arrays == 2 else self.keys[-1])
+            self.keys.append(self.zeros(shape))
+            self.values.append(self.zeros(shape) if attention.cache_arrays == 2 else self.keys[-1])
             if layer.cross is not None:
                 shape = (slots, layer.cross.cache_heads, context, layer.cross.cache_size)
-                self.cross_keys[index], self.cross_values[index] = _zeros(shape), _zeros(shape)
+                self.cross_keys[index], self.cross_values[index] = self.zeros(shape), self.zeros(shape)
 
     def begin_prompt(self, slot: int, length: int) -> None:
         """The slot's prompt is another one, of so many tokens."""
@@ -52,25 +53,33 @@ class KVCache:
         """Slot i takes the first positions of slot parents[i], and its prompt; all at once."""
         steps = _copies(parents)
         for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True) if steps else ():
-            _copy_runs(keys, steps, positions)
+            self._copy_runs(keys, steps, positions)
             if values is not keys:
-                _copy_runs(values, steps, positions)
+                self._copy_runs(values, steps, positions)
         order = np.arange(len(self._prompts))
         order[: len(parents)] = parents
         if not np.array_equal(self._prompts[order], self._prompts):  # beams of one prompt have it already
             for array in (*self.cross_keys.values(), *self.cross_values.values()):
-                _copy_runs(array, steps, int(self.prompt_lengths.max()))
+                self._copy_runs(array, steps, int(self.prompt_lengths.max()))
             self._prompts, self.prompt_lengths = self._prompts[order], self.prompt_lengths[order]
 
+    def _copy_runs(self, array: Any, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
+        """Take the steps of `_copies` with the first positions of [S, H, C, Dh]."""
+        kept = array[0, :, :0]
+        for source, target in steps:
+            if target is None:
+                kept = self.copied(array[source, :, :positions])
+            else:
+                array[target, :, :positions] = kept if source is None else array[source, :, :positions]
 
-def _copy_runs(array: np.ndarray, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
-    """Take the steps of `_copies` with the first positions of [S, H, C, Dh]."""
-    kept = array[0, :, :0]
-    for source, target in steps:
-        if target is None:
-            kept = array[source, :, :positions].copy()
-        else:
-            array[target, :, :positions] = kept if source is None else array[source, :, :positions]
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        """Memory that becomes resident as it is written."""
+        _, memory = map_anonymous(4 * math.prod(shape), "keys and values", huge_pages=False)
+        return memory.view(np.float32).reshape(shape)
+
+    def copied(self, part: Any) -> Any:
+        """A part of its own."""
+        return part.copy()
 
 
 def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:
@@ -95,8 +104,3 @@ def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:
         steps.append((None, target))
         del waiting[target]
     return steps
-
-
-def _zeros(shape: tuple[int, ...]) -> np.ndarray:
-    _, memory = map_anonymous(4 * math.prod(shape), "keys and values", huge_pages=False)
-    return memory.view(np.float32).reshape(shape)

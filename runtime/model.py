@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from moec.manifests.model import PROJECTIONS, ExpertsSpec, ModelSpec
 from . import kernels
 from .accelerator.cooperative import CooperativeExperts
 from .address_space import map_anonymous
-from .attention import TokenPlaces, make_attention
+from .attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_attention
 from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .expert_cache import ExpertCache
@@ -101,12 +102,6 @@ def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -
     return [part.reshape(count, -1)[expert] for part in whole]
 
 
-def _layer_weights(dense: dict[str, Any], index: int) -> dict[str, Any]:
-    """The dense weights of one layer by the last part of their names."""
-    prefix = f"layers.{index}."
-    return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
-
-
 def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> dict[bool, np.ndarray]:
     """Biases by distance of the encoder (True) and of the decoder (False), as far as there are any."""
     found = {}
@@ -130,16 +125,15 @@ class Model:
         self, bundle: Bundle, dense: dict[str, Any], experts: list[Any], cache: ExpertCache, context: int
     ) -> None:
         self.spec = bundle.manifest.model
-        self._dense, self._experts, self._cache = dense, experts, cache
-        self._head = dense["embedding" if self.spec.tie_embeddings else "lm_head"]
+        self.dense, self.experts, self._cache = dense, experts, cache
         self._head_bias: np.ndarray | None = dense.get("lm_head_bias")
         self._norms = stream_norms(self.spec, dense)
         ropes = {layer.attention.rope for layer in self.spec.layers if layer.attention.rope is not None}
         rotary = {rope: RotaryTables(rope, context) for rope in ropes}
         biases = _relative_biases(self.spec, dense, context)
         self._first_decoder = self.spec.first_decoder_layer
-        weights = [_layer_weights(dense, at) for at in range(self.spec.num_layers)]
-        self._attentions = [
+        weights = [layer_weights(dense, at) for at in range(self.spec.num_layers)]
+        attentions = [
             make_attention(
                 layer.attention,
                 weights[at],
@@ -149,6 +143,7 @@ class Model:
             )
             for at, layer in enumerate(self.spec.layers)
         ]
+        self.dense_part = DensePart(attentions, partial(linear_rows, dense[self.spec.head_name]))
         self._cross = {
             at: CrossAttention(layer.cross, weights[at])
             for at, layer in enumerate(self.spec.layers)
@@ -156,10 +151,11 @@ class Model:
         }
         pruned = bundle.manifest.pruned_experts
         self._routers = [_router(layer.experts, weights[at], pruned[at]) for at, layer in enumerate(self.spec.layers)]
-        self._shared = [
-            SharedExpert(weights[at], layer.experts.activation) if layer.shared else None
+        self.shared_experts = {
+            at: SharedExpert(weights[at], layer.experts.activation)
             for at, layer in enumerate(self.spec.layers)
-        ]
+            if layer.shared
+        }
         self._first_expert: list[int] = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         rules = {at: router.rule for at, router in enumerate(self._routers) if router is not None}
         static = {at: rule.static for at, rule in rules.items() if rule.static is not None}
@@ -256,7 +252,7 @@ class Model:
 
     def _embed(self, tokens: np.ndarray) -> np.ndarray:
         hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)
-        kernels.dequantize_rows(self._dense["embedding"], tokens, hidden)
+        kernels.dequantize_rows(self.dense["embedding"], tokens, hidden)
         if self.spec.embedding_scale != 1.0:
             hidden *= np.float32(self.spec.embedding_scale)
         return hidden
@@ -265,8 +261,7 @@ class Model:
         """Rows of the residual stream [n, D] to logits float32 [n, V]."""
         started_ns = time.perf_counter_ns()
         normed = self._norms["final_norm"](hidden)
-        out = np.empty((len(hidden), self.spec.vocab_size), np.float32)
-        kernels.linear(self._head, normed, out)
+        out = self.dense_part.head(normed)
         if self._head_bias is not None:
             out += self._head_bias
         if self.spec.logits_scale != 1.0:
@@ -276,7 +271,7 @@ class Model:
 
     def _attend(self, index: int, hidden: np.ndarray, places: TokenPlaces, kv: KVCache) -> None:
         normed = self._norms[f"layers.{index}.attention_norm"](hidden)
-        out = self._attentions[index](normed, places, kv.keys[index], kv.values[index])
+        out = self.dense_part.attentions[index](normed, places, kv.keys[index], kv.values[index])
         self._add(hidden, out)
 
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
@@ -344,7 +339,7 @@ class Model:
 
         has_nobody: whether some places may be computed by none of them.
         """
-        shared, chosen_count = self._shared[index], weights.shape[1]
+        shared, chosen_count = self.shared_experts.get(index), weights.shape[1]
         if shared is not None:  # one more rank, behind the routed ones
             weights = np.concatenate([weights, shared.weights(normed)], axis=1)
         # What nobody computes is added as well, with weight 0.
@@ -352,8 +347,10 @@ class Model:
         if has_nobody:
             parts.fill(0)
         is_one = len(hidden) == 1
-        split = None if self.accelerator is None else self.accelerator.begin(asked, normed, chosen_count)
+        split = None if self.accelerator is None else self.accelerator.begin(asked, normed, chosen_count, index)
         wanted, together = (asked, is_one) if split is None else (split.wanted, is_one and split.comes_together)
+        if split is not None and split.has_shared:
+            shared = None
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
         with closing(self._cache.stream(index, list(wanted), look_ahead, together=together)) as ready:
             for found in ready:
@@ -361,7 +358,7 @@ class Model:
                 experts = found if split is None else split.take(found)
                 if is_one and experts:
                     ranks = np.concatenate([asked[expert] for expert in experts])
-                    kernels.experts_of_token([self._experts[expert] for expert in experts], normed, ranks, parts)
+                    kernels.experts_of_token([self.experts[expert] for expert in experts], normed, ranks, parts)
                 elif experts:
                     self._compute_expert(experts[0], asked[experts[0]], chosen_count, normed, parts)
                 self.times.experts_ns += time.perf_counter_ns() - started_ns
@@ -397,4 +394,4 @@ class Model:
     ) -> None:
         """One expert over its tokens. places: token x top-k + rank."""
         tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
-        kernels.expert_ffn(self._experts[expert], normed, tokens, ranks, parts)
+        kernels.expert_ffn(self.experts[expert], normed, tokens, ranks, parts)

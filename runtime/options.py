@@ -32,7 +32,9 @@ Prefetch = Literal["lookahead", "path", "popularity", "off"]
 PrefetchRule = Literal["likely", "spread", "first-miss"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
 Cooperation = Literal["auto", "published", "gpu", "cpu"]
+DensePlace = Literal["auto", "device", "host"]
 COOPERATIONS = ("auto", "published", "gpu", "cpu")
+DENSE_PLACES = ("auto", "device", "host")
 TORCH_CPU = "torch-cpu"
 _ACCELERATOR = re.compile(r"cuda(?::[0-9]{1,3})?")
 
@@ -97,7 +99,8 @@ class RuntimeOptions:
     first token with what calibration saw most often, `cold` leaves it empty.
     dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
     accelerator: `cuda`, `cuda:N` or `torch-cpu`, which computes some experts beside the CPU; accelerator_memory: its
-    own budget; cooperation: which missing experts are copied to it, see accelerator/planner.py.
+    own budget; cooperation: which missing experts are copied to it, see accelerator/planner.py; accelerator_dense:
+    where attention, shared experts and head are computed, `auto` where they were measured to be faster, if they fit.
     """
 
     memory: str | None = None
@@ -121,6 +124,7 @@ class RuntimeOptions:
     accelerator: str | None = None
     accelerator_memory: str | None = None
     cooperation: Cooperation = "auto"
+    accelerator_dense: DensePlace = "auto"
 
     def __post_init__(self) -> None:
         for text in (self.memory, self.expert_cache, self.accelerator_memory):
@@ -150,8 +154,12 @@ class RuntimeOptions:
     def _check_accelerator(self) -> None:
         if self.cooperation not in COOPERATIONS:
             raise OptionError(f"unknown cooperation `{self.cooperation}`", f"choose one of {', '.join(COOPERATIONS)}")
+        if self.accelerator_dense not in DENSE_PLACES:
+            raise OptionError(
+                f"unknown place of dense weights `{self.accelerator_dense}`", f"choose one of {', '.join(DENSE_PLACES)}"
+            )
         if self.accelerator is None:
-            if self.accelerator_memory is not None or self.cooperation != "auto":
+            if self.accelerator_memory is not None or (self.cooperation, self.accelerator_dense) != ("auto", "auto"):
                 raise OptionError("an accelerator's options have no effect without one", "add `--accelerator cuda`")
             return
         if self.accelerator != TORCH_CPU and not _ACCELERATOR.fullmatch(self.accelerator):

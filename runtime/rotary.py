@@ -16,7 +16,7 @@ class RotaryTables:
     """
 
     def __init__(self, rope: RopeSpec, context: int) -> None:
-        self._rope = rope
+        self.rope = rope
         long = rope.long if rope.long is not None and context > rope.long.original_positions else None
         if long is not None or rope.frequencies:
             frequencies = np.array(rope.frequencies if long is None else long.frequencies, np.float32)
@@ -25,17 +25,17 @@ class RotaryTables:
             frequencies = (1.0 / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
         angles = np.arange(context, dtype=np.float32)[:, None] * frequencies[None, :]
         magnitude = np.float32(rope.magnitude if long is None else long.magnitude)
-        self._cos, self._sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
+        self.cos, self.sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
 
     def rotate(self, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The first R features of heads [T, H, Dh], rotated; in place where halves are rotated against each other.
 
         Neighbours are put into halves for good: queries and keys alike, so that their products stay.
         """
-        size = self._rope.rotary_size
-        if self._rope.interleaved:
+        size = self.rope.rotary_size
+        if self.rope.interleaved:
             pairs = heads[:, :, :size].reshape(*heads.shape[:2], size // 2, 2)
             halves = pairs.transpose(0, 1, 3, 2).reshape(*heads.shape[:2], size)
             heads = np.ascontiguousarray(np.concatenate([halves, heads[:, :, size:]], axis=2))
-        kernels.rope(heads, self._cos, self._sin, positions)
+        kernels.rope(heads, self.cos, self.sin, positions)
         return heads

@@ -22,7 +22,7 @@ class SharedExpert:
         activation: as of kernels.Expert; `relu` has no gate.
         """
         gate, up, down = weights.get("shared_gate"), weights["shared_up"], weights["shared_down"]
-        self._expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
+        self.expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
         self._router = weights.get("shared_router")
 
     def weights(self, normed: np.ndarray) -> np.ndarray:
@@ -37,4 +37,4 @@ class SharedExpert:
     def __call__(self, normed: np.ndarray, parts: np.ndarray) -> None:
         """Compute all tokens [T, D] into the last rank of [T, K, D]."""
         tokens = np.arange(len(normed), dtype=np.int32)
-        kernels.expert_ffn(self._expert, normed, tokens, np.full_like(tokens, parts.shape[1] - 1), parts)
+        kernels.expert_ffn(self.expert, normed, tokens, np.full_like(tokens, parts.shape[1] - 1), parts)

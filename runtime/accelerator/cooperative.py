@@ -6,7 +6,7 @@ split changes is only how each result was rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import kernels
 from ..options import Cooperation
+from .dense import DenseLatency, DenseOnDevice
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .latency import LatencyModel
 from .placement import Placement
@@ -39,6 +40,7 @@ class CooperativeExperts:
 
     experts: of every stored index, bound to the host's memory; sizes: bytes of a copy, int [N]; residents: those that
     stay on the device. cooperation: may be changed between passes. is_in_host: whether an expert's bytes are there now.
+    shared: by layer, shared experts on the device.
     """
 
     def __init__(
@@ -51,17 +53,21 @@ class CooperativeExperts:
         latency: LatencyModel,
         cooperation: Cooperation,
         is_in_host: Callable[[int], bool] = lambda index: False,
+        shared: Mapping[int, DeviceExpert] | None = None,
     ) -> None:
         self.device, self.latency, self.placement = device, latency, placement
         self.counts = CooperationCounts()
         self.cooperation: Cooperation = cooperation
         self._experts, self._sizes, self._residents, self._is_in_host = experts, sizes, residents, is_in_host
+        self._shared = dict(shared or {})
+        self.dense: DenseOnDevice | None = None
+        self.dense_latency: DenseLatency | None = None
 
     def absent(self, experts: Sequence[int]) -> list[int]:
         """Of these, the ones that are not on the device: what the host may have to read."""
         return [index for index in experts if index not in self._residents]
 
-    def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int) -> LayerSplit:
+    def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int) -> LayerSplit:
         """Plan a layer and start what is on the device. asked: places of each expert, token x top_k + rank.
 
         hidden_states: float32 [T, D].
@@ -72,7 +78,9 @@ class CooperativeExperts:
             in_host = is_resident and self._is_in_host(index)
             loads.append(ExpertLoad(index, len(places), self._sizes[index], is_resident, in_host))
         plan = plan_layer(loads, self.latency, self.cooperation)
-        split = LayerSplit(self, plan, {index: _at(places, top_k) for index, places in asked.items()}, hidden_states)
+        by_expert = {index: _at(places, top_k) for index, places in asked.items()}
+        shared = None if layer not in self._shared else (self._shared[layer], top_k)
+        split = LayerSplit(self, plan, by_expert, hidden_states, shared)
         self.counts.resident += plan.count(Action.RESIDENT)
         self.counts.copied += plan.count(Action.COPY)
         self.counts.cpu += plan.count(Action.CPU)
@@ -90,6 +98,8 @@ class CooperativeExperts:
     def close(self) -> None:
         """Give the device's memory back."""
         self._residents.clear()
+        self._shared.clear()
+        self.dense = None
         self.device.close()
 
     @property
@@ -97,11 +107,16 @@ class CooperativeExperts:
         """For the `mode:` line: what is where, what was measured, what was done so far."""
         done = f", experts computed: {self.counts.to_text()}" if self.counts != CooperationCounts() else ""
         return (
-            f"accelerator {self.device.name} for routed experts, cooperation {self.cooperation}, "
+            f"accelerator {self.device.name} for {'' if self.dense is None else 'dense weights and '}routed experts, "
+            f"cooperation {self.cooperation}, "
             f"{len(self.placement.resident)} of {len(self._sizes)} experts on it in "
             f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
-            f"{self.latency.to_text()}{done}; its sums have another order, so logits are not the CPU's to the bit"
+            f"{self.latency.to_text()}{self._dense_text()}{done}; its sums have another order, so logits are not the "
+            f"CPU's to the bit"
         )
+
+    def _dense_text(self) -> str:
+        return "" if self.dense_latency is None else f", {self.dense_latency.to_text()}"
 
     def to_plain(self) -> dict[str, Any]:
         """For `--json`."""
@@ -111,6 +126,8 @@ class CooperativeExperts:
             "used_bytes": self.device.used_bytes,
             "placement": self.placement.to_plain(),
             "latency": self.latency.to_plain(),
+            "dense": None if self.dense_latency is None else self.dense_latency.to_plain(),
+            "dense_is_on_device": self.dense is not None,
             "experts": asdict(self.counts),
         }
 
@@ -129,16 +146,22 @@ class LayerSplit:
         plan: LayerPlan,
         places: dict[int, tuple[np.ndarray, np.ndarray]],
         hidden_states: np.ndarray,
+        shared: tuple[DeviceExpert, int] | None = None,
     ) -> None:
+        """shared: an expert of all tokens and its rank."""
         self._owner, self._device, self._places = owner, owner.device, places
         self._copied = {index for index, action in plan.actions.items() if action is Action.COPY}
         resident = [index for index, action in plan.actions.items() if action is Action.RESIDENT]
         self.wanted: list[int] = list(plan.order)
-        self.uses_device = bool(resident or self._copied)
+        self.has_shared = shared is not None
+        self.uses_device = bool(resident or self._copied or shared)
         if self.uses_device:
             self._device.begin(hidden_states)
         for index in resident:
             self._device.run(owner.resident(index), *places[index])
+        if shared is not None:
+            tokens = np.arange(len(hidden_states), dtype=np.int32)
+            self._device.run(shared[0], tokens, np.full_like(tokens, shared[1]))
 
     @property
     def comes_together(self) -> bool:

@@ -108,7 +108,7 @@ def measure_latency(
         parts = np.empty((count, 1, expert.down.rows), np.float32)
         at = (np.arange(count, dtype=np.int32), np.zeros(count, np.int32))
         compute = partial(run_on_cpu, expert, rows, *at, parts)
-        cpu.append(_median_ns(compute, clock_ns, repeats))
+        cpu.append(median_ns(compute, clock_ns, repeats))
         on_device.append(_time_device(device, expert, rows, at, parts, clock_ns, repeats))
     return LatencyModel(
         *fit_line(SAMPLE_TOKENS, cpu),
@@ -124,7 +124,8 @@ def mean_latency(found: Sequence[LatencyModel]) -> LatencyModel:
     return LatencyModel(**{name: statistics.fmean(each[name] for each in plain) for name in plain[0]})
 
 
-def _median_ns(call: Callable[[], object], clock_ns: Callable[[], int], repeats: int) -> float:
+def median_ns(call: Callable[[], object], clock_ns: Callable[[], int], repeats: int = REPEATS) -> float:
+    """Of some calls behind one that does not count; at least 1."""
     call()
     times = []
     for _ in range(repeats):

@@ -6,6 +6,7 @@ only after. torch is imported here and nowhere earlier.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moec.manifests.bundle import BundleManifest
-from moec.manifests.errors import AcceleratorUnavailable, MissingDependency
+from moec.manifests.errors import AcceleratorUnavailable, MissingDependency, OptionError
 
 from .. import kernels
 from ..budget import chosen_context, longest_pass
@@ -21,6 +22,7 @@ from ..eviction import ExpertRecords
 from ..options import TORCH_CPU, RuntimeOptions, parse_bytes
 from ..storage import ExpertStorage
 from .cooperative import CooperativeExperts
+from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .image import entry_bytes
 from .latency import LatencyModel, mean_latency, measure_latency
@@ -29,17 +31,21 @@ from .placement import Placement, place_experts, working_bytes
 if TYPE_CHECKING:
     import torch
 
+    from ..kv_cache import KVCache
+    from ..model import Model
+
 _LIBRARY_BYTES = 64 << 20
 """On cuda, for the workspaces of its libraries, which torch allocates and counts with the rest."""
-_DENSE_BYTES = 0
-"""Of other weights on the device: attention, norms and the head are computed by the CPU."""
 _SAMPLES = 3
 """Experts that are timed: the smallest, the median and the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedAccelerator:
-    """A device that was found. memory_bytes: its budget; host_bytes: what it takes of this process's memory."""
+    """A device that was found. memory_bytes: its budget; host_bytes: what it takes of this process's memory.
+
+    dense_bytes: what dense weights would take of the budget; 0: they stay on the CPU.
+    """
 
     name: str
     device: torch.device
@@ -47,6 +53,7 @@ class OpenedAccelerator:
     host_bytes: int
     sizes: tuple[int, ...]
     working_bytes: int
+    dense_bytes: int
 
 
 def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> OpenedAccelerator | None:
@@ -78,12 +85,31 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
         given = free * 7 // 8 if given is None else given
     memory_bytes = given or 0
     sizes = tuple(entry_bytes(manifest.model, entry) for entry in manifest.stored_experts)
-    tokens = longest_pass(manifest.model, options.slots, chosen_context(manifest.model, options))
+    context = chosen_context(manifest.model, options)
+    tokens = longest_pass(manifest.model, options.slots, context)
     working = working_bytes(manifest, tokens)
     host_bytes = memory_bytes if is_cpu else COPY_SLOTS * max(sizes)
     total = working + (0 if is_cpu else _LIBRARY_BYTES)
-    place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, _DENSE_BYTES)  # refuses before anything is opened or read
-    return OpenedAccelerator(options.accelerator, device, memory_bytes, host_bytes, sizes, total)
+    place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # refuses before anything is opened or read
+    dense = 0
+    if wants_dense(manifest, options):
+        dense = dense_bytes(manifest, tokens, options.slots, context)
+        fits = total + COPY_SLOTS * max(sizes) + dense <= memory_bytes
+        if options.accelerator_dense == "device":
+            place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, dense)
+        dense = dense if fits else 0
+    return OpenedAccelerator(options.accelerator, device, memory_bytes, host_bytes, sizes, total, dense)
+
+
+def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
+    """Whether dense weights may go to the device. Raises OptionError where they were sent there and cannot."""
+    if manifest.model.encoder is None:
+        return options.accelerator_dense != "host"
+    if options.accelerator_dense == "device":
+        raise OptionError(
+            "the dense weights of a model with an encoder are computed by the CPU", "leave out `--accelerator-dense`"
+        )
+    return False
 
 
 def _cuda(device: torch.device) -> torch.device:
@@ -103,25 +129,28 @@ def start_cooperation(
     opened: OpenedAccelerator,
     manifest: BundleManifest,
     options: RuntimeOptions,
-    experts: Sequence[kernels.Expert],
+    model: Model,
+    kv: KVCache,
     storage: ExpertStorage,
     records: ExpertRecords,
     is_in_host: Callable[[int], bool],
 ) -> CooperativeExperts:
-    """Measure latencies, then bring the most popular experts to the device. Call before the cache begins to read.
+    """Measure latencies, then bring dense weights and the most popular experts to the device.
 
-    experts: of every stored index; is_in_host: what the cache has. Raises MemoryBudgetExceeded, and as
+    Call before the cache begins to read. is_in_host: what it has. Raises MemoryBudgetExceeded, and as
     `ExpertStorage.load`; AcceleratorUnavailable where the device has less memory than it said.
     """
-    from .torch_device import TorchDevice
-
+    experts = model.experts
     count = len(manifest.experts)
     ranked = np.argsort(-records.frequency[:count], kind="stable").tolist()
     order = [index for index in ranked if opened.sizes[index]]  # of the others nothing is stored
-    fixed = (COPY_SLOTS, opened.working_bytes, _DENSE_BYTES)
-    placement = place_experts(opened.sizes, order, opened.memory_bytes, *fixed)
     try:
-        device = TorchDevice(opened.name, opened.device, placement.resident_bytes, max(opened.sizes))
+        dense, dense_latency = _bring_dense(opened, options, model, kv)
+        on_device, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
+        placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, on_device)
+        from .torch_device import TorchDevice
+
+        device = TorchDevice(opened.name, opened.device, placement.resident_bytes + shared, max(opened.sizes))
     except RuntimeError as error:  # torch's own for a device, or pinned memory, that is full
         raise AcceleratorUnavailable(
             f"`{opened.name}` does not give the {opened.memory_bytes} bytes of its budget: {_first_line(error)}",
@@ -129,8 +158,27 @@ def start_cooperation(
         ) from error
     latency = measure_bundle(device, experts, opened.sizes, storage)
     residents = bring(device, placement, experts, storage)
-    known = (placement, residents, latency, options.cooperation, is_in_host)
-    return CooperativeExperts(device, experts, opened.sizes, *known)
+    kept = {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}
+    known = (placement, residents, latency, options.cooperation, is_in_host, kept)
+    found = CooperativeExperts(device, experts, opened.sizes, *known)
+    found.dense, found.dense_latency = dense, dense_latency
+    return found
+
+
+def _bring_dense(
+    opened: OpenedAccelerator, options: RuntimeOptions, model: Model, kv: KVCache
+) -> tuple[DenseOnDevice | None, DenseLatency | None]:
+    """Attention and head on the device, unless they were measured to be slower there and nobody asked for it."""
+    if not opened.dense_bytes:
+        return None, None
+    from .torch_dense import dense_on
+
+    found, at = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context), model.spec.first_decoder_layer
+    on_host = AttentionSide(model.dense_part.attentions[at], kv.keys[at], kv.values[at])
+    on_device = AttentionSide(found.part.attentions[at], found.kv.keys[at], found.kv.values[at])
+    latency = measure_dense(on_host, on_device, model.spec.hidden_size, kv.context, time.perf_counter_ns)
+    stays = options.accelerator_dense == "device" or latency.device_is_faster
+    return found if stays else None, latency
 
 
 def _first_line(error: Exception) -> str:

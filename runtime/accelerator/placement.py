@@ -13,7 +13,7 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded
 
 _FLOAT_BYTES = 4
-_UNPACKING_BYTES = 18
+UNPACKING_BYTES = 18
 """For each weight of a matrix while it is unpacked: two forms of its codes (1 and 4 bytes and a copy of the latter),
 the weights, and one product.
 """
@@ -59,15 +59,15 @@ def place_experts(
 def working_bytes(manifest: BundleManifest, tokens: int) -> int:
     """Bytes of a device while it computes a layer of so many tokens, beside weights: an upper bound.
 
-    Rows and their rounded form, one expert's activations, the results of all ranks twice, one matrix unpacked.
+    Rows and their rounded form, one expert's activations, the results of all ranks twice, one matrix unpacked; shared
+    experts as the others.
     """
     model, widest = manifest.model, 0
     for layer, spec in enumerate(model.layers):
-        experts = spec.experts
-        if not experts.count:
-            continue
-        shapes = [model.unit_shape(layer, projection) for projection in experts.projections]
-        matrix = max(rows * columns for rows, columns in shapes)
-        per_token = (4 + 2 * experts.top_k) * model.hidden_size + 6 * experts.width
-        widest = max(widest, tokens * per_token * _FLOAT_BYTES + matrix * _UNPACKING_BYTES)
+        experts, shared_width = spec.experts, 0 if spec.shared is None else spec.shared.width
+        shapes = [model.unit_shape(layer, projection) for projection in experts.projections] if experts.count else []
+        matrix = max([rows * columns for rows, columns in shapes] + [shared_width * model.hidden_size])
+        ranks = experts.top_k + (spec.shared is not None)
+        per_token = (4 + 2 * ranks) * model.hidden_size + 6 * max(experts.width, shared_width)
+        widest = max(widest, tokens * per_token * _FLOAT_BYTES + matrix * UNPACKING_BYTES)
     return widest

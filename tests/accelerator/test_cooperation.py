@@ -29,6 +29,8 @@ from tests.tiny_switch import TinySwitch, save_tiny_switch
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 60).tolist()
 PREFILL = 40
+HERE: dict[str, Any] = {"accelerator_dense": "host"}
+"""Dense weights are the subject of test_dense."""
 EVEN = LatencyModel(1000.0, 100.0, 1500.0, 1.0, 0.01, 0.1)
 
 
@@ -64,7 +66,7 @@ def third(bundle: Path, slots: int = 1, extra_bytes: int = 0) -> str:
 
 def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     """Give an engine a simulated device with a third of the experts on it."""
-    manifest, experts, storage = engine.bundle.manifest, engine.model._experts, engine._storage
+    manifest, experts, storage = engine.bundle.manifest, engine.model.experts, engine._storage
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
     budget = sum(sizes) // 3 + COPY_SLOTS * max(sizes)
     device = SimulatedDevice(EVEN, budget)
@@ -108,7 +110,7 @@ def test_a_torch_device_computes_what_the_cpu_computes(
     """
     name = "torch-cpu" if device.type == "cpu" else "cuda"
     memory = third(bundle, extra_bytes=0 if name == "torch-cpu" else 64 << 20)
-    options: dict[str, Any] = {"accelerator": name, "accelerator_memory": memory, "cooperation": cooperation}
+    options: dict[str, Any] = {"accelerator": name, "accelerator_memory": memory, "cooperation": cooperation, **HERE}
     with load(bundle, context=128, expert_cache="50%", **options) as engine:
         found = logits_of(engine)
         used = engine.model.accelerator
@@ -133,7 +135,7 @@ def test_sixteen_bits_differ_by_the_order_of_sums_alone(tmp_path: Path, device: 
     with load(found, context=128) as engine:
         expected = logits_of(engine)
     name = "torch-cpu" if device.type == "cpu" else "cuda"
-    with load(found, context=128, accelerator=name, accelerator_memory="100MiB", cooperation="gpu") as engine:
+    with load(found, context=128, accelerator=name, accelerator_memory="100MiB", cooperation="gpu", **HERE) as engine:
         assert not len(rows_that_differ(logits_of(engine), expected))
 
 
@@ -152,7 +154,7 @@ def test_an_encoder_uses_the_device_too(tmp_path: Path) -> None:
 
 def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, on_cpu: np.ndarray) -> None:
     """Where the host has room for all, experts of the device are read last, and computed where it is faster."""
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle)}
+    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
     with load(bundle, context=128, expert_cache="100%", **options) as engine:
         engine.cache.finish_warming()
         used = engine.model.accelerator
@@ -166,7 +168,7 @@ def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, 
 
 
 def test_what_is_on_the_device_is_never_read_ahead(bundle: Path) -> None:
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle)}
+    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
     # Random weights make popularity no guide, which the rule `likely` would find out.
     options |= {"prefetch": "popularity", "prefetch_rule": "spread"}
     with load(bundle, context=128, expert_cache="50%", **options) as engine:
@@ -179,7 +181,7 @@ def test_what_is_on_the_device_is_never_read_ahead(bundle: Path) -> None:
 
 
 def test_big_little_runs_with_it_and_modes_that_read_the_cache_are_refused(bundle: Path) -> None:
-    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle)}
+    options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
     with load(bundle, context=128, big_little="gamma=0.9,k=1", **options) as engine:
         steps = list(engine.generate(TOKENS[:5], 4))
         assert steps and engine.mode_counts is not None and engine.mode_counts.tokens > 0
@@ -190,6 +192,7 @@ def test_big_little_runs_with_it_and_modes_that_read_the_cache_are_refused(bundl
 
 def test_an_error_in_a_layer_leaves_the_next_one_whole(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), "cooperation": "cpu"}
+    options |= HERE
     with load(bundle, context=128, expert_cache="50%", **options) as engine:
         expected = engine.logits(TOKENS[:PREFILL])
         with monkeypatch.context() as patch:
@@ -253,6 +256,7 @@ def test_experts_left_out_of_a_bundle_are_never_placed(tmp_path: Path) -> None:
     with load(bundle, context=128) as engine:
         on_cpu = logits_of(engine)
     options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": "64MB", "cooperation": "gpu"}
+    options |= HERE
     with load(bundle, context=128, **options) as engine:
         found, used = logits_of(engine), engine.model.accelerator
         assert used is not None and len(used.placement.resident) == 3 * 8 - len(PRUNED)

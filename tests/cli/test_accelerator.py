@@ -13,7 +13,9 @@ import torch
 from .conftest import Invoke
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", 6)
-ON_TORCH = ("--accelerator", "torch-cpu", "--accelerator-memory", "20MiB", "--cooperation", "gpu")
+ON_TORCH = (
+    "--accelerator", "torch-cpu", "--accelerator-memory", "20MiB", "--cooperation", "gpu", "--accelerator-dense", "host"
+)  # fmt: skip
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
@@ -31,6 +33,17 @@ def test_a_run_tells_where_experts_were_computed(invoke: Invoke, bundle: Path) -
     assert "; accelerator torch-cpu for routed experts, cooperation gpu, 24 of 24 experts on it in " in mode
     assert "measured: CPU " in mode and "not the CPU's to the bit" in mode
     assert "experts computed: " in told.stderr.splitlines()[-1] and "accelerator" not in alone.stderr
+
+
+def test_dense_weights_may_be_computed_there(invoke: Invoke, bundle: Path) -> None:
+    alone = invoke("run", bundle, *PROMPT)
+    told = invoke("run", bundle, *PROMPT, *ON_TORCH, "--accelerator-memory", "200MiB", "--accelerator-dense", "device")
+    assert told.exit_code == 0 and told.stdout == alone.stdout
+    mode = told.stderr.splitlines()[0]
+    assert "; accelerator torch-cpu for dense weights and routed experts, cooperation gpu" in mode
+    assert "attention of a layer CPU " in mode
+    refused = invoke("run", bundle, *PROMPT, *ON_TORCH, "--accelerator-memory", "1MiB", "--accelerator-dense", "device")
+    assert refused.exit_code == 1 and "under its floor" in refused.stderr
 
 
 @pytest.mark.parametrize("cooperation", ["gpu", "cpu", "published"])

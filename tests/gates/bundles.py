@@ -35,15 +35,16 @@ def emit_bundle(
     mixed: bool = False,
     low: str | None = None,
     pruned: Sequence[ExpertKey] = (),
+    dense_bits: int = 16,
 ) -> Path:
-    """Compile with one format for all experts, or with many; dense weights at 16 bits.
+    """Compile with one format for all experts, or with many.
 
     low: format of low versions. pruned: experts that are left out.
     """
     checkpoint = open_checkpoint(str(checkpoint_folder))
     lowering = lower(checkpoint)
     group = 0 if bitwidth == 16 else 32
-    plan = uniform_plan(lowering.model, bitwidth, group, 16, lowering.float_type)
+    plan = uniform_plan(lowering.model, bitwidth, group, dense_bits, lowering.float_type)
     plan = mixed_formats(plan) if mixed else plan
     left_out = {unit: QuantSpec(PRUNED) for key in pruned for unit in plan.model.units_of(key)}
     plan = replace(plan, units={**plan.units, **left_out})

@@ -34,10 +34,10 @@ from moec.runtime.statistics import peak_memory_bytes
 folder, budget, io, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 tokens = random.Random(0)
 with load(folder, memory=budget, context=128, io=io) as engine:
-    dense = {name: id(weight) for name, weight in engine.model._dense.items()}
+    dense = {name: id(weight) for name, weight in engine.model.dense.items()}
     for step in range(count):
         engine.step([tokens.randrange(3, 259)], [0], [step % 128])
-    assert dense == {name: id(weight) for name, weight in engine.model._dense.items()}
+    assert dense == {name: id(weight) for name, weight in engine.model.dense.items()}
     stats, plan = engine.cache.stats, engine.memory
 swapped = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSwap")]
 print(json.dumps({

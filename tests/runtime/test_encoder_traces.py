@@ -11,8 +11,7 @@ import pytest
 from moec.runtime import load
 from moec.runtime.advice import table_advice
 from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import bundle_records
-from moec.runtime.eviction import SCORES, warm_order
+from moec.runtime.eviction import SCORES, bundle_records, warm_order
 from moec.runtime.residency import Residency
 from moec.runtime.simulate import replay
 from moec.runtime.storage import page_bytes

@@ -1,0 +1,156 @@
+"""Dense weights on the device: what that takes of its memory, and whether it pays.
+
+Attention with its keys and values, shared experts and the head; norms and routers of the residual stream stay on the
+processor, which has to know what routers choose. Source: Twiddler, section 3.3: dense weights come before experts.
+Nothing here knows a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.attention import attention_shapes
+from moec.manifests.bundle import BundleManifest
+from moec.manifests.model import LayerSpec, ModelSpec
+from moec.manifests.quant import UNIT_ALIGNMENT_BYTES, round_up
+
+from ..attention import Attention, DensePart, TokenPlaces
+from ..kv_cache import KVCache
+from .latency import fit_line, median_ns
+from .placement import UNPACKING_BYTES
+
+CHUNK_FLOATS = 1 << 24
+"""Scores, and keys and values that are gathered, at once: 64 MiB. A long prompt's queries take turns."""
+HEAD_ROWS = 64
+"""Rows whose logits are on the device at once."""
+UNPACKED_AT_ONCE = 1 << 22
+"""Weights that are unpacked at once while they are brought there."""
+_FLOAT_BYTES = 4
+_SAMPLE_TOKENS = (1, 32, 128)
+PROMPT_TOKENS, NEW_TOKENS = 512, 128
+"""The work by which `--accelerator-dense auto` compares: a prompt in one pass, then token by token."""
+
+
+def row_floats(layer: LayerSpec, positions: int) -> int:
+    """Float32 values that attention needs for one query over so many positions: three forms of scores, keys, values."""
+    attention = layer.attention
+    return positions * (3 * attention.num_heads + 2 * attention.cache_heads * attention.cache_size)
+
+
+def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int) -> int:
+    """Bytes of a device that holds the dense weights, passes of so many tokens included: an upper bound.
+
+    Weights are kept as float32: they are used in every pass, and unpacking them each time would take longer than the
+    processor takes. Keys and values are those of all slots and positions.
+    """
+    model = manifest.model
+    attention = sum(prod(shape) for layer in model.layers for shape in _shapes(model, layer).values())
+    head = model.vocab_size * model.hidden_size
+    kinds = {layer.attention.rope for layer in model.layers}
+    angles = sum(context * rope.rotary_size for rope in kinds if rope is not None)
+    cached = model.kv_bytes_per_position * context * slots
+    kept = _FLOAT_BYTES * (attention + head + angles) + cached + shared_bytes(manifest)
+    return kept + max(_loading_bytes(model), _pass_bytes(model, tokens, context))
+
+
+def shared_bytes(manifest: BundleManifest) -> int:
+    """Of the shared experts, which stay packed, each part at its alignment."""
+    parts = (".shared_gate", ".shared_up", ".shared_down")
+    sizes = [entry.spec.packed_bytes(*entry.shape) for entry in manifest.dense if entry.name.endswith(parts)]
+    return sum(round_up(size, UNIT_ALIGNMENT_BYTES) for size in sizes)
+
+
+def _shapes(model: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
+    return {
+        name: shape
+        for name, shape in attention_shapes(layer.attention, model.hidden_size).items()
+        if name != "attention_norm"
+    }
+
+
+def _loading_bytes(model: ModelSpec) -> int:
+    """While the largest matrix is unpacked, part by part."""
+    matrices = [prod(shape) for layer in model.layers for shape in _shapes(model, layer).values()]
+    largest = max([model.vocab_size * model.hidden_size, *matrices])
+    return min(largest, UNPACKED_AT_ONCE + 16 * model.hidden_size) * UNPACKING_BYTES
+
+
+def _pass_bytes(model: ModelSpec, tokens: int, context: int) -> int:
+    """While a pass computes attention, or the head."""
+    widest = 0
+    for layer in model.layers:
+        attention = layer.attention
+        features = attention.num_heads * max(attention.head_size, attention.cache_size)
+        features += 2 * attention.num_kv_heads * max(attention.head_size, attention.cache_size)
+        row = row_floats(layer, context)
+        scores = max(row, min(CHUNK_FLOATS, tokens * row))
+        widest = max(widest, tokens * (6 * model.hidden_size + 4 * features) + scores)
+    head = min(tokens, HEAD_ROWS) * (4 * model.hidden_size + model.vocab_size)
+    return _FLOAT_BYTES * max(widest, head)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseOnDevice:
+    """Attention and head that are computed on the device. kv: their keys and values, which lie there too."""
+
+    part: DensePart
+    kv: KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLatency:
+    """Times of one layer's attention, rows to the device and back included: fixed, and for each token. Nanoseconds."""
+
+    cpu_fixed_ns: float
+    cpu_token_ns: float
+    device_fixed_ns: float
+    device_token_ns: float
+
+    @property
+    def device_is_faster(self) -> bool:
+        """For a prompt of PROMPT_TOKENS and NEW_TOKENS behind it."""
+        passes, tokens = 1 + NEW_TOKENS, PROMPT_TOKENS + NEW_TOKENS
+        fixed_ns, token_ns = self.device_fixed_ns - self.cpu_fixed_ns, self.device_token_ns - self.cpu_token_ns
+        return passes * fixed_ns + tokens * token_ns < 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """For the `mode:` line."""
+        return (
+            f"attention of a layer CPU {self.cpu_fixed_ns / 1e3:.0f} + {self.cpu_token_ns / 1e3:.1f} us a token, "
+            f"device {self.device_fixed_ns / 1e3:.0f} + {self.device_token_ns / 1e3:.1f}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSide:
+    """One layer's attention on one side, with the keys and values that it writes."""
+
+    attention: Attention
+    keys: Any
+    values: Any
+
+    def run(self, rows: np.ndarray) -> None:
+        """Rows [T, D] at the first positions of the first slot, which are written over."""
+        positions = np.arange(len(rows), dtype=np.int32)
+        self.attention(rows, TokenPlaces(np.zeros_like(positions), positions), self.keys, self.values)
+
+
+def measure_dense(
+    host: AttentionSide, device: AttentionSide, hidden_size: int, context: int, clock_ns: Callable[[], int]
+) -> DenseLatency:
+    """Time one layer's attention on both sides: medians, lines through them. context: at least 2."""
+    source = np.random.default_rng(0)
+    counts = sorted({min(count, context) for count in _SAMPLE_TOKENS})
+    samples = [source.standard_normal((count, hidden_size), np.float32) for count in counts]
+    host_ns, device_ns = ([median_ns(partial(side.run, rows), clock_ns) for rows in samples] for side in (host, device))
+    return DenseLatency(*fit_line(counts, host_ns), *fit_line(counts, device_ns))

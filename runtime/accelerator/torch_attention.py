@@ -1,0 +1,307 @@
+"""Attention of one layer on a torch device, over keys and values that lie there: what `runtime/attention.py` computes.
+
+Weights are unpacked once, to the kernels' own float32 values; activations are rounded as the kernels round them. Sums
+have another order. Shapes as in `runtime/attention.py`; E: positions up to the last that a query sees, B: sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moec.manifests.model import AttentionSpec, LatentSpec
+from moec.manifests.quant import ROWS_PER_BLOCK, round_up
+
+from ..attention import TokenPlaces, Weights
+from ..kernels.packed_matrix import PackedMatrix
+from ..rotary import RotaryTables
+from .dense import CHUNK_FLOATS, UNPACKED_AT_ONCE
+from .torch_weights import round_activations, unpack
+
+
+def unpacked(matrix: PackedMatrix, device: torch.device) -> torch.Tensor:
+    """The weights of a matrix on the device, float32 [N, K]; some row blocks at a time."""
+    weights = torch.empty((matrix.rows, matrix.columns), dtype=torch.float32, device=device)
+    blocks = round_up(matrix.rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
+    block_bytes = len(matrix.data) // blocks
+    step = max(1, UNPACKED_AT_ONCE // (ROWS_PER_BLOCK * matrix.columns))
+    for first in range(0, blocks, step):
+        last = min(first + step, blocks)
+        rows = slice(first * ROWS_PER_BLOCK, min(last * ROWS_PER_BLOCK, matrix.rows))
+        packed = torch.from_numpy(matrix.data[first * block_bytes : last * block_bytes].copy()).to(device)
+        weights[rows] = unpack(packed, rows.stop - rows.start, matrix.columns, matrix.spec)
+    return weights
+
+
+def rounded_as_read(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+    """Rows [..., K] as a matrix reads them: 16-bit weights read them as they are."""
+    if matrix.spec.bitwidth == 16:
+        return x
+    return round_activations(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+class TorchLinear:
+    """x W^T for some matrices that read the same rows, each with its bias where there is one."""
+
+    def __init__(
+        self, matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
+    ) -> None:
+        self._sizes, self._is_rounded = [matrix.rows for matrix in matrices], matrices[0].spec.bitwidth != 16
+        if any((matrix.spec.bitwidth != 16) != self._is_rounded for matrix in matrices):
+            raise ValueError("matrices that are multiplied together must read the same rows")
+        self._weight = torch.cat([unpacked(matrix, device) for matrix in matrices])
+        self._bias: torch.Tensor | None = None
+        if any(bias is not None for bias in biases):
+            whole = [
+                np.zeros(size, np.float32) if bias is None else bias
+                for size, bias in zip(self._sizes, biases, strict=True)
+            ]
+            self._bias = torch.from_numpy(np.concatenate(whole)).to(device)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """float32 [T, K] -> [T, N] of each matrix."""
+        rows = round_activations(x) if self._is_rounded else x
+        out = rows @ self._weight.T
+        if self._bias is not None:
+            out += self._bias
+        return torch.split(out, self._sizes, dim=1)
+
+
+def together(
+    matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
+) -> list[TorchLinear]:
+    """Matrices in order, neighbours in one product where they read the same rows."""
+    found, first = list[TorchLinear](), 0
+    for last in range(1, len(matrices) + 1):
+        is_end = last == len(matrices)
+        if is_end or (matrices[last].spec.bitwidth == 16) != (matrices[first].spec.bitwidth == 16):
+            found.append(TorchLinear(matrices[first:last], biases[first:last], device))
+            first = last
+    return found
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * (x / sqrt(mean(x^2) + eps)) over the last dimension."""
+    return weight * (x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps))
+
+
+class TorchRotary:
+    """Cosines and sines of a `RotaryTables`, and what it does with them."""
+
+    def __init__(self, tables: RotaryTables, device: torch.device) -> None:
+        self._rope = tables.rope
+        self._cos, self._sin = torch.from_numpy(tables.cos).to(device), torch.from_numpy(tables.sin).to(device)
+
+    def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T, H, Dh] -> the same with its first features rotated; positions int64 [T]."""
+        half = self._rope.rotary_size // 2
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        if self._rope.interleaved:
+            first, second = heads[..., 0 : 2 * half : 2], heads[..., 1 : 2 * half : 2]
+        else:
+            first, second = heads[..., :half], heads[..., half : 2 * half]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens that attention takes at once: of one slot, or each of its own. rows: of the pass; ends: positions seen."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    end: int
+
+
+class PlacesOnDevice:
+    """Where the tokens of a pass stand, brought to the device once for all layers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places: TokenPlaces | None = None
+        self.slots = self.positions = torch.empty(0, dtype=torch.int64)
+        self.parts: list[Part] = []
+
+    def take(self, places: TokenPlaces) -> None:
+        """The pass whose layers follow."""
+        if places is self._places:
+            return
+        self._places = places
+        self.slots, self.positions = self._upload(places.slots), self._upload(places.positions)
+        known = np.unique(places.slots)
+        if len(known) == len(places.slots):
+            rows = np.arange(len(known))
+            self.parts = [Part(self._upload(rows), self.slots, int(places.positions.max()) + 1)]
+            return
+        self.parts = []
+        for slot in known:
+            rows = np.flatnonzero(places.slots == slot)
+            end = int(places.positions[rows].max()) + 1
+            self.parts.append(Part(self._upload(rows), self._upload(np.array([slot])), end))
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    places: PlacesOnDevice,
+    scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token over the cache of its slot, as `kernels.attention`. query [T, H, Dh]; keys, values [S, Hkv, C, Dh].
+
+    window 0: none; sinks: [H]. Returns [T, H, Dv].
+    """
+    out = torch.empty((*query.shape[:2], values.shape[3]), dtype=torch.float32, device=query.device)
+    for part in places.parts:
+        gathers = len(part.slots) > 1
+        a_row = part.end * (3 * query.shape[1] + gathers * keys.shape[1] * (keys.shape[3] + values.shape[3]))
+        step = max(1, CHUNK_FLOATS // a_row)
+        for rows, slots in _chunks(part, step):
+            asked = query[rows]
+            asked = asked.unsqueeze(1) if gathers else asked.unsqueeze(0)
+            positions = places.positions[rows].view(asked.shape[:2])
+            seen = keys[slots, :, : part.end], values[slots, :, : part.end]
+            out[rows] = _mix(asked, *seen, positions, scale, window, sinks).reshape(len(rows), *out.shape[1:])
+    return out
+
+
+def _chunks(part: Part, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """So many rows of a part at a time, with their slots."""
+    for first in range(0, len(part.rows), step):
+        rows = part.rows[first : first + step]
+        yield rows, part.slots if len(part.slots) == 1 else part.slots[first : first + step]
+
+
+def _mix(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [B, t, H, Dh]; keys, values [B, Hkv, E, Dh]; positions [B, t]. Returns [B, t, H, Dv]."""
+    batch, count, heads, size = query.shape
+    groups, end = keys.shape[1], keys.shape[2]
+    rows = query.view(batch, count, groups, -1, size).permute(0, 2, 3, 1, 4).reshape(batch, groups, -1, size)
+    scores = (rows @ keys.transpose(-1, -2)).mul_(scale).view(batch, groups, -1, count, end)
+    at = torch.arange(end, device=query.device)
+    hidden = at > positions.unsqueeze(-1)
+    if window:
+        hidden |= at <= positions.unsqueeze(-1) - window
+    scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    if sinks is None:
+        shares = torch.softmax(scores, dim=-1)
+    else:
+        own = sinks.view(1, groups, -1, 1, 1)
+        peak = torch.maximum(scores.amax(dim=-1, keepdim=True), own)
+        shares = scores.sub_(peak).exp_()
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + torch.exp(own - peak))
+    mixed = shares.view(batch, groups, -1, end) @ values
+    return mixed.view(batch, heads, count, -1).transpose(1, 2)
+
+
+class TorchHeadAttention:
+    """`attention.HeadAttention` on a device."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        norm_eps: float,
+        rotary: TorchRotary | None,
+        places: PlacesOnDevice,
+        device: torch.device,
+    ) -> None:
+        self._spec, self._norm_eps, self._rotary, self._places, self._device = spec, norm_eps, rotary, places, device
+        names = ("query", "key", "value")
+        self._inputs = together([weights[name] for name in names], [weights.get(f"{n}_bias") for n in names], device)
+        self._output = TorchLinear([weights["output"]], [weights.get("output_bias")], device)
+        vectors = ("query_norm", "key_norm", "sinks")
+        self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}
+
+    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+        """As `attention.Attention`; keys, values: tensors of this device."""
+        spec, count, where = self._spec, len(normed), self._places
+        where.take(places)
+        x = torch.from_numpy(normed).to(self._device)
+        flat = [rows for linear in self._inputs for rows in linear(x)]
+        query, key, value = (rows.reshape(count, -1, spec.head_size) for rows in flat)
+        if spec.query_key_norm != "none":
+            query, key = self._normed("query_norm", query), self._normed("key_norm", key)
+        if self._rotary is not None:
+            query, key = self._rotary.rotate(query, where.positions), self._rotary.rotate(key, where.positions)
+        keys[where.slots, :, where.positions] = key
+        values[where.slots, :, where.positions] = value
+        window, sinks = spec.sliding_window or 0, self._vectors.get("sinks")
+        mixed = attend(query, keys, values, where, spec.score_scale, window, sinks)
+        (out,) = self._output(mixed.reshape(count, -1))
+        return np.asarray(out.cpu().numpy())
+
+    def _normed(self, name: str, heads: torch.Tensor) -> torch.Tensor:
+        """Over a head, or over all of them."""
+        rows = heads.flatten(1) if self._spec.query_key_norm == "full" else heads
+        return rms_norm(rows, self._vectors[name], self._norm_eps).view(heads.shape)
+
+
+class TorchLatentAttention:
+    """`attention.LatentAttention` on a device."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        latent: LatentSpec,
+        weights: Weights,
+        rotary: TorchRotary,
+        places: PlacesOnDevice,
+        device: torch.device,
+    ) -> None:
+        self._spec, self._latent, self._rotary, self._places, self._device = spec, latent, rotary, places, device
+        self._weights = weights
+        names = ("query_down", "query", "latent_down", "output")
+        self._linears = {name: TorchLinear([weights[name]], [None], device) for name in names if name in weights}
+        norms = ("query_down_norm", "latent_norm")
+        self._norms = {name: torch.from_numpy(weights[name]).to(device) for name in norms if name in weights}
+        self._key_up = unpacked(weights["key_up"], device).view(spec.num_heads, latent.rank, latent.plain_size)
+        self._value_up = unpacked(weights["value_up"], device).view(spec.num_heads, latent.value_size, latent.rank)
+
+    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+        """As `attention.Attention`; keys: a tensor of this device, values the same one."""
+        spec, rank, plain, where = self._spec, self._latent.rank, self._latent.plain_size, self._places
+        where.take(places)
+        x = torch.from_numpy(normed).to(self._device)
+        heads = self._queries(x).reshape(len(x), spec.num_heads, spec.head_size)
+        read = rounded_as_read(heads[..., :plain], self._weights["key_up"])
+        query = torch.einsum("thp,hrp->thr", read, self._key_up)
+        rotated = self._rotary.rotate(heads[..., plain:], where.positions)
+        query = torch.cat((query, rotated), dim=-1)
+
+        (shared,) = self._linears["latent_down"](x)
+        vector = self._normed(shared[:, :rank], "latent_norm")
+        rotated = self._rotary.rotate(shared[:, None, rank:], where.positions)
+        keys[where.slots, :, where.positions] = torch.cat((vector.unsqueeze(1), rotated), dim=-1)
+
+        mixed = attend(query, keys, keys[..., :rank], where, spec.score_scale)
+        read = rounded_as_read(mixed, self._weights["value_up"])
+        out = torch.einsum("thr,hvr->thv", read, self._value_up)
+        (rows,) = self._linears["output"](out.flatten(1))
+        return np.asarray(rows.cpu().numpy())
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        if self._latent.query_rank:
+            (down,) = self._linears["query_down"](x)
+            x = self._normed(down, "query_down_norm")
+        (query,) = self._linears["query"](x)
+        return query
+
+    def _normed(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(rows, self._norms[name], self._latent.norm_eps)

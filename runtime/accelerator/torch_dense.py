@@ -1,0 +1,74 @@
+"""A model's attention, keys and values, and head on a torch device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from moec.manifests.model import ModelSpec
+
+from ..attention import Attention, DensePart, layer_weights
+from ..kernels.packed_matrix import PackedMatrix
+from ..kv_cache import KVCache
+from ..rotary import RotaryTables
+from .dense import HEAD_ROWS, DenseOnDevice
+from .torch_attention import PlacesOnDevice, TorchHeadAttention, TorchLatentAttention, TorchLinear, TorchRotary
+
+
+class TorchKVCache(KVCache):
+    """Keys and values on a device. Of models without an encoder."""
+
+    def __init__(self, model: ModelSpec, slots: int, context: int, device: torch.device) -> None:
+        self._device = device
+        super().__init__(model, slots, context)
+
+    def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory of the device."""
+        return torch.zeros(shape, dtype=torch.float32, device=self._device)
+
+    def copied(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of its own."""
+        return part.clone()
+
+
+class TorchHead:
+    """The head's product on a device."""
+
+    def __init__(self, matrix: PackedMatrix, device: torch.device) -> None:
+        self._linear, self._rows, self._device = TorchLinear([matrix], [None], device), matrix.rows, device
+
+    def __call__(self, normed: np.ndarray) -> np.ndarray:
+        """float32 [n, D] -> [n, V], some rows at a time."""
+        out = np.empty((len(normed), self._rows), np.float32)
+        for first in range(0, len(normed), HEAD_ROWS):
+            part = torch.from_numpy(normed[first : first + HEAD_ROWS]).to(self._device)
+            out[first : first + HEAD_ROWS] = self._linear(part)[0].cpu().numpy()
+        return out
+
+
+def dense_on(
+    device: torch.device, model: ModelSpec, dense: Mapping[str, Any], slots: int, context: int
+) -> DenseOnDevice:
+    """Bring a model's attention and head to a device, and make room for keys and values there.
+
+    dense: all dense weights by name. Raises torch's own errors where the device is full.
+    """
+    ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
+    rotary = {rope: TorchRotary(RotaryTables(rope, context), device) for rope in ropes}
+    places = PlacesOnDevice(device)
+
+    def attention(at: int) -> Attention:
+        spec, weights = model.layers[at].attention, layer_weights(dense, at)
+        tables = None if spec.rope is None else rotary[spec.rope]
+        if spec.latent is None:
+            return TorchHeadAttention(spec, weights, model.norm_eps, tables, places, device)
+        if tables is None:
+            raise ValueError("latent attention needs a rotary embedding")
+        return TorchLatentAttention(spec, spec.latent, weights, tables, places, device)
+
+    attentions = [attention(at) for at in range(model.num_layers)]
+    head = TorchHead(dense[model.head_name], device)
+    return DenseOnDevice(DensePart(attentions, head), TorchKVCache(model, slots, context, device))
