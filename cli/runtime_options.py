@@ -260,7 +260,7 @@ def _chosen_thresholds(bundle: Path, text: str) -> str:
 
 def mode_cost(bundle: Path, engine: Engine) -> str | None:
     """What the modes of a run were measured to cost, in one line; None for a lossless run."""
-    from moec.runtime.modes.record import measured_rows
+    from moec.runtime.modes.record import calibrated_lower_half, measured_rows
 
     from .mode_sweep import loss_text
 
@@ -269,21 +269,21 @@ def mode_cost(bundle: Path, engine: Engine) -> str | None:
         return None
     row = next((row for row in measured_rows(bundle) if row["mode"] == modes.to_text()), None)
     if row is None:
-        return "its cost was not measured: moec eval BUNDLE --data DATA --modes sweep"
-    share = row["decisions"].get("lower_half_share")
-    flat = (
-        f"; the router is flat: the lower half of its choice has {share:.0%} of the weight" if _is_flat(share) else ""
-    )
+        flat = _flatness(calibrated_lower_half(bundle), " on calibration data")
+        return f"its cost was not measured: moec eval BUNDLE --data DATA --modes sweep{flat}"
     return (
         f"measured to cost {loss_text(row['loss'])} of {row['task']} on {row['n']} items, "
-        f"cache {row['expert_cache']}, {row['cache_state']} start{flat}"
+        f"cache {row['expert_cache']}, {row['cache_state']} start{_flatness(row['decisions'].get('lower_half_share'))}"
     )
 
 
-def _is_flat(share: object) -> bool:
+def _flatness(share: object, where: str = "") -> str:
+    """A warning behind other text: of a flat router, every mode costs more than the ranks of what it changes tell."""
     from moec.runtime.modes.choice import FLAT_SHARE
 
-    return isinstance(share, float) and share > FLAT_SHARE
+    if not isinstance(share, float) or share <= FLAT_SHARE:
+        return ""
+    return f"; the router is flat{where}: the lower half of its choice has {share:.0%} of the weight"
 
 
 def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:

@@ -38,6 +38,7 @@ HELD_OUT_SHARE = 0.2
 """Share of the texts that the report on paths predicts from the rest; the counts themselves take all texts."""
 _ARRAYS = (
     "popularity", "transitions", "path_keys", "path_offsets", "path_experts", "path_counts", "router_quantiles",
+    "lower_half",
 )  # fmt: skip
 _REPORT = "path_report."
 _MOST_NAMED = 8
@@ -51,7 +52,9 @@ class ActivationStatistics:
     popularity: uint32 [L, E], each row of a layer with experts sums to K for every token that its stack saw.
     transitions: uint32 [L-1, E, E], from a layer that routes to the next one of its stack.
     path_*: see statistics_paths.PathDictionary. router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's
-    largest router weight. second_moments: of every projection's inputs. path_report: what the paths predict.
+    largest router weight. lower_half: float64 [L], the mean share of a token's weight that the lower-ranked half of its
+    experts has: half at most, which an even router gives. second_moments: of every projection's inputs. path_report:
+    what the paths predict.
     """
 
     num_tokens: int
@@ -64,6 +67,7 @@ class ActivationStatistics:
     path_experts: NDArray[np.uint16]
     path_counts: NDArray[np.uint32]
     router_quantiles: NDArray[np.float32]
+    lower_half: NDArray[np.float64]
     second_moments: SecondMoments
     path_report: PathReport
 
@@ -161,13 +165,13 @@ def chosen_texts(
 class Routes:
     """Where the tokens went in the layers of a stack that route, M of them.
 
-    layers: [M], their indices. experts: uint16 [T, M, K]. largest: float32 [T, M], the largest router weight.
+    layers: [M], their indices. experts: uint16 [T, M, K]. weights: float32 [T, M, 2], see `weight_summary`.
     held_out: bool [T], the tokens of texts that the report on paths predicts.
     """
 
     layers: NDArray[np.int64]
     experts: NDArray[np.uint16]
-    largest: NDArray[np.float32]
+    weights: NDArray[np.float32]
     held_out: NDArray[np.bool_]
 
 
@@ -191,7 +195,8 @@ def count_statistics(
     popularity = [count_popularity(stack.experts, experts) for stack in stacks]
     transitions = [count_transitions(stack.experts, experts) for stack in stacks]
     grid = np.linspace(0, 1, QUANTILES)
-    quantiles = [np.quantile(stack.largest, grid, axis=0).T.astype(np.float32) for stack in stacks]
+    quantiles = [np.quantile(stack.weights[:, :, 0], grid, axis=0).T.astype(np.float32) for stack in stacks]
+    lower_half = [stack.weights[:, :, 1].mean(axis=0, dtype=np.float64) for stack in stacks]
     layers, starts = [stack.layers for stack in stacks], [stack.layers[:-1] for stack in stacks]
     routes, held_out = decoder.experts, decoder.held_out
     return ActivationStatistics(
@@ -205,6 +210,7 @@ def count_statistics(
         path_experts=np.concatenate([found.experts for found in paths]),
         path_counts=np.concatenate([found.counts for found in paths]),
         router_quantiles=_spread(quantiles, layers, model.num_layers),
+        lower_half=_spread(lower_half, layers, model.num_layers),
         second_moments=moments,
         path_report=report_paths(routes[~held_out], routes[held_out], experts),
     )
@@ -250,7 +256,7 @@ class _Recorder:
 
         def record(module: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
             inputs, chosen, weights = (argument[stack.real] for argument in arguments[:3])
-            stack.add(layer, chosen, weights.amax(1))
+            stack.add(layer, chosen, weight_summary(weights))
             for expert in range(module.num_experts):
                 # Over the capacity a token has an expert that never sees it.
                 token, rank = torch.where((chosen == expert) & (weights > 0) if has_capacity else chosen == expert)
@@ -273,27 +279,34 @@ class _StackRecorder:
         self.real = torch.zeros(0, dtype=torch.bool)
         self._layers = list(layers)
         self._chosen: dict[int, Tensor] = {}
-        self._largest: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
         self._batches: list[tuple[NDArray[np.uint16], NDArray[np.float32]]] = []
 
-    def add(self, layer: int, chosen: Tensor, largest: Tensor) -> None:
-        """Experts [N, K] and the largest weights [N] of one layer."""
-        self._chosen[layer], self._largest[layer] = chosen, largest
+    def add(self, layer: int, chosen: Tensor, weights: Tensor) -> None:
+        """Experts [N, K] and summaries of the weights [N, 2] of one layer."""
+        self._chosen[layer], self._weights[layer] = chosen, weights
 
     def finish(self) -> None:
         """A pass is over."""
         if self._layers:
             chosen = torch.stack([self._chosen[layer] for layer in self._layers], dim=1)
-            largest = torch.stack([self._largest[layer] for layer in self._layers], dim=1)
-            self._batches.append((chosen.numpy().astype(np.uint16), largest.numpy().copy()))
+            weights = torch.stack([self._weights[layer] for layer in self._layers], dim=1)
+            self._batches.append((chosen.numpy().astype(np.uint16), weights.numpy().copy()))
 
     def routes(self, held_out: NDArray[np.bool_] | None = None) -> Routes | None:
         """Of all tokens, None where no layer routes. held_out: [T], none where it is not given."""
         if not self._layers:
             return None
-        experts, largest = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
+        experts, weights = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         held = np.zeros(len(experts), bool) if held_out is None else held_out
-        return Routes(np.array(self._layers), experts, largest, held)
+        return Routes(np.array(self._layers), experts, weights, held)
+
+
+def weight_summary(weights: Tensor) -> Tensor:
+    """Of the weights [N, K] of some tokens the largest, and the lower-ranked half's share of all, float32 [N, 2]."""
+    ranked = weights.float().sort(dim=1).values
+    lower = ranked[:, : weights.shape[1] // 2].sum(1) / ranked.sum(1).clamp_min(1e-20)
+    return torch.stack([ranked[:, -1], lower], dim=1)
 
 
 def texts_digest(rows: Sequence[Sequence[int]]) -> str:

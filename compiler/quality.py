@@ -119,13 +119,17 @@ def _sensitivity(table: SensitivityTable) -> dict[str, Any]:
 
 
 def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
-    """Popularity as shares, how even it is (entropy over its maximum, per layer), and how predictable routes are."""
+    """Popularity as shares, how even it is (entropy over its maximum, per layer), and how predictable routes are.
+
+    lower_half_share: of a token's weight, what the lower-ranked half of its experts has, per layer.
+    """
     counts = np.asarray(statistics.popularity, np.float64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     entropy = -np.sum(shares * np.log(np.maximum(shares, 1e-30)), axis=1) / np.log(max(shares.shape[1], 2))
     return {
         "popularity": shares.tolist(),
         "popularity_entropy": entropy.tolist(),
+        "lower_half_share": statistics.lower_half.tolist(),
         "paths": statistics.path_report.to_json(),
     }
 

@@ -22,7 +22,7 @@ from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..calibration import HELD_OUT_SHARE, ActivationStatistics, Routes, count_statistics, texts_digest
+from ..calibration import HELD_OUT_SHARE, ActivationStatistics, Routes, count_statistics, texts_digest, weight_summary
 from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
@@ -131,11 +131,11 @@ class _Capture:
 def calibrate_layer(
     slot: LayerSlot, layer: int, texts: TextStates, pool: Workers, has_moments: bool
 ) -> tuple[LayerInputs, np.ndarray, np.ndarray]:
-    """Move texts through the loaded layer. Returns what they left, routes [T, K], largest router weights [T]."""
+    """Move texts through the loaded layer. Returns what they left, routes [T, K], summaries of weights [T, 2]."""
     inputs = LayerInputs(slot.model.layers[layer].experts, slot.model.hidden_size, has_moments)
     module = slot.experts
     capture = _Capture(slot)
-    routes, largest = [], []
+    routes, weights = [], []
     try:
         jobs = [(state, texts.real(at)) for at, state in enumerate(texts.states)]
         # Passes side by side; what they leave is added batch after batch, while the next ones run.
@@ -143,10 +143,10 @@ def calibrate_layer(
             texts.states[at] = state
             inputs.add(module, handed, pool)
             routes.append(handed.chosen.numpy().astype(np.uint16))
-            largest.append(handed.weights.amax(1).numpy())
+            weights.append(weight_summary(handed.weights).numpy())
     finally:
         capture.close()
-    return inputs, np.concatenate(routes), np.concatenate(largest)
+    return inputs, np.concatenate(routes), np.concatenate(weights)
 
 
 class Sweep:
@@ -251,7 +251,7 @@ class Sweep:
             travellers.variants.update(variants)
             return {"costs": np.zeros((0, len(self._store.specs) + 1))}
         has_moments = self._inputs.quantizer == "gptq"
-        inputs, routes, largest = calibrate_layer(slot, layer, travellers.calibration, pool, has_moments)
+        inputs, routes, weights = calibrate_layer(slot, layer, travellers.calibration, pool, has_moments)
         slot.run([*travellers.unchanged(), *travellers.variants.values()], pool, lambda: None)
         variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
         costs, is_changed = self._quantize(layer, inputs, pool)
@@ -259,7 +259,7 @@ class Sweep:
             variants[f"layers.{layer}.experts"] = before
             slot.run([before], pool, lambda: None)
         travellers.variants.update(variants)
-        return {"routes": routes, "largest": largest, "costs": costs, "tokens": inputs.tokens.numpy()}
+        return {"routes": routes, "weights": weights, "costs": costs, "tokens": inputs.tokens.numpy()}
 
     def _with_dense_probe(self, layer: int, group: str, texts: TextStates, pool: Workers) -> TextStates:
         """Texts through the layer with one group of its dense weights in the probe format."""
@@ -322,13 +322,13 @@ class Sweep:
         texts = np.array([index for batch in batches for index in batch for _ in rows[index]])
         routed = [self._found[layer] for layer in self._model.expert_layers]
         routes = np.stack([found["routes"] for found in routed], axis=1)
-        largest = np.stack([found["largest"] for found in routed], axis=1)
+        weights = np.stack([found["weights"] for found in routed], axis=1)
         none = np.zeros(0, np.int64)
         counts = [torch.from_numpy(np.array(found.get("tokens", none))) for found in self._found]
         empty = [torch.empty(0)] * len(counts)
         held_out = texts < round(HELD_OUT_SHARE * len(rows))
         moments = SecondMoments(empty, empty, counts)
-        decoder = Routes(np.array(self._model.expert_layers), routes, largest, held_out)
+        decoder = Routes(np.array(self._model.expert_layers), routes, weights, held_out)
         return count_statistics(self._model, moments, decoder, texts_digest(rows), self._inputs.seed)
 
     def _sensitivity(self, travellers: _Travellers) -> SensitivityTable:

@@ -58,6 +58,19 @@ def measured_rows(bundle: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def calibrated_lower_half(bundle: Path) -> float | None:
+    """Share of a token's weight that the lower-ranked half of its experts had in calibration, the mean over layers.
+
+    None where nothing was calibrated, or what `quality.json` says cannot be read.
+    """
+    statistics = _load(bundle / QUALITY_NAME).get("statistics")
+    shares = statistics.get("lower_half_share") if isinstance(statistics, dict) else None
+    if not isinstance(shares, list) or not all(isinstance(share, int | float) for share in shares):
+        return None
+    routed = [share for share in shares if share > 0]  # zero: a layer that does not route, or has one expert a token
+    return sum(routed) / len(routed) if routed else None
+
+
 def modes_of_row(row: dict[str, Any]) -> LossyModes:
     """The modes of a row. Raises OptionError."""
     return parse_modes(*(row["options"].get(name) for name in OPTION_NAMES))

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from moec.cli.main import cli
-from moec.runtime.modes.record import measured_rows, record_path
+from moec.runtime.modes.record import calibrated_lower_half, measured_rows, record_path
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
@@ -72,6 +72,36 @@ def test_a_sweep_of_quality_is_kept_and_quoted(
     told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,0.3")
     assert "its cost was not measured" in told.stderr
     assert "measured" not in invoke("run", own, "--prompt", "a", "--max-new-tokens", 2).stderr
+
+
+@pytest.mark.parametrize(
+    ("statistics", "expected"),
+    [
+        ({"lower_half_share": [0.0, 0.45, 0.41]}, 0.43),  # the first layer routes nothing
+        ({"lower_half_share": [0.0, 0.0]}, None),
+        ({"lower_half_share": ["much"]}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_flatness_in_calibration_is_the_mean_of_layers_that_route(
+    tmp_path: Path, statistics: object, expected: float | None
+) -> None:
+    (tmp_path / "quality.json").write_text(json.dumps({"statistics": statistics}))
+    assert calibrated_lower_half(tmp_path) == (None if expected is None else pytest.approx(expected))
+
+
+def test_modes_that_nobody_measured_are_checked_against_calibration(
+    invoke: Invoke, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--cache-routing", "margin=0.1")
+    told = invoke(*asked)
+    assert "its cost was not measured" in told.stderr and "is flat" not in told.stderr
+    for share, is_flat in ((0.43, True), (0.3, False)):
+        monkeypatch.setattr("moec.runtime.modes.record.calibrated_lower_half", lambda bundle, found=share: found)
+        told = invoke(*asked)
+        warning = "the router is flat on calibration data: the lower half of its choice has 43% of the weight"
+        assert told.exit_code == 0 and (warning in told.stderr) == is_flat
 
 
 def test_thresholds_are_chosen_from_what_was_measured(

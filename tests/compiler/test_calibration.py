@@ -58,9 +58,10 @@ def test_counts_are_those_of_the_router_logits(reference, pairs, statistics):
     popularity = np.zeros((layers, experts), np.uint32)
     transitions = np.zeros((layers - 1, experts, experts), np.uint32)
     paths: dict[tuple[int, int, int], dict[int, int]] = {}
-    largest = []
+    largest, lower = [], []
     for chosen, weights in router_choices(reference, pairs):
         largest.append(weights.max(-1))
+        lower.append(weights.min(-1) / weights.sum(-1))
         for token in chosen.tolist():
             for layer, current in enumerate(token):
                 for expert in current:
@@ -80,6 +81,7 @@ def test_counts_are_those_of_the_router_logits(reference, pairs, statistics):
         assert list(found) == sorted(found) and found == paths[key]
     expected = np.quantile(np.concatenate(largest), [0, 0.5, 1], axis=0).T
     np.testing.assert_allclose(statistics.router_quantiles[:, [0, 50, 100]], expected, rtol=1e-5)
+    np.testing.assert_allclose(statistics.lower_half, np.concatenate(lower).mean(0), rtol=1e-5)  # of two, the second
     assert statistics.num_tokens == sum(len(p) + len(a) for p, a in pairs) == popularity[0].sum() // 2
     Tables.of(statistics).check(reference.model)
 

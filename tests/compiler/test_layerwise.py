@@ -111,6 +111,7 @@ def test_the_sweep_counts_what_calibration_counts(folder: Path, whole: SweepResu
     assert np.array_equal(found.transitions, expected.transitions)
     assert np.array_equal(found.path_counts, expected.path_counts)
     assert found.router_quantiles == pytest.approx(expected.router_quantiles, abs=1e-5)
+    assert found.lower_half == pytest.approx(expected.lower_half, abs=1e-5)
     assert found.unseen_experts == expected.unseen_experts
 
 
