@@ -200,7 +200,8 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
         talk.note(note)
     progress = talk.progress("measuring layer by layer")
     room = planning.runtime_bytes(lowering.model, stage.request.memory_limit_bytes)
-    bundles = PlanBundles(stage.request, stage.checkpoint, lowering, found.statistics, found.store, room)
+    opens = stage.request.open_runtime if stage.cluster is None else stage.cluster.open_runtime
+    bundles = PlanBundles(stage.request, stage.checkpoint, lowering, found.statistics, found.store, room, opens)
     tasks = _task_data(stage) if options.target.kind == "loss" else ()
     stage.trials = StreamedTrials(lowering, inputs, found, progress, journal, threads, tasks, bundles)
     stage.trials.require_baselines()

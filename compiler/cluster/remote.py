@@ -250,11 +250,12 @@ class RemoteModel:
             yield results
 
 
-class RemoteBundle:
+class RemoteEngine:
     """The runtime on an unpublished bundle, on workers. It computes the same bits however items are divided."""
 
-    def __init__(self, model: RemoteModel, folder: Path) -> None:
-        self._model, self._pool = model, model.pool
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        """Sends the bundle, which may be gone afterwards."""
+        self._pool = pool
         digest, files = hashlib.sha256(), {}
         for path in sorted(folder.iterdir()):  # a bundle has no folders in it
             pieces = []
@@ -263,24 +264,19 @@ class RemoteBundle:
                     digest.update(piece)
                     pieces.append(self._pool.put(np.frombuffer(piece, np.uint8)))
             files[path.name] = pieces
-        self._bundle = BundleFiles(digest.hexdigest(), files)
+        self.bundle = BundleFiles(digest.hexdigest(), files)
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
         """As the runtime's own engine."""
-        return self._collect(requests, progress, lambda part: BundleGenerations(self._bundle, part))
+        return self._collect(requests, progress, lambda part: BundleGenerations(self.bundle, part))
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
         """As the runtime's own engine."""
-        return self._collect(pairs, progress, lambda part: Scores(None, part, self._bundle))
+        return self._collect(pairs, progress, lambda part: Scores(None, part, self.bundle))
 
     def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
         """As the runtime's own engine."""
-        return self._collect(pairs, no_progress, lambda part: Logits(None, part, self._bundle))
-
-    def divergence(self, pairs: Sequence[TokenPair]) -> DistributionSummary:
-        """KL and agreement over the answer tokens of the pairs."""
-        (summary,) = self._model.summaries([None], pairs, self._bundle)
-        return summary
+        return self._collect(pairs, no_progress, lambda part: Logits(None, part, self.bundle))
 
     def _collect(self, items: Sequence[Any], progress: Progress, job: Callable[[Sequence[Any]], Job]) -> list[Any]:
         parts = list(in_parts(items, min(_ITEMS_PER_BUNDLE_JOB, -(-len(items) // self._pool.count))))
@@ -290,3 +286,16 @@ class RemoteBundle:
             found += answer.result
             progress(len(found), len(items))
         return found
+
+
+class RemoteBundle(RemoteEngine):
+    """The same beside a reference model on the same workers, to which it is compared there: no logits travel."""
+
+    def __init__(self, model: RemoteModel, folder: Path) -> None:
+        super().__init__(model.pool, folder)
+        self._model = model
+
+    def divergence(self, pairs: Sequence[TokenPair]) -> DistributionSummary:
+        """KL and agreement over the answer tokens of the pairs."""
+        (summary,) = self._model.summaries([None], pairs, self.bundle)
+        return summary

@@ -21,7 +21,7 @@ from ..request import CompileRequest
 from ..trials import Progress, TaskData
 from ..unit_store import UnitStore
 from .ray_pool import Pool, connected
-from .remote import RemoteBundle, RemoteModel, experts_quantized_by, quantized_by
+from .remote import RemoteBundle, RemoteEngine, RemoteModel, experts_quantized_by, quantized_by
 from .trials import ClusterTrials
 
 _WORKER_BYTES_PER_WEIGHT = 4 + 2 + 2
@@ -77,6 +77,10 @@ class ClusterSession:
         if self._model is None:
             raise RuntimeError("a bundle is certified against the reference model of the trials")
         return nullcontext(RemoteBundle(self._model, partial))
+
+    def open_runtime(self, partial: Path, memory_bytes: int) -> AbstractContextManager[BundleEngine]:
+        """The same beside no reference model, as a `certify.OpenRuntime`: a worker takes what memory its node has."""
+        return nullcontext(RemoteEngine(self._pool, partial))
 
 
 @contextmanager

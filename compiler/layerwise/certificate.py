@@ -36,7 +36,8 @@ def certify_layerwise(
     """KL of the bundle on each task's held-out answers; where the target is a loss, inside that of the whole task.
 
     For a loss the checkpoint's own weights answer as well, in a bundle in passing: each of the two has half the memory.
-    A runtime counts all that its process holds, so the second is told what the first has taken.
+    A runtime counts all that its process holds, so the second is told what the first has taken. Answers come from
+    whoever answers for the trials, workers of a cluster perhaps; the KL always from this machine.
     """
     trials.close()
     room = runtime_bytes(trials.lowering.model, request.memory_limit_bytes)
@@ -50,7 +51,7 @@ def certify_layerwise(
         before = resident_set_bytes()
         reference = opened.enter_context(trials.unquantized(share=2))
         taken = max(resident_set_bytes() - before, 0)
-        engine = opened.enter_context(request.open_runtime(partial, room // 2 + taken))
+        engine = opened.enter_context(trials.open_runtime(partial, room // 2 + taken))
         for split in splits:
             name = split.task.name
             found[name] = certify_task(

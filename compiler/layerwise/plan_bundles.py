@@ -16,7 +16,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
 from ..calibration import ActivationStatistics
-from ..certify import BundleEngine
+from ..certify import BundleEngine, OpenRuntime
 from ..checkpoint import Checkpoint
 from ..durable import Disk, disk_errors, require_free_bytes
 from ..emit import emit
@@ -62,9 +62,9 @@ def require_trials(request: CompileRequest, model: ModelSpec) -> None:
 
 @dataclass(frozen=True)
 class PlanBundles:
-    """request: whose runtime it is, and beside whose output bundles lie. store: of quantized units.
+    """request: beside whose output bundles lie. store: of quantized units. open_runtime: who answers.
 
-    room_bytes: what a runtime may take.
+    room_bytes: what a runtime may take of this machine.
     """
 
     request: CompileRequest
@@ -73,6 +73,7 @@ class PlanBundles:
     statistics: ActivationStatistics
     store: UnitStore
     room_bytes: int
+    open_runtime: OpenRuntime
 
     @contextmanager
     def opened(self, plan: CompilePlan, name: str = TRIAL, share: int = 1) -> Iterator[BundleEngine]:
@@ -94,7 +95,7 @@ class PlanBundles:
                 packed_units=self.store.for_bundle,
                 progress=self.request.talk.progress(f"writing a bundle of {plan.bits_per_weight:.3f} bits per weight"),
             )
-            with self.request.open_runtime(partial, self.room_bytes // share) as engine:
+            with self.open_runtime(partial, self.room_bytes // share) as engine:
                 yield engine
         finally:
             with disk_errors(partial):

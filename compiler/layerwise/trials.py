@@ -17,7 +17,7 @@ from moec.evaluation.engine import TextEngine
 from moec.evaluation.statistics import DistributionSummary, distribution_summary
 from moec.manifests.model import UnitKey
 
-from ..certify import BundleEngine
+from ..certify import BundleEngine, OpenRuntime
 from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
@@ -52,6 +52,11 @@ class StreamedTrials(Trials):
         self._inputs, self._answers, self._threads = inputs, found.answers, threads
         self.lowering = lowering
         self._slot: LayerSlot | None = None
+
+    @property
+    def open_runtime(self) -> OpenRuntime:
+        """How bundles are made to answer."""
+        return self._bundles.open_runtime
 
     @property
     def has_data(self) -> bool:

@@ -19,6 +19,7 @@ from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.checkpoint_url import CACHE
 from moec.compiler.cluster import ray_pool
 from moec.compiler.cluster.ray_pool import NodeReport
+from moec.compiler.cluster.session import ClusterSession
 from moec.compiler.cluster.site import Site
 from moec.compiler.options import Talk
 from moec.manifests.errors import (
@@ -151,22 +152,37 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
         assert done == total, f"`{title}` went to its end"
 
 
-def test_layer_by_layer_workers_quantize_and_the_bytes_are_those_of_one_machine(
-    address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "value"), [("bits_per_weight", 4.0), ("loss", 0.03)])
+def test_layer_by_layer_the_bytes_are_those_of_one_machine(
+    address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, value: float
 ) -> None:
-    """As if the model did not fit in memory; a worker is killed when the first layer is done."""
+    """As if the model did not fit in memory; a worker is killed when the first layer is done.
+
+    Workers quantize; for a loss, plans and the certificate's two sides answer there as well.
+    """
     monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
-    options = {"data": str(save_texts(tmp_path / "texts")), "tasks": ("perplexity",), "bits": (2, 3, 4), "quick": False}
-    compile_tiny(checkpoint, tmp_path / "alone", "bits_per_weight", 4.0, group_sizes=(32,), **options)
+    answered, send = list[str](), ClusterSession.open_runtime
+
+    def sent(session: ClusterSession, partial: Path, memory_bytes: int) -> Any:
+        answered.append(partial.name)
+        return send(session, partial, memory_bytes)
+
+    monkeypatch.setattr(ClusterSession, "open_runtime", sent)
+    texts = save_texts(tmp_path / "texts", validation=20)
+    options: dict[str, Any] = {"data": str(texts), "tasks": ("perplexity",), "bits": (2, 3, 4, 8), "quick": False}
+    options |= {"group_sizes": (32,), "dense_bits": 8}
+    compile_tiny(checkpoint, tmp_path / "alone", kind, value, **options)
     listener = Listener(
         {"calibrating and quantizing layer by layer"}, lambda: os.kill(min(worker_processes()), signal.SIGKILL)
     )
-    output = tmp_path / "out"
-    talk = listener.talk()
-    compile_tiny(checkpoint, output, "bits_per_weight", 4.0, group_sizes=(32,), cluster=address, talk=talk, **options)
+    output, talk = tmp_path / "out", listener.talk()
+    compile_tiny(checkpoint, output, kind, value, cluster=address, talk=talk, **options)
     assert contents(output) == contents(tmp_path / "alone")
     assert "work goes to 2 of the 2 nodes of the cluster" in listener.notes
     assert len(listener.processes) > 2, "another process took the place of the one killed"
+    assert names(tmp_path) == {"texts", "alone", "out"}, "no bundle of a trial"
+    kinds = {"unquantized" if "unquantized" in name else "trial" if "trial" in name else "bundle" for name in answered}
+    assert kinds == ({"unquantized", "trial", "bundle"} if kind == "loss" else set())
 
 
 @pytest.mark.slow
