@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .mode_sweep import mode_sweep_option, speed_page, speed_sweep, sweep_options
 from .paths import bundle_argument, file_option
+from .profile_table import profile_rows, profile_table
 from .run import statistics_block
 from .runtime_options import (
     accelerator_facts,
@@ -62,6 +64,7 @@ SHARES = (0.25, 0.5, 0.75)
     help="Write the run's routing trace, and of each token what half of its experts say, for `simulate` and `tune`.",
 )
 @mode_sweep_option("Measure every lossy mode, or these settings, against the lossless run.")
+@click.option("--profile", is_flag=True, help="Show what of a token's time each kernel takes, waiting, and Python.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
 @mode_options
@@ -75,6 +78,7 @@ def bench_command(
     policies: str,
     trace_out: Path | None,
     modes: str | None,
+    profile: bool,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -88,9 +92,11 @@ def bench_command(
     \b
     moec bench mixtral-moec --expert-cache 50%
     moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
+    moec bench mixtral-moec --memory 4GiB --profile
     """
     from moec.profiles.probe import probe_host
     from moec.runtime.bundle import open_bundle
+    from moec.runtime.kernels.profile import timed_kernels
     from moec.runtime.statistics import reset_peak_memory
 
     if tokens < 2:
@@ -99,6 +105,8 @@ def bench_command(
     options = build_options(values, bundle=bundle)
     if modes is not None:
         options = sweep_options(options)
+        if profile:
+            raise OptionError("`--profile` is of one run, not of a sweep of modes", "leave out one of the two")
     elif trace_out is not None or policies != "none":
         _check_lossless(options)
     host = probe_host(_probed_place(opened))
@@ -119,12 +127,15 @@ def bench_command(
         ceiling = predict(opened, host, engine.decoding_cache_bytes(len(sequence)))
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
-        statistics, tracer = measure_decode(engine, sequence, prompt_length)
+        with timed_kernels() if profile else nullcontext() as kernel_times:
+            statistics, tracer = measure_decode(engine, sequence, prompt_length, kernel_times=kernel_times)
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
         _write_trace(trace_out, trace, bundle, options, values["kernels"], sequence)
     simulated = _simulate(opened, trace) if policies == "all" else []
-    _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()} if as_json else None)
+    rows = [] if kernel_times is None else profile_rows(kernel_times, statistics)
+    conditions = {"tokens": tokens, "host": host.to_plain()} if as_json else None
+    _tell(engine, statistics, ceiling, simulated, conditions, rows)
 
 
 def _write_trace(
@@ -145,16 +156,21 @@ def _tell(
     ceiling: dict[str, Any],
     simulated: list[dict[str, Any]],
     conditions: dict[str, Any] | None,
+    profile: list[dict[str, Any]],
 ) -> None:
-    """The measurement for people, or with its conditions as JSON."""
+    """The measurement for people, or with its conditions as JSON. profile: of the kernels, empty without one."""
     ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
     advice, counts = engine.model.advice_by_layer(), engine.mode_counts
     if conditions is None:
         _print_measurement(statistics, ratio, advice, simulated)
+        if profile:
+            output.data(f"\n{profile_table(profile)}")
         return
     told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
     told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
     told |= {"decisions": None if counts is None else counts.to_plain(), **accelerator_facts(engine)}
+    if profile:
+        told["profile"] = profile
     told["prefetch_by_layer"] = [each.to_plain() for each in advice]
     output.data_json({**told, **conditions})
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
+    from moec.runtime.kernels.profile import KernelTimes
     from moec.runtime.options import RuntimeOptions
     from moec.runtime.statistics import RunStatistics
     from moec.runtime.trace import TraceRecorder
@@ -87,10 +88,11 @@ def measure_decode(
     prompt_tokens: int,
     logits: list[np.ndarray] | None = None,
     title: str = "measuring",
+    kernel_times: KernelTimes | None = None,
 ) -> tuple[RunStatistics, TraceRecorder]:
     """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of.
 
-    logits: takes those of every step [1, V], if it is there.
+    logits: takes those of every step [1, V], if it is there. kernel_times: begun anew behind the prefill.
     """
     from moec.runtime.statistics import RunRecorder
     from moec.runtime.trace import TraceRecorder
@@ -116,6 +118,8 @@ def measure_decode(
             recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
             if logits is not None:
                 logits.append(found)
+            if kernel_times is not None and end == prompt_tokens:
+                kernel_times.clear()
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)
     engine.model.trace = None
     return recorder.finish(engine.model.prefetch_quality.recall), tracer

@@ -59,6 +59,25 @@ def test_advice_is_told_layer_by_layer(invoke: Invoke, mixed_bundle: Path, host:
     assert "read ahead" in invoke(*arguments).stdout
 
 
+def test_a_profile_divides_a_token_among_kernels_waiting_and_python(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile
+) -> None:
+    asked = ("bench", mixed_bundle, "--tokens", 9, "--expert-cache", "50%", "--profile")
+    told = json.loads(invoke(*asked, "--json").stdout)
+    rows = {row["part"]: row for row in told["profile"]}
+    assert rows["attention"]["calls_per_token"] == 3 and rows["dequantize_rows"]["calls_per_token"] == 1
+    assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+    total_ns = 1e9 / told["measured"]["tokens_per_s"]
+    assert rows["waiting for experts"]["share"] == pytest.approx(told["measured"]["decode_shares"]["stall"])
+    assert 0 < rows["Python and numpy"]["ns_per_token"] < total_ns
+    assert all(0 < row["ns_per_token"] < total_ns for name, row in rows.items() if name != "waiting for experts")
+    page = invoke(*asked).stdout
+    assert "of a token" in page and "Python and numpy" in page
+    assert "profile" not in json.loads(invoke("bench", mixed_bundle, "--tokens", 3, "--json").stdout)
+    refused = invoke(*asked, "--modes", "sweep")
+    assert refused.exit_code == 1 and "is of one run" in refused.stderr
+
+
 def test_people_get_the_table_of_policies(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:
     result = invoke("bench", mixed_bundle, "--tokens", 4, "--expert-cache", "50%", "--policies", "all")
     assert result.exit_code == 0 and "x optimum" in result.stdout and "popularity" in result.stdout

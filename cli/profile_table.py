@@ -1,0 +1,46 @@
+"""What of a token's time each kernel takes: `moec bench --profile`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import output
+
+if TYPE_CHECKING:
+    from moec.runtime.kernels.profile import KernelTimes
+    from moec.runtime.statistics import RunStatistics
+
+WAITING, PYTHON = "waiting for experts", "Python and numpy"
+
+
+def profile_rows(times: KernelTimes, statistics: RunStatistics) -> list[dict[str, Any]]:
+    """Kernels, longest first, then the wait for experts and what is left, which is Python's; shares add up to 1.
+
+    times: of the tokens after the first. What an accelerator computes counts as Python's.
+    """
+    shares, rate, tokens = statistics.decode_shares, statistics.tokens_per_s, statistics.tokens - 1
+    if shares is None or rate is None:
+        return []
+    token_ns = 1e9 / rate
+    longest = sorted(times.elapsed_ns, key=lambda name: -times.elapsed_ns[name])
+    found = [(name, times.calls[name] / tokens, times.elapsed_ns[name] / tokens) for name in longest]
+    waiting_ns = shares.stall * token_ns
+    left_ns = token_ns - waiting_ns - times.total_ns / tokens
+    rows = [*found, (WAITING, None, waiting_ns), (PYTHON, None, left_ns)]
+    return [
+        {"part": name, "calls_per_token": calls, "ns_per_token": ns, "share": ns / token_ns} for name, calls, ns in rows
+    ]
+
+
+def profile_table(rows: list[dict[str, Any]]) -> str:
+    """For people."""
+    cells = [
+        [
+            row["part"],
+            "" if row["calls_per_token"] is None else f"{row['calls_per_token']:g}",
+            f"{row['ns_per_token'] / 1e6:.3f} ms",
+            output.human_share(row["share"]),
+        ]
+        for row in rows
+    ]
+    return output.table(cells, ["of a token", "calls", "time", "share"])
