@@ -27,6 +27,7 @@ from .runtime_options import (
     mode_text,
     open_engine,
     runtime_options,
+    say_mode_cost,
 )
 from .traces import recorded_trace, replayed_bundle
 
@@ -122,6 +123,7 @@ def bench_command(
     host = _with_read_bandwidth(host, opened, options.threads or host.threads)
     reset_peak_memory()
     with open_engine(bundle, options, values["kernels"]) as engine:
+        say_mode_cost(bundle, engine)
         engine.check_tokens(sequence, room=0)
         engine.cache.finish_warming()
         ceiling = predict(opened, host, engine.decoding_cache_bytes(len(sequence)))
@@ -177,7 +179,8 @@ def _tell(
 
 def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: bool) -> None:
     if as_json:
-        output.data_json({"rows": rows})
+        told = {"expert_cache": options.expert_cache, "memory": options.memory, "cache_state": options.cache_state}
+        output.data_json({**told, "policy": options.policy, "prefetch": options.prefetch_text, "rows": rows})
     else:
         output.data(speed_page(rows, options))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,7 +227,7 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
     """What `--modes` measures. Raises OptionError where there is nothing to measure it on."""
     from moec.manifests.errors import OptionError
 
-    from .mode_sweep import measure_partial
+    from .mode_sweep import ModesMeasurement
 
     if values["modes"] is None:
         return None
@@ -237,7 +236,7 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
             "`--modes` is measured on held-out items of a whole bundle",
             "add `--data`, leave out `--plan-only` and `--memory`; `moec eval --modes sweep` measures any bundle",
         )
-    return partial(measure_partial, values["modes"])
+    return ModesMeasurement(values["modes"])
 
 
 def _sweep(values: dict[str, Any]) -> tuple[float, ...]:

@@ -28,6 +28,7 @@ from .runtime_options import (
     mode_text,
     refuse_given,
     runtime_options,
+    say_mode_cost,
 )
 
 if TYPE_CHECKING:
@@ -125,12 +126,12 @@ def _sweep(
 ) -> None:
     """`--modes sweep`: the table, and the record beside the bundle."""
     from moec.runtime.bundle import open_bundle
-    from moec.runtime.modes.record import write_record
+    from moec.runtime.modes.record import calibrated_deciles, write_record
 
     from .mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
-    settings = settings_of(modes, open_bundle(bundle_folder(model)).manifest)
-    options = sweep_options(build_options(values, bundle=model))
+    options, folder = sweep_options(build_options(values, bundle=model)), bundle_folder(model)
+    settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
     record = QualitySweep(model, options, values["kernels"], task, items, shots).run(settings)
     path = write_record(model, record)
     if as_json:
@@ -151,6 +152,7 @@ def _engine(
         options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model)
         with bundle_engine(model, options, values["kernels"], shrinks=slots is None) as bundle:
             output.say(bundle.engine.mode)
+            say_mode_cost(model, bundle.engine)
             yield bundle, {"engine": "runtime", "slots": bundle.engine.options.slots}
         return
     names = (*OPTION_NAMES, *MODE_NAMES, *ACCELERATOR_NAMES, "slots")

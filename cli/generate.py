@@ -12,7 +12,7 @@ from moec.manifests.errors import DataError, OptionError
 
 from . import output
 from .paths import bundle_argument, file_option, write_json_lines
-from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from .runtime_options import accelerator_options, build_options, mode_options, runtime_options, say_mode_cost
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation
@@ -48,8 +48,9 @@ def generate_command(
 ) -> None:
     """Continue every prompt of a JSONL file, greedily, and write a line for each, in their order.
 
-    A prompt's text does not depend on those beside it. HumanEval's problems go in as they are published, and what
-    comes out is what its checker reads; it runs the code, moec does not.
+    A prompt's text does not depend on those beside it, but for lossy modes that go by the cache, which all share.
+    HumanEval's problems go in as they are published, and what comes out is what its checker reads; it runs the code,
+    moec does not.
 
     \b
     moec generate mixtral-moec --prompts questions.jsonl -o answers.jsonl --stop $'\\n\\n'
@@ -67,6 +68,7 @@ def generate_command(
     options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
     with bundle_engine(bundle, options, values["kernels"], shrinks=slots is None) as engine:
         output.say(engine.engine.mode)
+        say_mode_cost(bundle, engine.engine)
         with output.Progress(f"{len(requests)} prompts") as progress:
             found = engine.generate(requests, progress)
     write_json_lines(out, _lines(rows, found, ends))

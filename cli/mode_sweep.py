@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from moec.evaluation.results import EvaluationResult
     from moec.evaluation.tasks import Item, Task
     from moec.manifests.bundle import BundleManifest
+    from moec.manifests.model import ModelSpec
     from moec.runtime.options import RuntimeOptions
 
     from .engines import BundleEngine
@@ -31,16 +34,11 @@ LOSSLESS = "lossless"
 KL_LOGITS = 1 << 26
 """Logits of the lossless run that are kept to hold the others against, 256 MiB."""
 KL_ITEMS = 100
-_DYNAMIC = ("0.9,1", "0.75,1", "0.6,1", "0.6,0.9", "0,1")
-_SKIPPING = ("0.9,0.9", "0.75,0.75")
+TTFT_ITEMS = 20
+_THRESHOLDS = (0.6, 0.75, 0.9, 0.95)
+"""Where nothing was calibrated; else the second, fifth, eighth and ninth decile of the experts' unimportance."""
 _BIG_LITTLE = ("gamma=0.9", "gamma=0.7", "gamma=0.5")
 _CACHE_ROUTING = ("margin=0.2", "margin=0.5", "drop=0.1", "drop=0.25", "margin=0.2,drop=0.1")
-_TOGETHER = (
-    {"dynamic_precision": "0.6,1", "big_little": "gamma=0.7"},
-    {"dynamic_precision": "0.6,1", "cache_routing": "margin=0.2"},
-    {"big_little": "gamma=0.7", "cache_routing": "margin=0.2"},
-    {"dynamic_precision": "0.6,1", "big_little": "gamma=0.7", "cache_routing": "margin=0.2"},
-)
 
 
 def mode_sweep_option(effect: str) -> Callable[[F], F]:
@@ -48,23 +46,58 @@ def mode_sweep_option(effect: str) -> Callable[[F], F]:
     return click.option("--modes", metavar="sweep|SETTING;...", help=effect)
 
 
-def settings_of(text: str, manifest: BundleManifest) -> list[dict[str, str]]:
-    """Options of every setting that `--modes` asks for, the lossless one first. Raises OptionError."""
-    from moec.runtime.modes.decoder import check_modes
+def settings_of(
+    text: str, manifest: BundleManifest, deciles: Sequence[float] = (), options: RuntimeOptions | None = None
+) -> list[dict[str, str]]:
+    """Options of every setting that `--modes` asks for, the lossless one first; as `allowed_settings`."""
+    return allowed_settings(text, manifest.model, bool(manifest.low_experts), deciles, options)
 
-    found = _all_settings(manifest) if text == "sweep" else [{}, *parse_mode_list(text)]
-    for options in found:
-        check_modes(modes_of(options), manifest.model, len(manifest.low_experts))
+
+def allowed_settings(
+    text: str, model: ModelSpec, has_low: bool, deciles: Sequence[float], options: RuntimeOptions | None
+) -> list[dict[str, str]]:
+    """As `settings_of`, of a model.
+
+    deciles: of the experts' unimportance in calibration, which a sweep takes its thresholds from. options: that a run
+    has besides. Raises OptionError for a setting that this model or these options refuse; a sweep leaves it out.
+    """
+    from moec.runtime.modes.decoder import check_modes
+    from moec.runtime.options import RuntimeOptions
+
+    is_sweep, refusal = text == "sweep", None
+    found: list[dict[str, str]] = [{}]
+    for setting in _all_settings(has_low, deciles) if is_sweep else parse_mode_list(text):
+        try:
+            check_modes(modes_of(setting), model, int(has_low))
+            replace(options or RuntimeOptions(), **setting)  # type: ignore[arg-type]
+        except OptionError as error:
+            if not is_sweep:
+                raise
+            refusal = refusal or error
+            continue
+        found.append(setting)
+    if len(found) == 1 and refusal is not None:
+        raise refusal
     return found
 
 
-def _all_settings(manifest: BundleManifest) -> list[dict[str, str]]:
-    has_low = bool(manifest.low_experts)
-    found: list[dict[str, str]] = [{}]
-    found += [{"dynamic_precision": text} for text in (*_DYNAMIC * has_low, *_SKIPPING)]
+def _all_settings(has_low: bool, deciles: Sequence[float]) -> list[dict[str, str]]:
+    low, middle, high, highest = (deciles[1], deciles[4], deciles[7], deciles[8]) if deciles else _THRESHOLDS
+    dynamic = [(0.0, 1.0), (low, 1.0), (middle, 1.0), (high, 1.0), (middle, high)] if has_low else []
+    found = [{"dynamic_precision": text} for text in _texts([*dynamic, (high, high), (highest, highest)])]
     found += [{"big_little": text} for text in _BIG_LITTLE]
     found += [{"cache_routing": text} for text in _CACHE_ROUTING]
-    return found + [each for each in _TOGETHER if has_low or "dynamic_precision" not in each]
+    (chosen,) = _texts([(middle, 1.0)])
+    parts = {"dynamic_precision": chosen, "big_little": "gamma=0.7", "cache_routing": "margin=0.2"}
+    together = [list(parts)[:2], ["dynamic_precision", "cache_routing"], list(parts)[1:], list(parts)]
+    return found + [
+        {name: parts[name] for name in names} for names in together if has_low or "dynamic_precision" not in names
+    ]
+
+
+def _texts(thresholds: Sequence[tuple[float, float]]) -> list[str]:
+    """`T1,T2` of each, to three digits, none twice."""
+    return list(dict.fromkeys(f"{round(low, 3):g},{round(skip, 3):g}" for low, skip in thresholds))
 
 
 def modes_of(options: dict[str, str]) -> LossyModes:
@@ -105,8 +138,9 @@ class QualitySweep:
         for number, setting in enumerate(settings, 1):
             title = f"{number} of {len(settings)}, {modes_of(setting).to_text() or LOSSLESS}"
             with self._opened(setting, is_partial) as engine:
+                output.say(engine.engine.mode)
                 result = self._evaluate(engine, title)
-                row = _row(setting, engine, result)
+                row = _row(setting, engine, result) | {"ttft_ns": self._first_token_ns(engine)}
             lossless = lossless or result
             # A model that solves nothing has no loss to state.
             loss = compare(lossless, result).to_json() if lossless.value > 0 else None
@@ -145,6 +179,18 @@ class QualitySweep:
         with output.Progress(title) as progress:
             return evaluate(self.task, self.items, engine, shots=self.shots, drafts=guesses, progress=progress)
 
+    def _first_token_ns(self, engine: BundleEngine) -> int:
+        """The median time to the first token of some prompts, the experts of those before in the cache."""
+        own, times = engine.engine, list[int]()
+        for item in self.items[:TTFT_ITEMS]:
+            tokens = own.encode(self.task.prompt(item, self.shots))[: own.memory.context - 1]
+            started_ns = time.perf_counter_ns()
+            own.begin_sequence()
+            (known,) = own.begin_texts([0], [tokens])
+            own.model.logits(own.prefill(known)[-1:])
+            times.append(time.perf_counter_ns() - started_ns)
+        return round(statistics.median(times))
+
     def _divergence(self, engine: BundleEngine, log_p: list[np.ndarray], title: str) -> dict[str, object]:
         """Against the first run, whose distributions it leaves in `log_p`."""
         import numpy as np
@@ -179,19 +225,31 @@ def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult
     }
 
 
-def measure_partial(modes: str, path: Path, task: Task, items: Sequence[Item], shots: Sequence[Item]) -> dict[str, Any]:
-    """The record for quality.json of a bundle that is not published yet, experts in a cache of DEFAULT_CACHE."""
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.options import RuntimeOptions
+@dataclass(frozen=True, slots=True)
+class ModesMeasurement:
+    """What `moec compile --modes` does: a `certify.MeasureModes`, experts in a cache of DEFAULT_CACHE."""
 
-    settings = settings_of(modes, open_bundle(path, allow_partial=True).manifest)
-    options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
-    return untimed(QualitySweep(path, options, None, task, items, shots).run(settings, is_partial=True))
+    modes: str
+
+    def check(self, model: ModelSpec, has_low_versions: bool) -> None:
+        """Raise OptionError for modes that cannot be measured."""
+        allowed_settings(self.modes, model, has_low_versions, (), None)
+
+    def __call__(
+        self, partial: Path, task: Task, items: Sequence[Item], shots: Sequence[Item], deciles: Sequence[float]
+    ) -> dict[str, Any]:
+        """The record for quality.json of a bundle that is not published yet."""
+        from moec.runtime.bundle import open_bundle
+        from moec.runtime.options import RuntimeOptions
+
+        settings = settings_of(self.modes, open_bundle(partial, allow_partial=True).manifest, deciles)
+        options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
+        return untimed(QualitySweep(partial, options, None, task, items, shots).run(settings, is_partial=True))
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
     """A record without what differs from run to run, for a bundle that is equal whenever it is compiled."""
-    varying = ("tokens_per_s", "hit_rate", "bytes_read_per_token")
+    varying = ("tokens_per_s", "ttft_ns", "hit_rate", "bytes_read_per_token")
     rows = [{name: value for name, value in row.items() if name not in varying} for row in record["rows"]]
     return {**record, "rows": rows}
 
@@ -211,12 +269,14 @@ def quality_page(record: dict[str, Any]) -> str:
                 f"{kl['mean']:.4f}",
                 share(kl["agreement"]),
                 f"{row['tokens_per_s']:.1f}",
+                output.human_ms(row["ttft_ns"]),
                 share(row["hit_rate"]),
                 output.human_bytes(row["bytes_read_per_token"]),
                 decisions_text(row["decisions"]),
             ]
         )
-    header = ("mode", record["metric"], "loss (95 %)", "KL", "agree", "tokens/s", "hits", "read/token", "decisions")
+    timed = ("tokens/s", "TTFT", "hits", "read/token", "decisions")
+    header = ("mode", record["metric"], "loss (95 %)", "KL", "agree", *timed)
     told = f"{record['task']}, {record['n']} items, cache {record['expert_cache']}, {record['cache_state']} start"
     shares = [row["decisions"]["lower_half_share"] for row in record["rows"] if row["decisions"] is not None]
     lower = next((each for each in shares if each is not None), None)
@@ -235,9 +295,9 @@ def loss_text(loss: dict[str, Any]) -> str:
 
 def decisions_text(decisions: dict[str, Any] | None) -> str:
     """Shares of what a mode decided; `-` where nothing was."""
-    names = ("low", "skipped", "replaced", "dropped", "fallback")
+    names = ("low", "skipped", "replaced", "dropped", "fallback", "foretold_right")
     told = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
-    return ", ".join(f"{name} {output.human_share(value)}" for name, value in told if value) or "-"
+    return ", ".join(f"{name.replace('_', ' ')} {output.human_share(value)}" for name, value in told if value) or "-"
 
 
 def speed_sweep(
@@ -246,17 +306,21 @@ def speed_sweep(
     """Every setting timed on the same forced tokens, each in an engine of its own; logits are held against lossless."""
     from moec.evaluation.divergence import log_softmax, summarise_divergence
     from moec.runtime.bundle import open_bundle
+    from moec.runtime.modes.record import calibrated_deciles, measured_rows
 
     from .measurement import measure_decode
     from .runtime_options import bundle_folder, open_engine
 
-    settings = settings_of(modes, open_bundle(bundle_folder(path)).manifest)
+    folder = bundle_folder(path)
+    settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
+    measured = {row["mode"]: row for row in measured_rows(folder)}
     rows: list[dict[str, Any]] = []
     log_p: list[np.ndarray] = []
     for number, setting in enumerate(settings, 1):
         output.say(f"{number} of {len(settings)}, {modes_of(setting).to_text() or LOSSLESS}")
         logits: list[np.ndarray] = []
         with open_engine(path, replace(options, **setting), kernels) as engine:  # type: ignore[arg-type]
+            output.say(engine.mode)
             engine.check_tokens(sequence, room=0)
             engine.cache.finish_warming()
             statistics, _ = measure_decode(engine, sequence, prompt_tokens, logits)
@@ -273,9 +337,16 @@ def speed_sweep(
                 "bytes_read_per_token": statistics.decode_bytes_read_per_token,
                 "kl": summarise_divergence(log_p, found).to_json(),
                 "decisions": None if counts is None else counts.to_plain(),
+                "quality": _quality(measured.get(modes_of(setting).to_text())),
             }
         )
     return rows
+
+
+def _quality(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What `moec eval --modes` found of a setting on this bundle, with its conditions; None where nobody asked."""
+    names = ("task", "n", "expert_cache", "cache_state", "value", "loss")
+    return None if row is None else {name: row.get(name) for name in names}
 
 
 def speed_page(rows: list[dict[str, Any]], options: RuntimeOptions) -> str:
@@ -292,9 +363,10 @@ def speed_page(rows: list[dict[str, Any]], options: RuntimeOptions) -> str:
                 output.human_bytes(row["bytes_read_per_token"]),
                 f"{row['kl']['mean']:.4f}",
                 share(row["kl"]["agreement"]),
+                "-" if row["quality"] is None else f"{loss_text(row['quality']['loss'])} of {row['quality']['task']}",
                 decisions_text(row["decisions"]),
             )
         )
-    header = ("mode", "tokens/s", "x lossless", "TTFT", "hits", "read/token", "KL", "agree", "decisions")
+    header = ("mode", "tokens/s", "x lossless", "TTFT", "hits", "read/token", "KL", "agree", "loss", "decisions")
     cache = options.expert_cache or f"--memory {options.memory}"
     return f"forced tokens, cache {cache}, {options.cache_state} start\n\n{output.table(lines, header)}"

@@ -18,11 +18,11 @@ from .runtime_options import (
     accelerator_facts,
     accelerator_options,
     build_options,
-    mode_cost,
     mode_options,
     mode_text,
     open_engine,
     runtime_options,
+    say_mode_cost,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run_command(
     """Continue a prompt with the bundle in folder BUNDLE.
 
     The text goes to stdout as it is made; the mode and, at the end, the statistics go to stderr. How experts are
-    cached, prefetched and read never changes the text.
+    cached, prefetched and read never changes the text, unless a mode marked LOSSY goes by the cache.
 
     \b
     moec run mixtral-moec --prompt $'Question: What is 2 + 3?\\nAnswer:' --memory 2GiB
@@ -92,8 +92,7 @@ def run_command(
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_engine(bundle, replace(options, slots=beams), values["kernels"]) as engine:
         output.say(engine.mode)
-        if (cost := mode_cost(bundle, engine)) is not None:
-            output.say(cost)
+        say_mode_cost(bundle, engine)
         tokens = _chat_tokens(engine, text, system) if chat else engine.encode(text)
         if search is not None:
             _print_beams(engine, tokens, max_new_tokens, search, as_json)

@@ -188,7 +188,14 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
     if bundle is not None:
         values = {**values, **_without_given(_tuned(bundle))}
         if values.get("dynamic_precision") == "auto":
+            if values.get("big_little") is not None or values.get("cache_routing") is not None:
+                raise OptionError(
+                    "`--dynamic-precision auto` takes thresholds that were measured without other modes",
+                    "name them: `--dynamic-precision T1,T2`",
+                )
             values["dynamic_precision"] = _chosen_thresholds(bundle, values["mode_loss"])
+        elif _was_given("mode_loss"):
+            raise OptionError("`--mode-loss` is what `auto` may cost", "add `--dynamic-precision auto`")
     return RuntimeOptions(
         memory=values["memory"],
         expert_cache=values["expert_cache"],
@@ -256,6 +263,12 @@ def _chosen_thresholds(bundle: Path, text: str) -> str:
         remedy = "measure them: moec eval BUNDLE --data DATA --modes sweep" if not rows else "allow more"
         raise OptionError(f"no thresholds were measured to cost at most {text} of `{bundle}`", remedy)
     return found
+
+
+def say_mode_cost(bundle: Path, engine: Engine) -> None:
+    """Tell people what the modes of a run were measured to cost; nothing of a lossless run."""
+    if (cost := mode_cost(bundle, engine)) is not None:
+        output.say(cost)
 
 
 def mode_cost(bundle: Path, engine: Engine) -> str | None:

@@ -187,9 +187,10 @@ def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> li
     """Options of every setting that is asked for, the lossless one first. Raises OptionError where the trace lacks what
     one of them decides by.
     """
+    from moec.runtime.modes.record import calibrated_deciles
     from moec.runtime.modes.replay import missing_scores
 
-    settings = [{}] if modes is None else settings_of(modes, bundle.manifest)
+    settings = [{}] if modes is None else settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))
     for options in settings[1:]:
         missing = missing_scores(trace, modes_of(options))
         if missing is not None:

@@ -61,7 +61,7 @@ def tune_command(
     That is prefetchers, by which rule, how far and how much they read ahead, readers, and thread counts. Each is
     decoded in turn with what is best so far, three times; it is kept if it is at least 3 % faster in the median. What
     is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find it on this machine. None
-    of these options changes a result. Close other programs first.
+    of these options changes a result of a lossless run. Close other programs first.
 
     With --trace and --held-out nothing is timed. What recency, uses and nearness of the layer count in HOBBIT's score
     is fitted to traces of `moec bench --trace-out`, so that misses read the fewest bytes, and compared on the held-out

@@ -34,11 +34,12 @@ from .statistics_paths import (
 )
 
 QUANTILES = 101
+UNIMPORTANCE_BINS = 200
 HELD_OUT_SHARE = 0.2
 """Share of the texts that the report on paths predicts from the rest; the counts themselves take all texts."""
 _ARRAYS = (
     "popularity", "transitions", "path_keys", "path_offsets", "path_experts", "path_counts", "router_quantiles",
-    "lower_half",
+    "lower_half", "unimportance",
 )  # fmt: skip
 _REPORT = "path_report."
 _MOST_NAMED = 8
@@ -53,8 +54,9 @@ class ActivationStatistics:
     transitions: uint32 [L-1, E, E], from a layer that routes to the next one of its stack.
     path_*: see statistics_paths.PathDictionary. router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's
     largest router weight. lower_half: float64 [L], the mean share of a token's weight that the lower-ranked half of its
-    experts has: half at most, which an even router gives. second_moments: of every projection's inputs. path_report:
-    what the paths predict.
+    experts has: half at most, which an even router gives. unimportance: int64 [L, UNIMPORTANCE_BINS], how many of the
+    chosen experts that are not a token's best have so much of its weight before them, in even steps from 0 to 1.
+    second_moments: of every projection's inputs. path_report: what the paths predict.
     """
 
     num_tokens: int
@@ -68,6 +70,7 @@ class ActivationStatistics:
     path_counts: NDArray[np.uint32]
     router_quantiles: NDArray[np.float32]
     lower_half: NDArray[np.float64]
+    unimportance: NDArray[np.int64]
     second_moments: SecondMoments
     path_report: PathReport
 
@@ -134,7 +137,7 @@ def calibrate(
     digest = texts_digest([*rows, *prompts] if encoder is not None else rows)
     if decoder is None:
         raise DataError("no layer of the decoder routes, which calibration counts", "compile it with `--uniform`")
-    return count_statistics(reference.model, recorder.moments, decoder, digest, seed, encoder)
+    return count_statistics(reference.model, recorder.moments, decoder, digest, seed, recorder.unimportance, encoder)
 
 
 def chosen_texts(
@@ -181,6 +184,7 @@ def count_statistics(
     decoder: Routes,
     digest: str,
     seed: int,
+    unimportance: NDArray[np.int64],
     encoder: Routes | None = None,
 ) -> ActivationStatistics:
     """Count the routes of all tokens; the report speaks of the decoder's, which are the ones to predict."""
@@ -211,6 +215,7 @@ def count_statistics(
         path_counts=np.concatenate([found.counts for found in paths]),
         router_quantiles=_spread(quantiles, layers, model.num_layers),
         lower_half=_spread(lower_half, layers, model.num_layers),
+        unimportance=unimportance,
         second_moments=moments,
         path_report=report_paths(routes[~held_out], routes[held_out], experts),
     )
@@ -241,6 +246,7 @@ class _Recorder:
 
     def __init__(self, model: ModelSpec) -> None:
         self.moments = SecondMoments.zeros(model)
+        self.unimportance = np.zeros((model.num_layers, UNIMPORTANCE_BINS), np.int64)
         self._model, first = model, model.first_decoder_layer
         self.encoder = _StackRecorder([layer for layer in model.expert_layers if layer < first])
         self.decoder = _StackRecorder([layer for layer in model.expert_layers if layer >= first])
@@ -257,6 +263,7 @@ class _Recorder:
         def record(module: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
             inputs, chosen, weights = (argument[stack.real] for argument in arguments[:3])
             stack.add(layer, chosen, weight_summary(weights))
+            self.unimportance[layer] += unimportance_counts(weights)
             for expert in range(module.num_experts):
                 # Over the capacity a token has an expert that never sees it.
                 token, rank = torch.where((chosen == expert) & (weights > 0) if has_capacity else chosen == expert)
@@ -307,6 +314,19 @@ def weight_summary(weights: Tensor) -> Tensor:
     ranked = weights.float().sort(dim=1).values
     lower = ranked[:, : weights.shape[1] // 2].sum(1) / ranked.sum(1).clamp_min(1e-20)
     return torch.stack([ranked[:, -1], lower], dim=1)
+
+
+def unimportance_counts(weights: Tensor) -> NDArray[np.int64]:
+    """What HOBBIT's thresholds are held against, counted: int64 [UNIMPORTANCE_BINS] of weights [N, K].
+
+    The unimportance of an expert is the share of its token's weight that the experts before it have; the best expert's
+    is 0, and not counted. Source: HOBBIT, token-level dynamic loading.
+    """
+    ranked = weights.float().sort(dim=1, descending=True).values
+    shares = ranked / ranked.sum(1, keepdim=True).clamp_min(1e-20)
+    before = shares.cumsum(1)[:, :-1].clamp(0, 1)
+    places = (before * UNIMPORTANCE_BINS).long().clamp_max(UNIMPORTANCE_BINS - 1)
+    return np.asarray(torch.bincount(places.reshape(-1), minlength=UNIMPORTANCE_BINS).numpy(), np.int64)
 
 
 def texts_digest(rows: Sequence[Sequence[int]]) -> str:

@@ -25,6 +25,7 @@ from moec.evaluation.statistics import (
     judge,
 )
 from moec.evaluation.tasks import Item, Task
+from moec.manifests.model import ModelSpec
 
 from .options import Talk
 from .targets import Target
@@ -55,8 +56,22 @@ class DivergingEngine(Protocol):
 
 
 OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
-MeasureModes = Callable[[Path, Task, Sequence[Item], Sequence[Item]], dict[str, Any]]
-"""A bundle that is not published yet, a task, items, solved examples -> what quality.json says of its lossy modes."""
+
+
+class MeasureModes(Protocol):
+    """What quality.json says of a bundle's lossy modes."""
+
+    def check(self, model: ModelSpec, has_low_versions: bool) -> None:
+        """Before any work: refuse modes that the model, or a bundle without low versions, cannot have."""
+        ...
+
+    def __call__(
+        self, partial: Path, task: Task, items: Sequence[Item], shots: Sequence[Item], deciles: Sequence[float]
+    ) -> dict[str, Any]:
+        """Of a bundle that is not published yet. shots: solved examples; deciles: quality.unimportance_deciles."""
+        ...
+
+
 MODES_ITEMS = 500
 """Held-out items that lossy modes are measured on, one sequence at a time."""
 

@@ -23,6 +23,8 @@ from moec.manifests.errors import OptionError
 from .durable import Disk, StreamingFile, disk_errors
 
 Note = Callable[[str], None]
+JOURNAL_FORMAT = 2
+"""What stages put into their results; raised when they put something else, so that an older journal is not read."""
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 8 << 20
 _KEY_CHARACTERS = 16

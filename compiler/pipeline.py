@@ -44,7 +44,7 @@ from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS
 from .plan import CompilePlan
 from .preparation import KL_ITEMS, Prepared, prepare
-from .quality import model_card, quality_report
+from .quality import model_card, quality_report, unimportance_deciles
 from .quantized import LEFT_OUT
 from .reference import ReferenceModel
 from .request import CompileRequest, CompileResult
@@ -325,7 +325,8 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
                 )
     if request.measure_modes is not None and stage.splits:
         task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
-        stage.modes = request.measure_modes(partial, task, items, stage.shots[task.name])
+        deciles = [] if stage.statistics is None else unimportance_deciles(stage.statistics.unimportance)
+        stage.modes = request.measure_modes(partial, task, items, stage.shots[task.name], deciles)
     if stage.swept is not None and isinstance(stage.trials, StreamedTrials):
         found = certify_layerwise(request, partial, stage.trials, stage.swept, stage.splits, stage.shots)
         stage.certificates, stage.divergences = found

@@ -17,6 +17,7 @@ from .device_fit import smallest_plan, summarise_device
 from .emit import producer
 from .families import Lowering, lower
 from .fisher import asks_gradients, check_sensitivity
+from .journal import JOURNAL_FORMAT
 from .layerwise import planning
 from .layerwise.plan_bundles import require_trials
 from .layerwise.sweep import SweepInputs
@@ -79,7 +80,7 @@ class Prepared:
         data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
         profile = [self.request.profile.name, self.request.profile.sha256]
-        plain = [producer(), files, self.request.options.to_plain(), data, profile, self.is_layerwise]
+        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, profile, self.is_layerwise]
         return hashlib.sha256(canonical_json(plain)).hexdigest()
 
 
@@ -104,6 +105,8 @@ def prepare(request: CompileRequest) -> Prepared:
         request.talk.note(note)
     found.splits, found.shots = load_task_data(options, request.talk.note)
     check_sensitivity(options.sensitivity, lowering.model)
+    if request.measure_modes is not None:
+        request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
         check_cluster(kind, lowering.model)
     if kind != "uniform":

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moec.manifests.bundle import BundleManifest, CostSummary
 from moec.manifests.codec import to_plain
@@ -122,6 +123,7 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
     """Popularity as shares, how even it is (entropy over its maximum, per layer), and how predictable routes are.
 
     lower_half_share: of a token's weight, what the lower-ranked half of its experts has, per layer.
+    unimportance_deciles: the nine deciles of experts' unimportance over all layers, see calibration; none of top-1.
     """
     counts = np.asarray(statistics.popularity, np.float64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -130,8 +132,18 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
         "popularity": shares.tolist(),
         "popularity_entropy": entropy.tolist(),
         "lower_half_share": statistics.lower_half.tolist(),
+        "unimportance_deciles": unimportance_deciles(statistics.unimportance),
         "paths": statistics.path_report.to_json(),
     }
+
+
+def unimportance_deciles(counts: NDArray[np.int64]) -> list[float]:
+    """The nine deciles of what was counted, [L, bins]; none where nothing was."""
+    total = np.cumsum(counts.sum(axis=0))
+    if not total[-1]:
+        return []
+    places = np.searchsorted(total, np.arange(1, 10) / 10 * total[-1])
+    return [float(place + 0.5) / counts.shape[1] for place in places.tolist()]
 
 
 def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:

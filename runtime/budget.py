@@ -20,11 +20,18 @@ LOGITS_ROWS_PER_SLOT = 4
 # Growth of interpreter, allocator and thread stacks beyond the parts that are counted: 6 MiB measured on the example
 # (a prompt of 395 tokens and 64 decoded ones, 2 threads), more than doubled.
 PROCESS_SLACK_BYTES = 16 << 20
+# What process and slack count for where it must not matter what they have: more than `moec run` takes (51 to 62 MiB
+# here), so that lossy decisions go by a cache that is not larger than the real one.
+NOMINAL_PROCESS_BYTES = 72 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All bytes of one run. floor_bytes is the least `--memory` that works; cache_bytes is the experts' share."""
+    """All bytes of one run. floor_bytes is the least `--memory` that works; cache_bytes is the experts' share.
+
+    logical_cache_bytes: the share that lossy decisions go by, the same for the same options wherever they run; without
+    any, it is what this machine has free.
+    """
 
     process_bytes: int
     dense_bytes: int
@@ -35,6 +42,7 @@ class MemoryPlan:
     budget_bytes: int | None
     context: int
     accelerator_bytes: int = 0
+    logical_cache_bytes: int = 0
 
     @property
     def floor_bytes(self) -> int:
@@ -154,4 +162,9 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
             f"{what} is under the floor of {least} bytes for a context of {context}",
             "raise it, or shorten `--context`" if options.expert_cache is None else "raise it",
         )
-    return MemoryPlan(cache_bytes=min(cache, cost.expert_padded_bytes), budget_bytes=budget, **fixed)
+    logical = cache
+    if options.expert_cache is None and options.memory is not None:
+        logical = max(cache + fixed["process_bytes"] - NOMINAL_PROCESS_BYTES, cost.minimum_expert_bytes)
+    held = {"cache_bytes": cache, "logical_cache_bytes": logical}
+    held = {name: min(size, cost.expert_padded_bytes) for name, size in held.items()}
+    return MemoryPlan(**held, budget_bytes=budget, **fixed)

@@ -28,6 +28,7 @@ from .elastic_cache import ElasticCache
 from .eviction import bundle_records, policy_score, warm_order
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
+from .mode_line import mode_line
 from .model import Model, bind_experts, load_dense
 from .modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
 from .modes.decoder import LossyDecoder, check_modes
@@ -103,7 +104,9 @@ class Engine:
         self.kv = KVCache(manifest.model, options.slots, self.memory.context)
         experts = bind_experts(bundle, stored, self._storage, dense)
         self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
-        if not self._holds_all:
+        # What is read ahead may not depend on what this process takes either, where decisions go by it.
+        held_bytes = self.memory.logical_cache_bytes if modes.reads_cache else self.memory.cache_bytes
+        if int(sizes[:count].sum()) > held_bytes:
             self.model.advisor.predictor = make_predictor(
                 options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
             )
@@ -121,7 +124,7 @@ class Engine:
         self.cache.warm(warm)
         self.lossy = None
         if not modes.is_lossless:
-            limits = (sizes, self.memory.cache_bytes, records, score, pin_limit, warm)
+            limits = (sizes, held_bytes, records, score, held_bytes - manifest.cost.minimum_expert_bytes, warm)
             logical = LogicalCache(*limits) if modes.reads_cache else None
             versions = Versions(self.model.first_expert, low_version_indices(manifest))
             self.lossy = LossyDecoder(modes, self.model, versions, logical)
@@ -164,22 +167,9 @@ class Engine:
     @property
     def mode(self) -> str:
         """One line that says what is on."""
-        manifest = self.bundle.manifest
-        share = min(self.memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
-        weights = f" {self.options.policy_weights}" if self.options.policy_weights else ""
-        advice = "off (all fit)" if self._holds_all else self.options.prefetch_text
-        return (
-            f"mode: {'resident' if self._holds_all else 'streaming'}, {self._loss_text()}; expert cache "
-            f"{'' if self._elastic is None else 'from '}{self.memory.cache_bytes / 2**20:.1f} MiB "
-            f"({share:.0%} of experts), policy {self.options.policy}{weights}, "
-            f"prefetch {advice}, io {self._storage.mode}, readers {self.options.readers}, "
-            f"kernels {kernels.active()}, threads {kernels.threads()}"
-            f"{'' if self.model.accelerator is None else f'; {self.model.accelerator.mode}'}"
-        )
-
-    def _loss_text(self) -> str:
-        cold = "" if self.options.cache_state == "warm" else ", cold start"
-        return f"lossless{cold}" if self.lossy is None else f"LOSSY ({self.options.modes.to_text()}){cold}"
+        grows = self._elastic is not None
+        line = mode_line(self.bundle.manifest, self.options, self.memory, self._storage.mode, self._holds_all, grows)
+        return line if self.model.accelerator is None else f"{line}; {self.model.accelerator.mode}"
 
     @property
     def is_lossless(self) -> bool:

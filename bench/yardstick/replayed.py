@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,18 @@ class ReplayedChoice(PassChoice):
         return low if low is not None and draw < self.shares.skipped + self.shares.low else expert
 
     def stand_in(
-        self, layer: int, rule: RoutingRule, scores: np.ndarray, row: np.ndarray, missed: int, margin: float
+        self,
+        is_cached: Callable[[int], bool],
+        rule: RoutingRule,
+        scores: np.ndarray,
+        row: np.ndarray,
+        missed: int,
+        margin: float,
     ) -> int | None:
         if self.draws.random() >= self.shares.replaced:
             return None
         for expert in np.argsort(-scores, kind="stable").tolist():
-            if expert not in row and self._is_cached(layer, expert):
+            if expert not in row and is_cached(expert):
                 return int(expert)
         return None
 

@@ -136,7 +136,7 @@ def measure_layer(
         token = clock.seconds / sum(map(len, few.rows))
         progress(2, pieces)
         with clock.running():
-            inputs, _, _ = calibrate_layer(slot, layer, many, pool, quantizer == "gptq")
+            inputs, _ = calibrate_layer(slot, layer, many, pool, quantizer == "gptq")
         calibration_token = clock.seconds / sum(map(len, many.rows))
         progress(3, pieces)
         chosen = torch.argsort(inputs.tokens, descending=True)[:threads].tolist()

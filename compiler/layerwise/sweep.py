@@ -22,7 +22,16 @@ from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..calibration import HELD_OUT_SHARE, ActivationStatistics, Routes, count_statistics, texts_digest, weight_summary
+from ..calibration import (
+    HELD_OUT_SHARE,
+    UNIMPORTANCE_BINS,
+    ActivationStatistics,
+    Routes,
+    count_statistics,
+    texts_digest,
+    unimportance_counts,
+    weight_summary,
+)
 from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
@@ -130,12 +139,15 @@ class _Capture:
 
 def calibrate_layer(
     slot: LayerSlot, layer: int, texts: TextStates, pool: Workers, has_moments: bool
-) -> tuple[LayerInputs, np.ndarray, np.ndarray]:
-    """Move texts through the loaded layer. Returns what they left, routes [T, K], summaries of weights [T, 2]."""
+) -> tuple[LayerInputs, dict[str, np.ndarray]]:
+    """Move texts through the loaded layer. Returns what they left, and what is counted of them.
+
+    routes: [T, K]; weights: [T, 2], calibration.weight_summary; unimportance: calibration.unimportance_counts.
+    """
     inputs = LayerInputs(slot.model.layers[layer].experts, slot.model.hidden_size, has_moments)
     module = slot.experts
     capture = _Capture(slot)
-    routes, weights = [], []
+    routes, weights, unimportance = [], [], np.zeros(UNIMPORTANCE_BINS, np.int64)
     try:
         jobs = [(state, texts.real(at)) for at, state in enumerate(texts.states)]
         # Passes side by side; what they leave is added batch after batch, while the next ones run.
@@ -144,9 +156,11 @@ def calibrate_layer(
             inputs.add(module, handed, pool)
             routes.append(handed.chosen.numpy().astype(np.uint16))
             weights.append(weight_summary(handed.weights).numpy())
+            unimportance += unimportance_counts(handed.weights)
     finally:
         capture.close()
-    return inputs, np.concatenate(routes), np.concatenate(weights)
+    counted = {"routes": np.concatenate(routes), "weights": np.concatenate(weights), "unimportance": unimportance}
+    return inputs, counted
 
 
 class Sweep:
@@ -251,7 +265,7 @@ class Sweep:
             travellers.variants.update(variants)
             return {"costs": np.zeros((0, len(self._store.specs) + 1))}
         has_moments = self._inputs.quantizer == "gptq"
-        inputs, routes, weights = calibrate_layer(slot, layer, travellers.calibration, pool, has_moments)
+        inputs, counted = calibrate_layer(slot, layer, travellers.calibration, pool, has_moments)
         slot.run([*travellers.unchanged(), *travellers.variants.values()], pool, lambda: None)
         variants = {group: self._with_dense_probe(layer, group, before.copy(), pool) for group in groups}
         costs, is_changed = self._quantize(layer, inputs, pool)
@@ -259,7 +273,7 @@ class Sweep:
             variants[f"layers.{layer}.experts"] = before
             slot.run([before], pool, lambda: None)
         travellers.variants.update(variants)
-        return {"routes": routes, "weights": weights, "costs": costs, "tokens": inputs.tokens.numpy()}
+        return {**counted, "costs": costs, "tokens": inputs.tokens.numpy()}
 
     def _with_dense_probe(self, layer: int, group: str, texts: TextStates, pool: Workers) -> TextStates:
         """Texts through the layer with one group of its dense weights in the probe format."""
@@ -329,7 +343,9 @@ class Sweep:
         held_out = texts < round(HELD_OUT_SHARE * len(rows))
         moments = SecondMoments(empty, empty, counts)
         decoder = Routes(np.array(self._model.expert_layers), routes, weights, held_out)
-        return count_statistics(self._model, moments, decoder, texts_digest(rows), self._inputs.seed)
+        unimportance = np.zeros((self._model.num_layers, UNIMPORTANCE_BINS), np.int64)
+        unimportance[list(self._model.expert_layers)] = [found["unimportance"] for found in routed]
+        return count_statistics(self._model, moments, decoder, texts_digest(rows), self._inputs.seed, unimportance)
 
     def _sensitivity(self, travellers: _Travellers) -> SensitivityTable:
         """Gains from the KL of every variant on the probe texts."""

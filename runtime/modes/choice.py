@@ -1,13 +1,15 @@
 """What the experts of a pass become under the lossy modes: cached ones in their place, low versions, none.
 
 Shapes: T tokens, E experts, K ranks. A chosen expert is its number in the layer, plus E where its low version is meant,
-or NOBODY. Ranks go from the largest weight down.
+or NOBODY. A token's best expert is the one with the largest weight; a router that corrects its scores may rank another
+first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 
@@ -154,7 +156,7 @@ class PassChoice:
         asked = routed.chosen.reshape(-1).tolist()
         self._counts.missed += sum(not self._holds(routed.layer, expert) for expert in asked)
         if self._modes.cache_routing is not None:
-            routed = self._with_cached(routed, self._modes.cache_routing)
+            routed = self._with_cached(routed)
         if self._modes.dynamic_precision is not None:
             routed = self._with_versions(routed, self._modes.dynamic_precision)
         return routed.chosen, routed.weights
@@ -187,29 +189,49 @@ class PassChoice:
 
     # -- cache routing -----------------------------------------------------------------------------------------------
 
-    def _with_cached(self, routed: Routed, routing: CacheRouting) -> Routed:
-        """Misses behind the first rank replaced by cached experts within the margin, or dropped."""
+    def _with_cached(self, routed: Routed) -> Routed:
+        """Misses, but for a token's best expert, replaced by cached experts within the margin, or dropped."""
         layer, rule, weights = routed.layer, routed.rule, routed.weights
         found, scores = routed.chosen.copy(), rule.scores(routed.logits)
         for token, row in enumerate(found):
-            total = float(weights[token].sum()) or 1.0
-            for rank in range(1, len(row)):
-                expert = int(row[rank])
-                if self._is_cached(layer, expert):
-                    continue
-                stand_in = self.stand_in(layer, rule, scores[token], row, expert, routing.margin)
-                if stand_in is not None:
-                    row[rank] = stand_in
-                    self._counts.replaced += 1
-                elif self.is_dropped(float(weights[token, rank]) / total, routing.drop):
-                    row[rank] = NOBODY
-                    self._counts.dropped += 1
+            shares, unimportance = weights[token] / (weights[token].sum() or np.float32(1)), 0.0
+            for rank in np.argsort(-shares, kind="stable").tolist():
+                is_cached = partial(self._is_cached, layer, unimportance)
+                if unimportance and not is_cached(int(row[rank])):
+                    row[rank] = self._in_place_of(is_cached, rule, scores[token], row, rank, float(shares[rank]))
+                unimportance += float(shares[rank])
         if np.array_equal(found, routed.chosen):
             return routed
         return replace(routed, chosen=found, weights=rule.weigh(scores, found))
 
+    def _in_place_of(
+        self,
+        is_cached: Callable[[int], bool],
+        rule: RoutingRule,
+        scores: np.ndarray,
+        row: np.ndarray,
+        rank: int,
+        share: float,
+    ) -> int:
+        """What a miss becomes: a cached expert, nobody, or what it was."""
+        routing, missed = self._modes.cache_routing or CacheRouting(0, 0), int(row[rank])
+        stand_in = self.stand_in(is_cached, rule, scores, row, missed, routing.margin)
+        if stand_in is not None:
+            self._counts.replaced += 1
+            return stand_in
+        if self.is_dropped(share, routing.drop):
+            self._counts.dropped += 1
+            return NOBODY
+        return missed
+
     def stand_in(
-        self, layer: int, rule: RoutingRule, scores: np.ndarray, row: np.ndarray, missed: int, margin: float
+        self,
+        is_cached: Callable[[int], bool],
+        rule: RoutingRule,
+        scores: np.ndarray,
+        row: np.ndarray,
+        missed: int,
+        margin: float,
     ) -> int | None:
         """The best cached expert that the token has not chosen, within the margin of the one that is missed."""
         least = (1 - margin) * float(scores[missed])
@@ -217,7 +239,7 @@ class PassChoice:
             return None
         near = np.flatnonzero(rule.allowed(scores) & (scores >= least))
         for expert in near[np.argsort(-scores[near], kind="stable")].tolist():
-            if expert not in row and self._is_cached(layer, expert):
+            if expert not in row and is_cached(expert):
                 return int(expert)
         return None
 
@@ -225,10 +247,15 @@ class PassChoice:
         """Whether a missed expert of this share of the token's weight is left out."""
         return share < drop
 
-    def _is_cached(self, layer: int, expert: int) -> bool:
-        """Whether a version that may be computed is there."""
-        low = self._versions.low(layer, expert) if self._modes.dynamic_precision is not None else None
-        return self._holds(layer, expert) or (low is not None and self._holds(layer, low))
+    def _is_cached(self, layer: int, unimportance: float, expert: int) -> bool:
+        """Whether an expert of this unimportance can be computed without a read: high, or low where low will do."""
+        if self._holds(layer, expert):
+            return True
+        dynamic = self._modes.dynamic_precision
+        if dynamic is None or unimportance <= dynamic.low_above:
+            return False
+        low = self._versions.low(layer, expert)
+        return low is not None and self._holds(layer, low)
 
     def _holds(self, layer: int, version: int) -> bool:
         return self._cache is not None and self._cache.holds(self._versions.index(layer, version))

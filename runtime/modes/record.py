@@ -29,10 +29,15 @@ def record_path(bundle: Path) -> Path:
 
 
 def write_record(bundle: Path, record: dict[str, Any]) -> Path:
-    """Write the record beside a bundle, whole or not at all. Raises InputError if the folder refuses."""
+    """Write the record beside a bundle, whole or not at all. Raises InputError if the folder refuses.
+
+    What was measured of the same bundle before, of other settings, stays, each row with its conditions.
+    """
     path = record_path(bundle)
     part = path.with_name(path.name + ".new")
-    plain = {"format_version": FORMAT_VERSION, "bundle": bundle_sha256(bundle), **record}
+    measured = {row["mode"] for row in record["rows"]}
+    rows = [*record["rows"], *(row for row in _rows(_beside(bundle)) if row["mode"] not in measured)]
+    plain = {"format_version": FORMAT_VERSION, "bundle": bundle_sha256(bundle), **record, "rows": rows}
     try:
         part.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
         os.replace(part, path)
@@ -48,14 +53,17 @@ def measured_rows(bundle: Path) -> list[dict[str, Any]]:
     A record that cannot be read, or is of another bundle, has none.
     """
     found: dict[str, dict[str, Any]] = {}
-    quality = _load(bundle / QUALITY_NAME).get("modes")
-    beside = _load(record_path(bundle))
-    if beside.get("bundle") != bundle_sha256(bundle) or beside.get("format_version") != FORMAT_VERSION:
-        beside = {}
-    for record in (quality, beside):
+    for record in (_load(bundle / QUALITY_NAME).get("modes"), _beside(bundle)):
         for row in _rows(record):
             found[row["mode"]] = row
     return list(found.values())
+
+
+def _beside(bundle: Path) -> dict[str, Any]:
+    """The record beside a bundle; empty if it is of another one."""
+    found = _load(record_path(bundle))
+    is_its = found.get("bundle") == bundle_sha256(bundle) and found.get("format_version") == FORMAT_VERSION
+    return found if is_its else {}
 
 
 def calibrated_lower_half(bundle: Path) -> float | None:
@@ -63,12 +71,23 @@ def calibrated_lower_half(bundle: Path) -> float | None:
 
     None where nothing was calibrated, or what `quality.json` says cannot be read.
     """
-    statistics = _load(bundle / QUALITY_NAME).get("statistics")
-    shares = statistics.get("lower_half_share") if isinstance(statistics, dict) else None
-    if not isinstance(shares, list) or not all(isinstance(share, int | float) for share in shares):
-        return None
-    routed = [share for share in shares if share > 0]  # zero: a layer that does not route, or has one expert a token
+    # Zero: a layer that does not route, or has one expert a token.
+    routed = [share for share in _calibrated(bundle, "lower_half_share") if share > 0]
     return sum(routed) / len(routed) if routed else None
+
+
+def calibrated_deciles(bundle: Path) -> list[float]:
+    """The nine deciles of experts' unimportance in calibration, as HOBBIT's thresholds mean it; empty where unknown."""
+    found = _calibrated(bundle, "unimportance_deciles")
+    return found if len(found) == 9 and all(0 <= share <= 1 for share in found) and found == sorted(found) else []
+
+
+def _calibrated(bundle: Path, name: str) -> list[float]:
+    """Numbers of `quality.json` by their name; empty where it has none."""
+    statistics = _load(bundle / QUALITY_NAME).get("statistics")
+    found = statistics.get(name) if isinstance(statistics, dict) else None
+    is_numbers = isinstance(found, list) and all(isinstance(share, int | float) for share in found)
+    return [float(share) for share in found] if is_numbers and found is not None else []
 
 
 def modes_of_row(row: dict[str, Any]) -> LossyModes:

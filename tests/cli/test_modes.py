@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from moec.cli.main import cli
-from moec.runtime.modes.record import calibrated_lower_half, measured_rows, record_path
+from moec.cli.mode_sweep import allowed_settings, settings_of
+from moec.manifests.errors import OptionError
+from moec.manifests.router import RouterSpec
+from moec.runtime.bundle import open_bundle
+from moec.runtime.modes.record import calibrated_deciles, calibrated_lower_half, measured_rows, record_path
+from moec.runtime.options import RuntimeOptions
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
@@ -126,6 +132,68 @@ def test_thresholds_are_chosen_from_what_was_measured(
     assert "is not a share" in invoke(*auto, "much").stderr
 
 
+def test_auto_is_alone_and_its_loss_is_its_own(invoke: Invoke, recorded: Path) -> None:
+    run = ("run", recorded, "--prompt", "a", "--max-new-tokens", 2)
+    for other in (("--big-little", "gamma=0.5"), ("--cache-routing", "margin=0.1")):
+        assert "measured without other modes" in invoke(*run, "--dynamic-precision", "auto", *other).stderr
+    for modes in ((), ("--dynamic-precision", "0,1")):
+        refused = invoke(*run, *modes, "--mode-loss", "2%")
+        assert refused.exit_code == 1 and "is what `auto` may cost" in refused.stderr
+
+
+def test_what_was_measured_before_stays(invoke: Invoke, recorded: Path, texts: Path) -> None:
+    before = {row["mode"]: row for row in measured_rows(recorded)}
+    modes = "big-little gamma=0.9; dynamic-precision 0,0.5"
+    arguments = ("eval", recorded, "--data", texts, "--modes", modes, "--expert-cache", "60%")
+    assert invoke(*arguments).exit_code == 0
+    after = {row["mode"]: row for row in measured_rows(recorded)}
+    assert set(after) == {*before, "dynamic-precision 0,0.5"}
+    assert after["big-little gamma=0.9,k=K/2"]["expert_cache"] == "60%"
+    kept = after["dynamic-precision 0,1"]
+    assert kept == before["dynamic-precision 0,1"] and kept["expert_cache"] == "50%", "with its own conditions"
+
+
+def test_a_sweep_takes_its_thresholds_from_calibration(two_versions: Path, tmp_path: Path) -> None:
+    manifest = open_bundle(two_versions).manifest
+    deciles = [0.31, 0.4, 0.45, 0.5, 0.5521, 0.6, 0.65, 0.7, 0.8]
+    quality = {"statistics": {"unimportance_deciles": deciles}}
+    (tmp_path / "quality.json").write_text(json.dumps(quality))
+    assert calibrated_deciles(tmp_path) == deciles
+    found = [each.get("dynamic_precision") for each in settings_of("sweep", manifest, deciles)]
+    alone = ["0,1", "0.4,1", "0.552,1", "0.7,1", "0.552,0.7", "0.7,0.7", "0.8,0.8"]
+    assert [each for each in dict.fromkeys(found) if each is not None] == alone
+    for wrong in (deciles[:8], deciles[::-1], ["a"] * 9, None):
+        (tmp_path / "quality.json").write_text(json.dumps({"statistics": {"unimportance_deciles": wrong}}))
+        assert calibrated_deciles(tmp_path) == []
+
+
+def test_a_sweep_leaves_out_what_is_refused(two_versions: Path) -> None:
+    """Sparsemixer weighs the two it chose; a device's experts are in no host's cache."""
+    manifest = open_bundle(two_versions).manifest
+    router = RouterSpec("sparsemixer", False, margin=0.02)
+    layers = tuple(
+        replace(each, experts=replace(each.experts, top_k=2, router=router)) for each in manifest.model.layers
+    )
+    sparse = replace(manifest.model, layers=layers)
+    found = allowed_settings("sweep", sparse, True, (), None)
+    assert len(found) > 5 and not any("cache_routing" in each for each in found)
+    device = RuntimeOptions(accelerator="torch-cpu", accelerator_memory="1GiB")
+    found = settings_of("sweep", manifest, (), device)
+    assert [set(each) for each in found] == [set(), {"big_little"}, {"big_little"}, {"big_little"}]
+    with pytest.raises(OptionError, match="says nothing of experts on an accelerator"):
+        settings_of("dynamic-precision 0,1", manifest, (), device)
+
+
+def test_modes_that_a_compile_cannot_measure_are_refused_before_it_begins(invoke: Invoke, tmp_path: Path) -> None:
+    model, data = save_model(tmp_path / "model", layers=1, experts=4), save_texts(tmp_path / "texts")
+    common = ("compile", model, "--bits-per-weight", 9, "--bits", 8, "--group-size", 32, "-o", tmp_path / "out")
+    wrong = (("big-litle gamma=0.5", "is not a mode"), ("dynamic-precision 0,1", "asks for low versions"))
+    for modes, message in wrong:
+        refused = invoke(*common, "--data", data, "--modes", modes)
+        assert refused.exit_code == 1 and message in refused.stderr and "calibrating" not in refused.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "texts"]
+
+
 def test_records_of_other_bundles_and_broken_ones_count_for_nothing(recorded: Path) -> None:
     own, path = recorded, record_path(recorded)
     record = json.loads(path.read_text())
@@ -151,7 +219,11 @@ def test_a_sweep_of_speed(invoke: Invoke, two_versions: Path) -> None:
     rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
     assert all(row["tokens_per_s"] > 0 and row["ttft_ns"] > 0 for row in rows.values())
     assert rows[""]["kl"]["mean"] == 0 and rows["dynamic-precision 0,1"]["kl"]["mean"] > 0
-    page = invoke(*arguments).stdout
+    quoted = {row["mode"]: row["loss"] for row in measured_rows(two_versions)}
+    assert all((row["quality"] or {}).get("loss") == quoted.get(mode) for mode, row in rows.items())
+    told = invoke(*arguments)
+    assert "LOSSY (dynamic-precision 0,1), deciding by a cache of " in told.stderr
+    page = told.stdout
     assert "x lossless" in page and "big-little gamma=0.5,k=K/2" in page and "fallback 100" in page
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.calibration import ActivationStatistics, calibrate
+from moec.compiler.calibration import UNIMPORTANCE_BINS, ActivationStatistics, calibrate, unimportance_counts
+from moec.compiler.quality import unimportance_deciles
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.second_moments import SecondMoments
 from moec.compiler.statistics_paths import (
@@ -195,3 +196,22 @@ def test_the_frequent_share_counts_observed_paths():
     paths = np.array([[[0, 1]]] * 7 + [[[1, 2]], [[2, 1]], [[3, 4]], [[5, 6]], [[0, 6]]])
     assert frequent_share(paths) == (7 / 12, 5)
     assert frequent_share(paths[:0]) == (0.0, 0)
+
+
+def test_unimportance_is_the_weight_of_the_experts_before() -> None:
+    """Of weights .5, .3, .2 the second expert's is .5, the third's .8; the order in which they come does not matter."""
+    counts = unimportance_counts(torch.tensor([[0.3, 0.5, 0.2], [0.2, 0.5, 0.3], [2.0, 1.0, 1.0]]))
+    assert counts.sum() == 6 and counts[int(0.5 * UNIMPORTANCE_BINS)] == 3
+    assert counts[int(0.8 * UNIMPORTANCE_BINS) - 1 : int(0.8 * UNIMPORTANCE_BINS) + 1].sum() == 2
+    assert counts[int(0.75 * UNIMPORTANCE_BINS)] == 1
+    deciles = unimportance_deciles(np.stack([counts, np.zeros_like(counts)]))
+    assert deciles == pytest.approx([0.5] * 5 + [0.75] + [0.8] * 3, abs=1.5 / UNIMPORTANCE_BINS)
+    assert unimportance_counts(torch.ones(3, 1)).sum() == 0 and unimportance_deciles(counts[None] * 0) == []
+
+
+def test_unimportance_is_counted_of_every_token(statistics):
+    """One of two experts is not the best; with weights that add up to 1, its unimportance is the largest weight."""
+    assert (statistics.unimportance.sum(axis=1) == statistics.popularity.sum(axis=1) // 2).all()
+    found = np.repeat((np.arange(UNIMPORTANCE_BINS) + 0.5) / UNIMPORTANCE_BINS, statistics.unimportance[0])
+    expected = statistics.router_quantiles[0]
+    assert np.quantile(found, np.linspace(0, 1, len(expected))) == pytest.approx(expected, abs=1 / UNIMPORTANCE_BINS)

@@ -112,6 +112,9 @@ def test_the_sweep_counts_what_calibration_counts(folder: Path, whole: SweepResu
     assert np.array_equal(found.path_counts, expected.path_counts)
     assert found.router_quantiles == pytest.approx(expected.router_quantiles, abs=1e-5)
     assert found.lower_half == pytest.approx(expected.lower_half, abs=1e-5)
+    assert (found.unimportance.sum(axis=1) == expected.unimportance.sum(axis=1)).all()
+    moved = np.abs(found.unimportance - expected.unimportance).sum()
+    assert moved <= 0.02 * expected.unimportance.sum(), "a last bit may move one over the edge of a bin"
     assert found.unseen_experts == expected.unseen_experts
 
 

@@ -14,10 +14,13 @@ from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec, StaticRouting
 from moec.runtime import load
 from moec.runtime.batch import forced_logits, generate_many
+from moec.runtime.budget import NOMINAL_PROCESS_BYTES
 from moec.runtime.bundle import open_bundle
 from moec.runtime.modes.choice import ModeCounts
 from moec.runtime.modes.decoder import check_modes
 from moec.runtime.modes.settings import parse_modes
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 Decoded = Callable[..., tuple[np.ndarray, ModeCounts | None]]
 ALL_MODES = {
@@ -271,3 +274,34 @@ def test_routers_that_a_mode_cannot_weigh_are_refused(
         return
     with pytest.raises(OptionError, match=told):
         check_modes(asked, replace(model, layers=tuple(layers)), 0)
+
+
+def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
+    two_version_bundle: Path, decoded: Decoded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same budget where python takes 10 MiB more, and where there is room for all: the same decisions."""
+    with load(two_version_bundle, context=64) as engine:
+        plan, experts = engine.memory, engine.bundle.manifest.cost.expert_padded_bytes
+    budget = NOMINAL_PROCESS_BYTES + plan.fixed_bytes - plan.process_bytes + experts // 2
+    options = {"memory": str(budget), "dynamic_precision": "0,1"}
+    found = []
+    for taken_bytes in (40 << 20, 50 << 20, (56 << 20) - experts // 4):
+        monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda taken=taken_bytes: taken)
+        with load(two_version_bundle, context=64, **options) as engine:
+            assert engine.memory.logical_cache_bytes == experts // 2 < engine.memory.cache_bytes
+            assert f"deciding by a cache of {experts / 2**21:.1f} MiB" in engine.mode
+        found.append(decoded(**options))
+    for logits, counts in found[1:]:
+        assert same(logits, found[0][0]) and counts == found[0][1]
+    assert 0 < counts_of(found[0][1]).missed < counts_of(found[0][1]).ranks
+
+
+def test_low_versions_that_no_mode_asks_for_change_nothing(two_version_bundle: Path, tmp_path: Path) -> None:
+    folder = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=3, experts=8, top_k=4, seed=5))
+    plain = emit_bundle(folder, tmp_path / "bundle", bitwidth=8)
+    found = []
+    for path in (plain, two_version_bundle):
+        with load(path, context=64, expert_cache="50%") as engine:
+            assert engine.is_lossless and bool(engine.bundle.manifest.low_experts) == (path is two_version_bundle)
+            found.append(engine.logits(PROMPTS[0] * 5))
+    assert same(*found)
