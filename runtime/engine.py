@@ -143,6 +143,7 @@ class Engine:
         """Stop the reader, close files, give the accelerator's memory back."""
         self.cache.close()
         if self.model.accelerator is not None:
+            self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
             self.model.accelerator.close()
         self._storage.close()
 
@@ -156,6 +157,8 @@ class Engine:
             raise OptionError("no accelerator holds the dense weights", "add `--accelerator-dense device`")
         part, kv = (dense.part, dense.kv) if on_device and dense is not None else self._on_host
         self.model.dense_part, self.kv = part, kv
+        if self.model.accelerator is not None:
+            self.model.accelerator.uses_dense = on_device
         self._sequence += 1
 
     def decoding_cache_bytes(self, positions: int) -> int:

@@ -62,6 +62,7 @@ class CooperativeExperts:
         self._shared = dict(shared or {})
         self.dense: DenseOnDevice | None = None
         self.dense_latency: DenseLatency | None = None
+        self.uses_dense, self.dense_note = False, ""
 
     def absent(self, experts: Sequence[int]) -> list[int]:
         """Of these, the ones that are not on the device: what the host may have to read."""
@@ -79,7 +80,8 @@ class CooperativeExperts:
             loads.append(ExpertLoad(index, len(places), self._sizes[index], is_resident, in_host))
         plan = plan_layer(loads, self.latency, self.cooperation)
         by_expert = {index: _at(places, top_k) for index, places in asked.items()}
-        shared = None if layer not in self._shared else (self._shared[layer], top_k)
+        is_there = self.uses_dense and layer in self._shared
+        shared = (self._shared[layer], top_k) if is_there else None
         split = LayerSplit(self, plan, by_expert, hidden_states, shared)
         self.counts.resident += plan.count(Action.RESIDENT)
         self.counts.copied += plan.count(Action.COPY)
@@ -107,7 +109,7 @@ class CooperativeExperts:
         """For the `mode:` line: what is where, what was measured, what was done so far."""
         done = f", experts computed: {self.counts.to_text()}" if self.counts != CooperationCounts() else ""
         return (
-            f"accelerator {self.device.name} for {'' if self.dense is None else 'dense weights and '}routed experts, "
+            f"accelerator {self.device.name} for {'dense weights and ' if self.uses_dense else ''}routed experts, "
             f"cooperation {self.cooperation}, "
             f"{len(self.placement.resident)} of {len(self._sizes)} experts on it in "
             f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
@@ -116,18 +118,24 @@ class CooperativeExperts:
         )
 
     def _dense_text(self) -> str:
-        return "" if self.dense_latency is None else f", {self.dense_latency.to_text()}"
+        return "".join(f", {text}" for text in (self._latency_text(), self.dense_note) if text)
+
+    def _latency_text(self) -> str:
+        return "" if self.dense_latency is None else self.dense_latency.to_text()
 
     def to_plain(self) -> dict[str, Any]:
         """For `--json`."""
+        # Without a count of torch's own, what was kept for dense weights is what they take.
+        dense_bytes = 0 if self.dense is None or self.device.counts_all else self.dense.size_bytes
         return {
             "device": self.device.name,
             "cooperation": self.cooperation,
-            "used_bytes": self.device.used_bytes,
+            "used_bytes": self.device.used_bytes + dense_bytes,
             "placement": self.placement.to_plain(),
             "latency": self.latency.to_plain(),
             "dense": None if self.dense_latency is None else self.dense_latency.to_plain(),
-            "dense_is_on_device": self.dense is not None,
+            "dense_is_on_device": self.uses_dense,
+            "dense_note": self.dense_note or None,
             "experts": asdict(self.counts),
         }
 

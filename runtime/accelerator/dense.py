@@ -40,7 +40,7 @@ PROMPT_TOKENS, NEW_TOKENS = 512, 128
 def row_floats(layer: LayerSpec, positions: int) -> int:
     """Float32 values that attention needs for one query over so many positions: three forms of scores, keys, values."""
     attention = layer.attention
-    return positions * (3 * attention.num_heads + 2 * attention.cache_heads * attention.cache_size)
+    return positions * (3 * attention.num_heads + 4 * attention.cache_heads * attention.cache_size)
 
 
 def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int) -> int:
@@ -97,10 +97,14 @@ def _pass_bytes(model: ModelSpec, tokens: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DenseOnDevice:
-    """Attention and head that are computed on the device. kv: their keys and values, which lie there too."""
+    """Attention and head that are computed on the device. kv: their keys and values, which lie there too.
+
+    size_bytes: of the budget that was kept for all of it.
+    """
 
     part: DensePart
     kv: KVCache
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,12 @@ class ExpertDevice(Protocol):
     """One layer at a time: `begin`, any number of `run`, `collect`. Not for use from several threads at once.
 
     name: as the user named it. host_bytes: what it takes of the host's memory beyond what the process has when it is
-    opened.
+    opened. counts_all: whether used_bytes counts what others keep on it as well.
     """
 
     name: str
     host_bytes: int
+    counts_all: bool
 
     @property
     def used_bytes(self) -> int:

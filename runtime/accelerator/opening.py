@@ -44,7 +44,7 @@ _SAMPLES = 3
 class OpenedAccelerator:
     """A device that was found. memory_bytes: its budget; host_bytes: what it takes of this process's memory.
 
-    dense_bytes: what dense weights would take of the budget; 0: they stay on the CPU.
+    dense_bytes: what dense weights would take of the budget; 0: they stay on the CPU. dense_note: why, for people.
     """
 
     name: str
@@ -54,6 +54,7 @@ class OpenedAccelerator:
     sizes: tuple[int, ...]
     working_bytes: int
     dense_bytes: int
+    dense_note: str
 
 
 def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> OpenedAccelerator | None:
@@ -75,6 +76,7 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
     given = None if options.accelerator_memory is None else parse_bytes(options.accelerator_memory)
     if not is_cpu:
         torch.zeros(1, device=device)  # the driver's share of this process's memory is there from now on
+        torch.cuda.reset_peak_memory_stats(device)  # what is told is the peak from here on
         free = torch.cuda.mem_get_info(device)[0]
         if given is not None and given > free:
             raise AcceleratorUnavailable(
@@ -91,14 +93,15 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
     host_bytes = memory_bytes if is_cpu else COPY_SLOTS * max(sizes)
     total = working + (0 if is_cpu else _LIBRARY_BYTES)
     place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # refuses before anything is opened or read
-    dense = 0
+    dense, note = 0, ""
     if wants_dense(manifest, options):
         dense = dense_bytes(manifest, tokens, options.slots, context)
         fits = total + COPY_SLOTS * max(sizes) + dense <= memory_bytes
         if options.accelerator_dense == "device":
             place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, dense)
+        note = "" if fits else f"dense weights, with keys and values, would take {dense / 2**20:.1f} MiB and do not fit"
         dense = dense if fits else 0
-    return OpenedAccelerator(options.accelerator, device, memory_bytes, host_bytes, sizes, total, dense)
+    return OpenedAccelerator(options.accelerator, device, memory_bytes, host_bytes, sizes, total, dense, note)
 
 
 def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
@@ -144,41 +147,60 @@ def start_cooperation(
     count = len(manifest.experts)
     ranked = np.argsort(-records.frequency[:count], kind="stable").tolist()
     order = [index for index in ranked if opened.sizes[index]]  # of the others nothing is stored
+    dense, dense_latency = _bring_dense(opened, options, model, kv)
     try:
-        dense, dense_latency = _bring_dense(opened, options, model, kv)
         on_device, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
         placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, on_device)
         from .torch_device import TorchDevice
 
         device = TorchDevice(opened.name, opened.device, placement.resident_bytes + shared, max(opened.sizes))
     except RuntimeError as error:  # torch's own for a device, or pinned memory, that is full
-        raise AcceleratorUnavailable(
-            f"`{opened.name}` does not give the {opened.memory_bytes} bytes of its budget: {_first_line(error)}",
-            "lower `--accelerator-memory`",
-        ) from error
+        raise _full(opened, error) from error
     latency = measure_bundle(device, experts, opened.sizes, storage)
     residents = bring(device, placement, experts, storage)
     kept = {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}
     known = (placement, residents, latency, options.cooperation, is_in_host, kept)
     found = CooperativeExperts(device, experts, opened.sizes, *known)
-    found.dense, found.dense_latency = dense, dense_latency
+    found.dense, found.dense_latency, found.dense_note = dense, dense_latency, opened.dense_note
     return found
+
+
+def _full(opened: OpenedAccelerator, error: RuntimeError) -> AcceleratorUnavailable:
+    return AcceleratorUnavailable(
+        f"`{opened.name}` does not give the {opened.memory_bytes} bytes of its budget: {_first_line(error)}",
+        "lower `--accelerator-memory`",
+    )
 
 
 def _bring_dense(
     opened: OpenedAccelerator, options: RuntimeOptions, model: Model, kv: KVCache
 ) -> tuple[DenseOnDevice | None, DenseLatency | None]:
-    """Attention and head on the device, unless they were measured to be slower there and nobody asked for it."""
+    """Attention and head on the device, unless they were measured to be slower there and nobody asked for it.
+
+    Raises AcceleratorUnavailable where the device is full and somebody did.
+    """
     if not opened.dense_bytes:
         return None, None
-    from .torch_dense import dense_on
+    from .torch_dense import dense_on, give_back
 
-    found, at = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context), model.spec.first_decoder_layer
+    is_asked, at = options.accelerator_dense == "device", model.spec.first_decoder_layer
+    try:
+        found = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context, opened.dense_bytes)
+    except RuntimeError as error:  # torch's own for a device that is full
+        if is_asked:
+            raise _full(opened, error) from error
+        give_back(opened.device)
+        return None, None
+    if kv.context < 2:  # nothing to draw a line through, and nothing to gain
+        return found if is_asked else None, None
     on_host = AttentionSide(model.dense_part.attentions[at], kv.keys[at], kv.values[at])
     on_device = AttentionSide(found.part.attentions[at], found.kv.keys[at], found.kv.values[at])
     latency = measure_dense(on_host, on_device, model.spec.hidden_size, kv.context, time.perf_counter_ns)
-    stays = options.accelerator_dense == "device" or latency.device_is_faster
-    return found if stays else None, latency
+    if is_asked or latency.device_is_faster:
+        return found, latency
+    del found, on_device
+    give_back(opened.device)
+    return None, latency
 
 
 def _first_line(error: Exception) -> str:

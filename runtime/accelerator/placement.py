@@ -46,7 +46,7 @@ def place_experts(
         raise MemoryBudgetExceeded(
             f"the accelerator's budget of {budget_bytes} bytes is under its floor of {fixed} (dense weights "
             f"{dense_bytes}, {copy_slots} experts on their way, working memory {working_bytes})",
-            "raise `--accelerator-memory`",
+            "raise `--accelerator-memory`" + (", lower `--context`, or keep dense weights here" if dense_bytes else ""),
         )
     resident, room = [], budget_bytes - fixed
     for index in order:

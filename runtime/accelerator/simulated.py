@@ -42,7 +42,7 @@ def _own(expert: kernels.Expert) -> kernels.Expert:
 class SimulatedDevice:
     """A device of these latencies and so many bytes. now_ns: the processor's time, which `advance` lets pass."""
 
-    name, host_bytes = "simulated", 0
+    name, host_bytes, counts_all = "simulated", 0, False
 
     def __init__(self, latency: LatencyModel, memory_bytes: int, slots: int = COPY_SLOTS) -> None:
         self._latency, self._memory_bytes, self._slots = latency, memory_bytes, slots

@@ -24,17 +24,22 @@ from .torch_weights import round_activations, unpack
 
 
 def unpacked(matrix: PackedMatrix, device: torch.device) -> torch.Tensor:
-    """The weights of a matrix on the device, float32 [N, K]; some row blocks at a time."""
+    """The weights of a matrix on the device, float32 [N, K]."""
     weights = torch.empty((matrix.rows, matrix.columns), dtype=torch.float32, device=device)
+    unpack_into(weights, matrix)
+    return weights
+
+
+def unpack_into(weights: torch.Tensor, matrix: PackedMatrix) -> None:
+    """The weights of a matrix, to a tensor [N, K] of their size; some row blocks at a time."""
     blocks = round_up(matrix.rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
     block_bytes = len(matrix.data) // blocks
     step = max(1, UNPACKED_AT_ONCE // (ROWS_PER_BLOCK * matrix.columns))
     for first in range(0, blocks, step):
         last = min(first + step, blocks)
         rows = slice(first * ROWS_PER_BLOCK, min(last * ROWS_PER_BLOCK, matrix.rows))
-        packed = torch.from_numpy(matrix.data[first * block_bytes : last * block_bytes].copy()).to(device)
+        packed = torch.from_numpy(matrix.data[first * block_bytes : last * block_bytes].copy()).to(weights.device)
         weights[rows] = unpack(packed, rows.stop - rows.start, matrix.columns, matrix.spec)
-    return weights
 
 
 def rounded_as_read(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
@@ -53,7 +58,10 @@ class TorchLinear:
         self._sizes, self._is_rounded = [matrix.rows for matrix in matrices], matrices[0].spec.bitwidth != 16
         if any((matrix.spec.bitwidth != 16) != self._is_rounded for matrix in matrices):
             raise ValueError("matrices that are multiplied together must read the same rows")
-        self._weight = torch.cat([unpacked(matrix, device) for matrix in matrices])
+        shape = (sum(self._sizes), matrices[0].columns)
+        self._weight = torch.empty(shape, dtype=torch.float32, device=device)
+        for part, matrix in zip(torch.split(self._weight, self._sizes), matrices, strict=True):
+            unpack_into(part, matrix)
         self._bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
             whole = [
@@ -109,11 +117,16 @@ class TorchRotary:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens that attention takes at once: of one slot, or each of its own. rows: of the pass; ends: positions seen."""
+    """Tokens that attention takes together: of one slot, or each of its own, in order of rows.
+
+    rows: of the pass, int64 [n]. slots: a slice of neighbours, whose cache need not be copied, or int64 [n] of any.
+    end: positions that the furthest sees. is_even: whether all see as many.
+    """
 
     rows: torch.Tensor
-    slots: torch.Tensor
+    slots: slice | torch.Tensor
     end: int
+    is_even: bool = True
 
 
 class PlacesOnDevice:
@@ -133,14 +146,21 @@ class PlacesOnDevice:
         self.slots, self.positions = self._upload(places.slots), self._upload(places.positions)
         known = np.unique(places.slots)
         if len(known) == len(places.slots):
-            rows = np.arange(len(known))
-            self.parts = [Part(self._upload(rows), self.slots, int(places.positions.max()) + 1)]
+            self.parts = [self._side_by_side(places)]
             return
         self.parts = []
-        for slot in known:
+        for slot in known.tolist():
             rows = np.flatnonzero(places.slots == slot)
             end = int(places.positions[rows].max()) + 1
-            self.parts.append(Part(self._upload(rows), self._upload(np.array([slot])), end))
+            self.parts.append(Part(self._upload(rows), slice(slot, slot + 1), end))
+
+    def _side_by_side(self, places: TokenPlaces) -> Part:
+        """One token each of some slots."""
+        slots, positions = places.slots, places.positions
+        first, end, is_even = int(slots[0]), int(positions.max()) + 1, len(set(positions.tolist())) == 1
+        is_run = np.array_equal(slots, np.arange(first, first + len(slots)))
+        where = slice(first, first + len(slots)) if is_run else self.slots
+        return Part(self._upload(np.arange(len(slots))), where, end, is_even)
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
@@ -161,23 +181,36 @@ def attend(
     """
     out = torch.empty((*query.shape[:2], values.shape[3]), dtype=torch.float32, device=query.device)
     for part in places.parts:
-        gathers = len(part.slots) > 1
-        a_row = part.end * (3 * query.shape[1] + gathers * keys.shape[1] * (keys.shape[3] + values.shape[3]))
-        step = max(1, CHUNK_FLOATS // a_row)
-        for rows, slots in _chunks(part, step):
+        for rows, slots in _chunks(part, _rows_at_once(part, query, keys, values)):
             asked = query[rows]
-            asked = asked.unsqueeze(1) if gathers else asked.unsqueeze(0)
+            is_one = isinstance(slots, slice) and slots.stop == slots.start + 1
+            asked = asked.unsqueeze(0) if is_one else asked.unsqueeze(1)
             positions = places.positions[rows].view(asked.shape[:2])
-            seen = keys[slots, :, : part.end], values[slots, :, : part.end]
-            out[rows] = _mix(asked, *seen, positions, scale, window, sinks).reshape(len(rows), *out.shape[1:])
+            seen = (keys[slots, :, : part.end], values[slots, :, : part.end])
+            mixed = _mix(asked, *seen, positions, scale, window, sinks, part.is_even)
+            out[rows] = mixed.reshape(len(rows), *out.shape[1:])
+            del seen, mixed  # before the next ones are made
     return out
 
 
-def _chunks(part: Part, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _rows_at_once(part: Part, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Queries whose scores, and copies of what they see where those are made, are CHUNK_FLOATS together."""
+    is_copied = isinstance(part.slots, torch.Tensor) or not part.is_even
+    copied = keys.shape[1] * (keys.shape[3] + 2 * values.shape[3]) if is_copied else 0
+    return max(1, CHUNK_FLOATS // (part.end * (3 * query.shape[1] + copied)))
+
+
+def _chunks(part: Part, step: int) -> Iterator[tuple[torch.Tensor, slice | torch.Tensor]]:
     """So many rows of a part at a time, with their slots."""
+    slots = part.slots
     for first in range(0, len(part.rows), step):
         rows = part.rows[first : first + step]
-        yield rows, part.slots if len(part.slots) == 1 else part.slots[first : first + step]
+        if isinstance(slots, torch.Tensor):
+            yield rows, slots[first : first + step]
+        elif slots.stop == slots.start + 1:
+            yield rows, slots
+        else:
+            yield rows, slice(slots.start + first, slots.start + first + len(rows))
 
 
 def _mix(
@@ -188,14 +221,21 @@ def _mix(
     scale: float,
     window: int,
     sinks: torch.Tensor | None,
+    is_even: bool,
 ) -> torch.Tensor:
-    """query [B, t, H, Dh]; keys, values [B, Hkv, E, Dh]; positions [B, t]. Returns [B, t, H, Dv]."""
+    """query [B, t, H, Dh]; keys, values [B, Hkv, E, Dh]; positions [B, t]. Returns [B, t, H, Dv].
+
+    is_even: whether all sequences are of E positions. What lies behind the end of another has no weight, but may be
+    what an earlier sequence left there: not a number, perhaps, which no weight takes away.
+    """
     batch, count, heads, size = query.shape
     groups, end = keys.shape[1], keys.shape[2]
     rows = query.view(batch, count, groups, -1, size).permute(0, 2, 3, 1, 4).reshape(batch, groups, -1, size)
     scores = (rows @ keys.transpose(-1, -2)).mul_(scale).view(batch, groups, -1, count, end)
     at = torch.arange(end, device=query.device)
     hidden = at > positions.unsqueeze(-1)
+    if not is_even:
+        values = values.masked_fill(hidden.all(dim=1)[:, None, :, None], 0)
     if window:
         hidden |= at <= positions.unsqueeze(-1) - window
     scores.masked_fill_(hidden[:, None, None], -torch.inf)

@@ -49,12 +49,18 @@ class TorchHead:
         return out
 
 
+def give_back(device: torch.device) -> None:
+    """Return to the device what torch keeps of memory that nobody has any more."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def dense_on(
-    device: torch.device, model: ModelSpec, dense: Mapping[str, Any], slots: int, context: int
+    device: torch.device, model: ModelSpec, dense: Mapping[str, Any], slots: int, context: int, size_bytes: int
 ) -> DenseOnDevice:
     """Bring a model's attention and head to a device, and make room for keys and values there.
 
-    dense: all dense weights by name. Raises torch's own errors where the device is full.
+    dense: all dense weights by name. size_bytes: see DenseOnDevice. Raises torch's own errors where the device is full.
     """
     ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
     rotary = {rope: TorchRotary(RotaryTables(rope, context), device) for rope in ropes}
@@ -71,4 +77,4 @@ def dense_on(
 
     attentions = [attention(at) for at in range(model.num_layers)]
     head = TorchHead(dense[model.head_name], device)
-    return DenseOnDevice(DensePart(attentions, head), TorchKVCache(model, slots, context, device))
+    return DenseOnDevice(DensePart(attentions, head), TorchKVCache(model, slots, context, device), size_bytes)

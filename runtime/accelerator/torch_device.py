@@ -83,9 +83,7 @@ class TorchDevice:
 
     def __init__(self, name: str, device: torch.device, resident_bytes: int, copy_bytes: int) -> None:
         self.name, self._device = name, device
-        self._is_cuda = device.type == "cuda"
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(device)  # what is told is the peak of this device's life
+        self._is_cuda = self.counts_all = device.type == "cuda"
         self._arena = torch.empty(resident_bytes, dtype=torch.uint8, device=device)
         self._taken = 0
         self._slots = [torch.empty(copy_bytes, dtype=torch.uint8, device=device) for _ in range(COPY_SLOTS)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded, OptionError
+from moec.manifests.errors import AcceleratorUnavailable, ExecutionError, MemoryBudgetExceeded, OptionError
 from moec.manifests.quant import QuantSpec
 from moec.runtime import load
 from moec.runtime.accelerator.dense import DenseLatency, dense_bytes, shared_bytes
 from moec.runtime.accelerator.torch_attention import together, unpacked
+from moec.runtime.accelerator.torch_dense import dense_on
 from moec.runtime.accelerator.torch_device import TorchDevice
+from moec.runtime.attention import TokenPlaces
+from moec.runtime.batch import generate_many
 from moec.runtime.beam import BeamOptions, beam_search
 from moec.runtime.budget import longest_pass
 from moec.runtime.bundle import open_bundle
@@ -26,7 +32,7 @@ from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import random_matrix
 from tests.kernels.products import inputs, matrix_of
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
-from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
 from tests.tiny_switch import TinySwitch, save_tiny_switch
 
 TOKENS = np.random.default_rng(4).integers(4, 260, 70).tolist()
@@ -53,8 +59,9 @@ def logits_of(engine: Engine) -> np.ndarray:
 def dense_on_device(engine: Engine) -> bool:
     used = engine.model.accelerator
     assert used is not None
-    assert (used.dense is not None) == used.to_plain()["dense_is_on_device"]
-    return used.dense is not None
+    told = used.to_plain()
+    assert (used.dense is not None) == used.uses_dense == told["dense_is_on_device"]
+    return used.uses_dense
 
 
 @pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
@@ -71,16 +78,27 @@ def test_sixteen_bits_differ_by_the_order_of_sums_alone(tmp_path: Path, device: 
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
+def save_any(folder: Path, name: str) -> Path:
+    """Mixtral, OLMoE, which norms queries and keys over all heads, or another family."""
+    tiny = TinyMixtral(layers=3, experts=4, top_k=2, seed=5)
+    if name in TINY_FAMILIES:
+        return save_tiny_family(folder, TINY_FAMILIES[name])
+    return save_tiny_mixtral(folder, tiny) if name == "mixtral" else save_tiny_olmoe(folder, tiny)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_dense_weights_read_the_same_rounded_rows(tmp_path: Path, device: torch.device, bits: int) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "deepseek-v2"])
+def test_quantized_dense_weights_read_the_same_rounded_rows(
+    tmp_path: Path, device: torch.device, name: str, bits: int
+) -> None:
     """A sum in another order may flip one of the 8-bit codes of an activation, as in test_cooperation."""
-    folder = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=3, experts=4, top_k=2, seed=5))
+    folder = save_any(tmp_path / "model", name)
     bundle = emit_bundle(folder, tmp_path / "bundle", dense_bits=bits)
     with load(bundle, context=CONTEXT) as engine:
         expected = logits_of(engine)
     with load(bundle, **on(device)) as engine:
         found = logits_of(engine)
-    assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
+    assert np.abs(found - expected).max() <= 0.1 * np.abs(expected).max()
     assert np.median(np.abs(found - expected)) <= 1e-5 * np.abs(expected).max()
 
 
@@ -167,6 +185,7 @@ def test_both_sides_may_take_turns_between_sequences(bundle: Path, device: torch
         accelerator, engine.model.accelerator = engine.model.accelerator, None
         assert np.array_equal(logits_of(engine), expected)
         engine.model.accelerator = accelerator
+        assert accelerator is not None and not accelerator.uses_dense
         engine.place_dense(on_device=True)
         assert np.array_equal(logits_of(engine), there)
 
@@ -193,6 +212,7 @@ def test_dense_weights_that_do_not_fit_stay_here_or_are_refused(bundle: Path) ->
     options = on(torch.device("cpu"), accelerator_memory="1MiB", accelerator_dense="auto")
     with load(bundle, **options) as engine:
         assert not dense_on_device(engine)
+        assert f"would take {needed / 2**20:.1f} MiB and do not fit" in engine.mode
     with pytest.raises(MemoryBudgetExceeded, match=rf"under its floor of \d+ \(dense weights {needed},"):
         load(bundle, **{**options, "accelerator_dense": "device"})
 
@@ -227,6 +247,10 @@ def test_shared_experts_are_computed_there(tmp_path: Path, monkeypatch: pytest.M
         top_k, layers = engine.model.spec.layers[0].experts.top_k, engine.model.spec.num_layers
         assert sum(rank == top_k for rank in runs) == layers
         assert engine.model.times.shared_ns == 0
+        engine.place_dense(on_device=False)
+        runs.clear()
+        engine.logits(TOKENS[:5])
+        assert engine.model.times.shared_ns > 0 and top_k not in runs
 
 
 def test_a_model_with_an_encoder_keeps_them_here(tmp_path: Path) -> None:
@@ -249,3 +273,118 @@ def test_a_model_with_an_encoder_keeps_them_here(tmp_path: Path) -> None:
 def test_options_that_mean_nothing_are_refused(bundle: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         load(bundle, **options)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors that torch made and that are alive: their most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        found = function(*arguments, **(named or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self._known or not size:
+            return
+        self._known.add(place)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._drop, place, size)
+
+    def _drop(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v2"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_it_takes_no_more_than_was_kept_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, slots: int
+) -> None:
+    """Bringing it there, a pass, and decoding side by side: every tensor alive is counted."""
+    monkeypatch.setattr("moec.runtime.accelerator.dense.CHUNK_FLOATS", chunk := 60_000)
+    monkeypatch.setattr("moec.runtime.accelerator.torch_attention.CHUNK_FLOATS", chunk)
+    monkeypatch.setattr("moec.runtime.accelerator.dense.UNPACKED_AT_ONCE", 4096)
+    monkeypatch.setattr("moec.runtime.accelerator.torch_attention.UNPACKED_AT_ONCE", 4096)
+    bundle = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES[family]), tmp_path / "bundle", dense_bits=4)
+    manifest = open_bundle(bundle).manifest
+    dense = load_dense(open_bundle(bundle), verify=False)
+    tokens = longest_pass(manifest.model, slots, CONTEXT)
+    kept = dense_bytes(manifest, tokens, slots, CONTEXT)
+    rows = np.random.default_rng(0).standard_normal((tokens, manifest.model.hidden_size), np.float32)
+    counted = LiveBytes()
+    with counted:
+        found = dense_on(torch.device("cpu"), manifest.model, dense, slots, CONTEXT, kept)
+        held = counted.now
+        each = np.arange(tokens // slots, dtype=np.int32)
+        longest = TokenPlaces(np.repeat(np.arange(slots, dtype=np.int32), len(each)), np.tile(each, slots))
+        single = TokenPlaces(np.arange(slots, dtype=np.int32)[::-1].copy(), np.arange(slots, dtype=np.int32) + 40)
+        for places in (longest, single):
+            count = len(places.slots)
+            for at, attention in enumerate(found.part.attentions):
+                attention(rows[:count], places, found.kv.keys[at], found.kv.values[at])
+        found.part.head(rows)
+    assert 0 < held < counted.most and kept / 4 < counted.most <= kept - shared_bytes(manifest)
+
+
+def test_what_an_earlier_sequence_left_is_never_read(bundle: Path, device: torch.device) -> None:
+    """A slot whose cache holds something that is no number, from its fifth position on."""
+    with load(bundle, **on(device, slots=2)) as engine:
+        expected = [engine.logits(TOKENS[:20])[-1], engine.logits(TOKENS[30:35])[-1]]
+        used = engine.model.accelerator
+        assert used is not None and used.dense is not None
+        for array in (*used.dense.kv.keys, *used.dense.kv.values):
+            array[1, :, 5:] = torch.nan
+        for slot, text in ((0, TOKENS[:19]), (1, TOKENS[30:34])):
+            engine.step(text, [slot] * len(text), range(len(text)))
+        for order in ([0, 1], [1, 0]):
+            tokens, positions = [TOKENS[19], TOKENS[34]], [19, 4]
+            found = engine.decode([tokens[at] for at in order], order, [positions[at] for at in order])
+            for row, at in zip(found, order, strict=True):
+                assert np.abs(row - expected[at]).max() <= 2e-5 * np.abs(expected[at]).max()
+
+
+def test_many_prompts_and_little_models_decode_there(bundle: Path, device: torch.device) -> None:
+    prompts = [TOKENS[:7], TOKENS[7:20], TOKENS[20:22], TOKENS[22:40]]
+    for modes in ({}, {"big_little": "gamma=0.5,k=1"}):
+        with load(bundle, context=CONTEXT, slots=3, **modes) as engine:
+            expected = generate_many(engine, prompts, [[]] * 4, [6] * 4)
+        with load(bundle, **on(device, slots=3, **modes)) as engine:
+            assert generate_many(engine, prompts, [[]] * 4, [6] * 4) == expected
+            assert engine.mode_counts is None or engine.mode_counts.fallback_tokens > 0
+
+
+def test_a_closed_engine_holds_nothing_there(bundle: Path) -> None:
+    engine = load(bundle, **on(torch.device("cpu")))
+    used = engine.model.accelerator
+    assert used is not None and used.dense is not None
+    assert used.to_plain()["used_bytes"] == used.device.used_bytes + used.dense.size_bytes
+    parts = [weakref.ref(part) for part in (used.dense.kv, used.dense.part.head)]
+    engine.close()
+    gc.collect()
+    assert [part() for part in parts] == [None, None] and engine.kv is not None
+
+
+def test_a_context_of_one_position_has_nothing_to_measure(bundle: Path) -> None:
+    for place, is_there in (("auto", False), ("device", True)):
+        with load(bundle, **on(torch.device("cpu"), context=1, accelerator_dense=place)) as engine:
+            assert dense_on_device(engine) == is_there and engine.logits(TOKENS[:1]).shape[0] == 1
+
+
+def test_a_device_that_is_full_after_all_keeps_experts_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("out of memory.\nMore lines.")
+
+    monkeypatch.setattr("moec.runtime.accelerator.torch_dense.dense_on", full)
+    with load(bundle, **on(torch.device("cpu"), accelerator_dense="auto")) as engine:
+        assert not dense_on_device(engine)
+    with pytest.raises(AcceleratorUnavailable, match=r"does not give the .* of its budget: out of memory"):
+        load(bundle, **on(torch.device("cpu")))
