@@ -213,10 +213,15 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class BundleFiles:
-    """An unpublished bundle on its way: name -> handles of its pieces, in order. digest: names it."""
+    """An unpublished bundle on its way: name -> handles of its pieces, in order. digest: names it.
+
+    share: of its node's memory that a worker's runtime on it may take, and then it stays open until it is closed; 0:
+    what is free, until another bundle is asked for.
+    """
 
     digest: str
     files: Mapping[str, Sequence[Handle]]
+    share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +233,15 @@ class BundleGenerations:
 
     def run(self, site: Site) -> tuple[list[Generation], None]:
         return site.engine(self.bundle).generate(self.requests, no_progress), None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseBundle:
+    """Give up the runtime on a bundle, by its digest, where a worker has it open."""
+
+    digest: str
+
+    def run(self, site: Site) -> tuple[None, None]:
+        """Its memory and files are free again."""
+        site.close_engine(self.digest)
+        return None, None

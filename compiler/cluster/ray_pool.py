@@ -9,10 +9,13 @@ import importlib
 import logging
 import os
 import platform
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -55,11 +58,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node found when it looked for what a compile needs. problem: of its view of the checkpoint."""
+    """What a node found when it looked for what a compile needs.
+
+    free_bytes: of its folder for temporary files. problem: of its view of the checkpoint.
+    """
 
     versions: dict[str, str]
     cpu: str
     identity: str = ""
+    free_bytes: int = 0
     problem: MoecError | None = None
 
 
@@ -114,6 +121,13 @@ class Pool:
                 position += 1
         self._is_busy = False
 
+    def on_all(self, job: Job) -> None:
+        """Have every worker do a job of which nothing comes back; one that has died has nothing to do."""
+        asked = [actor.run.options(num_returns=2).remote(0, job)[0] for actor in self._actors]
+        for answer in asked:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.get(answer)
+
     def _next(self) -> tuple[int, Any]:
         errors = self._ray.exceptions
         while True:
@@ -140,14 +154,29 @@ class Pool:
                 self._talk.note(f"node {node_name(node)} left the cluster; its work goes to a node with memory for it")
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What every node must have: the checkpoint `source`, by its identity, and room for files."""
+
+    source: str
+    identity: str
+    bundle_bytes: int
+
+
+def _fetch(ray: Any, handles: Sequence[Handle]) -> list[Any]:
+    found: list[Any] = ray.get(list(handles))
+    return found
+
+
 class Worker:
     """The process on a node: a Site, made anew when Ray restarts it."""
 
-    def __init__(self, source: str, identity: str, threads: int, open_runtime: OpenRuntime) -> None:
+    def __init__(self, source: str, identity: str, threads: int, open_runtime: OpenRuntime, memory_bytes: int) -> None:
         import ray
 
         self._where, self._source = f"node {ray.util.get_node_ip_address()}", source
-        self._site = Site(source, identity, threads, open_runtime, lambda handles: ray.get(list(handles)))
+        fetch = partial(_fetch, ray)
+        self._site = Site(source, identity, threads, open_runtime, fetch, memory_bytes)
 
     def look(self) -> NodeReport:
         """What this node has: asked before any work."""
@@ -155,7 +184,7 @@ class Worker:
             identity = checkpoint_identity(open_checkpoint(self._source))
         except MoecError as error:
             return NodeReport(installed(), instruction_set(), problem=error)
-        return NodeReport(installed(), instruction_set(), identity)
+        return NodeReport(installed(), instruction_set(), identity, shutil.disk_usage(tempfile.gettempdir()).free)
 
     def run(self, index: int, job: Job) -> tuple[tuple[int, Any], Any]:
         """One job, with its index given back."""
@@ -192,15 +221,16 @@ def connected(
     source: str,
     checkpoint: Checkpoint,
     worker_bytes: Callable[[int], int],
+    bundle_bytes: int,
     open_runtime: OpenRuntime,
     talk: Talk,
 ) -> Iterator[Pool]:
     """Workers on all nodes of the cluster at an address; `auto`: of the one that runs on this machine.
 
-    source: the checkpoint as workers name it. worker_bytes: memory that one takes on so many CPUs. A process that is in
-    a cluster already stays in it, whatever the address.
+    source: the checkpoint as workers name it. worker_bytes: memory that one takes on so many CPUs; bundle_bytes: room
+    for files that it needs. A process that is in a cluster already stays in it, whatever the address.
     Raises MissingDependency, OptionError (no cluster there; a node has other versions, or not the checkpoint),
-    DoesNotFit (no node has the memory).
+    DoesNotFit (no node has the memory, or one not the room).
     """
     ray = _load()
     is_ours = not ray.is_initialized()
@@ -219,7 +249,8 @@ def connected(
         identity = checkpoint_identity(checkpoint)
         actors = [_worker(ray, node, worker_bytes(_cpus(node)), source, identity, open_runtime) for node in fitting]
         try:
-            started = _checked(ray, fitting, actors, source, identity, talk)
+            wanted = _Wanted(source, identity, bundle_bytes)
+            started = _checked(ray, fitting, actors, wanted, talk)
             talk.note(f"work goes to {len(started)} of the {len(nodes)} nodes of the cluster")
             yield Pool(ray, started, min(_cpus(node) for node in fitting), talk)
         finally:
@@ -270,11 +301,12 @@ def _worker(
 
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
     options = {"max_restarts": RESTARTS, "max_task_retries": -1, "memory": worker_bytes, "scheduling_strategy": place}
-    return ray.remote(**options)(Worker).remote(source, identity, _cpus(node), open_runtime)
+    memory_bytes = int(node["Resources"].get("memory", 0))
+    return ray.remote(**options)(Worker).remote(source, identity, _cpus(node), open_runtime, memory_bytes)
 
 
 def _checked(
-    ray: Any, nodes: Sequence[dict[str, Any]], actors: Sequence[Any], source: str, identity: str, talk: Talk
+    ray: Any, nodes: Sequence[dict[str, Any]], actors: Sequence[Any], wanted: _Wanted, talk: Talk
 ) -> list[Any]:
     """The workers that start in time, each on a node that computes the same. Raises OptionError, ExecutionError."""
     asked = [actor.look.remote() for actor in actors]
@@ -294,7 +326,7 @@ def _checked(
             talk.note(f"no worker started on node {node_name(node)} in {START_SECONDS} s; the others do without it")
             continue
         try:
-            _check(node_name(node), ray.get(answer), source, identity, talk)
+            _check(node_name(node), ray.get(answer), wanted, talk)
         except ray.exceptions.RayError as error:
             raise OptionError(
                 f"node {node_name(node)} cannot run moec: {_first_line(error)}",
@@ -303,20 +335,26 @@ def _checked(
     return [actor for actor, answer in zip(actors, asked, strict=True) if answer in in_time]
 
 
-def _check(name: str, report: NodeReport, source: str, identity: str, talk: Talk) -> None:
-    """Refuse a node that would compute something else. Raises OptionError."""
+def _check(name: str, report: NodeReport, wanted: _Wanted, talk: Talk) -> None:
+    """Refuse a node that would compute something else, or cannot. Raises OptionError, DoesNotFit."""
     for package, version in installed().items():
         if report.versions.get(package) != version:
             raise OptionError(
                 f"node {name} has {package} {report.versions.get(package, '(none)')}, expected {version} as here",
                 "install the same versions on every node",
             )
-    if report.problem is not None or report.identity != identity:
+    if report.problem is not None or report.identity != wanted.identity:
         found = "another checkpoint lies there" if report.problem is None else report.problem.message
         raise OptionError(
-            f"node {name} does not see the checkpoint `{source}`: {found}",
+            f"node {name} does not see the checkpoint `{wanted.source}`: {found}",
             "put it on a path that all nodes share, or give an fsspec URL",
         ) from report.problem
+    if report.free_bytes < wanted.bundle_bytes:
+        raise DoesNotFit(
+            f"node {name} has {report.free_bytes} bytes free for temporary files, and the bundles that answer there "
+            f"take {wanted.bundle_bytes}",
+            "set TMPDIR to a larger folder before `ray start` there",
+        )
     if report.cpu != instruction_set():
         talk.note(
             f"node {name} computes with {report.cpu}, this machine with {instruction_set()}: last bits may differ"

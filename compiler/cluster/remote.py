@@ -253,8 +253,8 @@ class RemoteModel:
 class RemoteEngine:
     """The runtime on an unpublished bundle, on workers. It computes the same bits however items are divided."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
-        """Sends the bundle, which may be gone afterwards."""
+    def __init__(self, pool: Pool, folder: Path, share: float = 0.0) -> None:
+        """Sends the bundle, which may be gone afterwards. share: see BundleFiles."""
         self._pool = pool
         digest, files = hashlib.sha256(), {}
         for path in sorted(folder.iterdir()):  # a bundle has no folders in it
@@ -264,7 +264,7 @@ class RemoteEngine:
                     digest.update(piece)
                     pieces.append(self._pool.put(np.frombuffer(piece, np.uint8)))
             files[path.name] = pieces
-        self.bundle = BundleFiles(digest.hexdigest(), files)
+        self.bundle = BundleFiles(digest.hexdigest(), files, share)
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
         """As the runtime's own engine."""

@@ -15,17 +15,23 @@ from ..certify import BundleEngine
 from ..checkpoint_url import is_url
 from ..families import Lowering
 from ..journal import Journal
-from ..layerwise.memory import PROCESS_BYTES, layer_weights, quantizing_bytes
+from ..layerwise.memory import PROCESS_BYTES, certifying_bytes, layer_weights, quantizing_bytes
+from ..layerwise.planning import runtime_bytes
 from ..reference import ReferenceModel
 from ..request import CompileRequest
 from ..trials import Progress, TaskData
 from ..unit_store import UnitStore
+from .jobs import CloseBundle
 from .ray_pool import Pool, connected
 from .remote import RemoteBundle, RemoteEngine, RemoteModel, experts_quantized_by, quantized_by
 from .trials import ClusterTrials
 
 _WORKER_BYTES_PER_WEIGHT = 4 + 2 + 2
 """The reference model in float32, 16-bit originals of what a plan exchanges, a bundle of at most 16 bits."""
+
+
+_ANSWERING_BYTES_PER_WEIGHT = 2 + 1
+"""On disk while two bundles answer layer by layer: the checkpoint's own weights, and a plan of at most 8 bits."""
 
 
 def check_cluster(kind: str, model: ModelSpec) -> None:
@@ -40,9 +46,12 @@ def check_cluster(kind: str, model: ModelSpec) -> None:
 
 def worker_bytes(model: ModelSpec) -> int:
     """What a worker takes of memory at most, beside its passes."""
-    weights = sum(layer_weights(model, layer) for layer in range(model.num_layers))
+    return PROCESS_BYTES + _WORKER_BYTES_PER_WEIGHT * _weights(model)
+
+
+def _weights(model: ModelSpec) -> int:
     outside = sum(prod(shape) for name, shape in model.dense_shapes().items() if not name.startswith("layers."))
-    return PROCESS_BYTES + _WORKER_BYTES_PER_WEIGHT * (weights + outside)
+    return outside + sum(layer_weights(model, layer) for layer in range(model.num_layers))
 
 
 def layer_worker_bytes(model: ModelSpec, specs: Sequence[QuantSpec], cpus: int) -> int:
@@ -54,8 +63,9 @@ def layer_worker_bytes(model: ModelSpec, specs: Sequence[QuantSpec], cpus: int) 
 class ClusterSession:
     """What the stages ask for."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, room_bytes: int) -> None:
+        """room_bytes: that a runtime of its own would have on this machine."""
+        self._pool, self._room_bytes = pool, room_bytes
         self.quantize, self.quantize_experts = quantized_by(pool), experts_quantized_by(pool)
         self._model: RemoteModel | None = None
 
@@ -78,9 +88,17 @@ class ClusterSession:
             raise RuntimeError("a bundle is certified against the reference model of the trials")
         return nullcontext(RemoteBundle(self._model, partial))
 
-    def open_runtime(self, partial: Path, memory_bytes: int) -> AbstractContextManager[BundleEngine]:
-        """The same beside no reference model, as a `certify.OpenRuntime`: a worker takes what memory its node has."""
-        return nullcontext(RemoteEngine(self._pool, partial))
+    @contextmanager
+    def open_runtime(self, partial: Path, memory_bytes: int) -> Iterator[BundleEngine]:
+        """The same beside no reference model, as a `certify.OpenRuntime`, closed on every worker afterwards.
+
+        memory_bytes: of this machine; a worker takes that share of its own node's.
+        """
+        engine = RemoteEngine(self._pool, partial, min(1.0, memory_bytes / self._room_bytes))
+        try:
+            yield engine
+        finally:
+            self._pool.on_all(CloseBundle(engine.bundle.digest))
 
 
 @contextmanager
@@ -93,12 +111,19 @@ def cluster_session(
     """
     checkpoint, model = lowering.checkpoint, lowering.model
 
+    answers = layer_specs is not None and request.options.target.kind == "loss"
+
     def need(cpus: int) -> int:
-        return worker_bytes(model) if layer_specs is None else layer_worker_bytes(model, layer_specs, cpus)
+        if layer_specs is None:
+            return worker_bytes(model)
+        # The certificate has two bundles open, one of them at 16 bits.
+        runtimes = 2 * certifying_bytes(model, tokens=0) if answers else 0
+        return max(layer_worker_bytes(model, layer_specs, cpus), runtimes)
 
     # A relative path means another folder on another machine; what is no folder here is a hub id.
     is_folder = not is_url(request.source) and Path(request.source).expanduser().is_dir()
     source = str(checkpoint.root.resolve()) if is_folder else request.source
     address = request.cluster or "auto"
-    with connected(address, source, checkpoint, need, request.open_runtime, request.talk) as pool:
-        yield ClusterSession(pool)
+    bundles = _ANSWERING_BYTES_PER_WEIGHT * _weights(model) if answers else 0
+    with connected(address, source, checkpoint, need, bundles, request.open_runtime, request.talk) as pool:
+        yield ClusterSession(pool, runtime_bytes(model, request.memory_limit_bytes))

@@ -55,6 +55,7 @@ class Site:
     """One worker. Everything is opened when a job first asks for it.
 
     fetch: handles -> the objects they name. open_runtime: how a bundle is opened. threads: passes side by side.
+    memory_bytes: of the node, for runtimes that are given a share of it.
     """
 
     def __init__(
@@ -64,14 +65,15 @@ class Site:
         threads: int,
         open_runtime: OpenRuntime,
         fetch: Callable[[Sequence[Handle]], list[Any]],
+        memory_bytes: int = 0,
     ) -> None:
         self.threads, self.fetch = threads, fetch
         self._source, self._identity, self._open_runtime = source, identity, open_runtime
         self._lowering: Lowering | None = None
         self._model: ReferenceModel | None = None
         self._applied: dict[UnitKey | str, Handle] = {}
-        self._engine: tuple[str, BundleEngine] | None = None
-        self._opened = contextlib.ExitStack()
+        self._memory_bytes = memory_bytes
+        self._engines: dict[str, tuple[BundleEngine, contextlib.ExitStack]] = {}
 
     @property
     def lowering(self) -> Lowering:
@@ -110,21 +112,29 @@ class Site:
 
     def engine(self, bundle: BundleFiles) -> BundleEngine:
         """The runtime on a bundle that is sent to this machine and lies there only until it is opened."""
-        if self._engine is not None and self._engine[0] == bundle.digest:
-            return self._engine[1]
-        self._engine = None
-        self._opened.close()
+        if bundle.digest in self._engines:
+            return self._engines[bundle.digest][0]
+        if not bundle.share:  # it will take what is free
+            for digest in list(self._engines):
+                self.close_engine(digest)
         with disk_errors(Path(tempfile.gettempdir())):
             folder = Path(tempfile.mkdtemp(prefix="moec-certify-"))
+        opened = contextlib.ExitStack()
         try:
             with disk_errors(folder):
                 for name, pieces in bundle.files.items():
                     with (folder / name).open("wb") as file:
                         for piece in pieces:
                             file.write(self.fetch([piece])[0])
-            opened = self._opened.enter_context(self._open_runtime(folder, 0))
+            room_bytes = int(self._memory_bytes * bundle.share)
+            engine = opened.enter_context(self._open_runtime(folder, room_bytes))
         finally:
             # What is open stays readable, and a worker that is killed leaves nothing behind.
             shutil.rmtree(folder, ignore_errors=True)
-        self._engine = bundle.digest, opened
-        return opened
+        self._engines[bundle.digest] = engine, opened
+        return engine
+
+    def close_engine(self, digest: str) -> None:
+        """Give up the runtime on a bundle, if it is open."""
+        if digest in self._engines:
+            self._engines.pop(digest)[1].close()

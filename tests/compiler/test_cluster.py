@@ -239,7 +239,8 @@ def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(ray_pool, "RESTARTS", 0)
     opened = open_checkpoint(str(checkpoint))
-    connected = partial(ray_pool.connected, address, str(checkpoint), opened, open_runtime=open_partial, talk=Talk())
+    options: dict[str, Any] = {"bundle_bytes": 0, "open_runtime": open_partial, "talk": Talk()}
+    connected = partial(ray_pool.connected, address, str(checkpoint), opened, **options)
     too_much = connected(worker_bytes=lambda cpus: cpus << 60)
     with pytest.raises(DoesNotFit, match=r"no node of the cluster at .+ has them"), too_much:
         pass
@@ -281,8 +282,10 @@ def test_a_node_that_would_compute_something_else_is_named() -> None:
     own, here, notes = ray_pool.installed(), ray_pool.instruction_set(), list[str]()
     assert {"moec", "torch", "transformers", "numpy"} <= set(own)
 
+    wanted = 0
+
     def check(report: NodeReport) -> None:
-        ray_pool._check("pi (10.0.0.7)", report, "/models/tiny", "same", Talk(notes.append))
+        ray_pool._check("pi (10.0.0.7)", report, ray_pool._Wanted("/models/tiny", "same", wanted), Talk(notes.append))
 
     check(NodeReport(own, here, "same"))
     assert not notes
@@ -300,3 +303,7 @@ def test_a_node_that_would_compute_something_else_is_named() -> None:
         check(NodeReport(own, here, "another"))
     with pytest.raises(OptionError, match="does not see the checkpoint `/models/tiny`: no folder"):
         check(NodeReport(own, here, problem=CheckpointError("no folder")))
+    wanted = 1000
+    check(NodeReport(own, here, "same", 1000))
+    with pytest.raises(DoesNotFit, match=r"has 999 bytes free for temporary files, .* take 1000"):
+        check(NodeReport(own, here, "same", 999))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from moec.cli.compile import open_partial
 from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.cluster.jobs import CloseBundle
 from moec.compiler.cluster.ray_pool import Answer, Job, Pool
-from moec.compiler.cluster.remote import RemoteBundle, RemoteModel, experts_quantized_by, quantized_by
+from moec.compiler.cluster.remote import RemoteBundle, RemoteEngine, RemoteModel, experts_quantized_by, quantized_by
 from moec.compiler.cluster.session import check_cluster, layer_worker_bytes, worker_bytes
 from moec.compiler.cluster.site import Site, checkpoint_identity
 from moec.compiler.cluster.trials import ClusterTrials
@@ -268,6 +269,39 @@ def test_the_runtime_certifies_the_same(
         for own, other in zip(here.forced_logits(tokens), there.forced_logits(tokens), strict=True):
             assert np.array_equal(own, other)
         assert 0 < there.divergence(tokens).mean < 1
+
+
+def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_path: Path) -> None:
+    """Two sides of a certificate stay open beside each other, each in its part of the node's memory."""
+    opened, closed = list[tuple[int, int]](), list[int]()
+
+    @contextmanager
+    def recorded(path: Path, memory_bytes: int) -> Iterator[Any]:
+        opened.append((len(opened), memory_bytes))
+        with cast(AbstractContextManager[Any], open_partial(path, memory_bytes)) as engine:
+            yield engine
+        closed.append(memory_bytes)
+
+    other = tmp_path / "other-moec"
+    compile_tiny(folder, other, "uniform", 8)
+    pool = PoolHere(folder, workers=2, threads=1)
+    for site in pool._sites:
+        site._memory_bytes, site._open_runtime = 4 << 30, recorded
+    pairs = [pair for pair in text_pairs(12) if pair[1]]
+    engines = [RemoteEngine(pool, path, share) for path, share in ((bundle, 0.5), (other, 0.25))]
+    expected = []
+    for path in (bundle, other):
+        with cast(AbstractContextManager[Any], open_partial(path)) as here:
+            expected.append(here.answer_log_probs(pairs, no_progress))
+    for _ in range(2):
+        for engine, scores in zip(engines, expected, strict=True):
+            assert engine.answer_log_probs(pairs, no_progress) == scores
+    assert sorted(size for _, size in opened) == [1 << 30] * 2 + [1 << 31] * 2 and not closed
+    for engine in engines:
+        for site in pool._sites:
+            CloseBundle(engine.bundle.digest).run(site)
+    assert sorted(closed) == sorted(size for _, size in opened)
+    assert not any(site._engines for site in pool._sites)
 
 
 def test_a_site_opens_no_other_checkpoint(folder: Path) -> None:
