@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import DoesNotFit, OptionError
+from moec.runtime.modes.settings import CACHE_STATES
 from moec.runtime.options import (
     MAX_READERS,
     POLICIES,
@@ -79,6 +80,13 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     type=click.Choice(PREFETCH_RULES),
     help="With `lookahead`: `first-miss` is decided again, others must be in the trace.  [default: what was recorded]",
 )
+@click.option(
+    "--cache-state",
+    type=click.Choice(CACHE_STATES),
+    default="warm",
+    show_default=True,
+    help="Start with the most popular experts in memory, or with none.",
+)
 @click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once.")
 @click.option("--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`, over the profile's.")
 @click.option("--read-latency", metavar="TIME", help="Of one read, like `150us` or `8ms`, over the profile's.")
@@ -89,8 +97,8 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
 
     Reads wait in one queue, what a layer needs before what is read ahead, each latency + bytes / bandwidth. Meanwhile
     layers compute as long as they did when the trace was recorded, scaled by the memory bandwidths of both machines.
-    The cache starts with what calibration saw most often. A trace that was recorded under a cache that does not hold
-    all experts has the routers' advice in it; the advice of tables is computed again.
+    The cache starts with what calibration saw most often, or empty. A trace that was recorded under a cache that does
+    not hold all experts has the routers' advice in it; the advice of tables is computed again.
 
     What the lookahead of `--prefetch-rule first-miss` advises depends on what is cached, and is decided again.
 
@@ -114,6 +122,8 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     prefetch = values["prefetch"] or trace.header.prefetch
     trace = _with_rule(trace, trace_path, prefetch, values["prefetch_rule"])
     replayed = replayed_bundle(opened)
+    if values["cache_state"] == "cold":
+        replayed = replace(replayed, warm=[])
     capacities = [parse_cache(text, replayed.total_bytes) for text in values["caches"] or DEFAULT_CACHES]
     settings = _settings(values["modes"], trace_path, trace, opened)
     policies = _scores(_policies(values["policies"], settings), values["policy_weights"])

@@ -42,11 +42,12 @@ def simulated(invoke: Invoke, bundle: Path, trace: Path, *more: object) -> dict[
     return told
 
 
+@pytest.mark.parametrize("cache_state", ["warm", "cold"])
 @pytest.mark.parametrize("policy", ["lrfu", "edgemoe", "lru", "lfu", "hobbit"])
 def test_counts_are_those_of_the_run_that_was_recorded(
-    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path, policy: str
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path, policy: str, cache_state: str
 ) -> None:
-    chosen = ("--policy", policy, "--expert-cache", "40%", "--prefetch", "off")
+    chosen = ("--policy", policy, "--expert-cache", "40%", "--prefetch", "off", "--cache-state", cache_state)
     trace, bench = recorded(invoke, mixed_bundle, tmp_path, *chosen)
     measured, told = bench["measured"], simulated(invoke, mixed_bundle, trace, *chosen)
     (row,) = told["rows"]
