@@ -3,6 +3,10 @@
 BUNDLE: the yardstick with low versions; RECORD: what `moec eval --modes sweep --json` printed for the trained example,
 whose decisions are replayed (yardstick.replayed). Reads are throttled so that they take at least three times as long as
 computing. Rounds go through all arms in turn, cold. Prints a Markdown table and writes every run.
+
+``--mixed BUNDLE2 --mixed-quality FILE``: beside them what a search over bitwidths offers for the same loss. BUNDLE2 is
+the yardstick at about as many bits as the example's compile whose quality.json FILE is, run lossless in as many bytes
+of cache.
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moec.runtime.bundle import open_bundle
+from moec.runtime.options import parse_cache
 from yardstick.limits import drop_caches, run_limited
 
 LOSSLESS = ""
+MIXED = "mixed bitwidths"
 RATE = 500_000_000
 
 
@@ -31,14 +38,25 @@ def arms_of(record: dict[str, Any], wanted: list[str]) -> list[dict[str, Any]]:
 
 def run_arm(bundle: Path, text: Path, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """One cold run under the throttle."""
+    is_mixed, cache = row["mode"] == MIXED, options.expert_cache
+    if is_mixed:  # what the modes' bundle has
+        cache = str(parse_cache(cache, open_bundle(bundle).manifest.cost.expert_padded_bytes))
+        bundle = options.mixed
     command = [sys.executable, "-m", "yardstick.replayed", str(bundle), str(text), "--tokens", str(options.tokens)]
-    command += ["--expert-cache", options.expert_cache, "--row", json.dumps(row if row["mode"] else {})]
+    command += ["--expert-cache", cache, "--row", json.dumps({} if is_mixed or not row["mode"] else row)]
     drop_caches()
     done = run_limited(command, None, options.rate, bundle)
     if done.status:
         raise SystemExit(f"`{' '.join(command[:5])}`, `{row['mode']}`, ended with {done.status}")
     told: dict[str, Any] = json.loads(done.output.splitlines()[-1])
     return told
+
+
+def mixed_arm(path: Path) -> dict[str, Any]:
+    """The arm of a compile of the example, by its quality.json: its loss is that to the checkpoint."""
+    quality = json.loads(path.read_text(encoding="utf-8"))
+    (task,) = quality["tasks"].values()
+    return {"mode": MIXED, "loss": task["loss"], "bits_per_weight": quality["sizes"]["expert_bits_per_weight"]}
 
 
 def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> str:
@@ -53,7 +71,7 @@ def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> 
         read = statistics.median(each["decode_bytes_read_per_token"] for each in found) / 1e6
         busy = statistics.median(each["decode_shares"]["storage_busy"] for each in found)
         cells = (
-            row["mode"] or "lossless",
+            (row["mode"] or "lossless") + (f", {row['bits_per_weight']:.2f} bits" if row["mode"] == MIXED else ""),
             _loss(row),
             f"{statistics.median(rates):.3f} ({min(rates):.3f} to {max(rates):.3f})",
             f"{gain:.2f}",
@@ -91,9 +109,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=int, default=RATE, help="Bytes per second.")
     parser.add_argument("--expert-cache", default="25%")
+    parser.add_argument("--mixed", type=Path, help="The yardstick at the bits of a search over bitwidths.")
+    parser.add_argument("--mixed-quality", type=Path, help="quality.json of that search on the example.")
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args()
     arms = arms_of(json.loads(options.record.read_text(encoding="utf-8")), options.mode)
+    if (options.mixed is None) != (options.mixed_quality is None):
+        parser.error("--mixed and --mixed-quality go together")
+    arms += [] if options.mixed is None else [mixed_arm(options.mixed_quality)]
     runs: dict[str, list[dict[str, Any]]] = {row["mode"]: [] for row in arms}
     for turn in range(1, options.rounds + 1):
         for row in arms:

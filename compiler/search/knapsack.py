@@ -2,13 +2,14 @@
 
 A plan for a predicted loss comes from the knapsack in milliseconds. What it really costs is measured, and the budget
 moves until the measured value meets the target: at most MAX_GENERATED measurements on generated answers. In between,
-cheap measurements of plans at equal cost correct the predictions (swaps.py).
+cheap measurements of plans at equal cost correct the predictions (swaps.py), and one more on answers judges the plan
+that swaps make of the one that was found.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
 
 MAX_GENERATED = 8
-# Of these, so many are kept for the plans that swaps have made better.
+# Of these, so many at least are kept for the plans that swaps have made better.
 AFTER_SWAPS = 2
 MAX_KL = 8
 # Cheap measurements before the first on generated answers, and how near to the KL they bring it, as a factor.
@@ -35,6 +36,8 @@ CLOSE_COSTS = 1.01
 # For a loss: on the example's 2,000 items one standard error is worth 6 % of the cost. Bisecting further takes the
 # luckiest of plans that are alike, which the certificate then refuses (docs/experiments.md, Swaps at equal bytes).
 CLOSE_COSTS_OF_LOSSES = 1.035
+# Corrections of a plan are those of plans whose costs are this near, as a share.
+SWAPPED_NEAR = 0.01
 # A KL this near to the target, as a factor, is not worth another measurement.
 CLOSE_KL = 1.08
 _SPREAD = 4.0
@@ -173,20 +176,25 @@ def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool,
 def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
     """The plan of least cost whose generated answers keep the target, as `trials.keeps` judges.
 
-    Swaps come where the cost is known roughly, because corrections are worth most at the cost they were made at.
+    Swaps come where the cost is known roughly, because corrections are worth most at the cost they were made at. Then
+    no dearer plan is tried: at the cost of the best one so far, swaps have one with less KL.
     """
     bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
+    kept, measured = list[Found](), 0
 
-    def bisect(space: SearchSpace, bracket: _Bracket, budget: float, measurements: int) -> float:
+    def bisect(space: SearchSpace, bracket: _Bracket, budget: float, measurements: int, least: float = 0.0) -> float:
+        nonlocal measured
         most = _largest_budget(space)
         for _ in range(measurements):
-            if bracket.is_closed(CLOSE_COSTS_OF_LOSSES, most):
+            if bracket.is_closed(CLOSE_COSTS_OF_LOSSES, most) or bracket.high <= least:
                 break
-            budget = min(budget, most)
+            budget = min(max(budget, least), most)
             plan, cost = _least_plan(space, budget)
             accepted, losses = trials.accepts(plan, target, "search")
+            measured += 1
             note(_sentence(plan, losses, accepted))
             bracket.add(Found(plan, budget, cost), accepted)
+            kept.extend([Found(plan, budget, cost)] if accepted else [])
             budget = bracket.next_budget(budget, _headroom(losses, target, trials.certification_items))
         return budget
 
@@ -195,16 +203,52 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     if bracket.low is None:
         bisect(space, bracket, budget, left)
         left = 0
+    elif left:
+        left = MAX_GENERATED - measured
     first = bracket.low
     if first is None:
         return _most_precise(space, lambda plan: _loss_verdict(trials, plan, target), f"a loss of {target:.2%}")
     if not left or first.predicted >= _largest_budget(space):
         return first
     better, gain = _corrected_at(space, trials, first.cost, swaps)
-    if better is not space:
-        bracket, budget = _Bracket(), _predicted_at(better, first.cost) * AIM / gain
-    bisect(better, bracket, budget, left)
-    return first if bracket.low is None else _cheaper(first, bracket.low)
+    if better is space:
+        bisect(space, bracket, budget, left)
+    else:
+        least = _predicted_at(better, first.cost)
+        bisect(better, _Bracket(), least * AIM / gain, left, least)
+    found = _least_kl(kept, trials)
+    swapped = _swapped_at(better, trials, found, first.cost, swaps)
+    if swapped is None:
+        return found
+    accepted, losses = trials.accepts(swapped.plan, target, "search")
+    note(_sentence(swapped.plan, losses, accepted))
+    return swapped if accepted else found
+
+
+def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: float, swaps: Swaps) -> Found | None:
+    """A plan of no more cost than the one that was found and with less KL; None where swaps know of none.
+
+    space: with predictions corrected at the cost swapped_at, once more where the plan lies away from it.
+    """
+    if abs(found.cost / swapped_at - 1) > SWAPPED_NEAR:
+        space, _ = _corrected_at(space, trials, found.cost, swaps)
+    choice = _within(space.table, found.cost)
+    plan, (cost, predicted) = space.plan(choice), space.table.totals(choice)
+    if plan.digest == found.plan.digest or trials.kl(plan, "swaps").mean >= trials.kl(found.plan, "search").mean:
+        return None
+    return Found(plan, predicted, cost)
+
+
+def _least_kl(kept: Sequence[Found], trials: Trials) -> Found:
+    """Of accepted plans about as cheap as the cheapest, the one with the least KL, which tells them apart better.
+
+    The cheapest of plans whose losses are within each other's errors is the luckiest.
+    """
+    cheapest = min(found.cost for found in kept)
+    alike = [found for found in kept if found.cost <= cheapest * CLOSE_COSTS_OF_LOSSES]
+    if len(alike) == 1:
+        return alike[0]
+    return min(alike, key=lambda found: (trials.kl(found.plan, "search").mean, found.cost))
 
 
 def _loss_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:

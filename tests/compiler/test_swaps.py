@@ -10,7 +10,7 @@ import pytest
 from moec.compiler.options import CompileOptions, Talk
 from moec.compiler.plan import CompilePlan
 from moec.compiler.search.frontier import least_loss
-from moec.compiler.search.knapsack import search
+from moec.compiler.search.knapsack import CLOSE_COSTS_OF_LOSSES, search
 from moec.compiler.search.pruning import PrunableSpace, with_pruning
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import PATIENCE, Swaps
@@ -79,6 +79,30 @@ def test_a_search_with_swaps_keeps_its_target_at_no_more_bytes_or_less_kl(target
         # Losses are bisected roughly, so a plan may be cheaper by luck; a KL to 1 %, where swaps must show.
         assert sizes[1] < (1.01 if target.kind == "loss" else 1.0) * sizes[0]
         assert kl(swapped) <= target.value
+
+
+@pytest.mark.parametrize("target", [0.03, 0.05, 0.08])
+@pytest.mark.parametrize("seed", range(4))
+def test_behind_swaps_plans_are_no_dearer_and_kl_tells_those_of_one_cost_apart(seed: int, target: float) -> None:
+    space = toy_space(toy_model(layers=4, experts=8), seed=seed)
+    trials, behind = ToyTrials(unforeseen(space)), list[int]()
+    talk = Talk(lambda sentence: behind.append(len(trials.generated)))
+    plan = search(space, trials.as_trials(), Target("loss", target), lambda sentence: None, Swaps(80, talk))
+
+    def cost(plan: CompilePlan) -> int:
+        return plan.expert_packed_bytes + plan.dense_packed_bytes
+
+    judged = [(each, trials.accepts(each, target, "again")[0]) for each in list(trials.generated)]
+    first = behind[0]
+    before = min(cost(each) for each, kept in judged[:first] if kept)
+    # What is cheapest within a prediction is found to a fraction of a percent.
+    most = 1.005 * CLOSE_COSTS_OF_LOSSES * before
+    assert judged[first:] and all(cost(each) <= most for each, _ in judged[first:])
+    kept = [each for each, is_kept in judged if is_kept]
+    cheapest = min(map(cost, kept))
+    assert plan in kept and cost(plan) <= CLOSE_COSTS_OF_LOSSES * cheapest
+    kl = unforeseen(space)
+    assert kl(plan) == min(kl(each) for each in kept if cost(each) <= CLOSE_COSTS_OF_LOSSES * cheapest)
 
 
 def test_the_same_swaps_every_time() -> None:
