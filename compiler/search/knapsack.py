@@ -25,7 +25,7 @@ from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
 
 MAX_GENERATED = 8
-# Of these, so many at least are kept for the plans that swaps have made better.
+# Of these, so many are kept for the plans that swaps have made better; more would bisect into what losses cannot tell.
 AFTER_SWAPS = 2
 MAX_KL = 8
 # Cheap measurements before the first on generated answers, and how near to the KL they bring it, as a factor.
@@ -180,10 +180,9 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     no dearer plan is tried: at the cost of the best one so far, swaps have one with less KL.
     """
     bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
-    kept, measured = list[Found](), 0
+    kept = list[Found]()
 
     def bisect(space: SearchSpace, bracket: _Bracket, budget: float, measurements: int, least: float = 0.0) -> float:
-        nonlocal measured
         most = _largest_budget(space)
         for _ in range(measurements):
             if bracket.is_closed(CLOSE_COSTS_OF_LOSSES, most) or bracket.high <= least:
@@ -191,7 +190,6 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
             budget = min(max(budget, least), most)
             plan, cost = _least_plan(space, budget)
             accepted, losses = trials.accepts(plan, target, "search")
-            measured += 1
             note(_sentence(plan, losses, accepted))
             bracket.add(Found(plan, budget, cost), accepted)
             kept.extend([Found(plan, budget, cost)] if accepted else [])
@@ -203,8 +201,6 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     if bracket.low is None:
         bisect(space, bracket, budget, left)
         left = 0
-    elif left:
-        left = MAX_GENERATED - measured
     first = bracket.low
     if first is None:
         return _most_precise(space, lambda plan: _loss_verdict(trials, plan, target), f"a loss of {target:.2%}")
