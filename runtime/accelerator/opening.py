@@ -184,11 +184,13 @@ def _bring_dense(
     from .torch_dense import dense_on, give_back
 
     is_asked, at = options.accelerator_dense == "device", model.spec.first_decoder_layer
+    found: DenseOnDevice | None = None
     try:
         found = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context, opened.dense_bytes)
     except RuntimeError as error:  # torch's own for a device that is full
         if is_asked:
             raise _full(opened, error) from error
+    if found is None:  # only here has the error let go of what was made before it
         give_back(opened.device)
         return None, None
     if kv.context < 2:  # nothing to draw a line through, and nothing to gain
