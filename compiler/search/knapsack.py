@@ -222,7 +222,8 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
 
 
 def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: float, swaps: Swaps) -> Found | None:
-    """A plan of no more cost than the one that was found and with less KL; None where swaps know of none.
+    """A plan that costs no more than the one that was found, in all and in experts, which are what is read while
+    decoding, and has less KL; None where swaps know of none.
 
     space: with predictions corrected at the cost swapped_at, once more where the plan lies away from it.
     """
@@ -230,7 +231,9 @@ def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: fl
         space, _ = _corrected_at(space, trials, found.cost, swaps)
     choice = _within(space.table, found.cost)
     plan, (cost, predicted) = space.plan(choice), space.table.totals(choice)
-    if plan.digest == found.plan.digest or trials.kl(plan, "swaps").mean >= trials.kl(found.plan, "search").mean:
+    if plan.digest == found.plan.digest or plan.expert_packed_bytes > found.plan.expert_packed_bytes:
+        return None
+    if trials.kl(plan, "swaps").mean >= trials.kl(found.plan, "search").mean:
         return None
     return Found(plan, predicted, cost)
 
