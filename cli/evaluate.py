@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,14 +127,15 @@ def _sweep(
 ) -> None:
     """`--modes sweep`: the table, and the record beside the bundle."""
     from moec.runtime.bundle import open_bundle
-    from moec.runtime.modes.record import calibrated_deciles, write_record
+    from moec.runtime.modes.record import calibrated_deciles, record_path, write_record
 
     from .mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
     options, folder = sweep_options(build_options(values, bundle=model)), bundle_folder(model)
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
-    record = QualitySweep(model, options, values["kernels"], task, items, shots).run(settings)
-    path = write_record(model, record)
+    sweep = QualitySweep(model, options, values["kernels"], task, items, shots)
+    record = sweep.run(settings, keep=partial(write_record, model))
+    path = record_path(model)
     if as_json:
         output.data_json(record)
     else:

@@ -128,8 +128,16 @@ class QualitySweep:
     items: Sequence[Item]
     shots: Sequence[Item]
 
-    def run(self, settings: Sequence[dict[str, str]], is_partial: bool = False) -> dict[str, Any]:
-        """The record of a sweep. is_partial: of a bundle that is not published yet."""
+    def run(
+        self,
+        settings: Sequence[dict[str, str]],
+        is_partial: bool = False,
+        keep: Callable[[dict[str, Any]], object] = lambda record: None,
+    ) -> dict[str, Any]:
+        """The record of a sweep. is_partial: of a bundle that is not published yet.
+
+        keep: takes the record as far as it goes, behind every setting: each may take minutes.
+        """
         from moec.evaluation.run import compare
 
         rows: list[dict[str, Any]] = []
@@ -148,6 +156,10 @@ class QualitySweep:
             with self._opened(setting, is_partial) as engine:
                 row["kl"] = self._divergence(engine, log_p, f"KL, {title}")
             rows.append(row)
+            keep(self._record(rows))
+        return self._record(rows)
+
+    def _record(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "task": self.task.name,
             "metric": self.task.metric,

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from moec.cli.main import cli
-from moec.cli.mode_sweep import allowed_settings, settings_of
+from moec.cli.mode_sweep import QualitySweep, allowed_settings, settings_of
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
 from moec.runtime.bundle import open_bundle
@@ -151,6 +151,23 @@ def test_what_was_measured_before_stays(invoke: Invoke, recorded: Path, texts: P
     assert after["big-little gamma=0.9,k=K/2"]["expert_cache"] == "60%"
     kept = after["dynamic-precision 0,1"]
     assert kept == before["dynamic-precision 0,1"] and kept["expert_cache"] == "50%", "with its own conditions"
+
+
+def test_an_interrupted_sweep_keeps_what_it_measured(
+    invoke: Invoke, own: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, asked = QualitySweep._evaluate, list[str]()
+
+    def interrupted(self: QualitySweep, engine: Any, title: str) -> Any:
+        asked.append(title)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return evaluate(self, engine, title)
+
+    monkeypatch.setattr(QualitySweep, "_evaluate", interrupted)
+    modes = "big-little gamma=0.9; big-little gamma=0.8"
+    assert invoke("eval", own, "--data", texts, "--modes", modes).exit_code != 0
+    assert [row["mode"] for row in measured_rows(own)] == ["big-little gamma=0.9,k=K/2"]
 
 
 def test_a_sweep_takes_its_thresholds_from_calibration(two_versions: Path, tmp_path: Path) -> None:
