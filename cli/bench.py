@@ -100,16 +100,8 @@ def bench_command(
     from moec.runtime.kernels.profile import timed_kernels
     from moec.runtime.statistics import reset_peak_memory
 
-    if tokens < 2:
-        raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     opened = open_bundle(bundle_folder(bundle))
-    options = build_options(values, bundle=bundle)
-    if modes is not None:
-        options = sweep_options(options)
-        if profile:
-            raise OptionError("`--profile` is of one run, not of a sweep of modes", "leave out one of the two")
-    elif trace_out is not None or policies != "none":
-        _check_lossless(options)
+    options = _options(values, bundle, tokens, modes, profile, is_traced=trace_out is not None or policies != "none")
     host = probe_host(_probed_place(opened))
     if text_path is None:
         sequence = continuation(bundle, options.lossless(), values["kernels"], prompt, tokens)
@@ -138,6 +130,22 @@ def bench_command(
     rows = [] if kernel_times is None else profile_rows(kernel_times, statistics)
     conditions = {"tokens": tokens, "host": host.to_plain()} if as_json else None
     _tell(engine, statistics, ceiling, simulated, conditions, rows)
+
+
+def _options(
+    values: dict[str, Any], bundle: Path, tokens: int, modes: str | None, profile: bool, is_traced: bool
+) -> RuntimeOptions:
+    """What is measured. Raises OptionError for what does not go together."""
+    if tokens < 2:
+        raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
+    options = build_options(values, bundle=bundle)
+    if modes is not None:
+        if profile:
+            raise OptionError("`--profile` is of one run, not of a sweep of modes", "leave out one of the two")
+        return sweep_options(options)
+    if is_traced:
+        _check_lossless(options)
+    return options
 
 
 def _write_trace(
