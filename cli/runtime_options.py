@@ -99,6 +99,13 @@ _OPTIONS = (
 )
 
 
+cache_state_option = click.option(
+    "--cache-state",
+    type=click.Choice(CACHE_STATES),
+    default="warm",
+    show_default=True,
+    help="Start with the most popular experts in memory, or with none.",
+)
 MODE_NAMES = ("dynamic_precision", "big_little", "cache_routing", "cache_state")
 
 _MODES = (
@@ -119,13 +126,7 @@ _MODES = (
         metavar="margin=M,drop=D",
         help="LOSSY: in place of a miss a cached expert scored within M of it, or none if its weight is below D.",
     ),
-    click.option(
-        "--cache-state",
-        type=click.Choice(CACHE_STATES),
-        default="warm",
-        show_default=True,
-        help="Start with the most popular experts in memory, or with none.",
-    ),
+    cache_state_option,
 )
 
 

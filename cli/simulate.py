@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from moec.manifests.errors import DoesNotFit, OptionError
-from moec.runtime.modes.settings import CACHE_STATES
 from moec.runtime.options import (
-    MAX_READERS,
+    COOPERATIONS,
     POLICIES,
     PREFETCH_RULES,
     PREFETCHERS,
     WEIGHTED_POLICIES,
-    parse_bytes,
     parse_cache,
     parse_weights,
 )
@@ -25,7 +22,8 @@ from moec.runtime.options import (
 from . import output
 from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, modes_of, settings_of
 from .paths import bundle_argument, file_option
-from .runtime_options import bundle_folder
+from .runtime_options import bundle_folder, cache_state_option
+from .simulated_device import device_rates, parse_accelerator, shared_device
 from .simulation import Row, Simulation
 from .traces import open_traces, replayed_bundle
 
@@ -33,11 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moec.profiles.device import DeviceProfile
+    from moec.runtime.accelerator.replayed import ReplayedDevice
     from moec.runtime.bundle import Bundle
     from moec.runtime.eviction import PolicyScore
-    from moec.runtime.options import Prefetch, PrefetchRule
+    from moec.runtime.options import Cooperation, Prefetch, PrefetchRule
     from moec.runtime.timeline import Advice, DeviceRates
-    from moec.runtime.trace import Trace, TraceHeader
+    from moec.runtime.trace import Trace
 
 OPTIMUM = "optimum"
 DEFAULT_CACHES = ("10%", "25%", "50%", "75%")
@@ -80,16 +79,22 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     type=click.Choice(PREFETCH_RULES),
     help="With `lookahead`: `first-miss` is decided again, others must be in the trace.  [default: what was recorded]",
 )
-@click.option(
-    "--cache-state",
-    type=click.Choice(CACHE_STATES),
-    default="warm",
-    show_default=True,
-    help="Start with the most popular experts in memory, or with none.",
-)
+@cache_state_option
 @click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once.")
 @click.option("--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`, over the profile's.")
 @click.option("--read-latency", metavar="TIME", help="Of one read, like `150us` or `8ms`, over the profile's.")
+@click.option(
+    "--accelerator",
+    metavar="memory=SIZE,expert=TIME,token=TIME,link=SIZE",
+    help="A device that shares the experts: its memory, an expert's time there (and per token), bytes/s to it.",
+)
+@click.option(
+    "--cooperation",
+    type=click.Choice(COOPERATIONS),
+    default="auto",
+    show_default=True,
+    help="Which experts that are not on it are copied: by measured times, Twiddler's rule, all, none.",
+)
 @mode_sweep_option("Predict every lossy mode, or these settings, beside the lossless run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: Any) -> None:
@@ -106,11 +111,16 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     routers gave each token and from how sure half of its experts were of the next. Each decision is that of a run as
     far as hidden states are; what a mode costs in quality, `moec eval --modes` measures.
 
+    With --accelerator a device holds the most popular experts, as many as its memory has room for, and shares the
+    others with the processor as `run --accelerator` would plan it; its times are the ones that the `mode:` line of a
+    run on such a device names. What an expert takes the processor comes from the trace; dense weights stay with it.
+
     \b
     moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
     moec simulate mixtral-moec --trace held-out.trace --profile raspberry-pi-4b-sd
     moec simulate mixtral-moec --trace held-out.trace --read-rate 90MB --policy lrfu --expert-cache 25%
     moec simulate mixtral-moec --trace held-out.trace --modes "big-little gamma=0.7; dynamic-precision 0.6,1"
+    moec simulate mixtral-moec --trace held-out.trace --accelerator memory=8GiB,expert=600us,token=2us,link=12GB
     """
     from moec.profiles.device import load_profile
     from moec.runtime.bundle import open_bundle
@@ -128,52 +138,39 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     settings = _settings(values["modes"], trace_path, trace, opened)
     policies = _scores(_policies(values["policies"], settings), values["policy_weights"])
     room = None if profile is None else _device_cache_bytes(opened, profile)
-    simulation = Simulation(opened, trace, replayed, rates, prefetch, _advice(opened, trace, prefetch))
+    shared = _shared(values["accelerator"], values["cooperation"], opened, trace, rates)
+    simulation = Simulation(opened, trace, replayed, rates, prefetch, _advice(opened, trace, prefetch), shared)
     found = simulation.rows(capacities, policies, settings)
     name = profile.name if profile is not None else "the recorder"
     if as_json:
         rows = [each.to_plain() | {"share": each.timeline.capacity_bytes / replayed.total_bytes} for each in found]
-        plain = {name: getattr(rates, name) for name in rates.__dataclass_fields__}
-        device = {"name": name, **plain, "cache_bytes": room}
+        device = {"name": name, **asdict(rates), "cache_bytes": room, "accelerator": _shared_plain(shared)}
         output.data_json({"device": device, "prefetch": prefetch, "recorded": _recorded(trace), "rows": rows})
         return
     heading = _heading(trace, name, rates, prefetch)
+    if shared is not None:
+        on_it = f"{len(shared.resident)} of {replayed.count} experts on it"
+        heading.append(("accelerator", f"{on_it}, cooperation {shared.cooperation}, {shared.latency.to_text()}"))
     if profile is not None:
         left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
         heading.append(("memory", left))
     output.data(f"{output.facts(heading)}\n\n{_table(found, replayed.total_bytes)}")
 
 
-def device_rates(
-    header: TraceHeader, profile: DeviceProfile | None, readers: int, read_rate: str | None, read_latency: str | None
-) -> DeviceRates:
-    """A device's rates, or the recording machine's; read_rate and read_latency override. Raises OptionError."""
-    from moec.runtime.timeline import DeviceRates
-
-    if not 1 <= readers <= MAX_READERS:
-        raise OptionError(f"readers must be 1 to {MAX_READERS}, found {readers}", "leave it out for 2")
-    source = header if profile is None else profile
-    rates = DeviceRates(
-        storage_bytes_per_s=source.storage_bytes_per_s,
-        storage_latency_ns=source.storage_latency_ns,
-        readers=readers,
-        compute_scale=header.memory_bytes_per_s / source.memory_bytes_per_s,
-    )
-    if read_rate is not None:
-        rate = parse_bytes(read_rate)
-        if rate < 1:
-            raise OptionError("`--read-rate` must be at least 1 byte per second", "write it like `90MB`")
-        rates = replace(rates, storage_bytes_per_s=rate)
-    return rates if read_latency is None else replace(rates, storage_latency_ns=parse_time_ns(read_latency))
+def _shared(
+    accelerator: str | None, cooperation: Cooperation, bundle: Bundle, trace: Trace, rates: DeviceRates
+) -> ReplayedDevice | None:
+    if accelerator is not None:
+        return shared_device(bundle, trace, rates, parse_accelerator(accelerator), cooperation)
+    if cooperation != "auto":
+        raise OptionError("`--cooperation` has no effect without a device", "add `--accelerator`")
+    return None
 
 
-def parse_time_ns(text: str) -> int:
-    """`150us`, `8ms`, `0s` -> nanoseconds. Raises OptionError."""
-    units = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
-    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ns|us|ms|s)\s*", text)
-    if match is None:
-        raise OptionError(f"`{text[:60]}` is not a time", "write it like `150us` or `8ms`")
-    return round(float(match[1]) * units[match[2]])
+def _shared_plain(shared: ReplayedDevice | None) -> dict[str, Any] | None:
+    if shared is None:
+        return None
+    return {"cooperation": shared.cooperation, "resident": len(shared.resident), "latency": shared.latency.to_plain()}
 
 
 def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule | None) -> Trace:

@@ -10,6 +10,7 @@ from . import output
 from .mode_sweep import modes_of
 
 if TYPE_CHECKING:
+    from moec.runtime.accelerator.replayed import ReplayedDevice
     from moec.runtime.bundle import Bundle
     from moec.runtime.eviction import PolicyScore
     from moec.runtime.modes.logical_cache import LogicalCache
@@ -44,7 +45,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A trace of a bundle on a device. advice: what is read ahead in passes as they were recorded."""
+    """A trace of a bundle on a device. advice: what is read ahead in passes as they were recorded.
+
+    shared: an accelerator that shares the experts.
+    """
 
     bundle: Bundle
     trace: Trace
@@ -52,6 +56,7 @@ class Simulation:
     rates: DeviceRates
     prefetch: Prefetch
     advice: Advice
+    shared: ReplayedDevice | None = None
 
     def rows(
         self,
@@ -103,9 +108,17 @@ class Simulation:
             policy,
             self.rates,
             capacity - replayed.minimum_bytes,
-            replayed.warm,
+            self._warm(),
+            self.shared,
         )
         return timeline, decisions if options else None
+
+    def _warm(self) -> list[int]:
+        """What the host's memory starts with: what a device holds comes behind the rest."""
+        return sorted(self.replayed.warm, key=lambda index: index in self._on_device())
+
+    def _on_device(self) -> frozenset[int]:
+        return frozenset() if self.shared is None else self.shared.resident
 
     def _walks(self) -> bool:
         """Whether what lookahead advises depends on what is cached, and the trace says what it found."""
@@ -126,7 +139,8 @@ class Simulation:
         if score is None:
             raise ValueError("lossy modes decide without the future that the optimum knows")
         pin_limit = capacity - replayed.minimum_bytes
-        cache = LogicalCache(replayed.sizes, capacity, replayed.records, score, pin_limit, replayed.warm)
+        limits = (replayed.sizes, capacity, replayed.records, score, pin_limit, self._warm())
+        cache = LogicalCache(*limits, self._on_device())
         model = self._model(cache, capacity)
         versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
         steps, counts = replay_modes(self.trace, modes, model, versions, cache, advice)

@@ -262,8 +262,9 @@ class _Recorder:
 
         def record(module: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
             inputs, chosen, weights = (argument[stack.real] for argument in arguments[:3])
-            stack.add(layer, chosen, weight_summary(weights))
-            self.unimportance[layer] += unimportance_counts(weights)
+            summary, unimportance = weight_summary(weights)
+            stack.add(layer, chosen, summary)
+            self.unimportance[layer] += unimportance
             for expert in range(module.num_experts):
                 # Over the capacity a token has an expert that never sees it.
                 token, rank = torch.where((chosen == expert) & (weights > 0) if has_capacity else chosen == expert)
@@ -309,24 +310,20 @@ class _StackRecorder:
         return Routes(np.array(self._layers), experts, weights, held)
 
 
-def weight_summary(weights: Tensor) -> Tensor:
-    """Of the weights [N, K] of some tokens the largest, and the lower-ranked half's share of all, float32 [N, 2]."""
-    ranked = weights.float().sort(dim=1).values
-    lower = ranked[:, : weights.shape[1] // 2].sum(1) / ranked.sum(1).clamp_min(1e-20)
-    return torch.stack([ranked[:, -1], lower], dim=1)
-
-
-def unimportance_counts(weights: Tensor) -> NDArray[np.int64]:
-    """What HOBBIT's thresholds are held against, counted: int64 [UNIMPORTANCE_BINS] of weights [N, K].
+def weight_summary(weights: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
+    """Of the weights [N, K] of some tokens the largest and the lower-ranked half's share of all, float32 [N, 2]; and
+    what HOBBIT's thresholds are held against, counted: int64 [UNIMPORTANCE_BINS].
 
     The unimportance of an expert is the share of its token's weight that the experts before it have; the best expert's
     is 0, and not counted. Source: HOBBIT, token-level dynamic loading.
     """
     ranked = weights.float().sort(dim=1, descending=True).values
     shares = ranked / ranked.sum(1, keepdim=True).clamp_min(1e-20)
+    lower = shares[:, (weights.shape[1] + 1) // 2 :].sum(1)
     before = shares.cumsum(1)[:, :-1].clamp(0, 1)
     places = (before * UNIMPORTANCE_BINS).long().clamp_max(UNIMPORTANCE_BINS - 1)
-    return np.asarray(torch.bincount(places.reshape(-1), minlength=UNIMPORTANCE_BINS).numpy(), np.int64)
+    counts = torch.bincount(places.reshape(-1), minlength=UNIMPORTANCE_BINS).numpy()
+    return torch.stack([ranked[:, 0], lower], dim=1), np.asarray(counts, np.int64)
 
 
 def texts_digest(rows: Sequence[Sequence[int]]) -> str:

@@ -125,7 +125,8 @@ class Engine:
         self.lossy = None
         if not modes.is_lossless:
             limits = (sizes, held_bytes, records, score, held_bytes - manifest.cost.minimum_expert_bytes, warm)
-            logical = LogicalCache(*limits) if modes.reads_cache else None
+            on_device = () if self.model.accelerator is None else self.model.accelerator.placement.resident
+            logical = LogicalCache(*limits, on_device) if modes.reads_cache else None
             versions = Versions(self.model.first_expert, low_version_indices(manifest))
             self.lossy = LossyDecoder(modes, self.model, versions, logical)
             if logical is not None:  # then what is advised must not depend on arrival either

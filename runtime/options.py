@@ -166,11 +166,11 @@ class RuntimeOptions:
             raise OptionError(f"unknown accelerator `{self.accelerator[:40]}`", f"choose cuda, cuda:N or {TORCH_CPU}")
         if self.accelerator == TORCH_CPU and self.accelerator_memory is None:
             raise OptionError(f"`{TORCH_CPU}` shares the host's memory", "say how much: `--accelerator-memory SIZE`")
-        if self.modes.reads_cache:
+        if self.modes.reads_cache and self.accelerator_memory is None:
             raise OptionError(
-                "`--dynamic-precision` and `--cache-routing` decide by what the host's cache lacks, which says nothing "
-                "of experts on an accelerator",
-                "leave out one of the two",
+                "`--dynamic-precision` and `--cache-routing` decide by which experts are at hand, and how many lie on "
+                "an accelerator would depend on what is free there",
+                "say how much: `--accelerator-memory SIZE`",
             )
 
     def _check_names(self) -> None:

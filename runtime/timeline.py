@@ -7,13 +7,16 @@ ExpertCache does (`simulated_cache.py`); reads go through one queue of storage w
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from .accelerator.cooperative import CooperationCounts
+from .accelerator.replayed import ReplayedDevice, ReplayedSplit
 from .cache_statistics import CacheStats
 from .eviction import ExpertRecords, PolicyScore
 from .simulate import does_not_fit, named_score, with_next_use
@@ -47,6 +50,7 @@ class TimedPass:
 
     accesses: experts counted over all that are stored, low versions behind the others. preload: read ahead before the
     first layer. Times are in nanoseconds of the recording machine, those of layers [L]; other_ns: of the whole pass.
+    loads: per layer the tokens of each expert that it asks for; empty where that is one each.
     """
 
     tokens: int
@@ -58,6 +62,12 @@ class TimedPass:
     head_ns: float
     other_ns: float
     preload: tuple[int, ...] = ()
+    loads: tuple[tuple[int, ...], ...] = ()
+
+    def tokens_of(self, at: int) -> dict[int, int]:
+        """Tokens of each expert that the at-th of its layers asks for."""
+        experts = self.accesses[at][1]
+        return dict(zip(experts, self.loads[at] if self.loads else (1,) * len(experts), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class Timeline:
     """Predicted decoding: the passes behind the prompt's, as RunStatistics counts them; None: nothing to tell.
 
     cache: counts of all passes. busy: share of decoding in which storage was reading; stall: in which a layer waited.
+    cooperation: who computed the experts of all passes, where an accelerator shares them.
     """
 
     policy: str
@@ -78,16 +89,18 @@ class Timeline:
     busy: float
     decode_bytes_read_per_token: float
     cache: CacheStats
+    cooperation: CooperationCounts | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
         """The rate of decoding."""
         return _NS_PER_S / self.tpot_mean_ns if self.tpot_mean_ns else None
 
-    def to_plain(self) -> dict[str, int | float | str | None]:
+    def to_plain(self) -> dict[str, Any]:
         """For `--json`."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "cache"}
-        return {**own, **self.cache.counts(), "tokens_per_s": self.tokens_per_s}
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")}
+        shared = None if self.cooperation is None else asdict(self.cooperation)
+        return {**own, **self.cache.counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
 
 
 def predict_timeline(
@@ -124,6 +137,7 @@ def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) ->
         shared_ns=each.shared_ns,
         head_ns=each.head_ns,
         other_ns=each.other_ns,
+        loads=() if each.tokens == 1 else tuple(tuple(dict(sorted(Counter(c).items())).values()) for c in each.chosen),
     )
 
 
@@ -137,18 +151,23 @@ def predict_steps(
     rates: DeviceRates,
     pin_limit_bytes: int,
     warm: Sequence[int] = (),
+    shared: ReplayedDevice | None = None,
 ) -> Timeline:
-    """`predict_timeline` of passes made ready: those of the prompt in the first steps, then each token in one step."""
+    """`predict_timeline` of passes made ready: those of the prompt in the first steps, then each token in one step.
+
+    shared: a device that shares the experts with the processor.
+    """
     flat = [access for step in steps for each in step for access in each.accesses]
     with_use, first_use = with_next_use(flat, len(sizes))
     cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes)
     cache.fill(warm)
-    run, accesses, marks = _Run(cache, rates), iter(with_use), []
+    run, accesses, marks = _Run(cache, rates, shared), iter(with_use), []
     for step in steps:
         for each in step:
             run.run_pass(each, [next(accesses) for _ in each.accesses])
         marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
-    return _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
+    found = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
+    return found if shared is None else replace(found, cooperation=run.counts)
 
 
 def _summary(
@@ -212,53 +231,87 @@ class _Storage:
 
 
 class _Run:
-    """A model that computes nothing but the time it takes."""
+    """A model that computes nothing but the time it takes. counts: who computed its experts, beside a device."""
 
-    def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
-        self._cache, self._scale = cache, rates.compute_scale
-        self.storage = _Storage(cache, rates)
+    def __init__(self, cache: SimulatedCache, rates: DeviceRates, shared: ReplayedDevice | None = None) -> None:
+        self._cache, self._scale, self._shared = cache, rates.compute_scale, shared
+        self.storage, self.counts = _Storage(cache, rates), CooperationCounts()
         self.now_ns = self.stall_ns = 0
 
     def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
         """All layers, then the head. accesses: with the position of every expert's next use."""
         other_ns = each.other_ns / len(accesses)
-        if each.preload:
-            self._cache.advise(each.preload)
+        if preload := self._absent(each.preload):
+            self._cache.advise(preload)
             self.storage.begin(self.now_ns)
         for at, (layer, experts, next_use) in enumerate(accesses):
             self._compute(each.dense_ns[at] + other_ns)
-            hits, misses = self._cache.ask(layer, experts, next_use)
+            split = self._split(each, at)
+            wanted = list(experts) if split is None else split.wanted
+            hits, misses = self._cache.ask(layer, wanted, next_use[[experts.index(expert) for expert in wanted]])
             self._cache.issue(misses)
             self.storage.begin(self.now_ns)
-            self._run_experts(each, at, hits, misses)
+            self._run_experts(each, at, hits, misses, split)
         self._compute(each.head_ns)
 
-    def _run_experts(self, each: TimedPass, at: int, hits: list[int], misses: list[int]) -> None:
+    def _split(self, each: TimedPass, at: int) -> ReplayedSplit | None:
+        if self._shared is None:
+            return None
+        return ReplayedSplit(self._shared, each.tokens_of(at), self._cache.holds, self.counts, self.now_ns)
+
+    def _absent(self, experts: Sequence[int]) -> list[int]:
+        """Those that no device holds."""
+        return [index for index in experts if self._shared is None or index not in self._shared.resident]
+
+    def _run_experts(
+        self, each: TimedPass, at: int, hits: list[int], misses: list[int], split: ReplayedSplit | None
+    ) -> None:
         """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first.
 
         Advice comes as in ExpertCache: behind the first hits where there are misses as well.
         """
-        each_ns, shared_ns = each.experts_ns[at] / max(len(hits) + len(misses), 1), each.shared_ns[at]
-        is_one, is_to_look = each.tokens == 1, bool(hits and misses)
+        times, shared_ns, advice = self._expert_times(each, at), each.shared_ns[at], self._absent(each.advice[at])
+        is_one = each.tokens == 1 and (split is None or split.comes_together)
+        is_to_look = bool(hits and misses)
         if not is_to_look:
-            self._advise(each.advice[at])
+            self._advise(advice)
         while hits:
             some = list(hits) if is_one else hits[:1]
-            self._compute(each_ns * len(some) + shared_ns)
+            self._take(some, times, shared_ns, split)
             del hits[: len(some)]
             self._cache.unlease(some)
             shared_ns = 0
             if is_to_look:
-                self._advise(each.advice[at])
+                self._advise(advice)
                 is_to_look = False
         while misses:
             ready = self._wait(misses)
             some = ready if is_one else ready[:1]
-            self._compute(each_ns * len(some) + shared_ns)
+            self._take(some, times, shared_ns, split)
             misses = [index for index in misses if index not in some]
             self._cache.unlease(some)
             shared_ns = 0
         self._compute(shared_ns)
+        if split is not None:
+            self._go_on(split.finish(self.now_ns))
+
+    def _expert_times(self, each: TimedPass, at: int) -> dict[int, float]:
+        """Of each expert on the recording machine's processor; beside a device, which takes some, by their tokens."""
+        tokens = each.tokens_of(at)
+        if self._shared is None:
+            return dict.fromkeys(tokens, each.experts_ns[at] / max(len(tokens), 1))
+        cpu_ns = {expert: self._shared.latency.cpu_ns(count) for expert, count in tokens.items()}
+        whole = sum(cpu_ns.values()) or 1.0
+        return {expert: each.experts_ns[at] * own / whole for expert, own in cpu_ns.items()}
+
+    def _take(
+        self, experts: Sequence[int], times: Mapping[int, float], shared_ns: float, split: ReplayedSplit | None
+    ) -> None:
+        """These are there: copies begin, the others are computed, and a shared expert behind them."""
+        if split is not None:
+            experts, begun_ns = split.take(experts, self.now_ns)
+            self._go_on(begun_ns)
+        self._compute(sum(times[expert] for expert in experts) + shared_ns)
 
     def _advise(self, advice: Sequence[int]) -> None:
         if advice:
@@ -282,5 +335,9 @@ class _Run:
 
     def _compute(self, recorded_ns: float) -> None:
         """So much of the recording machine's time, on this device; reads go on meanwhile."""
-        self.now_ns += round(recorded_ns * self._scale)
+        self._go_on(self.now_ns + recorded_ns * self._scale)
+
+    def _go_on(self, until_ns: float) -> None:
+        """Time passes; reads go on."""
+        self.now_ns = round(until_ns)
         self.storage.run_until(self.now_ns)

@@ -20,7 +20,7 @@ import numpy as np
 from moec.cli.measurement import measure_decode, sequence_of
 from moec.runtime.bundle import open_bundle
 from moec.runtime.engine import Engine
-from moec.runtime.modes.choice import NOBODY, ModeCounts, PassChoice, Versions
+from moec.runtime.modes.choice import NOBODY, ModeCounts, PassChoice, Versions, best_cached
 from moec.runtime.modes.decoder import LossyDecoder
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.modes.settings import DynamicPrecision, LossyModes
@@ -75,10 +75,7 @@ class ReplayedChoice(PassChoice):
     ) -> int | None:
         if self.draws.random() >= self.shares.replaced:
             return None
-        for expert in np.argsort(-scores, kind="stable").tolist():
-            if expert not in row and is_cached(expert):
-                return int(expert)
-        return None
+        return best_cached(is_cached, scores, row, np.arange(len(scores)))
 
     def is_dropped(self, share: float, drop: float) -> bool:
         return self.draws.random() < self.shares.dropped / max(1 - self.shares.replaced, 1e-9)

@@ -29,7 +29,6 @@ from ..calibration import (
     Routes,
     count_statistics,
     texts_digest,
-    unimportance_counts,
     weight_summary,
 )
 from ..families import Lowering
@@ -142,7 +141,7 @@ def calibrate_layer(
 ) -> tuple[LayerInputs, dict[str, np.ndarray]]:
     """Move texts through the loaded layer. Returns what they left, and what is counted of them.
 
-    routes: [T, K]; weights: [T, 2], calibration.weight_summary; unimportance: calibration.unimportance_counts.
+    routes: [T, K]; weights: [T, 2], and unimportance: calibration.weight_summary.
     """
     inputs = LayerInputs(slot.model.layers[layer].experts, slot.model.hidden_size, has_moments)
     module = slot.experts
@@ -155,8 +154,9 @@ def calibrate_layer(
             texts.states[at] = state
             inputs.add(module, handed, pool)
             routes.append(handed.chosen.numpy().astype(np.uint16))
-            weights.append(weight_summary(handed.weights).numpy())
-            unimportance += unimportance_counts(handed.weights)
+            summary, counts = weight_summary(handed.weights)
+            weights.append(summary.numpy())
+            unimportance += counts
     finally:
         capture.close()
     counted = {"routes": np.concatenate(routes), "weights": np.concatenate(weights), "unimportance": unimportance}

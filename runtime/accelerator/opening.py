@@ -175,7 +175,8 @@ def _full(opened: OpenedAccelerator, error: RuntimeError) -> AcceleratorUnavaila
 def _bring_dense(
     opened: OpenedAccelerator, options: RuntimeOptions, model: Model, kv: KVCache
 ) -> tuple[DenseOnDevice | None, DenseLatency | None]:
-    """Attention and head on the device, unless they were measured to be slower there and nobody asked for it.
+    """Attention and head on the device, unless they were measured to be slower there and nobody asked for it, nor for
+    decisions by what is cached.
 
     Raises AcceleratorUnavailable where the device is full and somebody did.
     """
@@ -183,7 +184,9 @@ def _bring_dense(
         return None, None
     from .torch_dense import dense_on, give_back
 
-    is_asked, at = options.accelerator_dense == "device", model.spec.first_decoder_layer
+    # What a measurement decides would decide of experts' places too, and so of what lossy modes take for missed.
+    is_asked = options.accelerator_dense == "device" or options.modes.reads_cache
+    at = model.spec.first_decoder_layer
     found: DenseOnDevice | None = None
     try:
         found = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context, opened.dense_bytes)

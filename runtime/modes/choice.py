@@ -97,6 +97,16 @@ def low_version_indices(manifest: BundleManifest) -> np.ndarray:
     return np.array([place.get(entry.key, ABSENT) for entry in manifest.experts], np.int64)
 
 
+def best_cached(
+    is_cached: Callable[[int], bool], scores: np.ndarray, row: np.ndarray, experts: np.ndarray
+) -> int | None:
+    """Of some experts the cached one with the best score that the token has not chosen. scores: [E]; row: [K]."""
+    for expert in experts[np.argsort(-scores[experts], kind="stable")].tolist():
+        if expert not in row and is_cached(expert):
+            return int(expert)
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Routed:
     """What a layer's router says of a pass. logits: [T, E]; chosen, weights: [T, K]."""
@@ -238,10 +248,7 @@ class PassChoice:
         if not margin or least <= 0:
             return None
         near = np.flatnonzero(rule.allowed(scores) & (scores >= least))
-        for expert in near[np.argsort(-scores[near], kind="stable")].tolist():
-            if expert not in row and is_cached(expert):
-                return int(expert)
-        return None
+        return best_cached(is_cached, scores, row, near)
 
     def is_dropped(self, share: float, drop: float) -> bool:
         """Whether a missed expert of this share of the token's weight is left out."""

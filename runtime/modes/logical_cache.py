@@ -6,7 +6,7 @@ order give the same decisions on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class LogicalCache:
 
     sizes: bytes, int64 [N]. records: layers and calibration frequencies; counts of its own. warm: what it starts with,
     as far as that fits, first index first. The capacity is that of a full context: what a short sequence leaves free
-    is not counted.
+    is not counted. on_device: experts that stay on an accelerator, which are there and take nothing of the capacity.
     """
 
     def __init__(
@@ -32,9 +32,11 @@ class LogicalCache:
         policy: PolicyScore,
         pin_limit_bytes: int,
         warm: Sequence[int],
+        on_device: Collection[int] = (),
     ) -> None:
+        self._on_device = frozenset(on_device)
         self._cache = SimulatedCache(sizes, capacity_bytes, records, policy, np.empty(0, np.int64), pin_limit_bytes)
-        self._cache.fill(warm)
+        self._cache.fill([index for index in warm if index not in self._on_device])
 
     @property
     def bytes_read(self) -> int:
@@ -43,14 +45,14 @@ class LogicalCache:
 
     def holds(self, index: int) -> bool:
         """Whether an expert is there."""
-        return self._cache.holds(index)
+        return index in self._on_device or self._cache.holds(index)
 
     def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
         """One layer of one pass asks for experts, and behind them for others that may be needed next.
 
         Raises MemoryBudgetExceeded if one does not fit.
         """
-        hits, misses = self._cache.ask(layer, experts)
+        hits, misses = self._cache.ask(layer, self._absent(experts))
         self._cache.issue(misses)
         self.advise(advice)
         self._cache.unlease(hits)
@@ -69,13 +71,16 @@ class LogicalCache:
 
     def advise(self, advice: Sequence[int]) -> None:
         """Experts that are read ahead, likeliest first."""
-        if advice:
-            self._cache.advise(advice)
+        if absent := self._absent(advice):
+            self._cache.advise(absent)
         self._read()
 
     def begin_sequence(self) -> None:
         """What the policy counts within a sequence counts from here."""
         self._cache.begin_sequence()
+
+    def _absent(self, experts: Sequence[int]) -> list[int]:
+        return [index for index in experts if index not in self._on_device]
 
     def _read(self) -> None:
         while (index := self._cache.next_read()) is not None:

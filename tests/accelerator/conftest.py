@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moec.runtime.accelerator.device import COPY_SLOTS
+from moec.runtime.accelerator.image import entry_bytes
+from moec.runtime.accelerator.placement import working_bytes
+from moec.runtime.bundle import open_bundle
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -29,3 +33,19 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("accelerator")
     folder = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=6, top_k=2, seed=5))
     return emit_bundle(folder, root / "bundle", mixed=True)
+
+
+@pytest.fixture(scope="session")
+def two_version_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of eight experts, four per token; 8 bits, low versions of 2; read only."""
+    root = tmp_path_factory.mktemp("versions")
+    folder = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=8, top_k=4, seed=5))
+    return emit_bundle(folder, root / "bundle", bitwidth=8, low="q2g32")
+
+
+def memory_for(bundle: Path, share: float, tokens: int) -> int:
+    """Bytes of a device with room for so much of the experts, beside passes of so many tokens."""
+    manifest = open_bundle(bundle).manifest
+    sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
+    high = sum(sizes[: len(manifest.experts)])
+    return working_bytes(manifest, tokens) + COPY_SLOTS * max(sizes) + int(high * share)

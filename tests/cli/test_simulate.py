@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.simulate import parse_time_ns
+from moec.cli.simulated_device import parse_time_ns
 from moec.manifests.errors import OptionError
 from moec.profiles.device import DeviceProfile, load_profile
 
@@ -242,3 +242,24 @@ def test_times(text: str, expected: int) -> None:
 def test_not_a_time(text: str) -> None:
     with pytest.raises(OptionError, match="is not a time"):
         parse_time_ns(text)
+
+
+def test_an_accelerator_holds_the_most_popular_experts(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
+    arguments = ("--policy", "lru", "--expert-cache", "40%", "--read-rate", "1MB")
+    alone = simulated(invoke, mixed_bundle, trace, *arguments)
+    assert alone["device"]["accelerator"] is None and alone["rows"][0]["experts"] is None
+    times = "expert=5us,token=100ns,link=12GB"
+    there = ("--accelerator", f"memory=1GiB,{times}", "--cooperation", "cpu")
+    whole = simulated(invoke, mixed_bundle, trace, *arguments, *there)
+    (row,), (before,) = whole["rows"], alone["rows"]
+    assert row["experts"]["resident"] > 0 and row["experts"]["copied"] == row["experts"]["cpu"] == 0
+    assert row["bytes_read"] == 0 < before["bytes_read"] and row["tpot_mean_ns"] < before["tpot_mean_ns"]
+    done = invoke("simulate", mixed_bundle, "--trace", trace, "--accelerator", f"memory=1GiB,{times}")
+    assert done.exit_code == 0 and "cooperation auto, CPU" in done.stdout and "of 24 experts on it" in done.stdout
+    little = invoke("simulate", mixed_bundle, "--trace", trace, "--accelerator", f"memory=1KiB,{times}")
+    assert little.exit_code != 0 and "is under its floor of" in little.stderr
+    lost = invoke("simulate", mixed_bundle, "--trace", trace, "--cooperation", "gpu")
+    assert lost.exit_code == 1 and "has no effect without a device" in lost.stderr

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.calibration import UNIMPORTANCE_BINS, ActivationStatistics, calibrate, unimportance_counts
+from moec.compiler.calibration import UNIMPORTANCE_BINS, ActivationStatistics, calibrate, weight_summary
 from moec.compiler.quality import unimportance_deciles
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.second_moments import SecondMoments
@@ -200,13 +200,13 @@ def test_the_frequent_share_counts_observed_paths():
 
 def test_unimportance_is_the_weight_of_the_experts_before() -> None:
     """Of weights .5, .3, .2 the second expert's is .5, the third's .8; the order in which they come does not matter."""
-    counts = unimportance_counts(torch.tensor([[0.3, 0.5, 0.2], [0.2, 0.5, 0.3], [2.0, 1.0, 1.0]]))
+    counts = weight_summary(torch.tensor([[0.3, 0.5, 0.2], [0.2, 0.5, 0.3], [2.0, 1.0, 1.0]]))[1]
     assert counts.sum() == 6 and counts[int(0.5 * UNIMPORTANCE_BINS)] == 3
     assert counts[int(0.8 * UNIMPORTANCE_BINS) - 1 : int(0.8 * UNIMPORTANCE_BINS) + 1].sum() == 2
     assert counts[int(0.75 * UNIMPORTANCE_BINS)] == 1
     deciles = unimportance_deciles(np.stack([counts, np.zeros_like(counts)]))
     assert deciles == pytest.approx([0.5] * 5 + [0.75] + [0.8] * 3, abs=1.5 / UNIMPORTANCE_BINS)
-    assert unimportance_counts(torch.ones(3, 1)).sum() == 0 and unimportance_deciles(counts[None] * 0) == []
+    assert weight_summary(torch.ones(3, 1))[1].sum() == 0 and unimportance_deciles(counts[None] * 0) == []
 
 
 def test_unimportance_is_counted_of_every_token(statistics):

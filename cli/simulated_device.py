@@ -1,0 +1,121 @@
+"""The device of `moec simulate`: its storage, how fast it computes, and an accelerator beside it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moec.manifests.errors import OptionError
+from moec.runtime.options import MAX_READERS, parse_bytes
+
+if TYPE_CHECKING:
+    from moec.profiles.device import DeviceProfile
+    from moec.runtime.accelerator.replayed import ReplayedDevice
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.options import Cooperation
+    from moec.runtime.timeline import DeviceRates
+    from moec.runtime.trace import Trace, TraceHeader
+
+_STAGED_BYTES = 2
+"""The processor reads and writes each byte of a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorRates:
+    """What an accelerator is said to be. expert_ns, token_ns: of an expert there, fixed and per token."""
+
+    memory_bytes: int
+    expert_ns: int
+    token_ns: int
+    link_bytes_per_s: int
+
+
+def device_rates(
+    header: TraceHeader, profile: DeviceProfile | None, readers: int, read_rate: str | None, read_latency: str | None
+) -> DeviceRates:
+    """A device's rates, or the recording machine's; read_rate and read_latency override. Raises OptionError."""
+    from moec.runtime.timeline import DeviceRates
+
+    if not 1 <= readers <= MAX_READERS:
+        raise OptionError(f"readers must be 1 to {MAX_READERS}, found {readers}", "leave it out for 2")
+    source = header if profile is None else profile
+    rates = DeviceRates(
+        storage_bytes_per_s=source.storage_bytes_per_s,
+        storage_latency_ns=source.storage_latency_ns,
+        readers=readers,
+        compute_scale=header.memory_bytes_per_s / source.memory_bytes_per_s,
+    )
+    if read_rate is not None:
+        rate = parse_bytes(read_rate)
+        if rate < 1:
+            raise OptionError("`--read-rate` must be at least 1 byte per second", "write it like `90MB`")
+        rates = replace(rates, storage_bytes_per_s=rate)
+    return rates if read_latency is None else replace(rates, storage_latency_ns=parse_time_ns(read_latency))
+
+
+def parse_time_ns(text: str) -> int:
+    """`150us`, `8ms`, `0s` -> nanoseconds. Raises OptionError."""
+    units = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ns|us|ms|s)\s*", text)
+    if match is None:
+        raise OptionError(f"`{text[:60]}` is not a time", "write it like `150us` or `8ms`")
+    return round(float(match[1]) * units[match[2]])
+
+
+def parse_accelerator(text: str) -> AcceleratorRates:
+    """`memory=8GiB,expert=600us,token=2us,link=12GB` -> rates; `token` may be left out for 0. Raises OptionError."""
+    remedy = "write it like `memory=8GiB,expert=600us,token=2us,link=12GB`"
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        name, sign, value = part.strip().partition("=")
+        if not sign or name not in ("memory", "expert", "token", "link") or name in given:
+            raise OptionError(
+                f"`--accelerator {text[:60]}`: `{part[:30]}` is not one of memory, expert, token, link", remedy
+            )
+        given[name] = value.strip()
+    missing = [name for name in ("memory", "expert", "link") if name not in given]
+    if missing:
+        raise OptionError(f"`--accelerator {text[:60]}` does not say {', '.join(missing)}", remedy)
+    found = AcceleratorRates(
+        memory_bytes=parse_bytes(given["memory"]),
+        expert_ns=parse_time_ns(given["expert"]),
+        token_ns=parse_time_ns(given.get("token", "0s")),
+        link_bytes_per_s=parse_bytes(given["link"]),
+    )
+    if found.link_bytes_per_s < 1:
+        raise OptionError("`--accelerator`: the link must carry at least 1 byte per second", remedy)
+    return found
+
+
+def shared_device(
+    bundle: Bundle, trace: Trace, device: DeviceRates, rates: AcceleratorRates, cooperation: Cooperation
+) -> ReplayedDevice:
+    """The accelerator with the most popular experts of a bundle on it.
+
+    Raises MemoryBudgetExceeded if its memory is under its floor.
+    """
+    import numpy as np
+
+    from moec.runtime.accelerator.device import COPY_SLOTS
+    from moec.runtime.accelerator.image import entry_bytes
+    from moec.runtime.accelerator.latency import LatencyModel
+    from moec.runtime.accelerator.placement import place_experts, working_bytes
+    from moec.runtime.accelerator.replayed import ReplayedDevice, traced_cpu_line
+    from moec.runtime.eviction import bundle_records
+
+    manifest, header = bundle.manifest, trace.header
+    sizes = tuple(entry_bytes(manifest.model, entry) for entry in manifest.stored_experts)
+    frequency = bundle_records(bundle, bundle.tables(), manifest.experts).frequency
+    order = [index for index in np.argsort(-frequency, kind="stable").tolist() if sizes[index]]
+    working = working_bytes(manifest, max(each.tokens for each in trace.passes))
+    placement = place_experts(sizes, order, rates.memory_bytes, COPY_SLOTS, working, 0)
+    memory_bytes_per_s = header.memory_bytes_per_s / device.compute_scale
+    latency = LatencyModel(
+        *traced_cpu_line(trace, device.compute_scale),
+        device_fixed_ns=rates.expert_ns,
+        device_token_ns=rates.token_ns,
+        staging_ns_per_byte=_STAGED_BYTES * 1e9 / memory_bytes_per_s,
+        link_ns_per_byte=1e9 / rates.link_bytes_per_s,
+    )
+    return ReplayedDevice(latency, sizes, frozenset(placement.resident), cooperation)

@@ -1,0 +1,92 @@
+"""Lossy modes beside an accelerator: an expert that lies on it is at hand, never low, skipped or replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moec.manifests.errors import OptionError
+from moec.runtime import load
+from moec.runtime.modes.choice import ModeCounts, PassChoice, Routed
+
+from .conftest import memory_for
+
+TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
+PROMPT_TOKENS = 20
+LOSSY: list[dict[str, Any]] = [{"dynamic_precision": "0,0.5"}, {"cache_routing": "margin=0.9,drop=0.2"}]
+
+
+def beside(bundle: Path, share: float) -> dict[str, Any]:
+    """Options of a device with room for so much of the experts; what runs where is no matter of measured times."""
+    memory = str(memory_for(bundle, share, 64))
+    return {
+        "accelerator": "torch-cpu",
+        "accelerator_memory": memory,
+        "accelerator_dense": "host",
+        "cooperation": "cpu",
+    }
+
+
+def decoded(bundle: Path, **options: Any) -> tuple[np.ndarray, ModeCounts]:
+    with load(bundle, context=64, expert_cache="25%", **options) as engine:
+        engine.cache.finish_warming()
+        engine.begin_sequence()
+        engine.prefill(TOKENS[:PROMPT_TOKENS])
+        rows = [engine.decode([TOKENS[at]], [0], [at]) for at in range(PROMPT_TOKENS, len(TOKENS))]
+        engine.cache.check_invariants()
+        assert engine.mode_counts is not None
+        return np.concatenate(rows), engine.mode_counts
+
+
+@pytest.mark.parametrize("modes", LOSSY, ids=str)
+def test_with_all_experts_on_the_device_nothing_is_given_up(two_version_bundle: Path, modes: dict[str, Any]) -> None:
+    on_device = beside(two_version_bundle, 1)
+    found, counts = decoded(two_version_bundle, **on_device, **modes)
+    assert counts.ranks and (counts.missed, counts.low, counts.skipped, counts.replaced, counts.dropped) == (0,) * 5
+    again, _ = decoded(two_version_bundle, **on_device, big_little="gamma=1,k=3")
+    assert np.array_equal(found, again)
+
+
+@pytest.mark.parametrize("modes", LOSSY, ids=str)
+def test_residents_are_computed_as_they_are(
+    two_version_bundle: Path, modes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided: list[tuple[int, list[int], list[int]]] = []
+    select = PassChoice.select
+
+    def noted(self: PassChoice, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
+        found = select(self, routed)
+        if self._decides:
+            decided.append((routed.layer, routed.chosen[0].tolist(), found[0][0].tolist()))
+        return found
+
+    monkeypatch.setattr(PassChoice, "select", noted)
+    _, without = decoded(two_version_bundle, **modes)
+    decided.clear()
+    _, counts = decoded(two_version_bundle, **beside(two_version_bundle, 0.4), **modes)
+    assert 0 < counts.missed < without.missed
+    with load(two_version_bundle, context=64, **beside(two_version_bundle, 0.4), **modes) as engine:
+        resident = set(engine.model.accelerator.placement.resident)  # type: ignore[union-attr]
+    kept = 0
+    for layer, chosen, found in decided:
+        for expert, became in zip(chosen, found, strict=True):
+            if layer * 8 + expert in resident:
+                assert became == expert
+                kept += 1
+    assert kept
+
+
+def test_runs_repeat_to_the_bit(two_version_bundle: Path) -> None:
+    options = {**beside(two_version_bundle, 0.4), **LOSSY[0]}
+    first, counts = decoded(two_version_bundle, **options)
+    repeated, same = decoded(two_version_bundle, **options)
+    assert counts.missed and same == counts and np.array_equal(first, repeated)
+
+
+def test_a_device_of_unknown_size_is_refused(two_version_bundle: Path) -> None:
+    for modes in LOSSY:
+        with pytest.raises(OptionError, match="how many lie on an accelerator would depend on what is free"):
+            load(two_version_bundle, accelerator="cuda", **modes)
