@@ -2,7 +2,8 @@
 
 DATA holds train.jsonl and test.jsonl, or folders of tasks that do. Each text is items of one split and task, one after
 the other; its routing trace is recorded by `moec bench --trace-out`. `moec tune` fits HOBBIT's weights to the traces of
-the train split, which calibration saw, and compares policies on those of the test split. Prints a Markdown table.
+the train split, which calibration saw, and compares policies on those of the test split. Prints a Markdown table. With
+`--modes` the traces are decided again under a lossy mode; then cells end with the shares of low and skipped experts.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             row = part[policy]
             low, high = row["interval"]
             closed = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
+            if row["low_share"] is not None:
+                closed = f"{row['low_share']:.0%}, {row['skipped_share']:.0%}"
             fitted = f" ({row['weights']})" if row["weights"] else ""
             cells.append(f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}], {closed}{fitted}")
         lines.append(f"| {size / largest:.0%} (best of three: {part['lru']['best']}) | {' | '.join(cells)} |")
@@ -77,6 +80,7 @@ def main() -> None:
     parser.add_argument("--training", type=int, default=8, help="texts that weights are fitted to")
     parser.add_argument("--held-out", type=int, default=24, help="texts that policies are compared on")
     parser.add_argument("--items", type=int, default=12, help="items of a text")
+    parser.add_argument("--modes", help="fit to what this lossy setting would decide, like `dynamic-precision 0,1`")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     arguments: list[object] = []
@@ -84,6 +88,7 @@ def main() -> None:
         for number, text in enumerate(texts(options.data, split, count, options.items)):
             arguments += [flag, record(options.bundle, text, f"{split}-{number}", options.work)]
             print(split, number, file=sys.stderr, flush=True)
+    arguments += [] if options.modes is None else ["--modes", options.modes]
     told = moec("tune", options.bundle, "--expert-cache", "50%", *arguments)
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)

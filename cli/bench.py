@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import OptionError
+from moec.runtime.modes.settings import HALF
 
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
@@ -64,6 +65,13 @@ SHARES = (0.25, 0.5, 0.75)
     "--trace-out",
     help="Write the run's routing trace, and of each token what half of its experts say, for `simulate` and `tune`.",
 )
+@click.option(
+    "--trace-little",
+    metavar="N|K/2",
+    default=HALF,
+    show_default=True,
+    help="With `--trace-out`: so many experts per token and layer in place of half.",
+)
 @mode_sweep_option("Measure every lossy mode, or these settings, against the lossless run.")
 @click.option("--profile", is_flag=True, help="Show what of a token's time each kernel takes, waiting, and Python.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -78,6 +86,7 @@ def bench_command(
     prompt_tokens: int,
     policies: str,
     trace_out: Path | None,
+    trace_little: str,
     modes: str | None,
     profile: bool,
     as_json: bool,
@@ -102,6 +111,7 @@ def bench_command(
 
     opened = open_bundle(bundle_folder(bundle))
     options = _options(values, bundle, tokens, modes, profile, is_traced=trace_out is not None or policies != "none")
+    _check_little(opened.path, trace_out, trace_little)
     host = probe_host(_probed_place(opened))
     if text_path is None:
         sequence = continuation(bundle, options.lossless(), values["kernels"], prompt, tokens)
@@ -125,7 +135,8 @@ def bench_command(
             statistics, tracer = measure_decode(engine, sequence, prompt_length, kernel_times=kernel_times)
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
-        _write_trace(trace_out, trace, bundle, options, values["kernels"], sequence)
+        told = (bundle, options, values["kernels"], sequence, prompt_length, trace_little)
+        _write_trace(trace_out, trace, *told)
     simulated = _simulate(opened, trace) if policies == "all" else []
     rows = [] if kernel_times is None else profile_rows(kernel_times, statistics)
     conditions = {"tokens": tokens, "host": host.to_plain()} if as_json else None
@@ -148,16 +159,23 @@ def _options(
     return options
 
 
-def _write_trace(
-    path: Path, trace: Trace, bundle: Path, options: RuntimeOptions, kernels: str | None, sequence: list[int]
-) -> None:
-    """With what the little model says of every token, where there is one."""
+def _check_little(bundle: Path, trace_out: Path | None, little_k: str) -> None:
+    """Refuse a little model that is not there, or nobody will hear of, before anything is measured."""
+    from .little_model import has_little_model
+
+    if trace_out is not None:
+        has_little_model(bundle, little_k)
+    elif little_k != HALF:
+        raise OptionError("`--trace-little` is what a trace says", "add `--trace-out FILE`")
+
+
+def _write_trace(path: Path, trace: Trace, *asked: Any) -> None:
+    """With what the little model says of every token, where there is one. asked: as for `with_little_model`."""
     from moec.runtime.trace_file import write_trace
 
     from .little_model import with_little_model
 
-    prompt_tokens = trace.header.prompt_tokens
-    write_trace(path, with_little_model(trace, bundle, options, kernels, sequence, prompt_tokens))
+    write_trace(path, with_little_model(trace, *asked))
 
 
 def _tell(

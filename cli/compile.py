@@ -227,14 +227,14 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
     """What `--modes` measures. Raises OptionError where there is nothing to measure it on."""
     from moec.manifests.errors import OptionError
 
-    from .mode_sweep import ModesMeasurement
+    from .modes_measurement import ModesMeasurement
 
     if values["modes"] is None:
         return None
-    if options.data is None or values["plan_only"] or values["memory"] is not None:
+    if options.data is None or values["plan_only"]:
         raise OptionError(
             "`--modes` is measured on held-out items of a whole bundle",
-            "add `--data`, leave out `--plan-only` and `--memory`; `moec eval --modes sweep` measures any bundle",
+            "add `--data`, leave out `--plan-only`; `moec eval --modes sweep` measures any bundle",
         )
     return ModesMeasurement(values["modes"])
 

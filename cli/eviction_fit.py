@@ -8,9 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import output
+from .lossy_replay import Decided, LossyReplay
 from .traces import ReplayedBundle
 
 if TYPE_CHECKING:
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.cache_statistics import CacheStats
     from moec.runtime.eviction import PolicyScore
     from moec.runtime.options import EvictionWeights
     from moec.runtime.trace import Access, Trace
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 SHARES = (0.1, 0.25, 0.5, 0.75)
 BASELINES = ("lru", "lfu", "edgemoe")
 FITTED = ("hobbit", "hobbit-printed")
+WITHOUT_LHU = "hobbit, lhu 0"
 OPTIMUM = "optimum"
 USUAL_TRIALS = 40  # of a fit, for the bar
 
@@ -28,7 +32,9 @@ class FittedRow:
 
     penalty_bytes: mean over traces of the bytes that its misses read. ratio: mean over traces of its penalty over that
     of `best`, the baseline of the least mean penalty, with the two-sided 95 % interval of that mean over traces.
-    gap_closed: share of the way from LRU to the offline optimum; None where there is none. weights: those fitted.
+    gap_closed: share of the way from LRU to the offline optimum; None where there is none, as under lossy modes, which
+    decide without the future. weights: those fitted. low_share, skipped_share: of the experts that were chosen, under
+    dynamic precision; None where no mode is on.
     """
 
     capacity_bytes: int
@@ -39,27 +45,48 @@ class FittedRow:
     ratio: float
     interval: tuple[float, float]
     gap_closed: float | None
+    low_share: float | None = None
+    skipped_share: float | None = None
 
 
 class PolicyFit:
-    """Replays on a bundle: weights are fitted on the training traces, everything is compared on the held-out ones."""
+    """Replays on a bundle: weights are fitted on the training traces, everything is compared on the held-out ones.
 
-    def __init__(self, replayed: ReplayedBundle, training: Sequence[Trace], held_out: Sequence[Trace]) -> None:
-        self._replayed = replayed
-        self._training = [trace.accesses() for trace in training]
-        self._held_out = [trace.accesses() for trace in held_out]
+    options: of lossy modes, by which every replay decides again; none of a lossless run.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        replayed: ReplayedBundle,
+        training: Sequence[Trace],
+        held_out: Sequence[Trace],
+        options: dict[str, str] | None = None,
+    ) -> None:
+        self._replayed, self._options = replayed, options or {}
+        self._lossy = LossyReplay(bundle, replayed, "off")
+        self._training = [(trace, trace.accesses()) for trace in training]
+        self._held_out = [(trace, trace.accesses()) for trace in held_out]
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """The policies whose weights are fitted."""
+        return ("hobbit", WITHOUT_LHU) if self._options else FITTED
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """What they are compared with."""
+        return ("lrfu", *BASELINES) if self._options else ("lrfu", *BASELINES, OPTIMUM)
 
     def rows(self, capacities: Sequence[int]) -> list[FittedRow]:
         """Fit and compare at every size."""
         found: list[FittedRow] = []
-        fits = len(capacities) * len(FITTED)
+        fits = len(capacities) * len(self.fitted)
         with output.Progress("fitting") as progress:
             for at, capacity in enumerate(capacities):
-                policies: dict[str, tuple[str | PolicyScore, str | None]] = {
-                    name: (name, None) for name in ("lrfu", *BASELINES, OPTIMUM)
-                }
-                for which, name in enumerate(FITTED):
-                    tell = partial(_tell, progress, at * len(FITTED) + which, fits)
+                policies: dict[str, tuple[str | PolicyScore, str | None]] = {name: (name, None) for name in self.others}
+                for which, name in enumerate(self.fitted):
+                    tell = partial(_tell, progress, at * len(self.fitted) + which, fits)
                     policies[name] = self._fit(capacity, name, tell)
                 found += self._compare(capacity, policies)
         return found
@@ -70,42 +97,49 @@ class PolicyFit:
         from moec.runtime.fitting import fit_weights
 
         as_printed, tried = name == "hobbit-printed", list[float]()
+        has_low = bool(self._options) and name != WITHOUT_LHU
 
         def penalty(weights: EvictionWeights) -> float:
             score = MultidimensionalScore(weights, as_printed)
-            tried.append(sum(self._bytes(accesses, capacity, score) for accesses in self._training))
-            progress(min(0.95, len(tried) / USUAL_TRIALS))
+            tried.append(sum(self._replay(trace, capacity, score).bytes_read for trace in self._training))
+            progress(min(0.95, len(tried) / USUAL_TRIALS / (1 + has_low)))
             return tried[-1]
 
-        weights, _ = fit_weights(penalty)
+        weights, _ = fit_weights(penalty, has_low)
         return MultidimensionalScore(weights, as_printed), weights.to_text()
 
-    def _bytes(self, accesses: Sequence[Access], capacity: int, policy: str | PolicyScore) -> int:
-        """HOBBIT's penalty: what misses cost, which is what they read."""
-        from moec.runtime.simulate import replay
+    def _replay(
+        self, trace: tuple[Trace, Sequence[Access]], capacity: int, policy: str | PolicyScore
+    ) -> CacheStats | Decided:
+        """HOBBIT's penalty is what misses cost, which is what they read: less for a low version."""
+        from moec.runtime.advice import no_advice
+        from moec.runtime.simulate import named_score, replay
 
-        known = self._replayed
-        return replay(accesses, known.sizes, capacity, known.records, policy, known.warm).bytes_read
+        known, score = self._replayed, named_score(policy)
+        if self._options and score is not None:
+            return self._lossy.decide(trace[0], capacity, score, self._options, no_advice)
+        return replay(trace[1], known.sizes, capacity, known.records, policy, known.warm)
 
     def _compare(self, capacity: int, policies: dict[str, tuple[str | PolicyScore, str | None]]) -> list[FittedRow]:
         import numpy as np
 
         from moec.evaluation.statistics import mean_interval95
 
-        penalties = {
-            name: np.array([self._bytes(accesses, capacity, policy) for accesses in self._held_out], np.float64)
+        replays = {
+            name: [self._replay(trace, capacity, policy) for trace in self._held_out]
             for name, (policy, _) in policies.items()
         }
+        penalties = {name: np.array([each.bytes_read for each in own], np.float64) for name, own in replays.items()}
         best = min(BASELINES, key=lambda name: penalties[name].mean())
-        gap = penalties["lru"].mean() - penalties[OPTIMUM].mean()
+        gap = penalties["lru"].mean() - penalties[OPTIMUM].mean() if OPTIMUM in penalties else 0
         rows = []
         for name, (_, weights) in policies.items():
             # A trace on which nothing is missed says nothing of a ratio.
             ratios = np.where(penalties[best] > 0, penalties[name] / np.maximum(penalties[best], 1), 1.0)
             closed = float((penalties["lru"].mean() - penalties[name].mean()) / gap) if gap > 0 else None
-            mean = float(penalties[name].mean())
-            interval = mean_interval95(ratios)
-            rows.append(FittedRow(capacity, name, weights, best, mean, float(ratios.mean()), interval, closed))
+            mean, ratio, interval = float(penalties[name].mean()), float(ratios.mean()), mean_interval95(ratios)
+            shares = _shares(replays[name])
+            rows.append(FittedRow(capacity, name, weights, best, mean, ratio, interval, closed, *shares))
         return rows
 
     def gain(self, capacity: int, policy: PolicyScore, other: PolicyScore) -> tuple[float, bool]:
@@ -115,11 +149,18 @@ class PolicyFit:
         from moec.evaluation.statistics import mean_interval95
 
         own, beside = (
-            np.array([self._bytes(accesses, capacity, each) for accesses in self._held_out], np.float64)
+            np.array([self._replay(trace, capacity, each).bytes_read for trace in self._held_out], np.float64)
             for each in (policy, other)
         )
         gains = 1 - np.where(beside > 0, own / np.maximum(beside, 1), 1.0)
         return float(gains.mean()), mean_interval95(gains)[0] > 0
+
+
+def _shares(replays: Sequence[CacheStats | Decided]) -> tuple[float | None, float | None]:
+    """Of the experts that were chosen in all replays, those that were low and those that were skipped."""
+    counts = [each.counts for each in replays if isinstance(each, Decided)]
+    ranks = sum(each.ranks for each in counts)
+    return (sum(c.low for c in counts) / ranks, sum(c.skipped for c in counts) / ranks) if ranks else (None, None)
 
 
 def _tell(progress: output.Progress, done: int, total: int, part: float) -> None:
@@ -128,21 +169,24 @@ def _tell(progress: output.Progress, done: int, total: int, part: float) -> None
 
 def fit_table(rows: Sequence[FittedRow], total_bytes: int) -> str:
     """For people: one line per size and policy."""
-    lines = [
-        (
-            f"{row.capacity_bytes / total_bytes:.0%}",
-            row.policy,
-            row.weights or "",
-            output.human_bytes(row.penalty_bytes),
-            f"{row.ratio:.3f}",
-            f"{row.interval[0]:.3f} to {row.interval[1]:.3f}",
-            output.human_share(row.gap_closed),
-            "*" if row.policy == row.best else "",
+    is_lossy = any(row.low_share is not None for row in rows)
+    lines = []
+    for row in rows:
+        told = (output.human_share(row.low_share), output.human_share(row.skipped_share))
+        lines.append(
+            (
+                f"{row.capacity_bytes / total_bytes:.0%}",
+                row.policy,
+                row.weights or "",
+                output.human_bytes(row.penalty_bytes),
+                f"{row.ratio:.3f}",
+                f"{row.interval[0]:.3f} to {row.interval[1]:.3f}",
+                *(told if is_lossy else (output.human_share(row.gap_closed),)),
+                "*" if row.policy == row.best else "",
+            )
         )
-        for row in rows
-    ]
-    heads = ("cache", "policy", "lru,lfu,lhu,fld", "penalty", "x best", "95 %", "gap closed", "")
-    return output.table(lines, heads)
+    heads = ("cache", "policy", "lru,lfu,lhu,fld", "penalty", "x best", "95 %")
+    return output.table(lines, (*heads, *(("low", "skipped") if is_lossy else ("gap closed",)), ""))
 
 
 def fit_plain(rows: Sequence[FittedRow]) -> list[dict[str, Any]]:

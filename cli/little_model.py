@@ -10,7 +10,7 @@ import numpy as np
 
 from moec.manifests.errors import OptionError
 from moec.runtime.modes.decoder import LossyDecoder, check_modes, confidence
-from moec.runtime.modes.settings import parse_modes
+from moec.runtime.modes.settings import HALF, parse_modes
 
 from .measurement import measure_decode
 from .runtime_options import open_engine
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moec.runtime.options import RuntimeOptions
     from moec.runtime.trace import Trace, TracedPass
 
-_BIG_LITTLE = "gamma=1"
+_BIG_LITTLE = "gamma=1,k="
 
 
 class _Witness(LossyDecoder):
@@ -35,14 +35,21 @@ class _Witness(LossyDecoder):
 
 
 def with_little_model(
-    trace: Trace, path: Path, options: RuntimeOptions, kernels: str | None, sequence: list[int], prompt_tokens: int
+    trace: Trace,
+    path: Path,
+    options: RuntimeOptions,
+    kernels: str | None,
+    sequence: list[int],
+    prompt_tokens: int,
+    little_k: str = HALF,
 ) -> Trace:
-    """The trace with what half of the experts make of each token, by an engine of its own; without, where there is no
-    little model.
+    """The trace with what fewer experts make of each token, by an engine of its own; without, where there is no little
+    model and none of a certain size was asked for. little_k: experts per token and layer, or `K/2`.
     """
-    if not _has_little_model(path):
+    if not has_little_model(path, little_k):
         return trace
-    with open_engine(path, replace(options, big_little=_BIG_LITTLE), kernels) as engine:
+    big_little = f"{_BIG_LITTLE}{little_k}"
+    with open_engine(path, replace(options, big_little=big_little), kernels) as engine:
         if engine.lossy is None:
             return trace
         engine.lossy = witness = _Witness(engine.lossy)
@@ -50,7 +57,8 @@ def with_little_model(
     passes = tracer.passes[: trace.prompt_passes] + tracer.passes[trace.prompt_passes :: 2]
     told = [None] * trace.prompt_passes + witness.found
     noted = zip(trace.passes, passes, told, strict=True)
-    return replace(trace, passes=tuple(_noted(each, little, sure) for each, little, sure in noted))
+    header = replace(trace.header, little_experts=0 if little_k == HALF else int(little_k))
+    return replace(trace, header=header, passes=tuple(_noted(each, little, sure) for each, little, sure in noted))
 
 
 def _noted(each: TracedPass, little: TracedPass, sure: float | None) -> TracedPass:
@@ -59,11 +67,14 @@ def _noted(each: TracedPass, little: TracedPass, sure: float | None) -> TracedPa
     return replace(each, scores=replace(each.scores, little_logits=little.scores.logits, confidence=sure))
 
 
-def _has_little_model(path: Path) -> bool:
+def has_little_model(path: Path, little_k: str = HALF) -> bool:
+    """Whether a bundle's model has one. Raises OptionError for one of a certain size that it does not have."""
     from moec.runtime.bundle import open_bundle
 
     try:
-        check_modes(parse_modes(None, _BIG_LITTLE, None), open_bundle(path).manifest.model, 0)
+        check_modes(parse_modes(None, f"{_BIG_LITTLE}{little_k}", None), open_bundle(path).manifest.model, 0)
     except OptionError:
+        if little_k != HALF:
+            raise
         return False
     return True

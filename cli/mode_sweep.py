@@ -237,35 +237,6 @@ def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ModesMeasurement:
-    """What `moec compile --modes` does: a `certify.MeasureModes`, experts in a cache of DEFAULT_CACHE."""
-
-    modes: str
-
-    def check(self, model: ModelSpec, has_low_versions: bool) -> None:
-        """Raise OptionError for modes that cannot be measured."""
-        allowed_settings(self.modes, model, has_low_versions, (), None)
-
-    def __call__(
-        self, partial: Path, task: Task, items: Sequence[Item], shots: Sequence[Item], deciles: Sequence[float]
-    ) -> dict[str, Any]:
-        """The record for quality.json of a bundle that is not published yet."""
-        from moec.runtime.bundle import open_bundle
-        from moec.runtime.options import RuntimeOptions
-
-        settings = settings_of(self.modes, open_bundle(partial, allow_partial=True).manifest, deciles)
-        options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
-        return untimed(QualitySweep(partial, options, None, task, items, shots).run(settings, is_partial=True))
-
-
-def untimed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without what differs from run to run, for a bundle that is equal whenever it is compiled."""
-    varying = ("tokens_per_s", "ttft_ns", "hit_rate", "bytes_read_per_token")
-    rows = [{name: value for name, value in row.items() if name not in varying} for row in record["rows"]]
-    return {**record, "rows": rows}
-
-
 def quality_page(record: dict[str, Any]) -> str:
     """The table of a sweep for people."""
     from moec.runtime.modes.choice import FLAT_SHARE

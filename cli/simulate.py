@@ -20,7 +20,8 @@ from moec.runtime.options import (
 )
 
 from . import output
-from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, modes_of, settings_of
+from .lossy_replay import require_scores
+from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, settings_of
 from .paths import bundle_argument, file_option
 from .runtime_options import bundle_folder, cache_state_option
 from .simulated_device import device_rates, parse_accelerator, shared_device
@@ -195,16 +196,10 @@ def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> li
     one of them decides by.
     """
     from moec.runtime.modes.record import calibrated_deciles
-    from moec.runtime.modes.replay import missing_scores
 
     settings = [{}] if modes is None else settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))
     for options in settings[1:]:
-        missing = missing_scores(trace, modes_of(options))
-        if missing is not None:
-            raise OptionError(
-                f"`--modes`: `{modes_of(options).to_text()}` decides by what `{path}` has not recorded, {missing}",
-                "record it with `moec bench BUNDLE --trace-out FILE`, or leave the setting out",
-            )
+        require_scores(path, trace, options)
     return settings
 
 

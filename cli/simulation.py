@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import output
+from .lossy_replay import LossyReplay
 from .mode_sweep import modes_of
 
 if TYPE_CHECKING:
     from moec.runtime.accelerator.replayed import ReplayedDevice
     from moec.runtime.bundle import Bundle
     from moec.runtime.eviction import PolicyScore
-    from moec.runtime.modes.logical_cache import LogicalCache
-    from moec.runtime.modes.replay import TracedModel
     from moec.runtime.options import Prefetch
-    from moec.runtime.predictors import Predictor
     from moec.runtime.timeline import Advice, DeviceRates, TimedPass, Timeline
     from moec.runtime.trace import Trace
 
@@ -92,80 +90,41 @@ class Simulation:
         from moec.runtime.timeline import predict_steps, timed_pass
 
         replayed, first = self.replayed, self.trace.header.first_expert
+        held = min(capacity, replayed.total_bytes)
         advice = self.advice if capacity < replayed.total_bytes else no_advice
+        on_device = frozenset[int]() if self.shared is None else self.shared.resident
+        lossy = LossyReplay(self.bundle, replayed, self.prefetch, on_device)
         steps: Sequence[Sequence[TimedPass]]
         decisions: dict[str, Any] | None = None
         if options or (self._walks() and policy != OPTIMUM):
-            steps, decisions = self._decided(min(capacity, replayed.total_bytes), policy, options, advice)
+            decided = lossy.decide(self.trace, held, _score(policy), options, advice)
+            steps, decisions = decided.steps, decided.counts.to_plain()
         else:
             steps = [(timed_pass(each, first, advice),) for each in self.trace.passes]
         timeline = predict_steps(
             steps,
             self.trace.prompt_passes,
             replayed.sizes,
-            min(capacity, replayed.total_bytes),
+            held,
             replayed.records,
             policy,
             self.rates,
             capacity - replayed.minimum_bytes,
-            self._warm(),
+            lossy.warm,
             self.shared,
         )
         return timeline, decisions if options else None
-
-    def _warm(self) -> list[int]:
-        """What the host's memory starts with: what a device holds comes behind the rest."""
-        return sorted(self.replayed.warm, key=lambda index: index in self._on_device())
-
-    def _on_device(self) -> frozenset[int]:
-        return frozenset() if self.shared is None else self.shared.resident
 
     def _walks(self) -> bool:
         """Whether what lookahead advises depends on what is cached, and the trace says what it found."""
         is_told = all(each.scores is not None for each in self.trace.passes[self.trace.prompt_passes :])
         return is_told and self.prefetch == "lookahead" and self.trace.header.prefetch_rule == "first-miss"
 
-    def _decided(
-        self, capacity: int, policy: str | PolicyScore, options: dict[str, str], advice: Advice
-    ) -> tuple[list[tuple[TimedPass, ...]], dict[str, Any]]:
-        """The passes under lossy modes, and what was decided."""
-        from moec.runtime.modes.choice import Versions, low_version_indices
-        from moec.runtime.modes.logical_cache import LogicalCache
-        from moec.runtime.modes.replay import replay_modes
-        from moec.runtime.simulate import named_score
 
-        replayed, modes = self.replayed, modes_of(options)
-        score = named_score(policy)
-        if score is None:
-            raise ValueError("lossy modes decide without the future that the optimum knows")
-        pin_limit = capacity - replayed.minimum_bytes
-        limits = (replayed.sizes, capacity, replayed.records, score, pin_limit, self._warm())
-        cache = LogicalCache(*limits, self._on_device())
-        model = self._model(cache, capacity)
-        versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
-        steps, counts = replay_modes(self.trace, modes, model, versions, cache, advice)
-        return steps, counts.to_plain()
+def _score(policy: str | PolicyScore) -> PolicyScore:
+    from moec.runtime.simulate import named_score
 
-    def _model(self, cache: LogicalCache, capacity: int) -> TracedModel:
-        from moec.runtime.modes.replay import TracedModel
-        from moec.runtime.prefetch import Advisor
-
-        header, spec = self.trace.header, self.bundle.manifest.model
-        advisor = Advisor(
-            spec,
-            header.first_expert,
-            self._predictor() if capacity < self.replayed.total_bytes else None,
-            header.prefetch_layers,
-            header.prefetch_experts,
-            header.prefetch_rule,
-            cache.holds,
-        )
-        return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
-
-    def _predictor(self) -> Predictor | None:
-        from moec.runtime.modes.replay import RecordedPredictor
-        from moec.runtime.predictors import table_predictor
-
-        if self.prefetch == "lookahead":
-            return RecordedPredictor(self.bundle.manifest.model)
-        return table_predictor(self.prefetch, self.bundle.tables(), self.bundle.manifest.model)
+    score = named_score(policy)
+    if score is None:
+        raise ValueError("lossy modes decide without the future that the optimum knows")
+    return score

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,17 @@ from moec.runtime.options import PREFETCH_RULES
 
 from . import output
 from .eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
+from .lossy_replay import require_scores
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
+from .mode_sweep import modes_of
 from .paths import bundle_argument, file_option
 from .runtime_options import build_options, bundle_folder, open_engine, refuse_given, runtime_options
 from .traces import open_traces, replayed_bundle
 
 if TYPE_CHECKING:
+    from moec.runtime.bundle import Bundle
     from moec.runtime.options import RuntimeOptions
+    from moec.runtime.trace import Trace
 
 LEAST_GAIN = 0.03
 ROUNDS = 3
@@ -45,6 +50,11 @@ TUNED = ("prefetch", "prefetch_rule", "prefetch_layers", "prefetch_experts", "re
     multiple=True,
     help="With `--trace`: compare policies on this trace; repeatable.",
 )
+@click.option(
+    "--modes",
+    metavar="SETTING",
+    help="With `--trace`: fit to what these lossy modes would decide, like `dynamic-precision 0.6,1`; writes nothing.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the file's content.")
 @runtime_options
 def tune_command(
@@ -53,6 +63,7 @@ def tune_command(
     text_path: Path | None,
     training: tuple[Path, ...],
     held_out: tuple[Path, ...],
+    modes: str | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -68,21 +79,34 @@ def tune_command(
     ones with other policies and the offline optimum: at 10, 25, 50 and 75 % of the experts, and at the size in use.
     The policy is kept if it reads less there than the one in use, at 95 %.
 
+    With --modes every replay decides again which experts are high, low, skipped or replaced, which depends on what the
+    policy kept; the fourth weight, of uses at high precision, is then fitted too. The shares of low and skipped
+    experts stand beside the bytes. Nothing is kept: the weights are of that mode alone.
+
     \b
     moec tune mixtral-moec --memory 4GiB
     moec tune mixtral-moec --memory 4GiB --trace a.trace --trace b.trace --held-out c.trace --held-out d.trace
+    moec tune mixtral-moec --trace a.trace --held-out c.trace --modes "dynamic-precision 0.6,1"
     """
-    from moec.runtime.bundle import open_bundle
-
     if bool(training) != bool(held_out):
         raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
     if training:
         refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
-        _fit(bundle_folder(bundle), build_options(values), training, held_out, as_json)
+        _fit(bundle_folder(bundle), build_options(values), training, held_out, modes, as_json)
         return
+    if modes is not None:
+        raise OptionError("`--modes` is what weights are fitted to", "add `--trace` and `--held-out`")
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 48")
-    folder, options, kernels = bundle_folder(bundle), build_options(values), values["kernels"]
+    _time(bundle_folder(bundle), build_options(values), values["kernels"], tokens, text_path, as_json)
+
+
+def _time(
+    folder: Path, options: RuntimeOptions, kernels: str | None, tokens: int, text_path: Path | None, as_json: bool
+) -> None:
+    """Decode the same tokens with every alternative, and keep what pays."""
+    from moec.runtime.bundle import open_bundle
+
     if text_path is not None:
         sequence = sequence_of(open_bundle(folder), text_path, 16, tokens)
     else:
@@ -106,7 +130,12 @@ def tune_command(
 
 
 def _fit(
-    folder: Path, options: RuntimeOptions, training: tuple[Path, ...], held_out: tuple[Path, ...], as_json: bool
+    folder: Path,
+    options: RuntimeOptions,
+    training: tuple[Path, ...],
+    held_out: tuple[Path, ...],
+    modes: str | None,
+    as_json: bool,
 ) -> None:
     """Fit the policy's weights, say what they are worth, keep them if they pay in the cache in use."""
     from moec.runtime.budget import plan_memory
@@ -114,12 +143,23 @@ def _fit(
 
     opened = open_bundle(folder)
     replayed = replayed_bundle(opened)
-    fit = PolicyFit(replayed, open_traces(training, opened), open_traces(held_out, opened))
+    traces = open_traces(training, opened), open_traces(held_out, opened)
+    setting = (
+        {} if modes is None else _setting(modes, opened, dict(zip((*training, *held_out), chain(*traces), strict=True)))
+    )
+    fit = PolicyFit(opened, replayed, *traces, setting)
     in_use = plan_memory(opened.manifest, options).cache_bytes
     capacities = {capacity for share in SHARES if (capacity := replayed.capacity_bytes(share)) is not None}
     if in_use < replayed.total_bytes:
         capacities.add(in_use)
     rows = fit.rows(sorted(capacities))
+    if setting:
+        if as_json:
+            output.data_json({"modes": modes_of(setting).to_text(), "rows": fit_plain(rows)})
+            return
+        output.data(fit_table(rows, replayed.total_bytes))
+        output.say("nothing is kept: add `--policy hobbit --policy-weights` of the size in use to runs with this mode")
+        return
     kept, trials = _choose(fit, [row for row in rows if row.capacity_bytes == in_use], options)
     path, kept = _write(folder, TUNED, kept, trials)
     if as_json:
@@ -129,6 +169,25 @@ def _fit(
     if in_use >= replayed.total_bytes:
         output.say("all experts fit, so no policy is kept; name the size in use with `--expert-cache` or `--memory`")
     output.say(f"wrote `{path}`")
+
+
+def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, str]:
+    """The one setting of `--modes`. Raises OptionError where the bundle or a trace lacks what it needs."""
+    from moec.runtime.modes.decoder import check_modes
+    from moec.runtime.modes.settings import parse_mode_list
+
+    settings = parse_mode_list(text)
+    if len(settings) != 1:
+        raise OptionError(f"`--modes {text[:60]}`: weights are fitted to one setting", "name the modes of one run")
+    modes = modes_of(settings[0])
+    check_modes(modes, bundle.manifest.model, len(bundle.manifest.low_experts))
+    if not modes.reads_cache:
+        raise OptionError(
+            f"`{modes.to_text()}` does not depend on what is cached", "fit without `--modes`, or add dynamic precision"
+        )
+    for path, trace in traces.items():
+        require_scores(path, trace, settings[0])
+    return settings[0]
 
 
 def _choose(

@@ -66,9 +66,17 @@ class MeasureModes(Protocol):
         ...
 
     def __call__(
-        self, partial: Path, task: Task, items: Sequence[Item], shots: Sequence[Item], deciles: Sequence[float]
+        self,
+        partial: Path,
+        task: Task,
+        items: Sequence[Item],
+        shots: Sequence[Item],
+        deciles: Sequence[float],
+        memory_bytes: int = 0,
     ) -> dict[str, Any]:
-        """Of a bundle that is not published yet. shots: solved examples; deciles: quality.unimportance_deciles."""
+        """Of a bundle that is not published yet. shots: solved examples; deciles: quality.unimportance_deciles;
+        memory_bytes: of the runtime, 0: its own choice.
+        """
         ...
 
 

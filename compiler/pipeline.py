@@ -22,7 +22,7 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, calibration_summary, unseen_notes
-from .certify import MODES_ITEMS, DivergenceCertificate, TaskCertificate, certify_task
+from .certify import MODES_ITEMS, DivergenceCertificate, MeasureModes, TaskCertificate, certify_task
 from .cluster.session import ClusterSession, cluster_session
 from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, summarise_device
@@ -323,16 +323,22 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
                 stage.certificates[task.name] = certify_task(
                     *asked, reference, engine, options.target, request.talk, options.confidence
                 )
-    if request.measure_modes is not None and stage.splits:
-        task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
-        deciles = [] if stage.statistics is None else unimportance_deciles(stage.statistics.unimportance)
-        stage.modes = request.measure_modes(partial, task, items, stage.shots[task.name], deciles)
     if stage.swept is not None and isinstance(stage.trials, StreamedTrials):
         found = certify_layerwise(request, partial, stage.trials, stage.swept, stage.splits, stage.shots)
         stage.certificates, stage.divergences = found
+    if request.measure_modes is not None and stage.splits:
+        stage.modes = _measured_modes(stage, request.measure_modes, partial)
     quality = _quality(stage, plan, manifest)
     finish(partial, manifest, canonical_json(quality), model_card(manifest, quality).encode(), request.disk)
     return quality
+
+
+def _measured_modes(stage: _Stage, measure: MeasureModes, partial: Path) -> dict[str, Any]:
+    """What lossy modes cost on the first task; layer by layer inside the memory of the compile."""
+    task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
+    deciles = [] if stage.statistics is None else unimportance_deciles(stage.statistics.unimportance)
+    room = planning.runtime_bytes(stage.lowering.model, stage.request.memory_limit_bytes) if stage.is_layerwise else 0
+    return measure(partial, task, items, stage.shots[task.name], deciles, room)
 
 
 def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) -> dict[str, Any]:

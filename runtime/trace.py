@@ -30,6 +30,7 @@ class TraceHeader:
     which every pass is one token. prefetch: whose advice was recorded; `prefetch_layers` and so on: how far, how much
     and by which rule, as in RuntimeOptions. first_decoder_layer: layers below are an encoder's, whose one pass comes
     first, over the whole prompt; 0: there is none.
+    little_experts: of the little model that scores speak of, per token and layer; 0: half of each layer's.
     memory_bytes_per_s, storage_bytes_per_s, storage_latency_ns: of the recording machine, as a device profile has them;
     the second is what the reads of the run reached, where they were many.
     """
@@ -47,6 +48,7 @@ class TraceHeader:
     prefetch_layers: int = 2
     prefetch_experts: int = 0
     prefetch_rule: PrefetchRule = "spread"
+    little_experts: int = 0
 
     @property
     def first_expert(self) -> list[int]:
@@ -59,8 +61,8 @@ class PassScores:
     """What routers said of one token: what lossy modes and lookahead decide by. Bytes are little-endian float32.
 
     logits: of all layers that route, one after the other, [sum of E]. ahead: per layer the scores [E] that lookahead
-    found for the layers ahead, nearest first. little_logits, confidence: of the same token computed with half of the
-    experts behind a text computed with all, its logits and its greatest output probability; empty and None where that
+    found for the layers ahead, nearest first. little_logits, confidence: of the same token computed by the little model
+    behind a text computed with all, its logits and its greatest output probability; empty and None where that
     was not recorded.
     """
 

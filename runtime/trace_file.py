@@ -20,8 +20,8 @@ from .trace import PassScores, Trace, TracedPass, TraceHeader
 from .trace_scores import read_scores, scores_plain
 
 FORMAT = "moec-trace"
-FORMAT_VERSION = 2
-READ_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+READ_VERSIONS = (1, 2, 3)
 MAX_TRACE_BYTES = 1 << 30
 MAX_LINE_BYTES = 64 << 20
 MAX_LAYERS = 4096
@@ -34,6 +34,7 @@ _PASS_KEYS = {item.name for item in fields(TracedPass)}
 # Of models with an encoder alone.
 _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY = "first_decoder_layer", "first_layer"
 _SINCE_2 = {"prefetch_layers", "prefetch_experts", "prefetch_rule", "scores"}
+_SINCE_3 = {"little_experts"}
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -111,10 +112,10 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     if plain.get("format") != FORMAT:
         raise ValueError(f"expected the format `{FORMAT}`, found {str(plain.get('format'))[:40]!r}")
     if type(plain.get("version")) is not int or plain["version"] not in READ_VERSIONS:
-        versions = " or ".join(map(str, READ_VERSIONS))
+        versions = ", ".join(map(str, READ_VERSIONS))
         raise ValueError(f"expected version {versions}, found {str(plain.get('version'))[:40]!r}")
     has_encoder = _ENCODER_HEADER_KEY in plain
-    unknown = _SINCE_2 if plain["version"] == 1 else set()
+    unknown = (_SINCE_2 if plain["version"] < 2 else set()) | (_SINCE_3 if plain["version"] < 3 else set())
     _check_keys(plain, _HEADER_KEYS - unknown - (set() if has_encoder else {_ENCODER_HEADER_KEY}))
     if not isinstance(plain["bundle"], str) or not re.fullmatch(r"[0-9a-f]{64}", plain["bundle"]):
         raise ValueError(f"`bundle`: expected a SHA-256, found {str(plain['bundle'])[:40]!r}")
@@ -132,6 +133,8 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     numbers = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads", *_RATES)}
     known: dict[str, Any] = {"bundle": plain["bundle"], "experts": experts, "top_k": top_k, **numbers}
     header = TraceHeader(prefetch=cast(Prefetch, plain["prefetch"]), first_decoder_layer=first, **known)
+    if "little_experts" in plain:
+        header = replace(header, little_experts=_number(plain, "little_experts"))
     return header if plain["version"] == 1 else replace(header, **_advice_options(plain))
 
 

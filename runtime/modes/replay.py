@@ -25,7 +25,7 @@ from ..trace_scores import as_floats, layer_logits
 from .choice import ModeCounts, PassChoice, Versions
 from .decoder import LossyDecoder, MakeChoice
 from .logical_cache import LogicalCache
-from .settings import LossyModes
+from .settings import BigLittle, LossyModes
 
 _ONE = (0,)
 
@@ -177,13 +177,13 @@ def missing_scores(trace: Trace, modes: LossyModes) -> str | None:
         return None
     if any(scores is None or scores.confidence is None for scores in decoded):
         return "what the little model was sure of"
-    if not _is_half(modes, trace.header):
-        return "a little model of so many experts: what was recorded has half of each layer's"
+    if not _is_recorded(modes.big_little, trace.header):
+        told = trace.header.little_experts or "half of each layer's"
+        return f"a little model of so many experts: the one that was asked has {told}"
     return None
 
 
-def _is_half(modes: LossyModes, header: TraceHeader) -> bool:
-    little = modes.big_little
-    return little is None or all(
-        little.little_top_k(top_k) == min(max(top_k // 2, 1), top_k) for top_k in header.top_k if top_k
-    )
+def _is_recorded(little: BigLittle, header: TraceHeader) -> bool:
+    """Whether the trace's little model has as many experts in every layer."""
+    recorded = BigLittle(little.gamma, header.little_experts)
+    return all(little.little_top_k(top_k) == recorded.little_top_k(top_k) for top_k in header.top_k if top_k)

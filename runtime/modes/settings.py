@@ -13,7 +13,7 @@ CacheState = Literal["warm", "cold"]
 CACHE_STATES = ("warm", "cold")
 _NUMBER = re.compile(r"[01]|[01]?\.[0-9]{1,9}")
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
-_HALF = "K/2"
+HALF = "K/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class BigLittle:
 
     def to_text(self) -> str:
         """As `parse_big_little` reads it."""
-        return f"gamma={self.gamma:g},k={self.experts or _HALF}"
+        return f"gamma={self.gamma:g},k={self.experts or HALF}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,10 @@ def parse_dynamic_precision(text: str) -> DynamicPrecision:
 def parse_big_little(text: str) -> BigLittle:
     """`gamma=G,k=N`, either may be left out; k `K/2` is half of every layer's. Raises OptionError."""
     remedy = "write it like `gamma=0.7,k=K/2`"
-    given = _assignments("big-little", text, {"gamma": "0.7", "k": _HALF}, remedy)
-    if given["k"] != _HALF and not _COUNT.fullmatch(given["k"]):
+    given = _assignments("big-little", text, {"gamma": "0.7", "k": HALF}, remedy)
+    if given["k"] != HALF and not _COUNT.fullmatch(given["k"]):
         raise OptionError(f"`--big-little`: k is `{given['k'][:20]}`, expected K/2 or a number of experts", remedy)
-    return BigLittle(_share("big-little", given["gamma"], remedy), 0 if given["k"] == _HALF else int(given["k"]))
+    return BigLittle(_share("big-little", given["gamma"], remedy), 0 if given["k"] == HALF else int(given["k"]))
 
 
 def parse_cache_routing(text: str) -> CacheRouting:

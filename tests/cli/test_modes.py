@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from click.testing import CliRunner
 
 from moec.cli.main import cli
 from moec.cli.mode_sweep import QualitySweep, allowed_settings, settings_of
+from moec.cli.modes_measurement import ModesMeasurement
+from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
 from moec.runtime.bundle import open_bundle
@@ -287,11 +290,17 @@ def test_a_checkpoint_has_no_modes(invoke: Invoke, checkpoint: Path, texts: Path
     assert result.exit_code != 0 and "holds no bundle" in result.stderr
 
 
-def test_a_compile_puts_what_modes_cost_into_the_bundle(invoke: Invoke, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_layerwise", [False, True])
+def test_a_compile_puts_what_modes_cost_into_the_bundle(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool
+) -> None:
+    if is_layerwise:
+        monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
     target, data = tmp_path / "out", tmp_path / "texts"
     model = save_model(tmp_path / "model", layers=1, experts=8)
     save_texts(data, train=4, validation=4, test=3)
-    common = ("compile", model, "--bits-per-weight", 9, "--bits", 8, "--sensitivity", "proxy", "-o", target)
+    bits = "2,8" if is_layerwise else 8  # layer by layer, low versions are among the formats that are searched
+    common = ("compile", model, "--bits-per-weight", 9, "--bits", bits, "--sensitivity", "proxy", "-o", target)
     assert "`--modes` is measured on" in invoke("compile", model, "--uniform", 8, "--modes", "sweep").stderr
     result = invoke(
         *common, "--data", data, "--fallback-bits", 2, "--group-size", 32, "--no-comparisons", "--modes", "sweep"
@@ -303,3 +312,17 @@ def test_a_compile_puts_what_modes_cost_into_the_bundle(invoke: Invoke, tmp_path
     assert "dynamic-precision 0,1" in {row["mode"] for row in measured_rows(target)}
     shown = invoke("inspect", target).stdout
     assert "low versions" in shown
+
+
+def test_modes_are_measured_in_what_memory_a_compile_leaves(
+    two_versions: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items, _ = load_items(texts, "perplexity")
+    asked = (two_versions, items.task, items.items[:2], (), [])
+    measurement = ModesMeasurement("dynamic-precision 0,1")
+    assert measurement(*asked, memory_bytes=2 << 30)["expert_cache"] == "25%", "there is room for that"
+    monkeypatch.setattr(
+        "moec.runtime.budget.plan_memory",
+        lambda manifest, options: SimpleNamespace(cache_bytes=1 if options.memory else 2),
+    )
+    assert measurement(*asked, memory_bytes=2 << 30)["expert_cache"] == f"--memory {2 << 30}"

@@ -203,7 +203,7 @@ def test_modes_that_the_trace_cannot_decide_are_refused(
         return path
 
     old = tmp_path / "old.trace"
-    for name in ("prefetch_layers", "prefetch_experts", "prefetch_rule"):
+    for name in ("prefetch_layers", "prefetch_experts", "prefetch_rule", "little_experts"):
         del first[name]
     lines = [{name: value for name, value in each.items() if name != "scores"} for each in passes]
     old.write_text("\n".join(map(json.dumps, [first | {"version": 1}, *lines])) + "\n")
@@ -242,6 +242,19 @@ def test_times(text: str, expected: int) -> None:
 def test_not_a_time(text: str) -> None:
     with pytest.raises(OptionError, match="is not a time"):
         parse_time_ns(text)
+
+
+def test_the_little_model_of_a_trace_must_be_there(invoke: Invoke, mixed_bundle: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    bench = ("bench", mixed_bundle, "--text", text, "--prompt-tokens", 7, "--tokens", 9)
+    for given, told in [
+        (("--trace-out", tmp_path / "t", "--trace-little", "9"), "a little model of 9 experts is the whole one"),
+        (("--trace-out", tmp_path / "t", "--trace-little", "few"), "k is `few`, expected K/2 or a number"),
+        (("--trace-little", "1"), "`--trace-little` is what a trace says"),
+    ]:
+        done = invoke(*bench, *given)
+        assert done.exit_code == 1 and told in done.stderr and not (tmp_path / "t").exists()
 
 
 def test_an_accelerator_holds_the_most_popular_experts(

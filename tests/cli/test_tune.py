@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from moec.cli import tune
 from moec.cli.main import cli
@@ -173,9 +173,44 @@ def test_weights_are_fitted_and_compared_on_other_traces(
     assert table.exception is None and "gap closed" in table.stdout
 
 
+def test_weights_are_fitted_to_what_a_lossy_mode_decides(
+    two_version_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: load_profile("laptop"))
+    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+    training = traced(two_version_bundle, tmp_path, "a", "this text is what the weights are fitted to")
+    held_out = traced(two_version_bundle, tmp_path, "b", "b is another text, for comparing them")
+    arguments = ["tune", str(two_version_bundle), "--trace", str(training), "--held-out", str(held_out)]
+
+    def fitted(*more: str) -> Result:
+        return CliRunner().invoke(cli, [*arguments, *more], standalone_mode=False)
+
+    done = fitted("--modes", "dynamic-precision 0.2,0.7", "--json")
+    assert done.exception is None
+    told = json.loads(done.stdout)
+    assert told["modes"] == "dynamic-precision 0.2,0.7" and not tuning_path(two_version_bundle).exists()
+    policies = ["lrfu", "lru", "lfu", "edgemoe", "hobbit", "hobbit, lhu 0"]
+    assert [row["policy"] for row in told["rows"][:6]] == policies
+    by_policy = {
+        row["policy"]: row for row in told["rows"] if row["capacity_bytes"] == told["rows"][0]["capacity_bytes"]
+    }
+    assert all(row["low_share"] > 0 and row["gap_closed"] is None for row in by_policy.values())
+    assert by_policy["hobbit, lhu 0"]["weights"].split(",")[2] == "0"
+    table = fitted("--modes", "dynamic-precision 0.2,0.7")
+    assert "skipped" in table.stdout and "--policy-weights" in table.stderr
+    for modes, message in [
+        ("big-little gamma=0.5", "does not depend on what is cached"),
+        ("dynamic-precision 0,1; dynamic-precision 0,0.5", "weights are fitted to one setting"),
+        ("dynamic-precision 0,1 + big-little gamma=0.5,k=3", "has not recorded, a little model of so many experts"),
+    ]:
+        refused = fitted("--modes", modes).exception
+        assert isinstance(refused, MoecError) and message in refused.message
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--modes", "dynamic-precision 0,1"], "`--modes` is what weights are fitted to"),
         (["--trace", "a"], "`--trace` and `--held-out` need each other"),
         (["--trace", "a", "--held-out", "b", "--tokens", "5"], "`--tokens` has no effect"),
         (["--trace", "a", "--held-out", "b"], "the trace `a` cannot be read"),

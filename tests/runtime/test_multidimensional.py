@@ -131,6 +131,21 @@ def test_the_search_finds_the_least_of_a_convex_penalty(best: tuple[int, int]) -
     assert fit_weights(penalty)[0] == found
 
 
+@settings(max_examples=40, deadline=None)
+@given(best=st.tuples(*[st.integers(0, UNITS)] * 3).filter(lambda p: sum(p) <= UNITS))
+def test_with_low_versions_uses_at_high_precision_have_a_weight_of_their_own(best: tuple[int, int, int]) -> None:
+    lru, lfu, lhu = (part / UNITS for part in best)
+    calls: list[EvictionWeights] = []
+
+    def penalty(weights: EvictionWeights) -> float:
+        calls.append(weights)
+        return (weights.lru - lru) ** 2 + (weights.lfu - lfu) ** 2 + (weights.lhu - lhu) ** 2
+
+    found, least = fit_weights(penalty, has_low_versions=True)
+    assert (found.lru, found.lfu, found.lhu) == (lru, lfu, lhu) and least == 0
+    assert len(calls) == len(set(calls)) <= 160
+
+
 def test_a_flat_penalty_keeps_the_first_point() -> None:
     assert fit_weights(lambda weights: 1.0) == (EvictionWeights(0, 0, 0, 1), 1.0)
 

@@ -70,6 +70,7 @@ def traces(draw: st.DrawFn) -> Trace:
     rule = draw(st.sampled_from(PREFETCH_RULES))
     layers_ahead = draw(st.integers(1, MAX_PREFETCH_LAYERS))
     header = replace(header, prefetch_layers=layers_ahead, prefetch_experts=draw(st.integers(0, 9)), prefetch_rule=rule)
+    header = replace(header, little_experts=draw(st.integers(0, 3)))
     return Trace(header, tuple(passes))
 
 
@@ -148,6 +149,7 @@ def numbers(*values: float) -> str:
 
 
 VERSION_2 = {**HEADER, "version": 2, "prefetch_layers": 2, "prefetch_experts": 0, "prefetch_rule": "spread"}
+VERSION_3 = {**VERSION_2, "version": 3, "little_experts": 3}
 EIGHT = numbers(*range(8))
 SCORES: dict[str, Any] = {
     "logits": EIGHT, "ahead": [[numbers(1, 2, 3, 4)], []], "little_logits": EIGHT, "confidence": 0.25,
@@ -161,7 +163,8 @@ def test_scores_by_hand(tmp_path: Path) -> None:
     assert found is not None and trace.passes[0].scores is None and found.confidence == 0.25
     assert np.frombuffer(found.logits, "<f4").tolist() == list(range(8))
     assert np.frombuffer(found.ahead[0][0], "<f4").tolist() == [1, 2, 3, 4] and found.ahead[1] == ()
-    assert trace.header.prefetch_layers == 2
+    assert trace.header.prefetch_layers == 2 and trace.header.little_experts == 0
+    assert read_trace(written(tmp_path / "t", VERSION_3, *second)).header.little_experts == 3
 
 
 def scored(**changes: Any) -> Callable[[], list[Any]]:
@@ -180,8 +183,8 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
     ("lines", "message"),
     [
         (header(format="trace"), "line 1 is not of a routing trace: expected the format `moec-trace`, found 'trace'"),
-        (header(version=3), "expected version 1 or 2, found '3'"),
-        (header(version=True), "expected version 1 or 2"),
+        (header(version=4), "expected version 1, 2, 3, found '4'"),
+        (header(version=True), "expected version 1, 2, 3"),
         (header(extra=1), "unknown ['extra'], missing []"),
         (header(bundle="x"), "`bundle`: expected a SHA-256"),
         (header(prefetch="magic"), "`prefetch`: expected one of lookahead"),
@@ -220,6 +223,9 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
             lambda: [{**VERSION_2, "prefetch_rule": "all"}],
             "`prefetch_rule`: expected one of likely, spread",
         ),
+        (lambda: [{**VERSION_3, "version": 2}], "unknown ['little_experts'], missing []"),
+        (lambda: [{**VERSION_2, "version": 3}], "unknown [], missing ['little_experts']"),
+        (lambda: [{**VERSION_3, "little_experts": -1}], "`little_experts`: expected a whole number"),
         (lambda: [VERSION_2, PROMPT], "unknown [], missing ['scores']"),
         (lambda: [HEADER, {**PROMPT, "scores": None}], "unknown ['scores'], missing []"),
         (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token behind the prompt"),

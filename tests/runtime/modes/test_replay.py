@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moec.cli.little_model import with_little_model
+from moec.cli.lossy_replay import LossyReplay
 from moec.cli.measurement import measure_decode
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
@@ -17,6 +18,7 @@ from moec.profiles.device import load_profile
 from moec.runtime.advice import recorded_advice
 from moec.runtime.bundle import open_bundle
 from moec.runtime.engine import Engine
+from moec.runtime.eviction import lru_score
 from moec.runtime.modes.replay import missing_scores
 from moec.runtime.modes.settings import parse_modes
 from moec.runtime.options import RuntimeOptions
@@ -90,9 +92,20 @@ def test_the_little_models_word_is_that_of_a_run(two_version_bundle: Path) -> No
     assert some["fallback_tokens"] in (10, 11)
 
 
-def with_little(path: Path, trace: Trace) -> Trace:
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_little_model_of_another_size(two_version_bundle: Path, count: int) -> None:
+    mode = {"big_little": f"gamma=0.99,k={count}"}
+    _, counts, _ = run(two_version_bundle, **mode)
+    told = with_little(two_version_bundle, run(two_version_bundle)[0], str(count))
+    assert told.header.little_experts == count
+    assert simulated(two_version_bundle, told, mode)["decisions"] == counts
+    asked = missing_scores(told, parse_modes(None, "gamma=0.99", None))
+    assert asked == f"a little model of so many experts: the one that was asked has {count}"
+
+
+def with_little(path: Path, trace: Trace, little_k: str = "K/2") -> Trace:
     options = RuntimeOptions(expert_cache=CACHE, context=64)
-    return with_little_model(trace, path, options, None, TOKENS, PROMPT_TOKENS)
+    return with_little_model(trace, path, options, None, TOKENS, PROMPT_TOKENS, little_k)
 
 
 def test_the_trace_says_of_a_token_what_the_model_said(two_version_bundle: Path) -> None:
@@ -121,12 +134,12 @@ def test_lookahead_walks_by_what_the_simulated_cache_holds(two_version_bundle: P
     trace = replace(trace, header=replace(trace.header, prefetch_rule="first-miss"))
     bundle = open_bundle(two_version_bundle)
     replayed = replayed_bundle(bundle)
-    simulation = Simulation(bundle, trace, replayed, RATES, "lookahead", recorded_advice)
+    lossy = LossyReplay(bundle, replayed, "lookahead")
     far = []
     for share in (0.5, 0.9):
         capacity = replayed.capacity_bytes(share)
         assert capacity is not None
-        steps, _ = simulation._decided(capacity, "lru", {}, recorded_advice)
+        steps = lossy.decide(trace, capacity, lru_score, {}, recorded_advice).steps
         far.append(sum(len(step[0].advice[0]) == 3 for step in steps[1:]))
     assert 0 < far[0] < far[1] <= len(trace.passes) - 1
 

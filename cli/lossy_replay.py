@@ -1,0 +1,106 @@
+"""A trace decided again under lossy modes, in a cache of some size and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moec.manifests.errors import OptionError
+
+from .mode_sweep import modes_of
+
+if TYPE_CHECKING:
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.eviction import PolicyScore
+    from moec.runtime.modes.choice import ModeCounts
+    from moec.runtime.modes.logical_cache import LogicalCache
+    from moec.runtime.modes.replay import TracedModel
+    from moec.runtime.options import Prefetch
+    from moec.runtime.predictors import Predictor
+    from moec.runtime.timeline import Advice, TimedPass
+    from moec.runtime.trace import Trace
+
+    from .traces import ReplayedBundle
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a replay decided. steps: passes of the prompt, then those of each token; bytes_read: where reads take no
+    time.
+    """
+
+    steps: list[tuple[TimedPass, ...]]
+    counts: ModeCounts
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class LossyReplay:
+    """Traces of a bundle, experts guessed by a prefetcher. on_device: experts that stay on an accelerator."""
+
+    bundle: Bundle
+    replayed: ReplayedBundle
+    prefetch: Prefetch
+    on_device: Collection[int] = ()
+
+    @property
+    def warm(self) -> list[int]:
+        """What the host's memory starts with: what a device holds comes behind the rest."""
+        return sorted(self.replayed.warm, key=lambda index: index in self.on_device)
+
+    def decide(
+        self, trace: Trace, capacity: int, score: PolicyScore, options: dict[str, str], advice: Advice
+    ) -> Decided:
+        """The passes of a trace under the modes of some options, all off where there are none.
+
+        advice: while the prompt runs. The trace must have what the modes need.
+        """
+        from moec.runtime.modes.choice import Versions, low_version_indices
+        from moec.runtime.modes.logical_cache import LogicalCache
+        from moec.runtime.modes.replay import replay_modes
+
+        replayed = self.replayed
+        limits = (replayed.sizes, capacity, replayed.records, score, capacity - replayed.minimum_bytes, self.warm)
+        cache = LogicalCache(*limits, self.on_device)
+        model = self._model(trace, cache, capacity)
+        versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
+        steps, counts = replay_modes(trace, modes_of(options), model, versions, cache, advice)
+        return Decided(steps, counts, cache.bytes_read)
+
+    def _model(self, trace: Trace, cache: LogicalCache, capacity: int) -> TracedModel:
+        from moec.runtime.modes.replay import TracedModel
+        from moec.runtime.prefetch import Advisor
+
+        header, spec = trace.header, self.bundle.manifest.model
+        advisor = Advisor(
+            spec,
+            header.first_expert,
+            self._predictor() if capacity < self.replayed.total_bytes else None,
+            header.prefetch_layers,
+            header.prefetch_experts,
+            header.prefetch_rule,
+            cache.holds,
+        )
+        return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
+
+    def _predictor(self) -> Predictor | None:
+        from moec.runtime.modes.replay import RecordedPredictor
+        from moec.runtime.predictors import table_predictor
+
+        if self.prefetch == "lookahead":
+            return RecordedPredictor(self.bundle.manifest.model)
+        return table_predictor(self.prefetch, self.bundle.tables(), self.bundle.manifest.model)
+
+
+def require_scores(path: Path, trace: Trace, options: dict[str, str]) -> None:
+    """Refuse modes that decide by what a trace lacks. Raises OptionError."""
+    from moec.runtime.modes.replay import missing_scores
+
+    missing = missing_scores(trace, modes_of(options))
+    if missing is not None:
+        raise OptionError(
+            f"`--modes`: `{modes_of(options).to_text()}` decides by what `{path}` has not recorded, {missing}",
+            "record it with `moec bench BUNDLE --trace-out FILE`, `--trace-little` for the little model's experts",
+        )
