@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
+    from moec.runtime.kernels.profile import KernelTimes
     from moec.runtime.options import RuntimeOptions
     from moec.runtime.prefetch_quality import LayerAdvice
     from moec.runtime.statistics import RunStatistics
@@ -97,7 +98,7 @@ def bench_command(
     The bundle first continues the prompt by itself, past any end token; a fresh engine is then timed on exactly those
     tokens, so that every setting computes the same. With --text the tokens come from a file: what a bundle of random
     weights says by itself soon repeats, and every cache serves it. The ceiling is what memory and storage could do at
-    best: bytes of a token over the bandwidths measured on this machine just before.
+    best: bytes of a token over the bandwidths measured just before.
 
     \b
     moec bench mixtral-moec --expert-cache 50%
@@ -109,22 +110,22 @@ def bench_command(
     from moec.runtime.kernels.profile import timed_kernels
     from moec.runtime.statistics import reset_peak_memory
 
-    opened = open_bundle(bundle_folder(bundle))
+    opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
     options = _options(values, bundle, tokens, modes, profile, is_traced=trace_out is not None or policies != "none")
     _check_little(opened.path, trace_out, trace_little)
     host = probe_host(_probed_place(opened))
     if text_path is None:
-        sequence = continuation(bundle, options.lossless(), values["kernels"], prompt, tokens)
+        sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)
     else:
         sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
     prompt_length = len(sequence) - tokens
     if modes is not None:
-        _print_sweep(speed_sweep(bundle, modes, options, values["kernels"], sequence, prompt_length), options, as_json)
+        _print_sweep(speed_sweep(bundle, modes, options, kernels, sequence, prompt_length), options, as_json)
         return
     gc.collect()  # an engine that made the sequence is not the one that is measured
     host = _with_read_bandwidth(host, opened, options.threads or host.threads)
     reset_peak_memory()
-    with open_engine(bundle, options, values["kernels"]) as engine:
+    with open_engine(bundle, options, kernels) as engine:
         say_mode_cost(bundle, engine)
         engine.check_tokens(sequence, room=0)
         engine.cache.finish_warming()
@@ -135,12 +136,9 @@ def bench_command(
             statistics, tracer = measure_decode(engine, sequence, prompt_length, kernel_times=kernel_times)
         trace = recorded_trace(engine, tracer, prompt_length, host)
     if trace_out is not None:
-        told = (bundle, options, values["kernels"], sequence, prompt_length, trace_little)
-        _write_trace(trace_out, trace, *told)
+        _write_trace(trace_out, trace, bundle, options, kernels, sequence, prompt_length, trace_little)
     simulated = _simulate(opened, trace) if policies == "all" else []
-    rows = [] if kernel_times is None else profile_rows(kernel_times, statistics)
-    conditions = {"tokens": tokens, "host": host.to_plain()} if as_json else None
-    _tell(engine, statistics, ceiling, simulated, conditions, rows)
+    _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()}, kernel_times, as_json)
 
 
 def _options(
@@ -183,13 +181,15 @@ def _tell(
     statistics: RunStatistics,
     ceiling: dict[str, Any],
     simulated: list[dict[str, Any]],
-    conditions: dict[str, Any] | None,
-    profile: list[dict[str, Any]],
+    conditions: dict[str, Any],
+    kernel_times: KernelTimes | None,
+    as_json: bool,
 ) -> None:
-    """The measurement for people, or with its conditions as JSON. profile: of the kernels, empty without one."""
+    """The measurement for people, or with its conditions as JSON. kernel_times: None where they were not asked for."""
+    profile = [] if kernel_times is None else profile_rows(kernel_times, statistics)
     ratio = None if not statistics.tpot_p50_ns else ceiling["tpot_ns"] / statistics.tpot_p50_ns
     advice, counts = engine.model.advice_by_layer(), engine.mode_counts
-    if conditions is None:
+    if not as_json:
         _print_measurement(statistics, ratio, advice, simulated)
         if profile:
             output.data(f"\n{profile_table(profile)}")
