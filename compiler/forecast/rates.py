@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,11 @@ from ..layerwise.sweep import calibrate_layer
 from ..layerwise.units import LayerQuantizer
 from ..options import Progress
 from ..packing import pack, unpack
-from ..parallel import workers
+from ..parallel import Workers, workers
 from ..quantizers import quantizer as find_quantizer
 from ..quantizers.rtn import rounded_rows
 from ..reference_network import TOKENS_PER_FORWARD
+from .answers import ROWS_PER_STEP
 
 _DIGESTED_BYTES = 256 << 20
 _ROUNDED_ROWS = 1024
@@ -64,7 +66,8 @@ class LayerRates:
     loaded_layer: its weights from the checkpoint as float32. token: of a text through it; calibration_token: through
     it with routes, samples and second moments kept. expert: quantized in every format, priced and packed.
     restored_expert: one format of it unpacked and dequantized, by one thread. rounded_weight: of a dense weight,
-    rounded with clip search. logit_token: the logits of one token.
+    rounded with clip search. logit_token: the logits of one token. decoded_token: of one of ROWS_PER_STEP texts through
+    the layer that are decoded side by side, what it sees of the tokens before left out.
     """
 
     layer: int
@@ -75,6 +78,7 @@ class LayerRates:
     restored_expert: float
     rounded_weight: float
     logit_token: float
+    decoded_token: float
 
 
 class _Clock:
@@ -134,6 +138,7 @@ def measure_layer(
         with clock.running():
             slot.run([few], pool, lambda: None)
         token = clock.seconds / sum(map(len, few.rows))
+        decoded = _decoded_token(slot, [row[0] for row in rows], pool, threads)
         progress(2, pieces)
         with clock.running():
             inputs, _ = calibrate_layer(slot, layer, many, pool, quantizer == "gptq")
@@ -161,7 +166,21 @@ def measure_layer(
     with clock.running():
         head.logits(states).log_softmax(-1)
     progress(6, pieces)
-    return LayerRates(layer, loaded, token, calibration_token, expert, restored, rounded, clock.seconds / _LOGIT_TOKENS)
+    logit = clock.seconds / _LOGIT_TOKENS
+    return LayerRates(layer, loaded, token, calibration_token, expert, restored, rounded, logit, decoded)
+
+
+def _decoded_token(slot: LayerSlot, tokens: Sequence[int], pool: Workers, threads: int) -> float:
+    """Seconds of a token through the layer while a batch of single tokens is in each thread."""
+    clock, count = _Clock(), threads * ROWS_PER_STEP
+    rows = [[token] for token in islice(cycle(tokens), count)]
+    batches = [list(range(at, at + ROWS_PER_STEP)) for at in range(0, count, ROWS_PER_STEP)]
+    embedded = [slot.embed(torch.tensor([rows[index] for index in batch])) for batch in batches]
+    states = TextStates(rows, batches, embedded)
+    for _ in range(2):
+        with clock.running():
+            slot.run([states], pool, lambda: None)
+    return clock.seconds / count
 
 
 def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:

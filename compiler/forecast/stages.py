@@ -1,7 +1,7 @@
 """The stages of a compile as numbers of pieces, times what a piece takes on this machine.
 
 Titles are those of the progress bars. What is at most so many is told at its most: measured plans, bytes on disk. How
-long generated answers become nobody knows before, so their time is not told.
+long generated answers become nobody knows before: they are taken to be as long as the data's.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ..preflight import reachable_bytes
 from ..preparation import Prepared
 from ..search.knapsack import CALIBRATING_KL, MAX_GENERATED, MAX_KL
 from ..uniform import uniform_spec
+from .answers import PASS_TOKENS, ROWS_PER_STEP, count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
@@ -44,12 +45,12 @@ _PLANS = {"loss": CALIBRATING_KL + MAX_GENERATED, "kl": MAX_KL}  # measured at m
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """seconds: of wall time, None where nobody can know. memory_bytes, disk_bytes: at most, of the process and beside
+    """seconds: of wall time. memory_bytes, disk_bytes: at most, of the process and beside
     the output. work: what the time is made of.
     """
 
     title: str
-    seconds: float | None
+    seconds: float
     memory_bytes: int
     disk_bytes: int
     work: str
@@ -82,6 +83,7 @@ class SearchForecast:
             self._plans += swaps + 1 + (MAX_KL if self._target == "kl" else 0)
         self._held_out = _count(row for held in inputs.held_out.values() for row in held.rows)
         self._bundle = self._bundle_bytes()
+        self._validation, self._test = count_answers(prepared)
 
     def layerwise(self) -> list[StageForecast]:
         """One layer at a time."""
@@ -110,7 +112,7 @@ class SearchForecast:
                 work,
                 f"{_at_most(self._plans)}, {answers:,} tokens each",
             ),
-            *([self._answers(memory, work + tried)] if tried else []),
+            *([self._answers(memory, work + tried, self._streamed_seconds())] if tried else []),
             self._writing(passes, work + self._bundle),
         ]
         if not tried:
@@ -155,14 +157,31 @@ class SearchForecast:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _answers(self, memory: int, disk: int) -> StageForecast:
-        """What a loss asks for, and the certificate where the model is in memory."""
+    def _answers(self, memory: int, disk: int, reading_seconds: float = 0.0) -> StageForecast:
+        """What a loss asks for, and the certificate where the model is in memory.
+
+        The checkpoint decodes its answers; what is tried has them as drafts, and mostly says the same.
+        """
         items = sum(len(split.validation.items) for split in self._prepared.splits)
         last = sum(len(split.test.items) for split in self._prepared.splits)
-        tried = f"{_at_most(MAX_GENERATED)} on {items:,} items; " if self._target == "loss" else ""
-        return StageForecast(
-            "measuring the tasks", None, memory, disk, f"{tried}checkpoint and bundle on {last:,} items"
-        )
+        is_loss = self._target == "loss"
+        tried = f"{_at_most(MAX_GENERATED)} on {items:,} items; " if is_loss else ""
+        read, decoded = 2 * self._test.read, self._test.decoded
+        if is_loss:
+            read += (1 + MAX_GENERATED) * self._validation.read
+            decoded += self._validation.decoded
+        seconds = read * self._through_layers() + decoded * self._rates.decoded_token * sum(self._scales())
+        text = f"{tried}checkpoint and bundle on {last:,} items, answers as long as the data's"
+        return StageForecast("measuring the tasks", seconds + reading_seconds, memory, disk, text)
+
+    def _streamed_seconds(self) -> float:
+        """What bundles that do not fit in memory read while they answer: what is missing, once a pass."""
+        room = planning.runtime_bytes(self._model, self._prepared.request.memory_limit_bytes)
+        answers = (self._validation.read + self._test.read) / PASS_TOKENS
+        answers += (self._validation.decoded + self._test.decoded) / ROWS_PER_STEP
+        tried = (MAX_GENERATED * self._validation.read + self._test.read) / PASS_TOKENS
+        read = answers * max(self._weights() * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
+        return read * self._disk.digested_byte
 
     def _gradients(self, work: int) -> list[StageForecast]:
         """Every layer passed once, and once more with gradients, its experts in every format; streams stay on disk."""
@@ -238,6 +257,10 @@ class SearchForecast:
         variants = _count(self._inputs.probe) * (variant_count(self._model) + 2)
         texts = self._calibration() + _count(self._inputs.answers.rows) + self._held_out + variants
         return units + 2 * _FLOAT * self._model.hidden_size * texts
+
+    def _tried_bytes(self) -> int:
+        """Of a plan that keeps a loss: about 4 bits per weight, which few need more than."""
+        return self._weights() // 2
 
     def _bundle_bytes(self) -> int:
         """Of the largest bundle that the target allows, its dense weights at 16 bits unless they were asked for."""

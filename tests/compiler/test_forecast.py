@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 
 from moec.compiler.forecast import StageForecast, forecast
+from moec.compiler.forecast.answers import count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.journal import Journal
+from moec.compiler.layerwise import planning
 from moec.compiler.options import Talk
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preparation import prepare
+from moec.compiler.tokenizer import load_tokenizer
+from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
 from tests.tiny_compile import compile_tiny, contents, make_request, names, save_model, save_texts
 
@@ -33,7 +38,7 @@ def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
     return {stage.title: stage for stage in stages}
 
 
-def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: float) -> dict[str, float | None]:
+def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: float) -> dict[str, float]:
     """Of each stage where nothing takes time but the named pieces."""
     texts = tmp_path / "texts" if (tmp_path / "texts").is_dir() else save_texts(tmp_path / "texts")
     model = tmp_path / "model"
@@ -63,8 +68,14 @@ def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
     assert calibrated == pytest.approx(3 * sum(map(len, inputs.calibration)))
     held = inputs.held_out["perplexity"]
     assert seconds(tmp_path, token=1.0)[held_out] == pytest.approx(3 * sum(map(len, held.rows)))
-    for_a_loss = seconds(tmp_path, "loss", 0.05)
-    assert for_a_loss["measuring the tasks"] is None and held_out not in for_a_loss
+    for_a_loss = seconds(tmp_path, "loss", 0.05, token=1.0)
+    assert held_out not in for_a_loss
+    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on the others: texts are only scored.
+    texts = {name: (tmp_path / "texts" / f"{name}.jsonl").read_text().splitlines() for name in ("validation", "test")}
+    tokens = {name: sum(len(json.loads(line)["text"]) for line in lines) for name, lines in texts.items()}
+    expected = 3 * (9 * tokens["validation"] + 2 * tokens["test"])
+    assert for_a_loss["measuring the tasks"] == pytest.approx(expected, rel=0.05)
+    assert seconds(tmp_path, "loss", 0.05, decoded_token=1.0)["measuring the tasks"] == 0
 
 
 def test_disk_and_stages_are_those_of_the_compile(
@@ -92,7 +103,7 @@ def test_disk_and_stages_are_those_of_the_compile(
     written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert written <= foreseen["writing the bundle"].disk_bytes - work < 1.5 * written
     assert {*foreseen} - {"hashing the checkpoint"} <= {*titles}
-    assert all(stage.memory_bytes > 0 and stage.seconds is not None for stage in foreseen.values())
+    assert all(stage.memory_bytes > 0 for stage in foreseen.values())
 
 
 def test_every_piece_of_a_layer_takes_time(tmp_path: Path) -> None:
@@ -112,7 +123,7 @@ def test_a_whole_model_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.M
     request = make_request(model, tmp_path / "out", "loss", 0.5, quick=False, data=str(texts), **SEARCHED)
     found = named(forecast(request))
     assert {"checking weights", "calibrating", "quantizing with gptq", "predicting what each unit costs"} < {*found}
-    assert found["measuring the tasks"].seconds is None
+    assert found["measuring the tasks"].seconds > 0
     assert (names(tmp_path)) == {"model", "texts"}, "nothing stays"
     journal, remove = list[int](), Journal.remove
 
@@ -144,3 +155,35 @@ def test_what_cannot_be_foreseen_is_refused(tmp_path: Path) -> None:
         forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, bits=(2, 3, 4), group_sizes=(32,)))
     with pytest.raises(MoecError, match="cannot write"):
         forecast(make_request(model, tmp_path / "none" / "out", "uniform", 4))
+
+
+def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
+    example = Path("examples")
+    options = {"data": str(example / "data" / "gsm8k"), "tasks": ("gsm8k",), "limit": 300, "group_sizes": (64,)}
+    prepared = prepare(make_request(example / "model", tmp_path / "out", "loss", 0.02, quick=False, **options))
+    validation, test = count_answers(prepared)
+    (split,) = prepared.splits
+    tokenizer = load_tokenizer(prepared.checkpoint.root)
+    for found, items in ((validation, split.validation.items), (test, split.test.items)):
+        pairs = encode_pairs(tokenizer, [(split.task.prompt(item), split.task.answer(item)) for item in items])
+        assert found.decoded == pytest.approx(sum(len(answer) for _, answer in pairs), rel=0.1)
+        assert found.read == pytest.approx(sum(len(prompt) + len(answer) for prompt, answer in pairs), rel=0.1)
+    through = replace(NOTHING, decoded_token=1.0)
+    stages = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, through).whole(1)
+    layers = prepared.lowering.model.num_layers
+    expected = layers * (validation.decoded + test.decoded)
+    assert named(stages)["measuring the tasks"].seconds == pytest.approx(expected, rel=1e-6)
+
+
+def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
+    """Of a memory that holds nothing of either bundle: 2 bytes a weight of the checkpoint's, 4 bits of a plan's."""
+    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
+    foreseen = SearchForecast(prepared, prepared.sweep_inputs(), replace(NO_DISK, digested_byte=1.0), NOTHING)
+    assert foreseen._streamed_seconds() == 0, "both fit"
+    prepared.request = replace(prepared.request, memory_bytes=1)
+    validation, test = count_answers(prepared)
+    passes = (validation.read + test.read) / 1024, (8 * validation.read + test.read) / 1024
+    weights, room = foreseen._weights(), planning.runtime_bytes(prepared.lowering.model, 1)
+    expected = passes[0] * (2 * weights - room) + passes[1] * (weights // 2 - room)
+    assert room < 0 and foreseen._streamed_seconds() == pytest.approx(expected)
