@@ -74,7 +74,7 @@ def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> 
 
 def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.ndarray:
     """Run tokens start to end of the sequence, as many at once as a pass may hold. Returns the last residuals."""
-    from moec.runtime.budget import MAX_PASS_TOKENS
+    from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
     for first in range(start, end, MAX_PASS_TOKENS):
         last = min(end, first + MAX_PASS_TOKENS)

@@ -244,10 +244,10 @@ def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
 def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
     """What the device's memory leaves for experts at the default context; None if it cannot hold the rest."""
     from moec.profiles.predict import recommended_cache_bytes
-    from moec.runtime.budget import DEFAULT_CONTEXT, scratch_bytes
+    from moec.runtime.budget import scratch_bytes
 
     cost, model = bundle.manifest.cost, bundle.manifest.model
-    context = min(model.original_positions, DEFAULT_CONTEXT)
+    context = model.default_context
     try:
         return recommended_cache_bytes(
             profile,

@@ -20,9 +20,6 @@ from .options import UNIFORM_GROUP_SIZE, CompileOptions
 from .plan import CompilePlan
 from .sensitivity import dense_formats, plain_plan
 
-# The context that a recommendation leaves room for, as the runtime does by default.
-DEFAULT_CONTEXT = 4096
-
 
 def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple[int, float]], int]:
     """((padded bytes, reads per token) of each expert, bytes that one token's arithmetic touches)."""
@@ -52,7 +49,7 @@ def _recommended_cache(profile: DeviceProfile, plan: CompilePlan, experts: list[
         )
         for index, top_k in enumerate(layer.experts.top_k for layer in model.layers)
     )
-    context = min(model.original_positions, DEFAULT_CONTEXT)
+    context = model.default_context
     return recommended_cache_bytes(
         profile,
         dense_bytes=plan.dense_packed_bytes,

@@ -34,6 +34,7 @@ from moec.manifests.bundle import (
     ExpertEntry,
     FileEntry,
     SourceSummary,
+    expert_tensor_name,
     experts_file_name,
     low_experts_file_name,
     unit_offsets,
@@ -64,11 +65,6 @@ _DENSE_CHUNK_ROWS = 128 * ROWS_PER_BLOCK  # bounds the float32 copies of a large
 _MANIFEST_BYTES_PER_EXPERT = 512
 _MANIFEST_BASE_BYTES = 1 << 20
 _HEADER_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
-
-
-def expert_tensor_name(expert: int) -> str:
-    """Name of one expert's tensor in its layer's file. Source: docs/format.md, Expert files."""
-    return f"experts.{expert:05d}"
 
 
 def emit(

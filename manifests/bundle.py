@@ -24,6 +24,11 @@ _XXH3 = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
+def expert_tensor_name(expert: int) -> str:
+    """Name of one expert's tensor in its layer's file. Source: docs/format.md, Expert files."""
+    return f"experts.{expert:05d}"
+
+
 def experts_file_name(layer: int) -> str:
     """The file that holds the routed experts of one layer."""
     return f"experts-{layer:05d}.safetensors"

@@ -21,6 +21,7 @@ from .attention import (
 )
 from .optional_fields import OPTIONAL
 from .router import MAX_EXPERTS, RouterSpec, StaticRouting
+from .runtime_limits import DEFAULT_CONTEXT
 
 __all__ = [
     "MAX_EXPERTS",
@@ -268,6 +269,11 @@ class ModelSpec:
     def expert_layers(self) -> tuple[int, ...]:
         """Layers that hold routed experts."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.experts.count)
+
+    @property
+    def default_context(self) -> int:
+        """Positions of a run that names none."""
+        return min(self.original_positions, DEFAULT_CONTEXT)
 
     @property
     def kv_bytes_per_position(self) -> int:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .budget import LOGITS_ROWS_PER_SLOT, MAX_PASS_TOKENS
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+
+from .budget import LOGITS_ROWS_PER_SLOT
 from .engine import Engine
 
 STOP_WINDOW_TOKENS = 16

@@ -8,13 +8,11 @@ from pathlib import Path
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.model import ModelSpec
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
 
 from .options import RuntimeOptions, parse_bytes, parse_cache
 
-DEFAULT_CONTEXT = 4096
-# Longest run of tokens that goes through a layer at once; a prompt up to this long reads each expert once.
-MAX_PASS_TOKENS = 1024
 # Rows whose logits are computed at once for each slot; the rest of a pass waits, so that a large vocabulary fits.
 LOGITS_ROWS_PER_SLOT = 4
 # Growth of interpreter, allocator and thread stacks beyond the parts that are counted: 6 MiB measured on the example
@@ -117,7 +115,7 @@ def pass_bytes(manifest: BundleManifest, tokens: int) -> int:
 
 def chosen_context(model: ModelSpec, options: RuntimeOptions) -> int:
     """Longest sequence of a run."""
-    return options.context or min(model.original_positions, DEFAULT_CONTEXT)
+    return options.context or model.default_context
 
 
 def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_bytes: int = 0) -> MemoryPlan:

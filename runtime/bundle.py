@@ -18,6 +18,7 @@ from moec.manifests.bundle import (
     PARTIAL_SUFFIX,
     TABLES_NAME,
     BundleManifest,
+    expert_tensor_name,
 )
 from moec.manifests.codec import MAX_MANIFEST_BYTES, decode_manifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid
@@ -29,11 +30,6 @@ _TABLES = {
     "popularity", "transitions", "path.keys", "path.offsets", "path.experts", "path.counts", "router_score_quantiles",
 }  # fmt: skip
 _DTYPES = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
-
-
-def expert_tensor_name(expert: int) -> str:
-    """Name of one expert's tensor in its layer's file. Source: docs/format.md, Expert files."""
-    return f"experts.{expert:05d}"
 
 
 @dataclass(frozen=True, slots=True)

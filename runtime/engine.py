@@ -18,10 +18,11 @@ import numpy as np
 
 from moec.manifests.bundle import TABLES_NAME
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from . import kernels
 from .accelerator.opening import open_accelerator, start_cooperation
-from .budget import MAX_PASS_TOKENS, MemoryPlan, plan_memory
+from .budget import MemoryPlan, plan_memory
 from .bundle import Bundle, open_bundle, verify_files
 from .cache_statistics import CacheStats
 from .elastic_cache import ElasticCache

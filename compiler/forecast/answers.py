@@ -16,8 +16,6 @@ SAMPLE_ITEMS = 256
 """Items that are counted of each task; the others are taken to be as long."""
 ROWS_PER_STEP = 64
 """Answers that are decoded side by side, by the reference model and by the runtime of a certificate."""
-PASS_TOKENS = 1024
-"""Tokens that the runtime takes through the model together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint import DIGESTS_AT_ONCE
 from ..fisher import SKETCHES, TEXTS, asks_gradients
@@ -34,7 +35,7 @@ from ..preflight import reachable_bytes
 from ..preparation import Prepared
 from ..search.knapsack import CALIBRATING_KL, MAX_GENERATED, MAX_KL
 from ..uniform import uniform_spec
-from .answers import PASS_TOKENS, ROWS_PER_STEP, count_answers
+from .answers import ROWS_PER_STEP, count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
@@ -177,9 +178,9 @@ class SearchForecast:
     def _streamed_seconds(self) -> float:
         """What bundles that do not fit in memory read while they answer: what is missing, once a pass."""
         room = planning.runtime_bytes(self._model, self._prepared.request.memory_limit_bytes)
-        answers = (self._validation.read + self._test.read) / PASS_TOKENS
+        answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ROWS_PER_STEP
-        tried = (MAX_GENERATED * self._validation.read + self._test.read) / PASS_TOKENS
+        tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
         read = answers * max(self._weights() * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
         return read * self._disk.digested_byte
 

@@ -10,6 +10,7 @@ from math import prod
 
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..fisher import SKETCHES, TOKENS_PER_BACKWARD, gradient_bytes
 from ..reference_network import TOKENS_PER_FORWARD
@@ -20,9 +21,6 @@ PROCESS_BYTES = 700 << 20
 """Python with torch, transformers, datasets and matplotlib loaded: 0.45 GiB measured, and what allocators keep."""
 _FLOAT = 4
 _HALF = 2
-RUNTIME_CONTEXT = 4096
-"""Positions that the runtime holds unless it is told otherwise, also while it certifies."""
-_RUNTIME_PASS_TOKENS = 1024
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:
@@ -110,7 +108,7 @@ def certifying_bytes(model: ModelSpec, tokens: int) -> int:
     """
     dense = sum(prod(shape) for shape in model.dense_shapes().values())
     experts = max(_expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
-    cache = model.kv_bytes_per_position * min(model.original_positions, RUNTIME_CONTEXT)
+    cache = model.kv_bytes_per_position * model.default_context
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
-    scratch = _FLOAT * (_RUNTIME_PASS_TOKENS * (9 * model.hidden_size + widest) + 64 * model.vocab_size)
+    scratch = _FLOAT * (MAX_PASS_TOKENS * (9 * model.hidden_size + widest) + 64 * model.vocab_size)
     return PROCESS_BYTES + _FLOAT * model.hidden_size * tokens + _HALF * (dense + experts) + cache + scratch

@@ -17,7 +17,7 @@ from ..families import Lowering
 from ..fisher import asks_gradients
 from ..options import CompileOptions
 from ..tokenizer import load_tokenizer
-from .memory import RUNTIME_CONTEXT, certifying_bytes, gradients_bytes, streamed_bytes, whole_bytes
+from .memory import certifying_bytes, gradients_bytes, streamed_bytes, whole_bytes
 from .sweep import AnswerTexts, SweepInputs
 
 CALIBRATION_TOKENS = 65_536
@@ -122,7 +122,7 @@ def _answers(pairs: Sequence[TokenPair], lowering: Lowering, task: str, room: in
 
     Raises ContextOverflow for a text that no context holds, DataError where none is left.
     """
-    context = min(lowering.model.original_positions, RUNTIME_CONTEXT)
+    context = lowering.model.default_context
     pairs = [_shortened(pair) for pair in pairs]
     rows, _, counts = forced_rows(pairs, lowering.model.eos_token_ids[:1])
     kept, tokens = AnswerTexts([], [], []), 0

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..budget import MAX_PASS_TOKENS
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+
 from ..options import Cooperation
 from .latency import LatencyModel
 from .planner import Action, ExpertLoad, plan_layer

@@ -9,11 +9,10 @@ import pytest
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.manifests.runtime_limits import DEFAULT_CONTEXT, MAX_PASS_TOKENS
 from moec.runtime import budget
 from moec.runtime.budget import (
-    DEFAULT_CONTEXT,
     LOGITS_ROWS_PER_SLOT,
-    MAX_PASS_TOKENS,
     PROCESS_SLACK_BYTES,
     plan_memory,
     scratch_bytes,
