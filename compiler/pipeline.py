@@ -290,9 +290,12 @@ def _predict_layerwise(stage: _Stage, store: StreamedStore) -> Mapping[tuple[Uni
     tokenizer = load_tokenizer(stage.checkpoint.root)
     texts = [encode_pairs(tokenizer, train_texts(split, stage.shots)[:TEXTS]) for split in stage.splits]
     specs = (*store.specs, LEFT_OUT) if stage.prunes else store.specs
-    gradients = LayerGradients(stage.lowering, store, specs, stage.journal, torch.get_num_threads())
+    threads, elsewhere = torch.get_num_threads(), None if stage.cluster is None else stage.cluster.price_experts
+    gradients = LayerGradients(stage.lowering, store, specs, stage.journal, threads, elsewhere)
     progress = stage.request.talk.progress("predicting what each unit costs")
     found = gradients.run(in_turns(texts), stage.request.options.seed, progress)
+    if stage.cluster is not None:
+        stage.cluster.forget_layers()
     return predictions(found, store.model, specs)
 
 

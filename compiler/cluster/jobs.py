@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
 from ..layerwise.units import ExpertQuantizer
+from ..packing import unpack
 from ..parallel import workers
 from ..quantized import QuantizedMatrix
 from ..second_moments import SecondMoments
@@ -106,6 +108,47 @@ class QuantizeExperts:
 
         with workers(site.threads) as pool:
             return list(pool.in_order(one, zip(self.experts, moments, self.tokens, strict=True))), None
+
+
+@dataclass(frozen=True, slots=True)
+class PriceExperts:
+    """What rounding some experts of a layer costs, see layerwise/unit_prices.py. Gives squares [3, S] of each.
+
+    handed: handle of HandedTexts.to_arrays. packed: handle of (unit, format) -> bytes of what is not left out.
+    """
+
+    layer: int
+    experts: tuple[int, ...]
+    specs: tuple[QuantSpec, ...]
+    handed: Handle
+    num_texts: int
+    packed: Handle
+
+    def run(self, site: Site) -> tuple[list[np.ndarray], None]:
+        """On as many threads as the site has; weights come from the site's own checkpoint."""
+        from ..layerwise.unit_prices import HandedTexts, expert_squares  # loads transformers, as `site.layer` does
+
+        arrays, packed = site.fetch([self.handed, self.packed])
+        handed, module = HandedTexts.from_arrays(arrays, self.num_texts), site.layer(self.layer).experts
+        shapes = {name: site.lowering.model.unit_shape(self.layer, name) for name in PROJECTIONS}
+
+        def restored(unit: UnitKey, spec: QuantSpec) -> torch.Tensor:
+            return unpack(packed[(unit, spec)], *shapes[unit.projection], spec).dequantize()
+
+        def one(expert: int) -> np.ndarray:
+            return expert_squares(module, partial(UnitKey, self.layer, expert), handed, self.specs, restored)
+
+        with workers(site.threads) as pool:
+            return list(pool.in_order(one, self.experts)), None
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLayer:
+    """Gives the memory of a layer back."""
+
+    def run(self, site: Site) -> tuple[None, None]:
+        site.forget_layer()
+        return None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,12 @@ import numpy as np
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
 from moec.evaluation.statistics import DistributionSummary, distribution_summary
 from moec.evaluation.text_pairs import TokenPair, forced_rows
-from moec.manifests.model import UnitKey
+from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.quant import QuantSpec
 
+from ..layerwise.gradients import PriceElsewhere
+from ..layerwise.store import StreamedStore
+from ..layerwise.unit_prices import HandedTexts
 from ..layerwise.units import Elsewhere, ExpertQuantizer, LayerInputs, Matrices
 from ..parallel import in_parts
 from ..reference import ReferenceModel
@@ -33,6 +37,7 @@ from .jobs import (
     Handle,
     KeepLogProbs,
     Logits,
+    PriceExperts,
     QuantizeBatches,
     QuantizeExperts,
     Scores,
@@ -104,6 +109,35 @@ def experts_quantized_by(pool: Pool) -> Elsewhere:
                 yield {(unit, spec): from_plain(plain) for unit, spec, plain in found}
 
     return quantize
+
+
+def experts_priced_by(pool: Pool) -> PriceElsewhere:
+    """How gradients hand a layer's experts to workers: with what its tokens brought, which only the driver has."""
+
+    def price(
+        store: StreamedStore, layer: int, handed: HandedTexts, specs: Sequence[QuantSpec]
+    ) -> Iterator[np.ndarray]:
+        shapes = {name: store.model.unit_shape(layer, name) for name in PROJECTIONS}
+        arrays, experts = pool.put(handed.to_arrays()), range(store.model.layers[layer].experts.count)
+
+        def packed(part: Sequence[int]) -> dict[tuple[UnitKey, QuantSpec], np.ndarray]:
+            units = [UnitKey(layer, expert, name) for expert in part for name in PROJECTIONS]
+            return {
+                (unit, spec): store.for_bundle(unit, spec)
+                for unit in units
+                for spec in specs
+                if not spec.is_pruned and spec.fits(shapes[unit.projection][1])
+            }
+
+        def jobs() -> Iterator[Job]:
+            for part in in_parts(experts, min(pool.per_job(len(experts)), pool.threads)):
+                known = (arrays, handed.num_texts, pool.put(packed(part)))
+                yield PriceExperts(layer, tuple(part), tuple(specs), *known)
+
+        for answer in pool.in_order(jobs()):
+            yield from answer.result
+
+    return price
 
 
 class RemoteModel:

@@ -14,16 +14,17 @@ from moec.manifests.quant import QuantSpec
 from ..certify import BundleEngine
 from ..checkpoint_url import is_url
 from ..families import Lowering
+from ..fisher import asks_gradients
 from ..journal import Journal
-from ..layerwise.memory import PROCESS_BYTES, certifying_bytes, layer_weights, quantizing_bytes
+from ..layerwise.memory import PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
 from ..layerwise.planning import runtime_bytes
 from ..reference import ReferenceModel
 from ..request import CompileRequest
 from ..trials import Progress, TaskData
 from ..unit_store import UnitStore
-from .jobs import CloseBundle
+from .jobs import CloseBundle, ForgetLayer
 from .ray_pool import Pool, connected
-from .remote import RemoteBundle, RemoteEngine, RemoteModel, experts_quantized_by, quantized_by
+from .remote import RemoteBundle, RemoteEngine, RemoteModel, experts_priced_by, experts_quantized_by, quantized_by
 from .trials import ClusterTrials
 
 _WORKER_BYTES_PER_WEIGHT = 4 + 2 + 2
@@ -67,7 +68,12 @@ class ClusterSession:
         """room_bytes: that a runtime of its own would have on this machine."""
         self._pool, self._room_bytes = pool, room_bytes
         self.quantize, self.quantize_experts = quantized_by(pool), experts_quantized_by(pool)
+        self.price_experts = experts_priced_by(pool)
         self._model: RemoteModel | None = None
+
+    def forget_layers(self) -> None:
+        """Workers give up the layer that they priced experts of."""
+        self._pool.on_all(ForgetLayer())
 
     def trials(
         self,
@@ -111,6 +117,7 @@ def cluster_session(
     """
     checkpoint, model = lowering.checkpoint, lowering.model
 
+    sensitivity = request.options.sensitivity
     answers = layer_specs is not None and request.options.target.kind == "loss"
 
     def need(cpus: int) -> int:
@@ -118,7 +125,8 @@ def cluster_session(
             return worker_bytes(model)
         # The certificate has two bundles open, one of them at 16 bits.
         runtimes = 2 * certifying_bytes(model, tokens=0) if answers else 0
-        return max(layer_worker_bytes(model, layer_specs, cpus), runtimes)
+        prices = gradients_bytes(model, 0, layer_specs, cpus) if asks_gradients(sensitivity, model) else 0
+        return max(layer_worker_bytes(model, layer_specs, cpus), prices, runtimes)
 
     # A relative path means another folder on another machine; what is no folder here is a hub id.
     is_folder = not is_url(request.source) and Path(request.source).expanduser().is_dir()

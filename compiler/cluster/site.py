@@ -21,6 +21,7 @@ from ..families import Lowering, lower
 from .jobs import BundleFiles, Handle, from_plain
 
 if TYPE_CHECKING:
+    from ..layerwise.slot import LayerSlot
     from ..reference import ReferenceModel
 
 _FETCHED_AT_ONCE = 64
@@ -72,6 +73,8 @@ class Site:
         self._lowering: Lowering | None = None
         self._model: ReferenceModel | None = None
         self._applied: dict[UnitKey | str, Handle] = {}
+        self._slot: LayerSlot | None = None
+        self._loaded: int | None = None
         self._memory_bytes = memory_bytes
         self._engines: dict[str, tuple[BundleEngine, contextlib.ExitStack]] = {}
 
@@ -109,6 +112,21 @@ class Site:
                 self._model.set_weight(name, from_plain(plain).dequantize())
                 self._applied[name] = handle
         return self._model
+
+    def layer(self, layer: int) -> LayerSlot:
+        """One layer of the checkpoint with its own weights; the one before it is given up."""
+        if self._slot is None:
+            from ..layerwise.slot import LayerSlot  # loads transformers
+
+            self._slot = LayerSlot(self.lowering)
+        if self._loaded != layer:
+            self._slot.load(layer)
+            self._loaded = layer
+        return self._slot
+
+    def forget_layer(self) -> None:
+        """Give its memory back."""
+        self._slot = self._loaded = None
 
     def engine(self, bundle: BundleFiles) -> BundleEngine:
         """The runtime on a bundle that is sent to this machine and lies there only until it is opened."""

@@ -4,8 +4,7 @@ Texts pass the layers once and leave the residual stream in front of each layer 
 the logits then go back from the last layer to the first. Of a layer only what its experts read, whom the router chose
 and the gradient at their sum are kept, for all texts together: every expert's own gradients follow from these, so each
 of its formats is unpacked once. After every layer a killed run can go on.
-Shapes: B rows of a batch, T tokens of the longest, N tokens of all texts, n of an expert, D hidden, F expert width,
-K top-k, U units of a layer, S formats.
+Shapes: B rows of a batch, T tokens of the longest, D hidden, U units of a layer, S formats.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,16 @@ from moec.evaluation.text_pairs import TokenPair, forced_rows
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..expert_module import gated, projection_of
 from ..families import Lowering
-from ..fisher import SKETCHES, TOKENS_PER_BACKWARD, is_asked, recorded_experts, shortened, sketch
+from ..fisher import SKETCHES, TOKENS_PER_BACKWARD, recorded_experts, shortened, sketch
 from ..journal import Journal
 from ..options import Progress
 from ..parallel import Workers, workers
 from ..reference_network import length_batches, padded
-from ..search.pruning import LEAST_TOKENS
 from ..sensitivity import SensitivityTable, plain_plan, probed
 from .slot import LayerSlot, OutputHead, TextStates
 from .store import StreamedStore, layer_units
+from .unit_prices import HandedTexts, HandedTokens, expert_squares
 
 GRADIENT_TOKENS = 16_384
 """Tokens of all texts: what is held of them is as large as seven residual streams."""
@@ -44,16 +43,8 @@ TOKENS_PER_TEXT = 256
 _TRACED = "moec_traced"
 
 
-@dataclass(slots=True)
-class _Handed:
-    """What real tokens handed to the experts of a layer: inputs [N, D], chosen [N, K], weights [N, K], and the gradient
-    at the sum of their outputs, [N, D] of each sketch.
-    """
-
-    inputs: Tensor
-    chosen: Tensor
-    weights: Tensor
-    gradients: list[Tensor]
+PriceElsewhere = Callable[[StreamedStore, int, HandedTexts, Sequence[QuantSpec]], Iterator[np.ndarray]]
+"""Squares [3, S] of every expert of a layer, in order, found by other machines."""
 
 
 class _Trace(threading.local):
@@ -93,8 +84,16 @@ class LayerGradients:
     """Predicts the KL of every unit in every format. store: of quantized units. specs: below 16 bits, or left out."""
 
     def __init__(
-        self, lowering: Lowering, store: StreamedStore, specs: Sequence[QuantSpec], journal: Journal, threads: int
+        self,
+        lowering: Lowering,
+        store: StreamedStore,
+        specs: Sequence[QuantSpec],
+        journal: Journal,
+        threads: int,
+        elsewhere: PriceElsewhere | None = None,
     ) -> None:
+        """elsewhere: other machines that price experts; None: this one does."""
+        self._elsewhere = elsewhere
         self._slot, self._model, self._store = LayerSlot(lowering), lowering.model, store
         self._specs, self._journal, self._threads, self._trace = list(specs), journal, threads, _Trace()
         self._texts, self._scored, self._names = TextStates([], [], []), list[int](), list[int]()
@@ -231,7 +230,7 @@ class LayerGradients:
             self._journal.forget(stage)  # the next layer needs neither
         return found
 
-    def _back(self, states: Tensor, upstream: Tensor) -> tuple[Tensor, _Handed | None]:
+    def _back(self, states: Tensor, upstream: Tensor) -> tuple[Tensor, HandedTokens | None]:
         """One batch: gradients in front of the layer [SKETCHES, B, T, D], and what its experts were handed."""
         entering = states.requires_grad_()
         self._trace.handed = None
@@ -246,7 +245,7 @@ class LayerGradients:
         if traced is None:
             return gradients, None
         inputs, chosen, weights, _ = traced
-        return gradients, _Handed(inputs.detach(), chosen, weights.detach(), [own[1] for own in found])
+        return gradients, HandedTokens(inputs.detach(), chosen, weights.detach(), [own[1] for own in found])
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -268,19 +267,26 @@ class LayerGradients:
 
     # -- one layer's experts -------------------------------------------------------------------------------------------
 
-    def _together(self, parts: list[_Handed]) -> tuple[_Handed, Tensor]:
-        """The real tokens of all batches, and the text of each, [N]; `parts` are emptied."""
+    def _together(self, parts: list[HandedTokens]) -> HandedTexts:
+        """The real tokens of all batches; `parts` are emptied."""
         real, texts = self._real_tokens()
         inputs = torch.cat([part.inputs for part in parts])[real]
         gradients = [torch.cat([part.gradients.pop(0) for part in parts])[real] for _ in range(SKETCHES)]
         chosen, weights = (torch.cat([getattr(part, name) for part in parts])[real] for name in ("chosen", "weights"))
         parts.clear()
-        return _Handed(inputs, chosen, weights, gradients), texts
+        return HandedTexts(HandedTokens(inputs, chosen, weights, gradients), texts, len(self._texts.rows))
 
-    def _price(self, layer: int, handed: tuple[_Handed, Tensor], squares: np.ndarray, pool: Workers) -> None:
+    def _price(self, layer: int, handed: HandedTexts, squares: np.ndarray, pool: Workers) -> None:
         """Fill in squares [U, S], experts side by side."""
-        experts = range(self._model.layers[layer].experts.count)
-        results = pool.in_order(lambda expert: self._expert(layer, expert, *handed), experts)
+
+        def one(expert: int) -> np.ndarray:
+            unit_of = partial(UnitKey, layer, expert)
+            return expert_squares(self._slot.experts, unit_of, handed, self._specs, self._store.weight)
+
+        if self._elsewhere is None:
+            results = pool.in_order(one, range(self._model.layers[layer].experts.count))
+        else:
+            results = self._elsewhere(self._store, layer, handed, self._specs)
         for expert, found in enumerate(results):
             squares[len(PROJECTIONS) * expert : len(PROJECTIONS) * (expert + 1)] = found
 
@@ -293,39 +299,3 @@ class LayerGradients:
             real.append(own.reshape(-1))
             texts.append(torch.tensor(batch).repeat_interleave(lengths))
         return torch.cat(real), torch.cat(texts)
-
-    def _expert(self, layer: int, expert: int, handed: _Handed, texts: Tensor) -> np.ndarray:
-        """Sum over texts and sketches of (sum over tokens of d . D x)^2, [3, S]; NaN for what is not asked or known.
-
-        Nothing is known of an expert without tokens; of leaving one out, with fewer than LEAST_TOKENS.
-        """
-        module, squares = self._slot.experts, np.zeros((len(PROJECTIONS), len(self._specs)))
-        tokens, rank = torch.where(handed.chosen == expert)
-        if not len(tokens):
-            return np.full_like(squares, np.nan)
-        rows, weights = handed.inputs[tokens], handed.weights[tokens, rank].unsqueeze(1)
-        original = {name: projection_of(module, expert, name) for name in PROJECTIONS}
-        gate, up = ((rows @ original[name].T).requires_grad_() for name in ("gate", "up"))
-        middle = gated(module, expert, gate, up)
-        inputs = {"gate": rows, "up": rows, "down": middle.detach()}
-        gradients: dict[str, list[Tensor]] = {name: [] for name in PROJECTIONS}
-        for number, behind in enumerate(handed.gradients):
-            down = behind[tokens] * weights
-            own = torch.autograd.grad(middle, (gate, up), down @ original["down"], retain_graph=number + 1 < SKETCHES)
-            for name, gradient in zip(PROJECTIONS, (*own, down), strict=True):
-                gradients[name].append(gradient)
-        with torch.no_grad():
-            for row, name in enumerate(PROJECTIONS):
-                for column, spec in enumerate(self._specs):
-                    is_known = len(tokens) >= LEAST_TOKENS or not spec.is_pruned
-                    if not is_known or not is_asked(name, spec, original[name].shape[1]):
-                        squares[row, column] = np.nan
-                        continue
-                    unit = UnitKey(layer, expert, name)
-                    other = 0.0 if spec.is_pruned else self._store.weight(unit, spec)
-                    moved = inputs[name] @ (other - original[name]).T
-                    for gradient in gradients[name]:
-                        sums = (moved * gradient).sum(1, dtype=torch.float64)
-                        totals = torch.zeros(len(self._texts.rows), dtype=torch.float64)
-                        squares[row, column] += float(totals.index_add_(0, texts[tokens], sums).square().sum())
-        return squares

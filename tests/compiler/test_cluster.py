@@ -21,6 +21,7 @@ from moec.compiler.cluster import ray_pool
 from moec.compiler.cluster.ray_pool import NodeReport
 from moec.compiler.cluster.session import ClusterSession
 from moec.compiler.cluster.site import Site
+from moec.compiler.layerwise.gradients import LayerGradients
 from moec.compiler.options import Talk
 from moec.manifests.errors import (
     CheckpointError,
@@ -158,9 +159,10 @@ def test_layer_by_layer_the_bytes_are_those_of_one_machine(
 ) -> None:
     """As if the model did not fit in memory; a worker is killed when the first layer is done.
 
-    Workers quantize; for a loss, plans and the certificate's two sides answer there as well.
+    Workers quantize and price experts; for a loss, plans and the certificate's two sides answer there as well.
     """
     monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+    monkeypatch.setattr(LayerGradients, "_price", noted_price(priced := list[bool]()))
     answered, send = list[str](), ClusterSession.open_runtime
 
     def sent(session: ClusterSession, partial: Path, memory_bytes: int) -> Any:
@@ -183,6 +185,18 @@ def test_layer_by_layer_the_bytes_are_those_of_one_machine(
     assert names(tmp_path) == {"texts", "alone", "out"}, "no bundle of a trial"
     kinds = {"unquantized" if "unquantized" in name else "trial" if "trial" in name else "bundle" for name in answered}
     assert kinds == ({"unquantized", "trial", "bundle"} if kind == "loss" else set())
+    assert priced == [False, False, True, True], "both layers, first here, then there"
+
+
+def noted_price(priced: list[bool]) -> Callable[..., None]:
+    """What LayerGradients does, and whether other machines do it."""
+    price = LayerGradients._price
+
+    def noted(gradients: LayerGradients, *arguments: Any) -> None:
+        priced.append(gradients._elsewhere is not None)
+        price(gradients, *arguments)
+
+    return noted
 
 
 @pytest.mark.slow
