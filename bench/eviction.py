@@ -62,8 +62,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             row = part[policy]
             low, high = row["interval"]
             closed = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
-            if row["low_share"] is not None:
-                closed = f"{row['low_share']:.0%}, {row['skipped_share']:.0%}"
+            if row["decisions"] is not None:
+                closed = f"{row['decisions']['low_share']:.0%}, {row['decisions']['skipped_share']:.0%}"
             fitted = f" ({row['weights']})" if row["weights"] else ""
             cells.append(f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}], {closed}{fitted}")
         lines.append(f"| {size / largest:.0%} (best of three: {part['lru']['best']}) | {' | '.join(cells)} |")

@@ -15,7 +15,7 @@ from moec.runtime.modes.settings import HALF
 
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
-from .mode_sweep import mode_sweep_option, speed_page, speed_sweep, sweep_options
+from .mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
 from .paths import bundle_argument, file_option
 from .profile_table import profile_rows, profile_table
 from .run import statistics_block
@@ -149,8 +149,9 @@ def _options(
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     options = build_options(values, bundle=bundle)
     if modes is not None:
-        if profile:
-            raise OptionError("`--profile` is of one run, not of a sweep of modes", "leave out one of the two")
+        for name, is_given in (("profile", profile), ("trace-out` or `--policies", is_traced)):
+            if is_given:
+                raise OptionError(f"`--{name}` is of one run, not of a sweep of modes", "leave out one of the two")
         return sweep_options(options)
     if is_traced:
         _check_lossless(options)
@@ -191,6 +192,7 @@ def _tell(
     advice, counts = engine.model.advice_by_layer(), engine.mode_counts
     if not as_json:
         _print_measurement(statistics, ratio, advice, simulated)
+        say_decisions(engine)
         if profile:
             output.data(f"\n{profile_table(profile)}")
         return

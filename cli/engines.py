@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 
 class BundleEngine:
-    """A runtime Engine as evaluation's TextEngine. Texts become tokens in the same way as in the reference model."""
+    """A runtime Engine as evaluation's TextEngine. Texts become tokens in the same way as in the reference model.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    decodes: given answers pass token by token, as they do under lossy modes, so that both take as long.
+    """
+
+    def __init__(self, engine: Engine, decodes: bool = False) -> None:
+        self.engine, self._decodes = engine, decodes
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
         """Continue each prompt greedily, to a stop text at most; drafts only save time. The end token is not counted.
@@ -59,7 +62,7 @@ class BundleEngine:
         scores = [AnswerScore(0.0, 0)] * len(pairs)
         scored = [at for at, (prompt, answer) in enumerate(encoded) if answer and len(prompt) + len(answer) > 1]
         done = len(pairs) - len(scored)
-        for index, logits in forced_logits(self.engine, [encoded[at] for at in scored]):
+        for index, logits in forced_logits(self.engine, [encoded[at] for at in scored], self._decodes):
             answer = encoded[scored[index]][1]
             scores[scored[index]] = AnswerScore(_nll(logits, answer[-len(logits) :]), len(logits))
             done += 1
@@ -69,7 +72,8 @@ class BundleEngine:
     def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
         """Logits [A, V] float32 that predict each answer token, the end token included; for the certificate."""
         end = list(self.engine.bundle.manifest.model.eos_token_ids[:1])
-        collected = dict(forced_logits(self.engine, [(prompt, [*answer, *end]) for prompt, answer in pairs]))
+        ended = [(prompt, [*answer, *end]) for prompt, answer in pairs]
+        collected = dict(forced_logits(self.engine, ended, self._decodes))
         return [collected[index] for index in range(len(pairs))]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:

@@ -14,7 +14,7 @@ import click
 from moec.manifests.errors import InputError, OptionError
 
 from . import output
-from .mode_sweep import mode_sweep_option
+from .mode_sweep import decisions_text, mode_sweep_option
 from .paths import PATH, write_json_lines
 from .runtime_options import (
     ACCELERATOR_NAMES,
@@ -107,6 +107,8 @@ def eval_command(
         with output.Progress(f"{items.task.name}, {len(items)} items") as progress:
             result = evaluate(items.task, items.items, engine, shots=examples, progress=progress)
         told = {**facts, **_runtime_facts(engine)}
+        if "decisions" in told:
+            output.say(f"decisions: {decisions_text(told['decisions'])}")
     if per_item is not None:
         rows = result.to_json(per_item=True)["items"]
         write_json_lines(per_item, rows if isinstance(rows, list) else [])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import output
 from .lossy_replay import Decided, LossyReplay
+from .mode_sweep import decisions_text, modes_of
 from .traces import ReplayedBundle
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class FittedRow:
     penalty_bytes: mean over traces of the bytes that its misses read. ratio: mean over traces of its penalty over that
     of `best`, the baseline of the least mean penalty, with the two-sided 95 % interval of that mean over traces.
     gap_closed: share of the way from LRU to the offline optimum; None where there is none, as under lossy modes, which
-    decide without the future. weights: those fitted. low_share, skipped_share: of the experts that were chosen, under
-    dynamic precision; None where no mode is on.
+    decide without the future. weights: those fitted. decisions: what the modes decided on all held-out traces, as
+    ModeCounts tells it; None where no mode is on.
     """
 
     capacity_bytes: int
@@ -45,8 +46,7 @@ class FittedRow:
     ratio: float
     interval: tuple[float, float]
     gap_closed: float | None
-    low_share: float | None = None
-    skipped_share: float | None = None
+    decisions: dict[str, Any] | None = None
 
 
 class PolicyFit:
@@ -65,13 +65,17 @@ class PolicyFit:
     ) -> None:
         self._replayed, self._options = replayed, options or {}
         self._lossy = LossyReplay(bundle, replayed, "off")
+        dynamic = modes_of(self._options).dynamic_precision
+        self._has_low_versions = dynamic is not None and dynamic.needs_low_versions
         self._training = [(trace, trace.accesses()) for trace in training]
         self._held_out = [(trace, trace.accesses()) for trace in held_out]
 
     @property
     def fitted(self) -> tuple[str, ...]:
         """The policies whose weights are fitted."""
-        return ("hobbit", WITHOUT_LHU) if self._options else FITTED
+        if not self._options:
+            return FITTED
+        return ("hobbit", WITHOUT_LHU) if self._has_low_versions else ("hobbit",)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -97,7 +101,7 @@ class PolicyFit:
         from moec.runtime.fitting import fit_weights
 
         as_printed, tried = name == "hobbit-printed", list[float]()
-        has_low = bool(self._options) and name != WITHOUT_LHU
+        has_low = self._has_low_versions and name != WITHOUT_LHU
 
         def penalty(weights: EvictionWeights) -> float:
             score = MultidimensionalScore(weights, as_printed)
@@ -138,8 +142,9 @@ class PolicyFit:
             ratios = np.where(penalties[best] > 0, penalties[name] / np.maximum(penalties[best], 1), 1.0)
             closed = float((penalties["lru"].mean() - penalties[name].mean()) / gap) if gap > 0 else None
             mean, ratio, interval = float(penalties[name].mean()), float(ratios.mean()), mean_interval95(ratios)
-            shares = _shares(replays[name])
-            rows.append(FittedRow(capacity, name, weights, best, mean, ratio, interval, closed, *shares))
+            rows.append(
+                FittedRow(capacity, name, weights, best, mean, ratio, interval, closed, _decisions(replays[name]))
+            )
         return rows
 
     def gain(self, capacity: int, policy: PolicyScore, other: PolicyScore) -> tuple[float, bool]:
@@ -156,11 +161,15 @@ class PolicyFit:
         return float(gains.mean()), mean_interval95(gains)[0] > 0
 
 
-def _shares(replays: Sequence[CacheStats | Decided]) -> tuple[float | None, float | None]:
-    """Of the experts that were chosen in all replays, those that were low and those that were skipped."""
+def _decisions(replays: Sequence[CacheStats | Decided]) -> dict[str, Any] | None:
+    """Of all replays together."""
+    from moec.runtime.modes.choice import ModeCounts
+
     counts = [each.counts for each in replays if isinstance(each, Decided)]
-    ranks = sum(each.ranks for each in counts)
-    return (sum(c.low for c in counts) / ranks, sum(c.skipped for c in counts) / ranks) if ranks else (None, None)
+    total = ModeCounts()
+    for name in ModeCounts.__dataclass_fields__:
+        setattr(total, name, sum(getattr(each, name) for each in counts))
+    return total.to_plain() if counts else None
 
 
 def _tell(progress: output.Progress, done: int, total: int, part: float) -> None:
@@ -169,10 +178,9 @@ def _tell(progress: output.Progress, done: int, total: int, part: float) -> None
 
 def fit_table(rows: Sequence[FittedRow], total_bytes: int) -> str:
     """For people: one line per size and policy."""
-    is_lossy = any(row.low_share is not None for row in rows)
-    lines = []
+    is_lossy, lines = any(row.decisions is not None for row in rows), list[tuple[str, ...]]()
     for row in rows:
-        told = (output.human_share(row.low_share), output.human_share(row.skipped_share))
+        last = decisions_text(row.decisions) if is_lossy else output.human_share(row.gap_closed)
         lines.append(
             (
                 f"{row.capacity_bytes / total_bytes:.0%}",
@@ -181,12 +189,12 @@ def fit_table(rows: Sequence[FittedRow], total_bytes: int) -> str:
                 output.human_bytes(row.penalty_bytes),
                 f"{row.ratio:.3f}",
                 f"{row.interval[0]:.3f} to {row.interval[1]:.3f}",
-                *(told if is_lossy else (output.human_share(row.gap_closed),)),
+                last,
                 "*" if row.policy == row.best else "",
             )
         )
     heads = ("cache", "policy", "lru,lfu,lhu,fld", "penalty", "x best", "95 %")
-    return output.table(lines, (*heads, *(("low", "skipped") if is_lossy else ("gap closed",)), ""))
+    return output.table(lines, (*heads, "decisions" if is_lossy else "gap closed", ""))
 
 
 def fit_plain(rows: Sequence[FittedRow]) -> list[dict[str, Any]]:

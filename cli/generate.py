@@ -11,6 +11,7 @@ import click
 from moec.manifests.errors import DataError, OptionError
 
 from . import output
+from .mode_sweep import say_decisions
 from .paths import bundle_argument, file_option, write_json_lines
 from .runtime_options import accelerator_options, build_options, mode_options, runtime_options, say_mode_cost
 
@@ -71,6 +72,7 @@ def generate_command(
         say_mode_cost(bundle, engine.engine)
         with output.Progress(f"{len(requests)} prompts") as progress:
             found = engine.generate(requests, progress)
+        say_decisions(engine.engine)
     write_json_lines(out, _lines(rows, found, ends))
     output.say(f"{sum(each.tokens for each in found)} tokens in `{out}`")
 

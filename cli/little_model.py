@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +72,8 @@ def has_little_model(path: Path, little_k: str = HALF) -> bool:
     """Whether a bundle's model has one. Raises OptionError for one of a certain size that it does not have."""
     from moec.runtime.bundle import open_bundle
 
+    if little_k != HALF and not re.fullmatch("[1-9][0-9]{0,5}", little_k):
+        raise OptionError(f"`--trace-little {little_k[:20]}` is not a number of experts", "write it like `2`, or `K/2`")
     try:
         check_modes(parse_modes(None, f"{_BIG_LITTLE}{little_k}", None), open_bundle(path).manifest.model, 0)
     except OptionError:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moec.evaluation.tasks import Item, Task
     from moec.manifests.bundle import BundleManifest
     from moec.manifests.model import ModelSpec
+    from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
 
     from .engines import BundleEngine
@@ -182,7 +183,7 @@ class QualitySweep:
         bundle = open_bundle(self.path, allow_partial=is_partial)
         with Engine(bundle, replace(self.options, **setting)) as engine:  # type: ignore[arg-type]
             engine.cache.finish_warming()
-            yield BundleEngine(engine)
+            yield BundleEngine(engine, decodes=True)
 
     def _evaluate(self, engine: BundleEngine, title: str) -> EvaluationResult:
         from moec.evaluation.run import evaluate
@@ -191,11 +192,15 @@ class QualitySweep:
         with output.Progress(title) as progress:
             return evaluate(self.task, self.items, engine, shots=self.shots, drafts=guesses, progress=progress)
 
-    def _first_token_ns(self, engine: BundleEngine) -> int:
-        """The median time to the first token of some prompts, the experts of those before in the cache."""
+    def _first_token_ns(self, engine: BundleEngine) -> int | None:
+        """The median time to the first token of some prompts, the experts of those before in the cache; None where
+        there are no prompts.
+        """
         own, times = engine.engine, list[int]()
         for item in self.items[:TTFT_ITEMS]:
             tokens = own.encode(self.task.prompt(item, self.shots))[: own.memory.context - 1]
+            if not tokens:
+                return None
             started_ns = time.perf_counter_ns()
             own.begin_sequence()
             (known,) = own.begin_texts([0], [tokens])
@@ -274,6 +279,12 @@ def loss_text(loss: dict[str, Any]) -> str:
     low, high = loss["interval95"]
     bounds = "" if low is None or high is None else f" ({low:.2%} to {high:.2%})"
     return f"{loss['loss']:.2%}{bounds}"
+
+
+def say_decisions(engine: Engine) -> None:
+    """What lossy modes decided, on stderr; nothing where all are off."""
+    if engine.mode_counts is not None:
+        output.say(f"decisions: {decisions_text(engine.mode_counts.to_plain())}")
 
 
 def decisions_text(decisions: dict[str, Any] | None) -> str:

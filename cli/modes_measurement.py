@@ -36,6 +36,7 @@ class ModesMeasurement:
         memory_bytes: int = 0,
     ) -> dict[str, Any]:
         """The record for quality.json of a bundle that is not published yet. Raises MemoryBudgetExceeded."""
+        from moec.compiler.layerwise.memory import PROCESS_BYTES
         from moec.runtime.budget import plan_memory
         from moec.runtime.bundle import open_bundle
         from moec.runtime.options import RuntimeOptions
@@ -44,9 +45,10 @@ class ModesMeasurement:
         settings = settings_of(self.modes, manifest, deciles)
         options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
         if memory_bytes:
-            bounded = RuntimeOptions(memory=str(memory_bytes))
-            if plan_memory(manifest, bounded).cache_bytes < plan_memory(manifest, options).cache_bytes:
-                options = bounded
+            # By shapes alone: what this process happens to take may not decide what equal compiles say.
+            plan = plan_memory(manifest, options)
+            need = PROCESS_BYTES + plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + plan.cache_bytes
+            options = RuntimeOptions(memory=str(memory_bytes)) if need > memory_bytes else options
         return untimed(QualitySweep(partial, options, None, task, items, shots).run(settings, is_partial=True))
 
 

@@ -12,7 +12,7 @@ import click
 from moec.manifests.errors import OptionError
 
 from . import output
-from .mode_sweep import decisions_text
+from .mode_sweep import decisions_text, say_decisions
 from .paths import bundle_argument
 from .runtime_options import (
     accelerator_facts,
@@ -146,12 +146,14 @@ def _print_beams(engine: Engine, tokens: list[int], max_new_tokens: int, options
     if not as_json:
         output.data(texts[0])
         output.say("\n".join(f"beam {at}: {beam.score:.4f}" for at, beam in enumerate(found, 1)))
+        say_decisions(engine)
         return
     beams = [
         {"text": text, "token_ids": list(beam.tokens), "score": beam.score}
         for text, beam in zip(texts, found, strict=True)
     ]
     told = {"beams": beams, "mode": mode_text(engine), "memory": engine.memory.to_plain()}
+    told |= {} if engine.mode_counts is None else {"decisions": engine.mode_counts.to_plain()}
     output.data_json({**told, **accelerator_facts(engine)})
 
 

@@ -25,7 +25,7 @@ from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, settings_of
 from .paths import bundle_argument, file_option
 from .runtime_options import bundle_folder, cache_state_option
 from .simulated_device import device_rates, parse_accelerator, shared_device
-from .simulation import Row, Simulation
+from .simulation import Row, Simulation, has_static_routers
 from .traces import open_traces, replayed_bundle
 
 if TYPE_CHECKING:
@@ -113,8 +113,9 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     far as hidden states are; what a mode costs in quality, `moec eval --modes` measures.
 
     With --accelerator a device holds the most popular experts, as many as its memory has room for, and shares the
-    others with the processor as `run --accelerator` would plan it; its times are the ones that the `mode:` line of a
-    run on such a device names. What an expert takes the processor comes from the trace; dense weights stay with it.
+    others with the processor as `run --accelerator cuda` would plan it; its times, and the rate of its link, are the
+    ones that the `mode:` line of a run on such a device names. What an expert takes the processor comes from the trace;
+    dense weights stay with it.
 
     \b
     moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
@@ -131,7 +132,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
     prefetch = values["prefetch"] or trace.header.prefetch
-    trace = _with_rule(trace, trace_path, prefetch, values["prefetch_rule"])
+    trace = _with_rule(trace, trace_path, opened, prefetch, values["prefetch_rule"])
     replayed = replayed_bundle(opened)
     if values["cache_state"] == "cold":
         replayed = replace(replayed, warm=[])
@@ -174,7 +175,7 @@ def _shared_plain(shared: ReplayedDevice | None) -> dict[str, Any] | None:
     return {"cooperation": shared.cooperation, "resident": len(shared.resident), "latency": shared.latency.to_plain()}
 
 
-def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule | None) -> Trace:
+def _with_rule(trace: Trace, path: Path, bundle: Bundle, prefetch: Prefetch, rule: PrefetchRule | None) -> Trace:
     """The trace as if recorded under this rule of lookahead. Raises OptionError where it cannot be decided again."""
     from moec.runtime.modes.replay import missing_scores
     from moec.runtime.modes.settings import LossyModes
@@ -183,6 +184,11 @@ def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule 
         return trace
     if prefetch != "lookahead":
         raise OptionError(f"`--prefetch-rule` decides lookahead again, not the prefetcher `{prefetch}`", "leave it out")
+    if has_static_routers(bundle):
+        raise OptionError(
+            f"`--prefetch-rule {rule}` is decided again from scores, and here experts follow from the token",
+            "leave it out",
+        )
     if rule != "first-miss" or missing_scores(trace, LossyModes()) is not None:
         raise OptionError(
             f"`{path}` was recorded with the rule `{trace.header.prefetch_rule}` and lacks what `{rule}` would ask",
@@ -193,14 +199,22 @@ def _with_rule(trace: Trace, path: Path, prefetch: Prefetch, rule: PrefetchRule 
 
 def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> list[dict[str, str]]:
     """Options of every setting that is asked for, the lossless one first. Raises OptionError where the trace lacks what
-    one of them decides by.
+    one of them decides by; a sweep leaves that one out.
     """
     from moec.runtime.modes.record import calibrated_deciles
 
-    settings = [{}] if modes is None else settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))
-    for options in settings[1:]:
-        require_scores(path, trace, options)
-    return settings
+    found: list[dict[str, str]] = [{}]
+    asked = [] if modes is None else settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))[1:]
+    for options in asked:
+        try:
+            require_scores(path, trace, options)
+        except OptionError as refusal:
+            if modes != "sweep":
+                raise
+            output.say(f"left out: {refusal.message}")
+            continue
+        found.append(options)
+    return found
 
 
 def _policies(asked: Sequence[str], settings: Sequence[dict[str, str]]) -> Sequence[str]:

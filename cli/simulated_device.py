@@ -100,15 +100,17 @@ def shared_device(
     from moec.runtime.accelerator.device import COPY_SLOTS
     from moec.runtime.accelerator.image import entry_bytes
     from moec.runtime.accelerator.latency import LatencyModel
-    from moec.runtime.accelerator.placement import place_experts, working_bytes
+    from moec.runtime.accelerator.placement import LIBRARY_BYTES, place_experts, working_bytes
     from moec.runtime.accelerator.replayed import ReplayedDevice, traced_cpu_line
+    from moec.runtime.budget import longest_pass
     from moec.runtime.eviction import bundle_records
 
     manifest, header = bundle.manifest, trace.header
     sizes = tuple(entry_bytes(manifest.model, entry) for entry in manifest.stored_experts)
     frequency = bundle_records(bundle, bundle.tables(), manifest.experts).frequency
     order = [index for index in np.argsort(-frequency, kind="stable").tolist() if sizes[index]]
-    working = working_bytes(manifest, max(each.tokens for each in trace.passes))
+    passed = longest_pass(manifest.model, 1, manifest.model.default_context)
+    working = working_bytes(manifest, passed) + LIBRARY_BYTES
     placement = place_experts(sizes, order, rates.memory_bytes, COPY_SLOTS, working, 0)
     memory_bytes_per_s = header.memory_bytes_per_s / device.compute_scale
     latency = LatencyModel(

@@ -117,8 +117,15 @@ class Simulation:
 
     def _walks(self) -> bool:
         """Whether what lookahead advises depends on what is cached, and the trace says what it found."""
+        if has_static_routers(self.bundle):
+            return False
         is_told = all(each.scores is not None for each in self.trace.passes[self.trace.prompt_passes :])
         return is_told and self.prefetch == "lookahead" and self.trace.header.prefetch_rule == "first-miss"
+
+
+def has_static_routers(bundle: Bundle) -> bool:
+    """Whether a layer's experts follow from tokens, which a trace does not name: then nothing is decided again."""
+    return any(layer.experts.router.static is not None for layer in bundle.manifest.model.layers)
 
 
 def _score(policy: str | PolicyScore) -> PolicyScore:

@@ -113,10 +113,24 @@ def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
                 f"{_shape_text(shape, model.first_decoder_layer)}",
                 "record one with `moec bench BUNDLE --trace-out FILE`",
             )
+        _check_stored(path, trace, bundle)
         if trace.header.bundle != digest:
             output.say(f"warning: `{path}` was recorded on another compile; its computing times are of that one")
         traces.append(trace)
     return traces
+
+
+def _check_stored(path: Path, trace: Trace, bundle: Bundle) -> None:
+    """Refuse a trace whose tokens choose experts that the bundle left out. Raises InputError."""
+    pruned = [set(experts) for experts in bundle.manifest.pruned_experts]
+    for each in trace.passes:
+        for layer, chosen in enumerate(each.chosen, each.first_layer):
+            if not pruned[layer].isdisjoint(chosen):
+                expert = min(pruned[layer].intersection(chosen))
+                raise InputError(
+                    f"the trace `{path}` chooses expert {expert} of layer {layer}, which the bundle leaves out",
+                    "record one with `moec bench BUNDLE --trace-out FILE`",
+                )
 
 
 def _shape_text(shape: Sequence[tuple[int, int]], encoder_layers: int) -> str:

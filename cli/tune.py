@@ -80,8 +80,8 @@ def tune_command(
     The policy is kept if it reads less there than the one in use, at 95 %.
 
     With --modes every replay decides again which experts are high, low, skipped or replaced, which depends on what the
-    policy kept; the fourth weight, of uses at high precision, is then fitted too. The shares of low and skipped
-    experts stand beside the bytes. Nothing is kept: the weights are of that mode alone.
+    policy kept; the fourth weight, of uses at high precision, is then fitted too. What was decided stands beside the
+    bytes: fewer bytes may be more experts given up. Nothing is kept: the weights are of that mode alone.
 
     \b
     moec tune mixtral-moec --memory 4GiB
@@ -176,7 +176,7 @@ def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, 
     from moec.runtime.modes.decoder import check_modes
     from moec.runtime.modes.settings import parse_mode_list
 
-    settings = parse_mode_list(text)
+    settings = [] if text == "sweep" else parse_mode_list(text)
     if len(settings) != 1:
         raise OptionError(f"`--modes {text[:60]}`: weights are fitted to one setting", "name the modes of one run")
     modes = modes_of(settings[0])

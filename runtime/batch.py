@@ -193,14 +193,14 @@ def _decode_once(engine: Engine, running: list[RunningSequence], ends: _Ends) ->
 
 
 def forced_logits(
-    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], decodes: bool = False
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Logits that predict each answer token, float32 [A, V], as (index of the pair, logits).
 
-    pairs: (prompt ids, answer ids). Several sequences go through a pass together; under lossy modes only the prompts,
-    and the answers token by token.
+    pairs: (prompt ids, answer ids). Several sequences go through a pass together; under lossy modes, or where `decodes`
+    asks for it, only the prompts, and the answers token by token.
     """
-    run_group = _forced_group if engine.is_lossless else _decoded_group
+    run_group = _decoded_group if decodes or not engine.is_lossless else _forced_group
     group: list[int] = []
     tokens = 0
     for index, (prompt, answer) in enumerate(pairs):

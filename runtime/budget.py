@@ -21,6 +21,8 @@ PROCESS_SLACK_BYTES = 16 << 20
 # What process and slack count for where it must not matter what they have: more than `moec run` takes (51 to 62 MiB
 # here), so that lossy decisions go by a cache that is not larger than the real one.
 NOMINAL_PROCESS_BYTES = 72 << 20
+# The same with torch loaded for an accelerator: 240 MiB measured with its CPU build; not measured with CUDA's.
+NOMINAL_TORCH_PROCESS_BYTES = 320 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
         )
     logical = cache
     if options.expert_cache is None and options.memory is not None:
-        logical = max(cache + fixed["process_bytes"] - NOMINAL_PROCESS_BYTES, cost.minimum_expert_bytes)
+        nominal = NOMINAL_PROCESS_BYTES if options.accelerator is None else NOMINAL_TORCH_PROCESS_BYTES
+        logical = max(cache + fixed["process_bytes"] - nominal, cost.minimum_expert_bytes)
     held = {"cache_bytes": cache, "logical_cache_bytes": logical}
     held = {name: min(size, cost.expert_padded_bytes) for name, size in held.items()}
     return MemoryPlan(**held, budget_bytes=budget, **fixed)

@@ -113,7 +113,7 @@ class Engine:
             )
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
         self._sequence, self._on_host = 0, (self.model.dense_part, self.kv)
-        self.model.advisor.set_options(options, self.cache.holds)
+        self.model.advisor.set_options(options, self._is_at_hand)
         self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
         if opened is not None:
             args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)
@@ -162,6 +162,10 @@ class Engine:
         if self.model.accelerator is not None:
             self.model.accelerator.uses_dense = on_device
         self._sequence += 1
+
+    def _is_at_hand(self, index: int) -> bool:
+        """Whether a stored expert need not be read."""
+        return self.cache.holds(index) or not self.model.absent([index])
 
     def decoding_cache_bytes(self, positions: int) -> int:
         """The experts' share while one sequence of so many positions is decoded."""

@@ -44,7 +44,8 @@ class RoutingRule:
         logits = self._among_kept(logits)
         if router.scoring == "sparsemixer":
             chosen, weights = sparsemixer(logits, router.margin)
-            return chosen[:, :top_k], weights[:, :top_k]
+            # Parts of both, each in one piece: kernels take no strides.
+            return np.ascontiguousarray(chosen[:, :top_k]), np.ascontiguousarray(weights[:, :top_k])
         if self._is_plain:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
         else:

@@ -64,7 +64,8 @@ class LatencyModel:
     def to_text(self) -> str:
         """For the `mode:` line."""
         rate = self.staging_ns_per_byte + self.link_ns_per_byte
-        copied = f"{1 / rate:.2f} GB/s" if rate else "no time"
+        link = f" (link {1 / self.link_ns_per_byte:.2f})" if self.link_ns_per_byte else ""
+        copied = f"{1 / rate:.2f} GB/s{link}" if rate else "no time"
         return (
             f"CPU {self.cpu_fixed_ns / 1e3:.0f} + {self.cpu_token_ns / 1e3:.1f} us a token, device "
             f"{self.device_fixed_ns / 1e3:.0f} + {self.device_token_ns / 1e3:.1f} us a token, copies {copied}"

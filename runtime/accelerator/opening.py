@@ -26,7 +26,7 @@ from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, meas
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .image import entry_bytes
 from .latency import LatencyModel, mean_latency, measure_latency
-from .placement import Placement, place_experts, working_bytes
+from .placement import LIBRARY_BYTES, Placement, place_experts, working_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..kv_cache import KVCache
     from ..model import Model
 
-_LIBRARY_BYTES = 64 << 20
-"""On cuda, for the workspaces of its libraries, which torch allocates and counts with the rest."""
 _SAMPLES = 3
 """Experts that are timed: the smallest, the median and the largest."""
 
@@ -91,7 +89,7 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
     tokens = longest_pass(manifest.model, options.slots, context)
     working = working_bytes(manifest, tokens)
     host_bytes = memory_bytes if is_cpu else COPY_SLOTS * max(sizes)
-    total = working + (0 if is_cpu else _LIBRARY_BYTES)
+    total = working + (0 if is_cpu else LIBRARY_BYTES)
     place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # refuses before anything is opened or read
     dense, note = 0, ""
     if wants_dense(manifest, options):

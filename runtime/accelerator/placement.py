@@ -13,6 +13,8 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded
 
 _FLOAT_BYTES = 4
+LIBRARY_BYTES = 64 << 20
+"""On cuda, for the workspaces of its libraries, which torch allocates and counts with the rest."""
 UNPACKING_BYTES = 18
 """For each weight of a matrix while it is unpacked: two forms of its codes (1 and 4 bytes and a copy of the latter),
 the weights, and one product.

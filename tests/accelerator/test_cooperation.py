@@ -174,6 +174,8 @@ def test_what_is_on_the_device_is_never_read_ahead(bundle: Path) -> None:
     with load(bundle, context=128, expert_cache="50%", **options) as engine:
         engine.cache.finish_warming()
         resident = list(engine.model.accelerator.placement.resident)  # type: ignore[union-attr]
+        holds = engine.model.advisor.holds
+        assert all(map(holds, resident)) and not all(map(holds, range(36))), "`first-miss` looks past what is there"
         assert engine.model.absent([*resident, 0, 35]) == [index for index in (0, 35) if index not in resident]
         logits_of(engine)
         assert engine.cache.stats.prefetch_reads > 0

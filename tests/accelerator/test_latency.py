@@ -61,6 +61,7 @@ def test_a_real_device_is_measured(device: torch.device) -> None:
     assert all(value >= 0 for value in found.to_plain().values())
     assert found.cpu_ns(1) > 0 and found.device_ns(1) > 0 and found.transfer_ns(1000) > 0
     assert "us a token" in found.to_text() and "GB/s" in found.to_text()
+    assert LatencyModel(1, 1, 1, 1, 0.25, 0.5).to_text().endswith("copies 1.33 GB/s (link 2.00)")
 
 
 def test_several_experts_make_a_mean() -> None:

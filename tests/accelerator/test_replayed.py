@@ -15,6 +15,7 @@ from moec.cli.traces import recorded_trace, replayed_bundle
 from moec.manifests.errors import OptionError
 from moec.profiles.device import load_profile
 from moec.runtime.accelerator.latency import LatencyModel
+from moec.runtime.accelerator.placement import LIBRARY_BYTES
 from moec.runtime.accelerator.planner import ExpertLoad
 from moec.runtime.accelerator.replayed import ReplayedDevice, traced_cpu_line
 from moec.runtime.accelerator.workload import layer_ns
@@ -130,8 +131,9 @@ def test_decisions_and_places_are_those_of_a_run(two_version_bundle: Path, modes
         bytes_read = engine.cache.stats.bytes_read
     assert 4 < len(resident) < 20
     rates = DeviceRates(10**6, 1000, 1, 1.0)
-    # The longest pass of the trace takes less beside the experts than that of the run's context.
-    stated = AcceleratorRates(memory_for(two_version_bundle, 0.4, PROMPT_TOKENS), 1000, 0, 10**9)
+    # A run of the whole context on cuda, which the replay stands for, takes more beside the experts.
+    longest = min(1024, opened.manifest.model.default_context)
+    stated = AcceleratorRates(memory_for(two_version_bundle, 0.4, longest) + LIBRARY_BYTES, 1000, 0, 10**9)
     shared = shared_device(opened, trace, rates, stated, "cpu")
     assert shared.resident == resident
     simulation = Simulation(opened, trace, replayed, rates, "off", recorded_advice, shared)

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +69,10 @@ def test_a_sweep_of_quality_is_kept_and_quoted(
     assert low["decisions"]["low"] > 0 and low["kl"]["mean"] > 0 and low["loss"]["loss"] != 0
     assert rows["big-little gamma=0.9,k=K/2"]["decisions"]["fallback_share"] == 1  # random weights are never sure
     assert rows["big-little gamma=0.9,k=K/2"]["kl"]["mean"] < 1e-6
+    # Every setting does the same work: given answers pass token by token, and there is no prompt to wait for.
+    nothing = rows["dynamic-precision 0.95,0.95"]
+    assert nothing["bytes_read_per_token"] == pytest.approx(rows[""]["bytes_read_per_token"], rel=0.2)
+    assert all(row["ttft_ns"] is None for row in rows.values())
     assert record["task"] == "perplexity" and record["n"] == 3 and record["cache_state"] == "warm"
     assert [row["mode"] for row in measured_rows(own)] == [mode for mode in rows if mode]
     told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
@@ -188,7 +191,7 @@ def test_a_sweep_takes_its_thresholds_from_calibration(two_versions: Path, tmp_p
 
 
 def test_a_sweep_leaves_out_what_is_refused(two_versions: Path) -> None:
-    """Sparsemixer weighs the two it chose; a device's experts are in no host's cache."""
+    """Sparsemixer weighs the two it chose; what is on a device of unknown size is unknown."""
     manifest = open_bundle(two_versions).manifest
     router = RouterSpec("sparsemixer", False, margin=0.02)
     layers = tuple(
@@ -197,11 +200,13 @@ def test_a_sweep_leaves_out_what_is_refused(two_versions: Path) -> None:
     sparse = replace(manifest.model, layers=layers)
     found = allowed_settings("sweep", sparse, True, (), None)
     assert len(found) > 5 and not any("cache_routing" in each for each in found)
-    device = RuntimeOptions(accelerator="torch-cpu", accelerator_memory="1GiB")
+    device = RuntimeOptions(accelerator="cuda")
     found = settings_of("sweep", manifest, (), device)
     assert [set(each) for each in found] == [set(), {"big_little"}, {"big_little"}, {"big_little"}]
-    with pytest.raises(OptionError, match="says nothing of experts on an accelerator"):
+    with pytest.raises(OptionError, match="how many lie on an accelerator would depend on what is free"):
         settings_of("dynamic-precision 0,1", manifest, (), device)
+    sized = RuntimeOptions(accelerator="cuda", accelerator_memory="1GiB")
+    assert len(settings_of("sweep", manifest, (), sized)) == len(settings_of("sweep", manifest, ()))
 
 
 def test_modes_that_a_compile_cannot_measure_are_refused_before_it_begins(invoke: Invoke, tmp_path: Path) -> None:
@@ -261,6 +266,27 @@ def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> 
     assert told["decisions"]["fallback_share"] == 1 and "LOSSY" in told["mode"]
     bench = json.loads(invoke("bench", two_versions, "--tokens", 4, "--prompt", "abc", *modes, "--json").stdout)
     assert bench["decisions"]["tokens"] == 3
+    prompts = texts.with_name("prompts.jsonl")
+    prompts.write_text('{"prompt": "abc"}\n')
+    beams = ("run", two_versions, "--prompt", "abc", "--max-new-tokens", 3, "--beams", 2, *modes)
+    assert json.loads(invoke(*beams, "--json").stdout)["decisions"]["fallback_share"] == 1
+    for command in (
+        beams,
+        ("eval", two_versions, "--data", texts, *modes),
+        ("bench", two_versions, "--tokens", 4, "--prompt", "abc", *modes),
+        (
+            "generate",
+            two_versions,
+            "--prompts",
+            prompts,
+            "-o",
+            texts.with_name("out.jsonl"),
+            "--max-new-tokens",
+            3,
+            *modes,
+        ),
+    ):
+        assert "decisions: " in (told := invoke(*command).stderr) and "fallback 100" in told, command[0]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +298,8 @@ def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> 
         (("eval", "--modes", "big-little gamma=0.5; more"), "`more` is not a mode"),
         (("eval", "--modes", "big-little gamma=0.5 + big-little gamma=0.6"), "is not a mode"),
         (("bench", "--big-little", "gamma=0.5", "--trace-out", "x.trace"), "is of a lossless run"),
+        (("bench", "--modes", "sweep", "--trace-out", "x.trace"), "is of one run, not of a sweep of modes"),
+        (("bench", "--modes", "sweep", "--policies", "all"), "is of one run, not of a sweep of modes"),
     ],
 )
 def test_what_does_not_go_together(
@@ -321,8 +349,5 @@ def test_modes_are_measured_in_what_memory_a_compile_leaves(
     asked = (two_versions, items.task, items.items[:2], (), [])
     measurement = ModesMeasurement("dynamic-precision 0,1")
     assert measurement(*asked, memory_bytes=2 << 30)["expert_cache"] == "25%", "there is room for that"
-    monkeypatch.setattr(
-        "moec.runtime.budget.plan_memory",
-        lambda manifest, options: SimpleNamespace(cache_bytes=1 if options.memory else 2),
-    )
+    monkeypatch.setattr("moec.compiler.layerwise.memory.PROCESS_BYTES", 3 << 30)
     assert measurement(*asked, memory_bytes=2 << 30)["expert_cache"] == f"--memory {2 << 30}"

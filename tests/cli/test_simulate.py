@@ -10,7 +10,10 @@ import pytest
 
 from moec.cli.simulated_device import parse_time_ns
 from moec.manifests.errors import OptionError
+from moec.manifests.model import ExpertKey
 from moec.profiles.device import DeviceProfile, load_profile
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 from .conftest import Invoke
 
@@ -250,7 +253,7 @@ def test_the_little_model_of_a_trace_must_be_there(invoke: Invoke, mixed_bundle:
     bench = ("bench", mixed_bundle, "--text", text, "--prompt-tokens", 7, "--tokens", 9)
     for given, told in [
         (("--trace-out", tmp_path / "t", "--trace-little", "9"), "a little model of 9 experts is the whole one"),
-        (("--trace-out", tmp_path / "t", "--trace-little", "few"), "k is `few`, expected K/2 or a number"),
+        (("--trace-out", tmp_path / "t", "--trace-little", "few"), "`--trace-little few` is not a number of experts"),
         (("--trace-little", "1"), "`--trace-little` is what a trace says"),
     ]:
         done = invoke(*bench, *given)
@@ -276,3 +279,16 @@ def test_an_accelerator_holds_the_most_popular_experts(
     assert little.exit_code != 0 and "is under its floor of" in little.stderr
     lost = invoke("simulate", mixed_bundle, "--trace", trace, "--cooperation", "gpu")
     assert lost.exit_code == 1 and "has no effect without a device" in lost.stderr
+
+
+def test_a_trace_that_asks_for_what_the_bundle_leaves_out_is_refused(
+    invoke: Invoke, host: DeviceProfile, tmp_path: Path
+) -> None:
+    folder = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=2, experts=6, top_k=2, seed=3))
+    whole = emit_bundle(folder, tmp_path / "whole", bitwidth=4)
+    trace, _ = recorded(invoke, whole, tmp_path, "--expert-cache", "50%")
+    asked = json.loads(trace.read_text().splitlines()[-1])["chosen"][1][0]
+    part = emit_bundle(folder, tmp_path / "part", bitwidth=4, pruned=(ExpertKey(1, asked),))
+    done = invoke("simulate", part, "--trace", trace)
+    assert done.exit_code != 0 and f"chooses expert {asked} of layer 1, which the bundle leaves out" in done.stderr
+    assert invoke("simulate", whole, "--trace", trace, "--policy", "lru").exit_code == 0

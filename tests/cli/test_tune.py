@@ -194,12 +194,13 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     by_policy = {
         row["policy"]: row for row in told["rows"] if row["capacity_bytes"] == told["rows"][0]["capacity_bytes"]
     }
-    assert all(row["low_share"] > 0 and row["gap_closed"] is None for row in by_policy.values())
+    assert all(row["decisions"]["low_share"] > 0 and row["gap_closed"] is None for row in by_policy.values())
     assert by_policy["hobbit, lhu 0"]["weights"].split(",")[2] == "0"
     table = fitted("--modes", "dynamic-precision 0.2,0.7")
-    assert "skipped" in table.stdout and "--policy-weights" in table.stderr
+    assert "low" in table.stdout and "--policy-weights" in table.stderr
     for modes, message in [
         ("big-little gamma=0.5", "does not depend on what is cached"),
+        ("sweep", "weights are fitted to one setting"),
         ("dynamic-precision 0,1; dynamic-precision 0,0.5", "weights are fitted to one setting"),
         ("dynamic-precision 0,1 + big-little gamma=0.5,k=3", "has not recorded, a little model of so many experts"),
     ]:

@@ -13,14 +13,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from moec.cli.measurement import measure_decode
+from moec.cli.simulate import _with_rule
+from moec.cli.simulation import Simulation
+from moec.cli.traces import recorded_trace, replayed_bundle
 from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.durable import Disk, publish_directory
 from moec.compiler.emit import emit, finish
 from moec.compiler.families import Lowering, lower
 from moec.compiler.uniform import uniform_plan
+from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
+from moec.profiles.device import load_profile
 from moec.runtime import load
+from moec.runtime.advice import recorded_advice
 from moec.runtime.bundle import open_bundle
+from moec.runtime.engine import Engine
+from moec.runtime.options import RuntimeOptions
+from moec.runtime.timeline import DeviceRates
 from tests.gates.bundles import DEVICE
 from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_mixtral
 
@@ -135,3 +145,22 @@ def test_a_pass_begins_with_the_experts_of_its_first_layer(bundle: Path) -> None
         assert asked[0] == found
         advisor.predictor = None
         assert advisor.preload(token, range(LAYERS)) == []
+
+
+def test_a_trace_recorded_to_the_first_miss_is_replayed_as_it_was(bundle: Path) -> None:
+    """A trace does not name the tokens, so what lookahead found is not decided again."""
+    options = RuntimeOptions(expert_cache="50%", prefetch_rule="first-miss", context=64)
+    opened = open_bundle(bundle)
+    with Engine(opened, options) as engine:
+        engine.cache.finish_warming()
+        _, tracer = measure_decode(engine, TOKENS[:40], 20)
+        trace = recorded_trace(engine, tracer, 20, load_profile("laptop"))
+    replayed = replayed_bundle(opened)
+    assert any(each.scores is not None for each in trace.passes) and trace.header.prefetch_rule == "first-miss"
+    rates = DeviceRates(10**8, 1000, 1, 1.0)
+    simulation = Simulation(opened, trace, replayed, rates, "lookahead", recorded_advice)
+    (row,) = simulation.rows([replayed.total_bytes // 2], {"lrfu": "lrfu"}, [{}])
+    assert row.timeline.tokens_per_s and row.timeline.cache.prefetch_reads > 0
+    spread = replace(trace, header=replace(trace.header, prefetch_rule="spread"))
+    with pytest.raises(OptionError, match="experts follow from the token"):
+        _with_rule(spread, Path("a.trace"), opened, "lookahead", "first-miss")

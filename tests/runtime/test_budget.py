@@ -117,3 +117,12 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget.available_memory_bytes() <= 5 << 20
     monkeypatch.setattr(budget, "memory_limit_bytes", lambda: 1000)
     assert budget.available_memory_bytes() == 0
+
+
+def test_lossy_decisions_beside_an_accelerator_allow_for_torch() -> None:
+    lossy: dict[str, Any] = {"memory": "700MB", "context": 100, "cache_routing": "drop=0.1"}
+    device: dict[str, Any] = {"accelerator": "cuda", "accelerator_memory": "1GB"}
+    alone, beside = plan(**lossy), plan(**lossy, **device)
+    assert alone.cache_bytes == beside.cache_bytes
+    held = min(MANIFEST.cost.expert_padded_bytes, alone.cache_bytes + PROCESS + (16 << 20))
+    assert held >= alone.logical_cache_bytes >= beside.logical_cache_bytes

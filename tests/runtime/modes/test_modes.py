@@ -305,3 +305,18 @@ def test_low_versions_that_no_mode_asks_for_change_nothing(two_version_bundle: P
             assert engine.is_lossless and bool(engine.bundle.manifest.low_experts) == (path is two_version_bundle)
             found.append(engine.logits(PROMPTS[0] * 5))
     assert same(*found)
+
+
+def test_experts_that_are_weighed_as_a_pair_are_halved_for_several_texts_at_once(tmp_path: Path) -> None:
+    from tests.gates.bundles import emit_bundle
+    from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+
+    path = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES["phimoe"]), tmp_path / "bundle")
+    rows = []
+    for slots in ([0, 1, 2], [1]):
+        with load(path, context=32, slots=3, expert_cache="60%", big_little="gamma=0.5") as engine:
+            for slot in slots:
+                engine.step([5, 9, 40, 41, 17, 8], [slot] * 6, range(6))
+            rows.append(engine.decode([20 + slot for slot in slots], slots, [6] * len(slots)))
+            assert engine.mode_counts is not None and engine.mode_counts.tokens == len(slots)
+    assert same(rows[0][1:2], rows[1])
