@@ -122,21 +122,20 @@ def stage_table(stages: Sequence[dict[str, Any]]) -> str:
 
 
 def forecast_table(stages: Sequence[dict[str, Any]]) -> str:
-    """What every stage will take, and all of them; a time that nobody can know is a question mark."""
+    """What every stage will take, and all of them."""
     rows = [
         (
             stage["title"],
-            "?" if stage["seconds"] is None else output.human_seconds(stage["seconds"]),
+            output.human_seconds(stage["seconds"]),
             output.human_bytes(stage["memory_bytes"]),
             output.human_bytes(stage["disk_bytes"]),
             stage["work"],
         )
         for stage in stages
     ]
-    known = [stage["seconds"] for stage in stages if stage["seconds"] is not None]
     rows.append((
         "in all",
-        output.human_seconds(sum(known)) + (" and ?" if len(known) < len(stages) else ""),
+        output.human_seconds(sum(stage["seconds"] for stage in stages)),
         output.human_bytes(max(stage["memory_bytes"] for stage in stages)),
         output.human_bytes(max(stage["disk_bytes"] for stage in stages)),
         "",

@@ -17,6 +17,7 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint import DIGESTS_AT_ONCE
+from ..comparison import EDGEMOE_BITWIDTHS
 from ..fisher import SKETCHES, TEXTS, asks_gradients
 from ..layerwise import planning
 from ..layerwise.gradients import GRADIENT_TOKENS, TOKENS_PER_TEXT
@@ -32,8 +33,11 @@ from ..layerwise.memory import (
 from ..layerwise.sweep import SweepInputs
 from ..options import UNIFORM_DENSE_BITS
 from ..preflight import reachable_bytes
-from ..preparation import Prepared
+from ..preparation import KL_ITEMS, Prepared
+from ..search.baselines import EXACT_ITEMS
 from ..search.knapsack import CALIBRATING_KL, MAX_GENERATED, MAX_KL
+from ..search.swaps import SWAPS
+from ..sensitivity import dense_groups
 from ..uniform import uniform_spec
 from .answers import ROWS_PER_STEP, count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
@@ -152,11 +156,49 @@ class SearchForecast:
                 journal,
                 f"{predicted:,} tokens, gradients and {len(specs)} formats",
             ),
+            *self._divergences(memory, journal),
             self._answers(memory, journal),
+            *self._comparisons(memory, journal),
             self._writing(memory, journal + self._bundle),
         ]
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
+        """Plans that differ little, each told by its KL on some answers: of dense weights, and of swaps."""
+        swaps, answers = self._prepared.request.options.swaps, f"{self._kl_items():,} answers"
+        plans = {
+            "measuring sensitivity of dense weights": len(dense_groups(self._model)),
+            "swapping formats at equal bytes": SWAPS + 1 if swaps is None else swaps and swaps + 1,
+        }
+        return [
+            StageForecast(title, count * self._kl_seconds(), memory, disk, f"{_at_most(count)}, {answers}")
+            for title, count in plans.items()
+            if count
+        ]
+
+    def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:
+        """Every uniform format, then EdgeMoE's search twice, each behind a list of every expert."""
+        formats = [spec for spec in self._inputs.specs if spec.bitwidth < 16]
+        if not self._prepared.request.options.comparisons or not formats:
+            return []
+        experts, widths = len(self._model.expert_keys()), len(EDGEMOE_BITWIDTHS) + 1
+        searched = _bisections(widths) + _bisections(experts)
+        divergences = len(formats) + 2 * searched + 2 * (1 + experts) * EXACT_ITEMS / max(self._kl_items(), 1)
+        seconds, text = divergences * self._kl_seconds(), f"{len(formats)} formats, {experts:,} experts twice"
+        if self._target == "loss":
+            answered = _bisections(len(formats)) + 2 * searched
+            seconds += answered * self._validation.read * self._through_layers()
+            text += f", {_at_most(answered)} on all validation items"
+        return [StageForecast("comparing with uniform formats and EdgeMoE", seconds, memory, disk, text)]
+
+    def _kl_items(self) -> int:
+        return min(KL_ITEMS, sum(len(split.validation.items) for split in self._prepared.splits))
+
+    def _kl_seconds(self) -> float:
+        """One plan's pass over the answers that its KL is measured on."""
+        items = max(sum(len(split.validation.items) for split in self._prepared.splits), 1)
+        return self._validation.read * self._kl_items() / items * self._through_layers()
 
     def _answers(self, memory: int, disk: int, reading_seconds: float = 0.0) -> StageForecast:
         """What a loss asks for, and the certificate where the model is in memory.
@@ -273,6 +315,11 @@ class SearchForecast:
             experts = round(value)
         low = 0 if options.low_spec is None else reachable_bytes(self._model, [options.low_spec])[0]
         return _written_bytes(self._model, experts + low, options.dense_bits or 16)
+
+
+def _bisections(count: int) -> int:
+    """Measurements at most that find a place among so many."""
+    return count.bit_length()
 
 
 def _at_most(plans: int) -> str:

@@ -140,8 +140,8 @@ def test_what_it_will_take_is_said_and_nothing_is_done(run: Compile, model: Path
     assert result.exit_code == 0, result.stderr
     assert "memory at most" in result.stdout and result.stdout.splitlines()[-1].startswith("in all")
     told = json.loads(run(model, "--loss", "50%", "--data", data, *SMALL, "--estimate", "--json").stdout)["stages"]
-    assert [stage["title"] for stage in told if stage["seconds"] is None] == ["measuring the tasks"]
-    assert sum(stage["seconds"] for stage in told if stage["seconds"] is not None) > 0
+    assert {"measuring the tasks", "swapping formats at equal bytes"} <= {stage["title"] for stage in told}
+    assert all(stage["seconds"] > 0 for stage in told if stage["title"] != "hashing the checkpoint")
     assert (contents(tmp_path), names(tmp_path)) == before
 
 

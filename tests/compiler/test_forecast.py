@@ -18,6 +18,7 @@ from moec.compiler.layerwise import planning
 from moec.compiler.options import Talk
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preparation import prepare
+from moec.compiler.sensitivity import dense_groups
 from moec.compiler.tokenizer import load_tokenizer
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
@@ -159,7 +160,8 @@ def test_what_cannot_be_foreseen_is_refused(tmp_path: Path) -> None:
 
 def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     example = Path("examples")
-    options = {"data": str(example / "data" / "gsm8k"), "tasks": ("gsm8k",), "limit": 300, "group_sizes": (64,)}
+    options: dict[str, Any] = {"data": str(example / "data" / "gsm8k"), "tasks": ("gsm8k",), "group_sizes": (64,)}
+    options |= {"limit": 300, "comparisons": True}
     prepared = prepare(make_request(example / "model", tmp_path / "out", "loss", 0.02, quick=False, **options))
     validation, test = count_answers(prepared)
     (split,) = prepared.splits
@@ -173,6 +175,17 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     layers = prepared.lowering.model.num_layers
     expected = layers * (validation.decoded + test.decoded)
     assert named(stages)["measuring the tasks"].seconds == pytest.approx(expected, rel=1e-6)
+    # Of one token a second and layer: what is measured by KL on 256 answers, and what a comparison adds.
+    stages = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, replace(NOTHING, token=1.0)).whole(1)
+    found, one = named(stages), layers * validation.read * 256 / len(split.validation.items)
+    assert found["swapping formats at equal bytes"].seconds == pytest.approx(25 * one)
+    groups = len(dense_groups(prepared.lowering.model))
+    assert found["measuring sensitivity of dense weights"].seconds == pytest.approx(groups * one)
+    formats, experts = len([spec for spec in prepared.specs if spec.bitwidth < 16]), 48
+    divergences = (formats + 2 * (3 + 6) + 2 * (1 + experts) * 64 / 256) * one
+    answered = (formats.bit_length() + 2 * (3 + 6)) * layers * validation.read
+    compared = found["comparing with uniform formats and EdgeMoE"].seconds
+    assert compared == pytest.approx(divergences + answered)
 
 
 def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
