@@ -2,7 +2,9 @@
 
 DATA holds train.jsonl and test.jsonl, or folders of tasks that do. Each text is items of one split and task, one after
 the other; its routing trace is recorded by `moec bench --trace-out`. `moec tune` fits HOBBIT's weights to the traces of
-the train split, which calibration saw, and compares policies on those of the test split. Prints a Markdown table. With
+the train split, which calibration saw, and compares policies on those of the test split. Prints a Markdown table;
+cells: the mean ratio to the best of LRU, LFU and EdgeMoE with its interval, the largest ratio of any text to the best
+of these and static popularity on it, and the share of the gap from LRU to the offline optimum. With
 `--modes` the traces are decided again under a lossy mode; then cells end with the shares of low and skipped experts.
 """
 
@@ -65,7 +67,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             if row["decisions"] is not None:
                 closed = f"{row['decisions']['low_share']:.0%}, {row['decisions']['skipped_share']:.0%}"
             fitted = f" ({row['weights']})" if row["weights"] else ""
-            cells.append(f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}], {closed}{fitted}")
+            cells.append(f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}], {row['worst']:.3f}, {closed}{fitted}")
         lines.append(f"| {size / largest:.0%} (best of three: {part['lru']['best']}) | {' | '.join(cells)} |")
     return "\n".join(lines)
 

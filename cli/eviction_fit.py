@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
 BASELINES = ("lru", "lfu", "edgemoe")
+POPULARITY = "popularity"
 FITTED = ("hobbit", "hobbit-printed")
 WITHOUT_LHU = "hobbit, lhu 0"
 OPTIMUM = "optimum"
@@ -34,8 +35,9 @@ class FittedRow:
     penalty_bytes: mean over traces of the bytes that its misses read. ratio: mean over traces of its penalty over that
     of `best`, the baseline of the least mean penalty, with the two-sided 95 % interval of that mean over traces.
     gap_closed: share of the way from LRU to the offline optimum; None where there is none, as under lossy modes, which
-    decide without the future. weights: those fitted. decisions: what the modes decided on all held-out traces, as
-    ModeCounts tells it; None where no mode is on.
+    decide without the future. worst: the most that its penalty is on any trace over the least of the baselines and of
+    keeping what calibration saw most, on that trace. weights: those fitted. decisions: what the modes decided on all
+    held-out traces, as ModeCounts tells it; None where no mode is on.
     """
 
     capacity_bytes: int
@@ -46,6 +48,7 @@ class FittedRow:
     ratio: float
     interval: tuple[float, float]
     gap_closed: float | None
+    worst: float
     decisions: dict[str, Any] | None = None
 
 
@@ -80,7 +83,7 @@ class PolicyFit:
     @property
     def others(self) -> tuple[str, ...]:
         """What they are compared with."""
-        return ("lrfu", *BASELINES) if self._options else ("lrfu", *BASELINES, OPTIMUM)
+        return ("lrfu", *BASELINES, POPULARITY, *(() if self._options else (OPTIMUM,)))
 
     def rows(self, capacities: Sequence[int]) -> list[FittedRow]:
         """Fit and compare at every size."""
@@ -136,15 +139,15 @@ class PolicyFit:
         penalties = {name: np.array([each.bytes_read for each in own], np.float64) for name, own in replays.items()}
         best = min(BASELINES, key=lambda name: penalties[name].mean())
         gap = penalties["lru"].mean() - penalties[OPTIMUM].mean() if OPTIMUM in penalties else 0
-        rows = []
+        least, rows = np.min([penalties[name] for name in (*BASELINES, POPULARITY)], axis=0), []
         for name, (_, weights) in policies.items():
             # A trace on which nothing is missed says nothing of a ratio.
             ratios = np.where(penalties[best] > 0, penalties[name] / np.maximum(penalties[best], 1), 1.0)
             closed = float((penalties["lru"].mean() - penalties[name].mean()) / gap) if gap > 0 else None
             mean, ratio, interval = float(penalties[name].mean()), float(ratios.mean()), mean_interval95(ratios)
-            rows.append(
-                FittedRow(capacity, name, weights, best, mean, ratio, interval, closed, _decisions(replays[name]))
-            )
+            worst = float(np.where(least > 0, penalties[name] / np.maximum(least, 1), 1.0).max())
+            known = (closed, worst, _decisions(replays[name]))
+            rows.append(FittedRow(capacity, name, weights, best, mean, ratio, interval, *known))
         return rows
 
     def gain(self, capacity: int, policy: PolicyScore, other: PolicyScore) -> tuple[float, bool]:
@@ -189,11 +192,12 @@ def fit_table(rows: Sequence[FittedRow], total_bytes: int) -> str:
                 output.human_bytes(row.penalty_bytes),
                 f"{row.ratio:.3f}",
                 f"{row.interval[0]:.3f} to {row.interval[1]:.3f}",
+                f"{row.worst:.3f}",
                 last,
                 "*" if row.policy == row.best else "",
             )
         )
-    heads = ("cache", "policy", "lru,lfu,lhu,fld", "penalty", "x best", "95 %")
+    heads = ("cache", "policy", "lru,lfu,lhu,fld", "penalty", "x best", "95 %", "worst")
     return output.table(lines, (*heads, "decisions" if is_lossy else "gap closed", ""))
 
 

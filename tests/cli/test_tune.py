@@ -153,7 +153,7 @@ def test_weights_are_fitted_and_compared_on_other_traces(
     done = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False)
     assert done.exception is None
     told = json.loads(done.stdout)
-    policies = ["lrfu", "lru", "lfu", "edgemoe", "optimum", "hobbit", "hobbit-printed"]
+    policies = ["lrfu", "lru", "lfu", "edgemoe", "popularity", "optimum", "hobbit", "hobbit-printed"]
     by_size: dict[int, dict[str, dict[str, object]]] = {}
     for row in told["rows"]:
         by_size.setdefault(row["capacity_bytes"], {})[row["policy"]] = row
@@ -162,6 +162,8 @@ def test_weights_are_fitted_and_compared_on_other_traces(
         assert list(part) == policies
         best = part[str(part["lru"]["best"])]
         assert best["ratio"] == 1 and best["interval"] == [1, 1]
+        plain = [part[name]["worst"] for name in ("lru", "lfu", "edgemoe", "popularity")]
+        assert min(plain) >= 1 and part["optimum"]["worst"] <= min(plain) <= 1.5, "the best of each trace is 1 there"
         assert part["lru"]["gap_closed"] in (0, None) and part["optimum"]["gap_closed"] in (1, None)
         assert part["hobbit"]["weights"] and part["lru"]["weights"] is None
     found = read_tuning(bundle)
@@ -189,8 +191,8 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     assert done.exception is None
     told = json.loads(done.stdout)
     assert told["modes"] == "dynamic-precision 0.2,0.7" and not tuning_path(two_version_bundle).exists()
-    policies = ["lrfu", "lru", "lfu", "edgemoe", "hobbit", "hobbit, lhu 0"]
-    assert [row["policy"] for row in told["rows"][:6]] == policies
+    policies = ["lrfu", "lru", "lfu", "edgemoe", "popularity", "hobbit", "hobbit, lhu 0"]
+    assert [row["policy"] for row in told["rows"][:7]] == policies
     by_policy = {
         row["policy"]: row for row in told["rows"] if row["capacity_bytes"] == told["rows"][0]["capacity_bytes"]
     }
