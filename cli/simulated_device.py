@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.runtime.options import MAX_READERS, parse_bytes
 
 if TYPE_CHECKING:
@@ -111,7 +111,10 @@ def shared_device(
     order = [index for index in np.argsort(-frequency, kind="stable").tolist() if sizes[index]]
     passed = longest_pass(manifest.model, 1, manifest.model.default_context)
     working = working_bytes(manifest, passed) + LIBRARY_BYTES
-    placement = place_experts(sizes, order, rates.memory_bytes, COPY_SLOTS, working, 0)
+    try:
+        placement = place_experts(sizes, order, rates.memory_bytes, COPY_SLOTS, working, 0)
+    except MemoryBudgetExceeded as error:
+        raise MemoryBudgetExceeded(error.message, "raise `memory` of `--accelerator`") from error
     memory_bytes_per_s = header.memory_bytes_per_s / device.compute_scale
     latency = LatencyModel(
         *traced_cpu_line(trace, device.compute_scale),

@@ -277,6 +277,7 @@ def test_an_accelerator_holds_the_most_popular_experts(
     assert done.exit_code == 0 and "cooperation auto, CPU" in done.stdout and "of 24 experts on it" in done.stdout
     little = invoke("simulate", mixed_bundle, "--trace", trace, "--accelerator", f"memory=1KiB,{times}")
     assert little.exit_code != 0 and "is under its floor of" in little.stderr
+    assert "raise `memory` of `--accelerator`" in little.stderr
     lost = invoke("simulate", mixed_bundle, "--trace", trace, "--cooperation", "gpu")
     assert lost.exit_code == 1 and "has no effect without a device" in lost.stderr
 
