@@ -64,7 +64,7 @@ SHARES = (0.25, 0.5, 0.75)
 )
 @file_option(
     "--trace-out",
-    help="Write the run's routing trace, and of each token what half of its experts say, for `simulate` and `tune`.",
+    help="Write the run's routing trace, and of each token what fewer of its experts say, for `simulate` and `tune`.",
 )
 @click.option(
     "--trace-little",

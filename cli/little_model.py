@@ -76,8 +76,8 @@ def has_little_model(path: Path, little_k: str = HALF) -> bool:
         raise OptionError(f"`--trace-little {little_k[:20]}` is not a number of experts", "write it like `2`, or `K/2`")
     try:
         check_modes(parse_modes(None, f"{_BIG_LITTLE}{little_k}", None), open_bundle(path).manifest.model, 0)
-    except OptionError:
+    except OptionError as error:
         if little_k != HALF:
-            raise
+            raise OptionError(f"`--trace-little {little_k}`: {error.message}", "leave it out for `K/2`") from error
         return False
     return True

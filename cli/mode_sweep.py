@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_CACHE = "25%"
 LOSSLESS = "lossless"
+KL_TOKENS = 512
+"""Of one answer: as many as a certificate layer by layer scores, which its memory is planned for."""
 KL_LOGITS = 1 << 26
 """Logits of the lossless run that are kept to hold the others against, 256 MiB."""
 KL_ITEMS = 100
@@ -215,7 +217,8 @@ class QualitySweep:
         from moec.evaluation.divergence import log_softmax, summarise_divergence
 
         asked = self.items[:KL_ITEMS]
-        pairs = engine.encode_pairs([(self.task.prompt(item, self.shots), self.task.answer(item)) for item in asked])
+        texts = engine.encode_pairs([(self.task.prompt(item, self.shots), self.task.answer(item)) for item in asked])
+        pairs = [(prompt, answer[:KL_TOKENS]) for prompt, answer in texts]
         vocabulary = engine.engine.bundle.manifest.model.vocab_size
         room = np.cumsum([(len(answer) + 1) * vocabulary for _, answer in pairs])
         pairs = pairs[: max(1, int((room <= KL_LOGITS).sum()))]

@@ -77,12 +77,15 @@ def parse_accelerator(text: str) -> AcceleratorRates:
     missing = [name for name in ("memory", "expert", "link") if name not in given]
     if missing:
         raise OptionError(f"`--accelerator {text[:60]}` does not say {', '.join(missing)}", remedy)
-    found = AcceleratorRates(
-        memory_bytes=parse_bytes(given["memory"]),
-        expert_ns=parse_time_ns(given["expert"]),
-        token_ns=parse_time_ns(given.get("token", "0s")),
-        link_bytes_per_s=parse_bytes(given["link"]),
-    )
+    try:
+        found = AcceleratorRates(
+            memory_bytes=parse_bytes(given["memory"]),
+            expert_ns=parse_time_ns(given["expert"]),
+            token_ns=parse_time_ns(given.get("token", "0s")),
+            link_bytes_per_s=parse_bytes(given["link"]),
+        )
+    except OptionError as error:
+        raise OptionError(f"`--accelerator {text[:60]}`: {error.message}", remedy) from error
     if found.link_bytes_per_s < 1:
         raise OptionError("`--accelerator`: the link must carry at least 1 byte per second", remedy)
     return found

@@ -80,7 +80,7 @@ def tune_command(
     The policy is kept if it reads less there than the one in use, at 95 %.
 
     With --modes every replay decides again which experts are high, low, skipped or replaced, which depends on what the
-    policy kept; the fourth weight, of uses at high precision, is then fitted too. What was decided stands beside the
+    policy kept; the third weight, of uses at high precision, is then fitted too. What was decided stands beside the
     bytes: fewer bytes may be more experts given up. Nothing is kept: the weights are of that mode alone.
 
     \b

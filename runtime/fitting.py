@@ -21,7 +21,8 @@ def fit_weights(
 
     Searches recency, uses and nearness in steps of 1/4, then moves 1/8, 1/16 and 1/32 of the weight from one to another
     as long as that helps. Ties: the point that was tried first. At most a few dozen calls.
-    has_low_versions: search uses at high precision as well, about twice the calls; with one precision they equal uses.
+    has_low_versions: search uses at high precision as well, two or three times the calls; with one precision they
+    equal uses.
     """
     known: dict[Point, float] = {}
 

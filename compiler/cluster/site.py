@@ -114,12 +114,13 @@ class Site:
         return self._model
 
     def layer(self, layer: int) -> LayerSlot:
-        """One layer of the checkpoint with its own weights; the one before it is given up."""
+        """One layer of the checkpoint with its own weights, in the place of one of its kind."""
         if self._slot is None:
             from ..layerwise.slot import LayerSlot  # loads transformers
 
             self._slot = LayerSlot(self.lowering)
         if self._loaded != layer:
+            self._loaded = None  # until it is there
             self._slot.load(layer)
             self._loaded = layer
         return self._slot

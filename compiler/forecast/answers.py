@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moec.evaluation.data import SplitData
-from moec.evaluation.tasks import Item, Task
+from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import encode_pairs
 
 from ..preparation import Prepared
@@ -14,21 +14,21 @@ from ..tokenizer import load_tokenizer
 
 SAMPLE_ITEMS = 256
 """Items that are counted of each task; the others are taken to be as long."""
-ROWS_PER_STEP = 64
-"""Answers that are decoded side by side, by the reference model and by the runtime of a certificate."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
     """Of one part of all tasks. read: tokens of prompts with their answers, or with each of given answers, which pass
-    the model together; decoded: of answers that are generated.
+    the model together; answered: of prompts with the right answer alone; decoded: of answers that are generated.
     """
 
     read: float = 0.0
+    answered: float = 0.0
     decoded: float = 0.0
 
     def __add__(self, other: AnswerTokens) -> AnswerTokens:
-        return AnswerTokens(self.read + other.read, self.decoded + other.decoded)
+        parts = ("read", "answered", "decoded")
+        return AnswerTokens(*(getattr(self, name) + getattr(other, name) for name in parts))
 
 
 def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
@@ -43,18 +43,13 @@ def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
 
 def _count(prepared: Prepared, split: SplitData, items: Sequence[Item], shots: Sequence[Item]) -> AnswerTokens:
     task, sample = split.task, items[:SAMPLE_ITEMS]
-    texts = [text for item in sample for text in _texts(task, item, shots)]
-    pairs = encode_pairs(load_tokenizer(prepared.checkpoint.root), texts)
-    context = prepared.lowering.model.original_positions
-    read = sum(min(len(prompt) + len(answer), context) for prompt, answer in pairs)
+    tokenizer, context = load_tokenizer(prepared.checkpoint.root), prepared.lowering.model.original_positions
+    right = encode_pairs(tokenizer, [(task.prompt(item, shots), task.answer(item)) for item in sample])
+    given = right
+    if task.choices is not None:
+        given = encode_pairs(tokenizer, [pair for item in sample for pair in task.choices(item)[0]])
+    read, answered = (sum(min(len(p) + len(a), context) for p, a in pairs) for pairs in (given, right))
     is_generated = task.answer_field is not None and task.choices is None
-    decoded = sum(len(answer) for _, answer in pairs) if is_generated else 0
+    decoded = sum(len(answer) for _, answer in right) if is_generated else 0
     scale = len(items) / max(len(sample), 1)
-    return AnswerTokens(scale * read, scale * decoded)
-
-
-def _texts(task: Task, item: Item, shots: Sequence[Item]) -> list[tuple[str, str]]:
-    if task.choices is None:
-        return [(task.prompt(item, shots), task.answer(item))]
-    choices, _ = task.choices(item)
-    return list(choices)
+    return AnswerTokens(scale * read, scale * answered, scale * decoded)

@@ -32,8 +32,8 @@ from ..packing import pack, unpack
 from ..parallel import Workers, workers
 from ..quantizers import quantizer as find_quantizer
 from ..quantizers.rtn import rounded_rows
+from ..reference_decode import ROWS_PER_STEP
 from ..reference_network import TOKENS_PER_FORWARD
-from .answers import ROWS_PER_STEP
 
 _DIGESTED_BYTES = 256 << 20
 _ROUNDED_ROWS = 1024

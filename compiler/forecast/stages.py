@@ -1,7 +1,8 @@
 """The stages of a compile as numbers of pieces, times what a piece takes on this machine.
 
-Titles are those of the progress bars. What is at most so many is told at its most: measured plans, bytes on disk. How
-long generated answers become nobody knows before: they are taken to be as long as the data's.
+Titles are those of the progress bars, where a stage has one of its own. What is at most so many is told at its most:
+measured plans, bytes on disk. How long generated answers become nobody knows before: they are taken to be as long as
+the data's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import prod
 import torch
 
 from moec.manifests.model import ModelSpec
-from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
+from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint import DIGESTS_AT_ONCE
@@ -34,12 +35,13 @@ from ..layerwise.sweep import SweepInputs
 from ..options import UNIFORM_DENSE_BITS
 from ..preflight import reachable_bytes
 from ..preparation import KL_ITEMS, Prepared
+from ..reference_decode import ROWS_PER_STEP
 from ..search.baselines import EXACT_ITEMS
 from ..search.knapsack import CALIBRATING_KL, MAX_GENERATED, MAX_KL
 from ..search.swaps import SWAPS
 from ..sensitivity import dense_groups
 from ..uniform import uniform_spec
-from .answers import ROWS_PER_STEP, count_answers
+from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
@@ -50,8 +52,8 @@ _PLANS = {"loss": CALIBRATING_KL + MAX_GENERATED, "kl": MAX_KL}  # measured at m
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """seconds: of wall time. memory_bytes, disk_bytes: at most, of the process and beside
-    the output. work: what the time is made of.
+    """seconds: of wall time. memory_bytes, disk_bytes: at most, of the process and beside the output. work: what the
+    time is made of.
     """
 
     title: str
@@ -165,10 +167,12 @@ class SearchForecast:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
-        """Plans that differ little, each told by its KL on some answers: of dense weights, and of swaps."""
+        """Plans that are told by their KL on some answers: of dense weights, of the search, of swaps."""
         swaps, answers = self._prepared.request.options.swaps, f"{self._kl_items():,} answers"
+        bisected = (MAX_KL * (1 if swaps == 0 else 2)) if self._target == "kl" else 1
         plans = {
             "measuring sensitivity of dense weights": len(dense_groups(self._model)),
+            "measuring plans by their KL": CALIBRATING_KL if self._target == "loss" else bisected,
             "swapping formats at equal bytes": SWAPS + 1 if swaps is None else swaps and swaps + 1,
         }
         return [
@@ -180,7 +184,9 @@ class SearchForecast:
     def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:
         """Every uniform format, then EdgeMoE's search twice, each behind a list of every expert."""
         formats = [spec for spec in self._inputs.specs if spec.bitwidth < 16]
-        if not self._prepared.request.options.comparisons or not formats:
+        per_row = QuantSpec(EDGEMOE_BITWIDTHS[0])
+        shapes = {self._model.unit_shape(unit.layer, unit.projection) for unit in self._model.unit_keys()}
+        if not self._prepared.request.options.comparisons or not formats or not all(per_row.fits(c) for _, c in shapes):
             return []
         experts, widths = len(self._model.expert_keys()), len(EDGEMOE_BITWIDTHS) + 1
         searched = _bisections(widths) + _bisections(experts)
@@ -198,7 +204,7 @@ class SearchForecast:
     def _kl_seconds(self) -> float:
         """One plan's pass over the answers that its KL is measured on."""
         items = max(sum(len(split.validation.items) for split in self._prepared.splits), 1)
-        return self._validation.read * self._kl_items() / items * self._through_layers()
+        return self._validation.answered * self._kl_items() / items * self._through_layers()
 
     def _answers(self, memory: int, disk: int, reading_seconds: float = 0.0) -> StageForecast:
         """What a loss asks for, and the certificate where the model is in memory.

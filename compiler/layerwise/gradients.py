@@ -283,11 +283,12 @@ class LayerGradients:
             unit_of = partial(UnitKey, layer, expert)
             return expert_squares(self._slot.experts, unit_of, handed, self._specs, self._store.weight)
 
+        experts = range(self._model.layers[layer].experts.count)
         if self._elsewhere is None:
-            results = pool.in_order(one, range(self._model.layers[layer].experts.count))
+            results = pool.in_order(one, experts)
         else:
             results = self._elsewhere(self._store, layer, handed, self._specs)
-        for expert, found in enumerate(results):
+        for expert, found in zip(experts, results, strict=True):
             squares[len(PROJECTIONS) * expert : len(PROJECTIONS) * (expert + 1)] = found
 
     def _real_tokens(self) -> tuple[Tensor, Tensor]:

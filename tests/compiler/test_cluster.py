@@ -19,9 +19,9 @@ from moec.compiler.checkpoint import open_checkpoint
 from moec.compiler.checkpoint_url import CACHE
 from moec.compiler.cluster import ray_pool
 from moec.compiler.cluster.ray_pool import NodeReport
+from moec.compiler.cluster.remote import experts_priced_by
 from moec.compiler.cluster.session import ClusterSession
 from moec.compiler.cluster.site import Site
-from moec.compiler.layerwise.gradients import LayerGradients
 from moec.compiler.options import Talk
 from moec.manifests.errors import (
     CheckpointError,
@@ -162,7 +162,7 @@ def test_layer_by_layer_the_bytes_are_those_of_one_machine(
     Workers quantize and price experts; for a loss, plans and the certificate's two sides answer there as well.
     """
     monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
-    monkeypatch.setattr(LayerGradients, "_price", noted_price(priced := list[bool]()))
+    monkeypatch.setattr("moec.compiler.cluster.session.experts_priced_by", noted_prices(priced := list[int]()))
     answered, send = list[str](), ClusterSession.open_runtime
 
     def sent(session: ClusterSession, partial: Path, memory_bytes: int) -> Any:
@@ -185,18 +185,23 @@ def test_layer_by_layer_the_bytes_are_those_of_one_machine(
     assert names(tmp_path) == {"texts", "alone", "out"}, "no bundle of a trial"
     kinds = {"unquantized" if "unquantized" in name else "trial" if "trial" in name else "bundle" for name in answered}
     assert kinds == ({"unquantized", "trial", "bundle"} if kind == "loss" else set())
-    assert priced == [False, False, True, True], "both layers, first here, then there"
+    assert priced == [1, 1, 1, 0, 0, 0], "three experts of each layer, from the last to the first"
 
 
-def noted_price(priced: list[bool]) -> Callable[..., None]:
-    """What LayerGradients does, and whether other machines do it."""
-    price = LayerGradients._price
+def noted_prices(priced: list[int]) -> Callable[[Any], Any]:
+    """`experts_priced_by`, and the layer of every expert whose price came back."""
 
-    def noted(gradients: LayerGradients, *arguments: Any) -> None:
-        priced.append(gradients._elsewhere is not None)
-        price(gradients, *arguments)
+    def priced_by(pool: Any) -> Any:
+        price = experts_priced_by(pool)
 
-    return noted
+        def found(store: Any, layer: int, *handed: Any) -> Iterator[Any]:
+            for squares in price(store, layer, *handed):
+                priced.append(layer)
+                yield squares
+
+        return found
+
+    return priced_by
 
 
 @pytest.mark.slow

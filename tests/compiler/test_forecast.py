@@ -177,7 +177,9 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     assert named(stages)["measuring the tasks"].seconds == pytest.approx(expected, rel=1e-6)
     # Of one token a second and layer: what is measured by KL on 256 answers, and what a comparison adds.
     stages = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, replace(NOTHING, token=1.0)).whole(1)
-    found, one = named(stages), layers * validation.read * 256 / len(split.validation.items)
+    assert validation.answered == validation.read, "one answer for each"
+    found, one = named(stages), layers * validation.answered * 256 / len(split.validation.items)
+    assert found["measuring plans by their KL"].seconds == pytest.approx(4 * one)
     assert found["swapping formats at equal bytes"].seconds == pytest.approx(25 * one)
     groups = len(dense_groups(prepared.lowering.model))
     assert found["measuring sensitivity of dense weights"].seconds == pytest.approx(groups * one)
@@ -200,3 +202,18 @@ def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp
     weights, room = foreseen._weights(), planning.runtime_bytes(prepared.lowering.model, 1)
     expected = passes[0] * (2 * weights - room) + passes[1] * (weights // 2 - room)
     assert room < 0 and foreseen._streamed_seconds() == pytest.approx(expected)
+
+
+def test_of_several_choices_only_the_right_one_tells_a_kl(tmp_path: Path) -> None:
+    rows = [{"question": "Which?", "choices": ["one", "two", "three", "four"], "answer": 2, "subject": "x"}]
+    texts = tmp_path / "mmlu"
+    texts.mkdir()
+    for name, count in (("train", 3), ("validation", 4), ("test", 5)):
+        lines = [json.dumps({**rows[0], "question": f"Which of {name} {at}?"}) for at in range(count)]
+        (texts / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    model = save_model(tmp_path / "model", layers=2, experts=3)
+    options = {**SEARCHED, "tasks": ("mmlu",), "data": str(texts)}
+    prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, **options))
+    validation, test = count_answers(prepared)
+    assert validation.decoded == test.decoded == 0
+    assert validation.read == pytest.approx(4 * validation.answered, rel=0.01) and test.answered > validation.answered
