@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -98,10 +99,13 @@ def test_every_unit_is_what_the_quantizer_gave(folder: Path, tmp_path: Path) -> 
 def test_threads_pack_side_by_side_to_the_same_bytes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, own = set[str](), _Emitter._expert_blob
+    seen, own, both = set[str](), _Emitter._expert_blob, threading.Barrier(2)
 
     def blob(*arguments: object) -> np.ndarray:
         seen.add(threading.current_thread().name)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(10)  # experts are tiny here: the first thread would be done with all before a second begins
+        both.abort()
         return own(*arguments)  # type: ignore[arg-type]
 
     _emit(_open(folder), tmp_path / "one.partial")
