@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .mode_sweep import DEFAULT_CACHE, QualitySweep, allowed_settings, settings_of
 
 if TYPE_CHECKING:
-    from moec.evaluation.tasks import Item, Task
+    from moec.compiler.certify import UnpublishedBundle
     from moec.manifests.model import ModelSpec
 
 
@@ -26,30 +24,23 @@ class ModesMeasurement:
         """Raise OptionError for modes that cannot be measured."""
         allowed_settings(self.modes, model, has_low_versions, (), None)
 
-    def __call__(
-        self,
-        partial: Path,
-        task: Task,
-        items: Sequence[Item],
-        shots: Sequence[Item],
-        deciles: Sequence[float],
-        memory_bytes: int = 0,
-    ) -> dict[str, Any]:
-        """The record for quality.json of a bundle that is not published yet. Raises MemoryBudgetExceeded."""
+    def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
+        """The record for quality.json. Raises MemoryBudgetExceeded."""
         from moec.compiler.layerwise.memory import PROCESS_BYTES
         from moec.runtime.budget import plan_memory
         from moec.runtime.bundle import open_bundle
         from moec.runtime.options import RuntimeOptions
 
-        manifest = open_bundle(partial, allow_partial=True).manifest
-        settings = settings_of(self.modes, manifest, deciles)
+        manifest = open_bundle(bundle.path, allow_partial=True).manifest
+        settings = settings_of(self.modes, manifest, bundle.deciles)
         options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
-        if memory_bytes:
+        if bundle.memory_bytes:
             # By shapes alone: what this process happens to take may not decide what equal compiles say.
             plan = plan_memory(manifest, options)
             need = PROCESS_BYTES + plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + plan.cache_bytes
-            options = RuntimeOptions(memory=str(memory_bytes)) if need > memory_bytes else options
-        return untimed(QualitySweep(partial, options, None, task, items, shots).run(settings, is_partial=True))
+            options = RuntimeOptions(memory=str(bundle.memory_bytes)) if need > bundle.memory_bytes else options
+        sweep = QualitySweep(bundle.path, options, None, bundle.task, bundle.items, bundle.shots)
+        return untimed(sweep.run(settings, is_partial=True))
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:

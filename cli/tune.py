@@ -144,9 +144,8 @@ def _fit(
     opened = open_bundle(folder)
     replayed = replayed_bundle(opened)
     traces = open_traces(training, opened), open_traces(held_out, opened)
-    setting = (
-        {} if modes is None else _setting(modes, opened, dict(zip((*training, *held_out), chain(*traces), strict=True)))
-    )
+    by_path = dict(zip((*training, *held_out), chain(*traces), strict=True))
+    setting = {} if modes is None else _setting(modes, opened, by_path)
     fit = PolicyFit(opened, replayed, *traces, setting)
     in_use = plan_memory(opened.manifest, options).cache_bytes
     capacities = {capacity for share in SHARES if (capacity := replayed.capacity_bytes(share)) is not None}

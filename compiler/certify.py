@@ -58,6 +58,20 @@ class DivergingEngine(Protocol):
 OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
 
 
+@dataclass(frozen=True, slots=True)
+class UnpublishedBundle:
+    """What lossy modes are measured on. shots: solved examples; deciles: quality.unimportance_deciles; memory_bytes: of
+    the runtime, 0: its own choice.
+    """
+
+    path: Path
+    task: Task
+    items: Sequence[Item]
+    shots: Sequence[Item]
+    deciles: Sequence[float]
+    memory_bytes: int = 0
+
+
 class MeasureModes(Protocol):
     """What quality.json says of a bundle's lossy modes."""
 
@@ -65,18 +79,8 @@ class MeasureModes(Protocol):
         """Before any work: refuse modes that the model, or a bundle without low versions, cannot have."""
         ...
 
-    def __call__(
-        self,
-        partial: Path,
-        task: Task,
-        items: Sequence[Item],
-        shots: Sequence[Item],
-        deciles: Sequence[float],
-        memory_bytes: int = 0,
-    ) -> dict[str, Any]:
-        """Of a bundle that is not published yet. shots: solved examples; deciles: quality.unimportance_deciles;
-        memory_bytes: of the runtime, 0: its own choice.
-        """
+    def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
+        """The record of a bundle."""
         ...
 
 

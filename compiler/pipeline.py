@@ -22,7 +22,14 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, calibration_summary, unseen_notes
-from .certify import MODES_ITEMS, DivergenceCertificate, MeasureModes, TaskCertificate, certify_task
+from .certify import (
+    MODES_ITEMS,
+    DivergenceCertificate,
+    MeasureModes,
+    TaskCertificate,
+    UnpublishedBundle,
+    certify_task,
+)
 from .cluster.session import ClusterSession, cluster_session
 from .comparison import Comparison, can_compare, compare_with_baselines
 from .device_fit import choose_objective, summarise_device
@@ -341,7 +348,7 @@ def _measured_modes(stage: _Stage, measure: MeasureModes, partial: Path) -> dict
     task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
     deciles = [] if stage.statistics is None else unimportance_deciles(stage.statistics.unimportance)
     room = planning.runtime_bytes(stage.lowering.model, stage.request.memory_limit_bytes) if stage.is_layerwise else 0
-    return measure(partial, task, items, stage.shots[task.name], deciles, room)
+    return measure(UnpublishedBundle(partial, task, items, stage.shots[task.name], deciles, room))
 
 
 def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .dense import DenseLatency, DenseOnDevice
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .latency import LatencyModel
 from .placement import Placement
-from .planner import Action, ExpertLoad, LayerPlan, plan_layer
+from .planner import Action, ExpertLoad, LayerPlan, expert_loads, plan_layer
 
 
 @dataclass(slots=True)
@@ -29,6 +29,13 @@ class CooperationCounts:
     copied: int = 0
     cpu: int = 0
     copied_bytes: int = 0
+
+    def add(self, plan: LayerPlan, loads: Sequence[ExpertLoad]) -> None:
+        """One layer of one pass."""
+        self.resident += plan.count(Action.RESIDENT)
+        self.copied += plan.count(Action.COPY)
+        self.cpu += plan.count(Action.CPU)
+        self.copied_bytes += sum(load.size_bytes for load in loads if plan.actions[load.index] is Action.COPY)
 
     def to_text(self) -> str:
         """For people."""
@@ -73,20 +80,14 @@ class CooperativeExperts:
 
         hidden_states: float32 [T, D].
         """
-        loads = []
-        for index, places in asked.items():
-            is_resident = index in self._residents
-            in_host = is_resident and self._is_in_host(index)
-            loads.append(ExpertLoad(index, len(places), self._sizes[index], is_resident, in_host))
+        tokens = {index: len(places) for index, places in asked.items()}
+        loads = expert_loads(tokens, self._sizes, self._residents, self._is_in_host)
         plan = plan_layer(loads, self.latency, self.cooperation)
         by_expert = {index: _at(places, top_k) for index, places in asked.items()}
         is_there = self.uses_dense and layer in self._shared
         shared = (self._shared[layer], top_k) if is_there else None
         split = LayerSplit(self, plan, by_expert, hidden_states, shared)
-        self.counts.resident += plan.count(Action.RESIDENT)
-        self.counts.copied += plan.count(Action.COPY)
-        self.counts.cpu += plan.count(Action.CPU)
-        self.counts.copied_bytes += sum(load.size_bytes for load in loads if plan.actions[load.index] is Action.COPY)
+        self.counts.add(plan, loads)
         return split
 
     def copy(self, index: int) -> DeviceExpert:

@@ -12,7 +12,7 @@ mode).
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -62,6 +62,17 @@ class LayerPlan:
     def count(self, action: Action) -> int:
         """Experts that this happens to."""
         return sum(each is action for each in self.actions.values())
+
+
+def expert_loads(
+    tokens: Mapping[int, int], sizes: Sequence[int], residents: Container[int], is_in_host: Callable[[int], bool]
+) -> list[ExpertLoad]:
+    """What a layer asks of its experts. tokens: of each; sizes: bytes of a copy of every stored expert."""
+    loads = []
+    for index, count in tokens.items():
+        is_resident = index in residents
+        loads.append(ExpertLoad(index, count, sizes[index], is_resident, is_resident and is_in_host(index)))
+    return loads
 
 
 def plan_layer(

@@ -14,7 +14,7 @@ from ..trace import Trace
 from .cooperative import CooperationCounts
 from .device import COPY_SLOTS
 from .latency import LatencyModel, fit_line
-from .planner import Action, ExpertLoad, plan_layer
+from .planner import Action, expert_loads, plan_layer
 from .simulated import SimulatedDevice
 
 
@@ -42,10 +42,7 @@ class ReplayedSplit:
         counts: CooperationCounts,
         now_ns: float,
     ) -> None:
-        loads = []
-        for index, count in tokens.items():
-            is_resident = index in shared.resident
-            loads.append(ExpertLoad(index, count, shared.sizes[index], is_resident, is_resident and is_in_host(index)))
+        loads = expert_loads(tokens, shared.sizes, shared.resident, is_in_host)
         plan = plan_layer(loads, shared.latency, shared.cooperation)
         self._tokens, self._sizes = tokens, shared.sizes
         self._copied = {index for index, action in plan.actions.items() if action is Action.COPY}
@@ -56,10 +53,7 @@ class ReplayedSplit:
             if action is Action.RESIDENT:
                 self._device.run_tokens(kept, tokens[index])
         self.wanted = list(plan.order)
-        counts.resident += plan.count(Action.RESIDENT)
-        counts.copied += len(self._copied)
-        counts.cpu += plan.count(Action.CPU)
-        counts.copied_bytes += sum(shared.sizes[index] for index in self._copied)
+        counts.add(plan, loads)
 
     @property
     def comes_together(self) -> bool:

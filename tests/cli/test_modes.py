@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from moec.cli.main import cli
 from moec.cli.mode_sweep import QualitySweep, allowed_settings, settings_of
 from moec.cli.modes_measurement import ModesMeasurement
+from moec.compiler.certify import UnpublishedBundle
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
@@ -346,8 +347,8 @@ def test_modes_are_measured_in_what_memory_a_compile_leaves(
     two_versions: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items, _ = load_items(texts, "perplexity")
-    asked = (two_versions, items.task, items.items[:2], (), [])
+    asked = UnpublishedBundle(two_versions, items.task, items.items[:2], (), [], memory_bytes=2 << 30)
     measurement = ModesMeasurement("dynamic-precision 0,1")
-    assert measurement(*asked, memory_bytes=2 << 30)["expert_cache"] == "25%", "there is room for that"
+    assert measurement(asked)["expert_cache"] == "25%", "there is room for that"
     monkeypatch.setattr("moec.compiler.layerwise.memory.PROCESS_BYTES", 3 << 30)
-    assert measurement(*asked, memory_bytes=2 << 30)["expert_cache"] == f"--memory {2 << 30}"
+    assert measurement(asked)["expert_cache"] == f"--memory {2 << 30}"
