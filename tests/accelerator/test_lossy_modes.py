@@ -90,3 +90,13 @@ def test_a_device_of_unknown_size_is_refused(two_version_bundle: Path) -> None:
     for modes in LOSSY:
         with pytest.raises(OptionError, match="how many lie on an accelerator would depend on what is free"):
             load(two_version_bundle, accelerator="cuda", **modes)
+
+
+def test_dense_weights_go_where_they_fit_whatever_was_fast_that_day(
+    two_version_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.runtime.accelerator.dense.DenseLatency.device_is_faster", False)
+    device: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": "64MiB", "context": 64}
+    for modes, is_there in (({}, False), (LOSSY[0], True)):
+        with load(two_version_bundle, **device, **modes) as engine:
+            assert engine.model.accelerator is not None and engine.model.accelerator.uses_dense == is_there

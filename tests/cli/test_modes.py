@@ -352,3 +352,11 @@ def test_modes_are_measured_in_what_memory_a_compile_leaves(
     assert measurement(asked)["expert_cache"] == "25%", "there is room for that"
     monkeypatch.setattr("moec.compiler.layerwise.memory.PROCESS_BYTES", 3 << 30)
     assert measurement(asked)["expert_cache"] == f"--memory {2 << 30}"
+
+
+def test_so_many_tokens_of_an_answer_are_held(two_versions: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moec.cli.mode_sweep.KL_TOKENS", 5)
+    items, _ = load_items(texts, "perplexity")
+    record = ModesMeasurement("big-little gamma=0.5")(UnpublishedBundle(two_versions, items.task, items.items, (), []))
+    # Of the first and the third text five tokens and the end, of the single token the end; the first is not scored.
+    assert all(row["kl"]["n"] == 5 + 1 + 5 for row in record["rows"])

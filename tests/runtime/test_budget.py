@@ -120,9 +120,12 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lossy_decisions_beside_an_accelerator_allow_for_torch() -> None:
-    lossy: dict[str, Any] = {"memory": "700MB", "context": 100, "cache_routing": "drop=0.1"}
-    device: dict[str, Any] = {"accelerator": "cuda", "accelerator_memory": "1GB"}
-    alone, beside = plan(**lossy), plan(**lossy, **device)
-    assert alone.cache_bytes == beside.cache_bytes
-    held = min(MANIFEST.cost.expert_padded_bytes, alone.cache_bytes + PROCESS + (16 << 20))
-    assert held >= alone.logical_cache_bytes >= beside.logical_cache_bytes
+    """The same memory: alone all experts fit by the nominal process, with torch's in its place none do."""
+    bare, least = plan(context=100), MANIFEST.cost.minimum_expert_bytes
+    fixed = bare.fixed_bytes - bare.process_bytes
+    lossy: dict[str, Any] = {"context": 100, "cache_routing": "drop=0.1"}
+    lossy["memory"] = str(budget.NOMINAL_PROCESS_BYTES + fixed + MANIFEST.cost.expert_padded_bytes)
+    alone = plan(**lossy)
+    beside = plan(**lossy, accelerator="cuda", accelerator_memory="1GB")
+    assert alone.cache_bytes == beside.cache_bytes == MANIFEST.cost.expert_padded_bytes
+    assert alone.logical_cache_bytes == MANIFEST.cost.expert_padded_bytes > beside.logical_cache_bytes == least
