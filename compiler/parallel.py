@@ -50,7 +50,9 @@ def in_parts(items: Sequence[Job], count: int) -> Iterator[Sequence[Job]]:
 def workers(count: int) -> Iterator[Workers]:
     """That many threads, each with one thread of torch. Jobs that have not begun are dropped at the end."""
     with one_torch_thread():
-        executor = ThreadPoolExecutor(count)
+        # Each says so itself: a new thread whose first work is a product shares it between as many threads as there
+        # are processors, whatever torch was told elsewhere, and products of few rows then end in other last bits.
+        executor = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
         try:
             yield Workers(executor, count)
         finally:

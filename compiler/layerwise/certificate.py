@@ -16,6 +16,7 @@ from moec.profiles.probe import resident_set_bytes
 from ..certify import BundleEngine, DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
 from ..families import Lowering
 from ..options import Talk
+from ..parallel import one_torch_thread
 from ..request import CompileRequest
 from .planning import runtime_bytes
 from .slot import output_head
@@ -79,8 +80,9 @@ def certify_swept(
         starts = [0, *np.cumsum(texts.counts).tolist()]
 
         def reference(first: int, last: int) -> list[np.ndarray]:
-            log_p = head.logits(states[starts[first] : starts[last]])
-            log_p -= log_p.logsumexp(-1, keepdim=True)
+            with one_torch_thread():  # the same bits whatever the processors
+                log_p = head.logits(states[starts[first] : starts[last]])
+                log_p -= log_p.logsumexp(-1, keepdim=True)
             return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
 
         return certify_divergence(task, texts.pairs, reference, lowering.model.vocab_size, engine, talk)

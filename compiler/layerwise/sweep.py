@@ -193,12 +193,13 @@ class Sweep:
                 self._found.append(self._layer(layer, travellers, pool))
                 self._save(layer, travellers)
                 progress(layer + 1, total)
+            sensitivity = self._sensitivity(travellers)
         answers = self._slot.normed(travellers.answers.answers(self._inputs.answers.counts))
         held_out = {
             task: self._slot.normed(travellers.held_out[task].answers(texts.counts))
             for task, texts in self._inputs.held_out.items()
         }
-        return SweepResult(self._statistics(), self._sensitivity(travellers), self._store, answers, held_out)
+        return SweepResult(self._statistics(), sensitivity, self._store, answers, held_out)
 
     # -- what a killed run has left --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ..certify import BundleEngine, OpenRuntime
 from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
-from ..parallel import workers
+from ..parallel import one_torch_thread, workers
 from ..plan import CompilePlan
 from ..reference_weights import WeightName
 from ..sensitivity import plain_plan
@@ -112,7 +112,8 @@ class StreamedTrials(Trials):
         return None if spec.bitwidth == 16 else source.dense_weight(name, spec)
 
     def _summary(self, states: Tensor, head: OutputHead, own: OutputHead) -> DistributionSummary:
-        parts = list(divergences(states, self._answers, head, own))
+        with one_torch_thread():  # the same bits whatever the processors
+            parts = list(divergences(states, self._answers, head, own))
         items = np.repeat(np.arange(len(self._inputs.answers.counts)), self._inputs.answers.counts)
         kl = torch.cat([kl for kl, _ in parts]).double().numpy()
         agrees = torch.cat([same for _, same in parts]).numpy()

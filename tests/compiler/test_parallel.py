@@ -85,6 +85,24 @@ def test_jobs_run_at_the_same_time_with_one_torch_thread_each() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_new_thread_begins_with_one_torch_thread_as_well() -> None:
+    """Its first work a product of few rows, whose bits depend on how many threads share it."""
+    generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    pairs = [
+        (torch.randn(rows, 32, generator=generator), torch.randn(32, 48, generator=generator))
+        for rows in (5, 6, 7, 9, 10, 11)
+    ]
+    torch.set_num_threads(4)
+    try:
+        with one_torch_thread():
+            expected = [one @ other for one, other in pairs]
+        for pair, product in zip(pairs, expected, strict=True):
+            with workers(1) as pool:
+                assert torch.equal(pool.submit(torch.mm, *pair).result(), product)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
     texts = [("text " * (1 + n % 7), f" answer {n}") for n in range(150)]
     found = []
