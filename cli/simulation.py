@@ -112,6 +112,7 @@ class Simulation:
             capacity - replayed.minimum_bytes,
             lossy.warm,
             self.shared,
+            replayed.successors,
         )
         return timeline, decisions if options else None
 

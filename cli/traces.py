@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ReplayedBundle:
     """sizes: bytes of all that is stored as the cache counts them, int64 [N], low versions behind the `count` experts.
 
-    warm: what a cache starts with, in order.
+    warm: what a cache starts with, in order. successors: what lies behind each on storage.
     """
 
     sizes: np.ndarray
@@ -33,6 +33,7 @@ class ReplayedBundle:
     warm: list[int]
     minimum_bytes: int
     count: int
+    successors: list[int]
 
     @property
     def total_bytes(self) -> int:
@@ -53,13 +54,15 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     import numpy as np
 
     from moec.runtime.eviction import bundle_records, warm_order
+    from moec.runtime.read_runs import successors
     from moec.runtime.storage import page_bytes
 
     manifest, count = bundle.manifest, len(bundle.manifest.experts)
     sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)
     records = bundle_records(bundle, bundle.tables(), manifest.stored_experts)
     warm = [index for index in warm_order(records).tolist() if index < count]
-    return ReplayedBundle(sizes, records, warm, manifest.cost.minimum_expert_bytes, count)
+    behind = successors(manifest.stored_experts)
+    return ReplayedBundle(sizes, records, warm, manifest.cost.minimum_expert_bytes, count, behind)
 
 
 def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, host: DeviceProfile) -> Trace:

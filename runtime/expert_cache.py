@@ -21,6 +21,7 @@ import numpy as np
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .read_runs import ReadRuns
 from .readers import BusyClock, ReaderThreads
 from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
 from .storage import ExpertStorage
@@ -45,7 +46,8 @@ class ExpertCache:
     ) -> None:
         self._storage = storage
         order = partial(eviction_order, records, policy)
-        ledger = Residency(sizes, capacity_bytes, records, order, pin_limit_bytes, storage.release)
+        runs = ReadRuns(sizes.tolist(), storage.successors, readers)
+        ledger = Residency(sizes, capacity_bytes, records, order, pin_limit_bytes, storage.release, runs)
         self._ledger, self._state, self._leases = ledger, ledger.state, ledger.is_leased
         self.stats, self.prefetches = ledger.stats, ledger.prefetches
         self._lock = threading.Lock()
@@ -238,47 +240,60 @@ class ExpertCache:
     def _read_loop(self) -> None:
         while True:
             with self._changed:
-                index, warms = self._next_read()
-                if index is None:
+                run, warms = self._next_read()
+                if not run:
                     return
                 self._warming += warms
                 self.stats.busy_ns += self._reads.change(1)
-            self._read(index, warms)
+            failures = self._load(run)
+            with self._changed:
+                self.stats.busy_ns += self._reads.change(-1)
+                self._warming -= warms
+                for index in run:
+                    self._end_read(index, warms, failures.get(index))
+                self._changed.notify_all()
 
-    def _next_read(self) -> tuple[int | None, bool]:
-        """Wait for the most urgent read: its index, None once closed; whether the warm start asked for it."""
+    def _next_read(self) -> tuple[list[int], bool]:
+        """Wait for the most urgent read: its experts, none once closed; whether the warm start asked for it."""
         while not self._closed:
-            index = self._ledger.next_read()
-            if index is not None:
-                return index, False
+            if run := self._ledger.next_read():
+                return run, False
             index = self._next_to_warm()
             if index is not None:
-                return index, True
+                return [index], True
             self._work.wait()
-        return None, False
+        return [], False
 
-    def _read(self, index: int, warms: bool) -> None:
-        """Read one expert; a failure is kept for the stream that waits for it, if one does."""
-        failure: Exception | None = None
+    def _load(self, run: Sequence[int]) -> dict[int, Exception]:
+        """Read experts; which failed, and why. Where one of several fails each is read again, alone."""
         try:
-            self._storage.load(index)
+            self._storage.load(*run)
         except Exception as error:
-            failure = error
-        with self._changed:
-            self.stats.busy_ns += self._reads.change(-1)
-            self._warming -= warms
-            if failure is not None:
-                with contextlib.suppress(OSError):  # the readers must go on
-                    self._storage.release(index)
-                self._ledger.withdraw(index)
-                if self._leases[index]:
-                    self._failures[index] = failure
-            elif warms:
-                self._ledger.arrive_warm(index)
-                self.stats.warm_reads += 1
-            else:
-                self._ledger.arrive(index)
-            self._changed.notify_all()
+            if len(run) == 1:
+                return {run[0]: error}
+            failures: dict[int, Exception] = {}
+            for index in run:
+                self._give_up(index)
+                failures |= self._load([index])
+            return failures
+        return {}
+
+    def _give_up(self, index: int) -> None:
+        with contextlib.suppress(OSError):  # the readers must go on
+            self._storage.release(index)
+
+    def _end_read(self, index: int, warms: bool, failure: Exception | None) -> None:
+        """A failure is kept for the stream that waits for the expert, if one does."""
+        if failure is not None:
+            self._give_up(index)
+            self._ledger.withdraw(index)
+            if self._leases[index]:
+                self._failures[index] = failure
+        elif warms:
+            self._ledger.arrive_warm(index)
+            self.stats.warm_reads += 1
+        else:
+            self._ledger.arrive(index)
 
     def check_invariants(self) -> None:
         """Raise RuntimeError if the ledger and the states disagree (for tests)."""

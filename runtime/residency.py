@@ -13,6 +13,7 @@ import numpy as np
 
 from .cache_statistics import CacheStats
 from .eviction import ExpertRecords
+from .read_runs import NONE, ReadRuns
 
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
 _FEW = 8
@@ -26,6 +27,7 @@ class Residency:
 
     sizes: bytes per expert, int64 [N]; an expert of none is left out of its model: always there.
     records: told of every use. pin_limit_bytes: what advice may hold. evicted: told of every expert that goes.
+    runs: which of them are read together; None: one by one.
     state, int8; is_leased; is_ahead: read ahead and not asked for since; is_seen: [N].
     A predicted expert is pinned until its layer asks: it is leased then, or was guessed wrong.
     demand, advice: queued reads, most urgent first. prefetches, int64 [2, N]: read ahead; of these, asked for in time.
@@ -39,6 +41,7 @@ class Residency:
         order: Order,
         pin_limit_bytes: int,
         evicted: Callable[[int], None] = lambda index: None,
+        runs: ReadRuns | None = None,
     ) -> None:
         self.sizes: list[int] = sizes.tolist()
         self.capacity_bytes, self.pin_limit_bytes, self.used_bytes = capacity_bytes, pin_limit_bytes, 0
@@ -51,6 +54,7 @@ class Residency:
         self.prefetches = np.zeros((2, len(sizes)), np.int64)
         self.demand, self.advice = deque[int](), deque[int]()
         self.stats = CacheStats()
+        self._runs = ReadRuns(self.sizes, [NONE] * len(sizes)) if runs is None else runs
         self._layer_of: list[int] = records.layer.tolist()
         self._pins: list[int] = []
         self._clock = self._layer = 0
@@ -137,13 +141,13 @@ class Residency:
         while self.advice:
             self.withdraw(self.advice.popleft())
 
-    def next_read(self) -> int | None:
-        """The most urgent queued read, which has now begun; None if there is none."""
+    def next_read(self) -> list[int]:
+        """The most urgent queued read, which has now begun: an expert, or several in a row; none if there is none."""
         if not (self.demand or self.advice):
-            return None
-        index = self.demand.popleft() if self.demand else self.advice.popleft()
-        self.state[index] = LOADING
-        return index
+            return []
+        run = self._runs.take(self.demand or self.advice)
+        self.state[run] = LOADING
+        return run
 
     def arrive(self, index: int) -> None:
         """A read that a layer or advice asked for is complete."""

@@ -75,8 +75,9 @@ def _access(cache: SimulatedCache, layer: int, experts: Sequence[int], next_use:
 
 def _read(cache: SimulatedCache, waiting: Sequence[int]) -> None:
     cache.issue(waiting)
-    while (index := cache.next_read()) is not None:
-        cache.arrive(index)
+    while run := cache.next_read():
+        for index in run:
+            cache.arrive(index)
 
 
 def does_not_fit(cache: SimulatedCache, index: int) -> MemoryBudgetExceeded:

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .read_runs import ReadRuns
 from .residency import RESIDENT, Residency
 
 
@@ -19,6 +20,7 @@ class SimulatedCache(Residency):
 
     sizes: bytes per expert, int64 [N]. records: layers and calibration frequencies; its counts are not touched.
     first_use: int64 [N], position of each expert's first access; only read where chosen is None.
+    runs: as in Residency.
     """
 
     def __init__(
@@ -29,10 +31,11 @@ class SimulatedCache(Residency):
         chosen: PolicyScore | None,
         first_use: np.ndarray,
         pin_limit_bytes: int = 0,
+        runs: ReadRuns | None = None,
     ) -> None:
         records, self._next_use = records.unused(), first_use.copy()
         order = self._farthest_use_first if chosen is None else partial(eviction_order, records, chosen)
-        super().__init__(sizes, capacity_bytes, records, order, pin_limit_bytes)
+        super().__init__(sizes, capacity_bytes, records, order, pin_limit_bytes, runs=runs)
 
     def fill(self, indices: Sequence[int]) -> None:
         """The warm start: what fits, in order; evicts nothing and counts as seen."""

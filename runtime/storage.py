@@ -25,20 +25,28 @@ from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 from .address_space import find_page_mover, map_anonymous
 from .bundle import Bundle
 from .options import IoMode
+from .read_runs import NONE, successors
 
 _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class ExpertStorage(Protocol):
-    """Blocks of expert bytes; indices count what the manifest's expert files hold, in order."""
+    """Blocks of expert bytes; indices count what the manifest's expert files hold, in order.
+
+    successors: per expert the one that a read which goes on brings as well, as in `read_runs`.
+    """
 
     mode: str
+    successors: list[int]
 
     def block(self, index: int) -> np.ndarray:
         """uint8 view of one expert, [size_bytes]; content is valid between load and release."""
 
-    def load(self, index: int) -> None:
-        """Read one expert. Thread-safe for different indices. Raises StorageReadFailed, ChecksumMismatch."""
+    def load(self, *run: int) -> None:
+        """Read an expert, or several that follow one another. Thread-safe for different ones.
+
+        Raises StorageReadFailed, ChecksumMismatch: then none of them can be relied on.
+        """
 
     def release(self, index: int) -> None:
         """Give the memory of one expert back to the system."""
@@ -133,6 +141,21 @@ class _Pages:
         return self._starts[index + 1] - self._starts[index]
 
 
+def _read_into(descriptor: int, buffers: list[memoryview], offset_bytes: int) -> int:
+    """Fill buffers, one behind the other, from a place in a file; how many bytes there were."""
+    done = 0
+    while buffers:
+        count = os.preadv(descriptor, buffers, offset_bytes + done)
+        if count == 0:
+            break
+        done += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
+    return done
+
+
 class ReadStorage:
     """Explicit reads into a sparse anonymous mapping.
 
@@ -143,6 +166,7 @@ class ReadStorage:
     def __init__(self, bundle: Bundle, io: IoMode, verify: bool, evicts: bool = True) -> None:
         self._entries, self._path = bundle.manifest.stored_experts, bundle.path
         self._verifier = _Verifier(bundle, verify)
+        self.successors = successors(self._entries)
         sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
         self._starts = [0, *np.cumsum(sizes).tolist()]
         # Where experts are evicted, a huge page would make a neighbour resident, outside the budget.
@@ -179,28 +203,29 @@ class ReadStorage:
         start = self._starts[index]
         return self._view[start : start + self._entries[index].size_bytes]
 
-    def load(self, index: int) -> None:
-        entry, block = self._entries[index], self.block(index)
-        self._pages.take(index)
-        descriptor, done = self._files[entry.file], 0
+    def load(self, *run: int) -> None:
+        for index in run:
+            self._pages.take(index)
+        entries, blocks = [self._entries[index] for index in run], [self.block(index) for index in run]
+        first, total = entries[0], sum(entry.size_bytes for entry in entries)
+        descriptor = self._files[first.file]
         try:
-            while done < entry.size_bytes:
-                count = os.preadv(descriptor, [block.data[done:]], entry.offset_bytes + done)
-                if count == 0:
-                    raise StorageReadFailed(
-                        f"`{self._path / entry.file}` ended at byte {entry.offset_bytes + done}, expected "
-                        f"{entry.size_bytes} bytes from {entry.offset_bytes} on",
-                        "copy the bundle again",
-                    )
-                done += count
+            done = _read_into(descriptor, [block.data for block in blocks], first.offset_bytes)
         except OSError as error:
             raise StorageReadFailed(
-                f"`{self._path / entry.file}`, expert {entry.expert} at byte {entry.offset_bytes}: {error.strerror}",
+                f"`{self._path / first.file}`, expert {first.expert} at byte {first.offset_bytes}: {error.strerror}",
                 "check the disk, and copy the bundle again",
             ) from error
+        if done < total:
+            raise StorageReadFailed(
+                f"`{self._path / first.file}` ended at byte {first.offset_bytes + done}, expected "
+                f"{total} bytes from {first.offset_bytes} on",
+                "copy the bundle again",
+            )
         if self.mode == "buffered" and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
-        self._verifier.check(index, entry, block)
+            os.posix_fadvise(descriptor, first.offset_bytes, total, os.POSIX_FADV_DONTNEED)
+        for index, entry, block in zip(run, entries, blocks, strict=True):
+            self._verifier.check(index, entry, block)
 
     def release(self, index: int) -> None:
         self._pages.release(index)
@@ -221,6 +246,7 @@ class MappedStorage:
 
     def __init__(self, bundle: Bundle, verify: bool) -> None:
         self._entries = bundle.manifest.stored_experts
+        self.successors = [NONE] * len(self._entries)  # the system is asked for each by itself
         self._verifier = _Verifier(bundle, verify)
         self._maps: dict[str, mmap.mmap] = {}
         self._views: dict[str, np.ndarray] = {}
@@ -240,11 +266,12 @@ class MappedStorage:
         entry = self._entries[index]
         return self._views[entry.file][entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
 
-    def load(self, index: int) -> None:
-        entry, block = self._entries[index], self.block(index)
-        self._maps[entry.file].madvise(mmap.MADV_WILLNEED, *self._pages(entry))
-        np.add.reduce(block[:: mmap.PAGESIZE], dtype=np.int64)
-        self._verifier.check(index, entry, block)
+    def load(self, *run: int) -> None:
+        for index in run:
+            entry, block = self._entries[index], self.block(index)
+            self._maps[entry.file].madvise(mmap.MADV_WILLNEED, *self._pages(entry))
+            np.add.reduce(block[:: mmap.PAGESIZE], dtype=np.int64)
+            self._verifier.check(index, entry, block)
 
     def _pages(self, entry: ExpertEntry) -> tuple[int, int]:
         """Start and length of the whole pages that hold an expert; a neighbour in them is read again if asked for."""

@@ -19,6 +19,7 @@ from .accelerator.cooperative import CooperationCounts
 from .accelerator.replayed import ReplayedDevice, ReplayedSplit
 from .cache_statistics import CacheStats
 from .eviction import ExpertRecords, PolicyScore
+from .read_runs import ReadRuns
 from .simulate import does_not_fit, named_score, with_next_use
 from .simulated_cache import SimulatedCache
 from .statistics import quantile
@@ -152,14 +153,17 @@ def predict_steps(
     pin_limit_bytes: int,
     warm: Sequence[int] = (),
     shared: ReplayedDevice | None = None,
+    successors: Sequence[int] | None = None,
 ) -> Timeline:
     """`predict_timeline` of passes made ready: those of the prompt in the first steps, then each token in one step.
 
-    shared: a device that shares the experts with the processor.
+    shared: a device that shares the experts with the processor. successors: what lies behind each expert on storage,
+    as in `read_runs`; None: each read brings one.
     """
     flat = [access for step in steps for each in step for access in each.accesses]
     with_use, first_use = with_next_use(flat, len(sizes))
-    cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes)
+    runs = None if successors is None else ReadRuns(sizes.tolist(), successors, rates.readers)
+    cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes, runs)
     cache.fill(warm)
     run, accesses, marks = _Run(cache, rates, shared), iter(with_use), []
     for step in steps:
@@ -198,21 +202,22 @@ class _Storage:
 
     def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
         self._cache, self._rates = cache, rates
-        self._under_way = deque[tuple[int, int]]()
+        self._under_way = deque[tuple[int, list[int]]]()
         self._free_ns = 0
         self.busy_ns = 0
 
     def begin(self, now_ns: int) -> None:
         """Idle readers begin what is queued now."""
         while len(self._under_way) < self._rates.readers:
-            index = self._cache.next_read()
-            if index is None:
+            run = self._cache.next_read()
+            if not run:
                 return
+            size_bytes = sum(self._cache.sizes[index] for index in run)
             begins_ns = max(now_ns + self._rates.storage_latency_ns, self._free_ns)
-            ends_ns = begins_ns + math.ceil(self._cache.sizes[index] * _NS_PER_S / self._rates.storage_bytes_per_s)
+            ends_ns = begins_ns + math.ceil(size_bytes * _NS_PER_S / self._rates.storage_bytes_per_s)
             self.busy_ns += ends_ns - max(now_ns, self._free_ns)
             self._free_ns = ends_ns
-            self._under_way.append((ends_ns, index))
+            self._under_way.append((ends_ns, run))
 
     def run_until(self, now_ns: int) -> None:
         """Everything that ends by then, and what begins in its place."""
@@ -224,8 +229,9 @@ class _Storage:
         return self._end_first() if self._under_way else None
 
     def _end_first(self) -> int:
-        ends_ns, index = self._under_way.popleft()
-        self._cache.arrive(index)
+        ends_ns, run = self._under_way.popleft()
+        for index in run:
+            self._cache.arrive(index)
         self.begin(ends_ns)
         return ends_ns
 

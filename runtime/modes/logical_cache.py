@@ -83,5 +83,6 @@ class LogicalCache:
         return [index for index in experts if index not in self._on_device]
 
     def _read(self) -> None:
-        while (index := self._cache.next_read()) is not None:
-            self._cache.arrive(index)
+        while run := self._cache.next_read():
+            for index in run:
+                self._cache.arrive(index)

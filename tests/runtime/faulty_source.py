@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.eviction import SCORES, expert_records
 from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.read_runs import NONE
 
 LAYERS, EXPERTS = 3, 4
 COUNT = LAYERS * EXPERTS
@@ -22,18 +24,20 @@ InTime = Callable[[Callable[[], Any]], Any]
 class FaultySource:
     """Storage in memory. It keeps its own account of what is loaded, and complains of what must never happen.
 
-    failing: experts whose reads fail. gate: reads wait until it is set. held: experts that nobody may release.
+    is_contiguous: each expert lies behind the one before it. failing: experts whose reads fail. gate: reads wait until
+    it is set. held: experts that nobody may release.
     """
 
     mode = "memory"
 
-    def __init__(self, sizes: np.ndarray, capacity_bytes: int) -> None:
+    def __init__(self, sizes: np.ndarray, capacity_bytes: int, is_contiguous: bool = False) -> None:
         self.sizes, self.capacity_bytes = sizes, capacity_bytes
+        self.successors = [*range(1, len(sizes)), NONE] if is_contiguous else [NONE] * len(sizes)
         self.loaded: set[int] = set()
         self.held: set[int] = set()
         self.failing: set[int] = set()
         self.reads: list[int] = []
-        self.begun = self.failures = self.releases = 0
+        self.begun = self.failures = self.releases = self.runs = 0
         self.complaints: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -41,18 +45,21 @@ class FaultySource:
     def block(self, index: int) -> np.ndarray:
         return np.empty(0, np.uint8)
 
-    def load(self, index: int) -> None:
+    def load(self, *run: int) -> None:
         self.begun += 1
         self.gate.wait(30)
-        if index in self.loaded:
-            self.complaints.append(f"{index} read twice")
-        self.loaded.add(index)
+        if any(behind != self.successors[first] for first, behind in pairwise(run)):
+            self.complaints.append(f"{run} do not follow one another")
+        if twice := self.loaded.intersection(run):
+            self.complaints.append(f"{sorted(twice)} read twice")
+        self.loaded.update(run)
         if sum(int(self.sizes[i]) for i in set(self.loaded)) > self.capacity_bytes:
             self.complaints.append(f"{sorted(self.loaded)} exceed {self.capacity_bytes}")
-        if index in self.failing:
-            self.failures += 1
-            raise StorageReadFailed(f"expert {index}")
-        self.reads.append(index)
+        if failed := self.failing.intersection(run):
+            self.failures += len(run)
+            raise StorageReadFailed(f"expert {min(failed)}")
+        self.reads += run
+        self.runs += len(run) > 1
 
     def release(self, index: int) -> None:
         self.releases += 1
@@ -65,10 +72,15 @@ class FaultySource:
 
 
 def make_cache(
-    sizes: Sequence[int], capacity_bytes: int, policy: str = "lru", pins: int | None = None, readers: int = 1
+    sizes: Sequence[int],
+    capacity_bytes: int,
+    policy: str = "lru",
+    pins: int | None = None,
+    readers: int = 1,
+    is_contiguous: bool = False,
 ) -> tuple[FaultySource, ExpertCache]:
     array = np.array(sizes, np.int64)
-    source = FaultySource(array, capacity_bytes)
+    source = FaultySource(array, capacity_bytes, is_contiguous)
     layers = np.minimum(np.arange(len(array)) // EXPERTS, LAYERS - 1)
     records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
     score = SCORES[policy]  # type: ignore[index]

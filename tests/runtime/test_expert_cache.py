@@ -35,9 +35,10 @@ class CacheMachine(RuleBasedStateMachine):
         pins=st.integers(0, 200),
         policy=st.sampled_from(sorted(SCORES)),
         warm=st.booleans(),
+        contiguous=st.booleans(),
     )
-    def begin(self, sizes: list[int], capacity: int, pins: int, policy: str, warm: bool) -> None:
-        self.source, self.cache = make_cache(sizes, capacity, policy, min(pins, capacity))
+    def begin(self, sizes: list[int], capacity: int, pins: int, policy: str, warm: bool, contiguous: bool) -> None:
+        self.source, self.cache = make_cache(sizes, capacity, policy, min(pins, capacity), is_contiguous=contiguous)
         self.lookups = 0
         if warm:
             self.cache.warm(range(COUNT))
@@ -139,6 +140,35 @@ def test_hits_come_first_and_misses_load_meanwhile(in_time: InTime) -> None:
     source.gate.set()
     assert sorted(in_time(lambda: each(stream))) == [0, 1]
     assert (cache.stats.hits, cache.stats.misses) == (2, 2)
+    cache.close()
+
+
+def test_neighbours_that_wait_are_read_at_once(in_time: InTime) -> None:
+    """Those of a layer that asks together; of advice as well, which gives way to what is asked for."""
+    source, cache = make_cache([10] * 12, 120, is_contiguous=True)
+    assert in_time(lambda: each(cache.stream(0, [3, 0, 2]))) == [3, 0, 2]
+    assert source.begun == 2 and source.runs == 1 and sorted(source.reads) == [0, 2, 3]
+    assert (cache.stats.reads, cache.stats.bytes_read) == (3, 30)
+    source.gate.clear()
+    cache.prefetch([8, 5, 9, 10])
+    in_time(lambda: wait_for(lambda: source.begun == 3))
+    stream = cache.stream(1, [5, 4])
+    threading.Timer(0.05, source.gate.set).start()
+    assert sorted(in_time(lambda: each(stream))) == [4, 5]
+    assert source.reads[3:] == [8, 9, 10, 4, 5] and cache.stats.prefetch_reads == 3
+    cache.close()
+
+
+def test_one_that_fails_in_a_run_costs_its_neighbours_nothing(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 4, 40, is_contiguous=True)
+    source.failing = {1}
+    stream = cache.stream(0, [0, 1, 2])
+    with pytest.raises(StorageReadFailed, match="expert 1"):
+        in_time(lambda: list(stream))
+    in_time(lambda: wait_for(lambda: {0, 2} <= set(cache.resident().tolist())))
+    source.failing = set()
+    assert sorted(in_time(lambda: each(cache.stream(0, [0, 1, 2])))) == [0, 1, 2]
+    assert cache.stats.reads == 3 and source.complaints == []
     cache.close()
 
 

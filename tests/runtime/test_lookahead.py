@@ -158,8 +158,9 @@ def run(cache: SimulatedCache, layer: int, experts: list[int], advice: list[int]
     cache.issue(misses)
     if advice:
         cache.advise(advice)
-    while (index := cache.next_read()) is not None:
-        cache.arrive(index)
+    while run := cache.next_read():
+        for index in run:
+            cache.arrive(index)
     assert cache.ready(misses) == misses
     cache.unlease([*hits, *misses])
 

@@ -11,6 +11,7 @@ from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.eviction import SCORES, expert_records, warm_order
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.options import MAX_THREADS
+from moec.runtime.read_runs import NONE
 from moec.runtime.simulate import OPTIMUM, POPULARITY, replay
 from moec.runtime.trace import Access
 
@@ -25,11 +26,12 @@ class MemoryStorage:
     """Storage that holds nothing: what matters here is who is asked for."""
 
     mode = "memory"
+    successors = (NONE,) * COUNT
 
     def block(self, index: int) -> np.ndarray:
         return np.empty(0, np.uint8)
 
-    def load(self, index: int) -> None:
+    def load(self, *run: int) -> None:
         pass
 
     def release(self, index: int) -> None:

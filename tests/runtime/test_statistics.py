@@ -15,6 +15,7 @@ from moec.runtime.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_b
 from moec.runtime.cache_statistics import CacheStats
 from moec.runtime.eviction import SCORES, expert_records
 from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.read_runs import NONE
 from moec.runtime.statistics import PhaseTimes, RunRecorder, quantile
 
 
@@ -84,12 +85,14 @@ class GatedStorage:
 
     def __init__(self, closed: set[int], broken: set[int]) -> None:
         self.closed, self.broken = closed, broken
+        self.successors = [NONE] * 6
         self.gate, self.is_loading = threading.Event(), threading.Event()
 
     def block(self, index: int) -> np.ndarray:
         return np.empty(0, np.uint8)
 
-    def load(self, index: int) -> None:
+    def load(self, *run: int) -> None:
+        (index,) = run
         if index in self.broken:
             raise StorageReadFailed(f"expert {index}")
         if index in self.closed:

@@ -58,6 +58,42 @@ def test_equal_to_the_file(tiny_bundle: Path, io: IoMode) -> None:
     assert storage.block(5).tobytes() == file_bytes(bundle, 5)
 
 
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_neighbours_come_in_one_read(tiny_bundle: Path, io: IoMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system returns less than was asked for, in the middle of an expert or at its end."""
+    bundle = open_bundle(tiny_bundle)
+    storage = open_storage(bundle, io, verify=True)
+    run = [2]
+    while len(run) < 3:
+        run.append(storage.successors[run[-1]])
+    real, calls = os.preadv, list[int]()
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(sum(map(len, buffers)))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    storage.load(*run)
+    assert calls == [sum(storage.block(index).nbytes for index in run)]
+    assert all(storage.block(index).tobytes() == file_bytes(bundle, index) for index in run)
+    for limit in (4096, storage.block(2).nbytes, storage.block(2).nbytes + 4096):
+        for index in run:
+            storage.release(index)
+            storage.block(index)[:] = 0
+
+        def short(descriptor: int, buffers: list[memoryview], offset: int, limit: int = limit) -> int:
+            room, some = limit, []
+            for buffer in buffers:
+                some.append(buffer[:room])
+                room -= len(some[-1])
+            return real(descriptor, [piece for piece in some if len(piece)], offset)
+
+        monkeypatch.setattr(os, "preadv", short)
+        storage.load(*run)
+        assert all(storage.block(index).tobytes() == file_bytes(bundle, index) for index in run)
+    storage.close()
+
+
 @every_mode
 def test_the_mode_is_the_one_that_was_asked_for(tiny_bundle: Path, io: IoMode) -> None:
     storage = open_storage(open_bundle(tiny_bundle), io, verify=True)
@@ -164,6 +200,8 @@ def test_a_file_that_shrinks_while_it_is_read(own_bundle: Path, io: IoMode) -> N
     os.truncate(own_bundle / entry.file, entry.offset_bytes + 4096)
     with pytest.raises(StorageReadFailed, match=f"{entry.file}`"):
         storage.load(5)
+    with pytest.raises(StorageReadFailed, match=f"ended at byte {entry.offset_bytes + 4096}"):
+        storage.load(4, 5)
     storage.close()
 
 

@@ -17,7 +17,7 @@ from moec.runtime.eviction import SCORES, expert_records, warm_order
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.residency import LOADING, QUEUED
 from moec.runtime.simulate import replay
-from moec.runtime.timeline import DeviceRates, Timeline, predict_timeline
+from moec.runtime.timeline import DeviceRates, Timeline, predict_steps, predict_timeline, timed_pass
 from moec.runtime.trace import Trace, TracedPass, TraceHeader
 from tests.runtime.test_simulate import MemoryStorage
 
@@ -91,6 +91,17 @@ def test_two_readers_hide_a_latency_but_share_the_bandwidth() -> None:
     sizes = np.full(3, 100, np.int64)
     two = replace(RATES, readers=2)
     assert predict_timeline(trace, sizes, 200, records, "lru", two, no_advice, 0).ttft_ns == 10 + 5 + 100 + 100 + 10
+
+
+def test_neighbours_share_a_latency_and_arrive_together() -> None:
+    records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
+    trace, sizes = trace_of([one_token([[0, 2]]), one_token([[0, 1]])], [3], 2), np.full(3, 100, np.int64)
+    steps = [(timed_pass(each, trace.header.first_expert, no_advice),) for each in trace.passes[:1]]
+    apart = predict_steps(steps, 1, sizes, 300, records, "lru", RATES, 0)
+    together = predict_steps(steps, 1, sizes, 300, records, "lru", RATES, 0, successors=[2, -1, -1])
+    # Two latencies, the first expert's 10 ns under the second read; or one latency, and all computing behind the run.
+    assert (apart.ttft_ns, together.ttft_ns) == (10 + 105 + 105 + 10, 10 + 5 + 200 + 20)
+    assert together.cache.reads == 2 and together.cache.bytes_read == 200
 
 
 def test_advice_is_read_while_a_layer_computes() -> None:
