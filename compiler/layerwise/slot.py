@@ -19,6 +19,7 @@ from ..parallel import Workers
 from ..reference_network import LOGITS_PER_CHUNK, TOKENS_PER_FORWARD, Network, build_single_layer, length_batches
 from ..reference_routers import RouterMasks
 from ..reference_weights import WeightName, weight_view
+from .freed_memory import give_back_freed_memory
 
 LayerKind = tuple[bool, int]
 """Whether a layer routes, and its sliding window: layers of a kind differ in their weights alone."""
@@ -108,6 +109,7 @@ class LayerSlot:
         A unit without columns stands for an expert that is left out: the router chooses among the others.
         """
         others = {} if replaced is None else replaced
+        give_back_freed_memory()  # what the passes of another layer have left
         self._choose_among_all()
         self._take(layer)
         for name in self.dense_names(layer):

@@ -39,6 +39,7 @@ from ..quantized import LEFT_OUT
 from ..reference_network import TOKENS_PER_FORWARD, length_batches
 from ..second_moments import SecondMoments
 from ..sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
+from .freed_memory import give_back_freed_memory
 from .slot import LayerSlot, TextStates, divergence, log_probs
 from .store import StreamedStore, layer_units, packed_layer, stage_name
 from .units import Elsewhere, ExpertInputs, LayerInputs, LayerQuantizer
@@ -297,6 +298,7 @@ class Sweep:
         costs, is_changed = np.full((len(units), len(priced)), np.inf), False
         row_of = {unit: row for row, unit in enumerate(units)}
         quantizer = LayerQuantizer(module, layer, self._inputs.quantizer, specs, self._elsewhere)
+        give_back_freed_memory()
         with ExitStack() as stack:
             files = {spec: stack.enter_context(self._journal.stream(stage_name(layer, spec))) for spec in specs}
             for expert, matrices, found in quantizer.run(inputs, pool):
@@ -310,6 +312,7 @@ class Sweep:
                     if probe is not None:
                         self._slot.set(layer, unit, matrices[(unit, probe)].dequantize())
                         is_changed = True
+                give_back_freed_memory()
         if not self._store.add_layer(layer, costs):
             raise RuntimeError(f"layer {layer} was written and cannot be read")
         return costs, is_changed
