@@ -15,6 +15,7 @@ from moec.runtime.options import (
     COOPERATIONS,
     DENSE_PLACES,
     IO_MODES,
+    KV_NAMES,
     POLICIES,
     PREFETCH_RULES,
     PREFETCHERS,
@@ -38,6 +39,7 @@ OPTION_NAMES = (
     "prefetch_experts",
     "prefetch_rule",
     "io",
+    "kv",
     "readers",
     "threads",
     "kernels",
@@ -90,6 +92,13 @@ _OPTIONS = (
         help="Read what is sure enough, a share of each layer's top-k, or that up to the first layer that lacks one.",
     ),
     click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True, help="How experts are read."),
+    click.option(
+        "--kv",
+        type=click.Choice(KV_NAMES),
+        default="float32",
+        show_default=True,
+        help="Keys and values; float16 takes half the memory and is LOSSY: they are rounded.",
+    ),
     click.option(
         "--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once."
     ),
@@ -208,6 +217,7 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
         prefetch_experts=values["prefetch_experts"],
         prefetch_rule=values["prefetch_rule"],
         io=values["io"],
+        kv=values["kv"],
         readers=values["readers"],
         threads=values["threads"],
         slots=slots,

@@ -11,6 +11,7 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
 
+from .kv_cache import kv_bytes
 from .options import RuntimeOptions, parse_bytes, parse_cache
 
 # Rows whose logits are computed at once for each slot; the rest of a pass waits, so that a large vocabulary fits.
@@ -135,7 +136,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
     fixed = {
         "process_bytes": resident_set_bytes() + PROCESS_SLACK_BYTES,
         "dense_bytes": cost.dense_packed_bytes,
-        "kv_bytes": model.kv_bytes_per_position * context * options.slots,
+        "kv_bytes": kv_bytes(model, options.kv, context, options.slots),
         "scratch_bytes": scratch_bytes(manifest, options.slots, context),
         "minimum_expert_bytes": cost.minimum_expert_bytes,
         "context": context,

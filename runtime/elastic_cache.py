@@ -13,12 +13,15 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from moec.manifests.bundle import BundleManifest
 
 from .budget import MemoryPlan, longest_pass, pass_bytes
 from .expert_cache import ExpertCache
+from .kv_cache import KV_TYPES
+from .options import RuntimeOptions
 
-_KV_ELEMENT_BYTES = 4
 _TRIMMED_TOKENS = 16
 """After a pass of more tokens the allocator is asked to give back what it keeps."""
 
@@ -26,8 +29,9 @@ _TRIMMED_TOKENS = 16
 class ElasticCache:
     """Sizes one expert cache pass by pass. For budgets; a cache of a given size stays as it is."""
 
-    def __init__(self, manifest: BundleManifest, plan: MemoryPlan, slots: int, cache: ExpertCache) -> None:
+    def __init__(self, manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOptions, cache: ExpertCache) -> None:
         """plan: with budget_bytes; its cache_bytes is the size beside a full context and the longest pass."""
+        slots, self._element_bytes = options.slots, np.dtype(KV_TYPES[options.kv]).itemsize
         self._plan, self._cache = plan, cache
         attentions = manifest.model.cached_attentions
         self._heads = Counter((a.cache_arrays * a.cache_heads, a.cache_size) for a in attentions)
@@ -66,7 +70,7 @@ class ElasticCache:
         total, page = 0, mmap.PAGESIZE
         for (runs, head_size), layers in self._heads.items():
             for positions in longest:
-                run = min(positions, self._plan.context) * head_size * _KV_ELEMENT_BYTES
+                run = min(positions, self._plan.context) * head_size * self._element_bytes
                 total += layers * runs * (-(-run // page) + 1) * page  # runs need not begin with a page
         return total
 

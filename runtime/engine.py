@@ -102,7 +102,7 @@ class Engine:
         self.cache = ExpertCache(
             self._storage, sizes, self.memory.cache_bytes, records, score, pin_limit, options.readers
         )
-        self.kv = KVCache(manifest.model, options.slots, self.memory.context)
+        self.kv = KVCache(manifest.model, options.slots, self.memory.context, options.kv)
         experts = bind_experts(bundle, stored, self._storage, dense)
         self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
         # What is read ahead may not depend on what this process takes either, where decisions go by it.
@@ -114,7 +114,7 @@ class Engine:
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
         self._sequence, self._on_host = 0, (self.model.dense_part, self.kv)
         self.model.advisor.set_options(options, self._is_at_hand)
-        self._elastic = ElasticCache(manifest, self.memory, options.slots, self.cache) if is_elastic else None
+        self._elastic = ElasticCache(manifest, self.memory, options, self.cache) if is_elastic else None
         if opened is not None:
             args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)
             self.model.accelerator = start_cooperation(*args)

@@ -11,10 +11,27 @@ import numpy as np
 from moec.manifests.model import ModelSpec
 
 from .address_space import map_anonymous
+from .options import KvType
+
+KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
+_LARGEST_HALF = np.float32(np.finfo(np.float16).max)
+
+
+def kv_bytes(model: ModelSpec, kv: KvType, context: int, slots: int) -> int:
+    """Bytes of the keys and values of so many sequences. kv: what each number is kept as."""
+    return model.kv_bytes_per_position * context * slots * np.dtype(KV_TYPES[kv]).itemsize // 4
+
+
+def as_cached(rows: np.ndarray, cache: Any) -> np.ndarray:
+    """Keys or values float32 as the cache keeps them: rounded to nearest, the largest half float at most."""
+    if cache.dtype != np.float16:
+        return rows
+    rounded: np.ndarray = np.clip(rows, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16)
+    return rounded
 
 
 class KVCache:
-    """float32 [S, Hkv, C, Dh] keys and values per layer; S slots (sequences), C context positions.
+    """[S, Hkv, C, Dh] keys and values per layer, float32 or float16; S slots (sequences), C context positions.
 
     What one head reads is one run of memory. Positions become resident as they are written. Latent attention has one
     array for both: its values are the first features of its keys. The layers of an encoder take turns with one pair.
@@ -22,8 +39,8 @@ class KVCache:
     how many positions of them each slot has.
     """
 
-    def __init__(self, model: ModelSpec, slots: int, context: int) -> None:
-        self.slots, self.context = slots, context
+    def __init__(self, model: ModelSpec, slots: int, context: int, kv: KvType = "float32") -> None:
+        self.slots, self.context, self._type = slots, context, KV_TYPES[kv]
         self.keys: list[Any] = []
         self.values: list[Any] = []
         self.cross_keys: dict[int, np.ndarray] = {}
@@ -74,8 +91,9 @@ class KVCache:
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """Memory that becomes resident as it is written."""
-        _, memory = map_anonymous(4 * math.prod(shape), "keys and values", huge_pages=False)
-        return memory.view(np.float32).reshape(shape)
+        size_bytes = np.dtype(self._type).itemsize * math.prod(shape)
+        _, memory = map_anonymous(size_bytes, "keys and values", huge_pages=False)
+        return memory.view(self._type).reshape(shape)
 
     def copied(self, part: Any) -> Any:
         """A part of its own."""

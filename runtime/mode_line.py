@@ -26,7 +26,9 @@ def mode_line(
 
 def _loss_text(options: RuntimeOptions, memory: MemoryPlan) -> str:
     cold, modes = "" if options.cache_state == "warm" else ", cold start", options.modes
+    rounded = "keys and values in 16 bits" if options.kv == "float16" else ""
     if modes.is_lossless:
-        return f"lossless{cold}"
+        return f"LOSSY ({rounded}){cold}" if rounded else f"lossless{cold}"
     held = f", deciding by a cache of {memory.logical_cache_bytes / 2**20:.1f} MiB" if modes.reads_cache else ""
-    return f"LOSSY ({modes.to_text()}){held}{cold}"
+    named = " + ".join(part for part in (modes.to_text(), rounded) if part)
+    return f"LOSSY ({named}){held}{cold}"

@@ -15,6 +15,7 @@ POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
 WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
 PREFETCH_RULES = ("likely", "spread", "first-miss")
+KV_NAMES = ("float32", "float16")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
 MAX_READERS = 32
@@ -30,6 +31,7 @@ _UNITS = {
 Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
 PrefetchRule = Literal["likely", "spread", "first-miss"]
+KvType = Literal["float32", "float16"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
 Cooperation = Literal["auto", "published", "gpu", "cpu"]
 DensePlace = Literal["auto", "device", "host"]
@@ -95,6 +97,7 @@ class RuntimeOptions:
     prefetch_rule: `likely` reads what earlier predictions say is sure enough; `spread` three eighths of the top-k of
     the next layer, fewer the further one is; `first-miss` the same up to the first layer that lacks some.
     prefetch_experts: so many of the next layer for each token, and `likely` is `spread`; 0: as the rule says.
+    kv: what keys and values are kept as; `float16` takes half the memory, and rounds them.
     verify: compare every expert with its digest when it is first read. cache_state: `warm` fills the cache before the
     first token with what calibration saw most often, `cold` leaves it empty.
     dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
@@ -110,6 +113,7 @@ class RuntimeOptions:
     policy_weights: str | None = None
     prefetch: Prefetch = "lookahead"
     io: IoMode = "auto"
+    kv: KvType = "float32"
     threads: int = 0
     slots: int = 1
     verify: bool = True
@@ -180,6 +184,7 @@ class RuntimeOptions:
             "prefetch": (self.prefetch, PREFETCHERS),
             "prefetch rule": (self.prefetch_rule, PREFETCH_RULES),
             "io mode": (self.io, IO_MODES),
+            "type of keys and values": (self.kv, KV_NAMES),
         }
         for kind, (name, names) in offers.items():
             if name not in names:

@@ -104,6 +104,10 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
 
 def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
     """Whether dense weights may go to the device. Raises OptionError where they were sent there and cannot."""
+    if options.kv == "float16":
+        if options.accelerator_dense == "device":
+            raise OptionError("keys and values on an accelerator are float32", "leave out `--kv float16`")
+        return False
     if manifest.model.encoder is None:
         return options.accelerator_dense != "host"
     if options.accelerator_dense == "device":

@@ -259,7 +259,8 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
     """Write keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh]; slots, positions: int32[T]. Raises ValueError.
+    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], all float32 or all float16; slots, positions: int32[T].
+    Raises ValueError.
     """
     (_compiled() or reference).store_kv(k, v, k_cache, v_cache, slots, positions)
 
@@ -279,7 +280,8 @@ def attention(
 ) -> None:
     """Attention of each token over the cache of its slot, with grouped heads, causal unless `ends` says otherwise.
 
-    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
+    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16, H a multiple of Hkv; slots, positions:
+    int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
     sinks: [H], one more score per head that takes its share of the softmax and adds nothing. ends: int32[T], 1 to C, a
     token sees positions 0 to its end - 1 instead; window must be 0. bias: [H, 2 C - 1], added to the scaled score of

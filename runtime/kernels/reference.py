@@ -259,9 +259,14 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
     x[:, :, half : 2 * half] = second * c + first * s
 
 
+def _cache_kind(k_cache: Floats) -> type[np.float16] | type[np.float32]:
+    return np.float16 if k_cache.dtype == np.float16 else np.float32
+
+
 def _check_cache(k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s, tokens: int) -> None:
-    check_array(k_cache, "k_cache", np.float32, 4)
-    check_array(v_cache, "v_cache", np.float32, 4)
+    kind = _cache_kind(k_cache)
+    check_array(k_cache, "k_cache", kind, 4)
+    check_array(v_cache, "v_cache", kind, 4)
     check_array(slots, "slots", np.int32, 1)
     check_array(positions, "positions", np.int32, 1)
     check_shape(v_cache, "v_cache", k_cache.shape)
@@ -274,10 +279,11 @@ def _check_cache(k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
     """Write keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh]; slots, positions: int32[T]. Raises ValueError.
+    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], all float32 or all float16; slots, positions: int32[T].
+    Raises ValueError.
     """
-    check_array(k, "k", np.float32, 3)
-    check_array(v, "v", np.float32, 3)
+    check_array(k, "k", _cache_kind(k_cache), 3)
+    check_array(v, "v", _cache_kind(k_cache), 3)
     _check_cache(k_cache, v_cache, slots, positions, k.shape[0])
     check_shape(k, "k", (k.shape[0], k_cache.shape[1], k_cache.shape[3]))
     check_shape(v, "v", k.shape)
@@ -300,7 +306,8 @@ def attention(
 ) -> None:
     """Attention of each token over the cache of its slot, with grouped heads, causal unless `ends` says otherwise.
 
-    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], H a multiple of Hkv; slots, positions: int32[T].
+    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16, H a multiple of Hkv; slots, positions:
+    int32[T].
     A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
     sinks: [H], one more score per head that takes its share of the softmax and adds nothing. ends: int32[T], 1 to C, a
     token sees positions 0 to its end - 1 instead; window must be 0. bias: [H, 2 C - 1], added to the scaled score of
@@ -329,8 +336,8 @@ def attention(
     for token, (slot, position) in enumerate(zip(slots, positions.tolist(), strict=True)):
         first = max(0, position - window + 1) if window else 0
         end = position + 1 if ends is None else int(ends[token])
-        keys = k_cache[slot, :, first:end].transpose(0, 2, 1)  # [Hkv, Dh, positions]
-        values = v_cache[slot, :, first:end]  # [Hkv, positions, Dh]
+        keys = k_cache[slot, :, first:end].astype(np.float32).transpose(0, 2, 1)  # [Hkv, Dh, positions]
+        values = v_cache[slot, :, first:end].astype(np.float32)  # [Hkv, positions, Dh]
         scores = q[token].reshape(kv_heads, -1, head_size) @ keys * np.float32(scale)
         if bias is not None:
             offset = context - 1 - position

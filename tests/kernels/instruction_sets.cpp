@@ -241,20 +241,37 @@ void check_vectors(Check& check) {
     }
 }
 
+// Half floats of up to 16 either way, and some that are subnormal.
+std::vector<uint16_t> random_halves(int64_t count) {
+    std::vector<uint16_t> halves(static_cast<size_t>(count));
+    for (uint16_t& half : halves) {
+        const uint32_t exponent = random_bits() % 16u == 0 ? 0 : 10u + random_bits() % 9u;
+        half = static_cast<uint16_t>((random_bits() & 0x83FFu) | exponent << 10);
+    }
+    return halves;
+}
+
 void check_attention(Check& check) {
     constexpr int32_t kContext = 40;
     constexpr int64_t kTokens = 2, kHeads = 4, kKvHeads = 2;
     const KernelTable& scalar = scalar_kernels();
     for (int64_t size : {5, 8, 72, 128}) {
-        for (int64_t window : {0, 1, 7}) {
+        for (int64_t window : {0, 1, 7, 8}) {
+            const bool is_half = window >= 7;
             const std::vector<float> q = random_floats(kTokens * kHeads * size), keys = random_floats(kKvHeads * kContext * size);
             const std::vector<float> values = random_floats(kKvHeads * kContext * size);
+            const std::vector<uint16_t> half_keys = random_halves(kKvHeads * kContext * size), half_values = random_halves(kKvHeads * kContext * size);
+            const void *k_cache = keys.data(), *v_cache = values.data();
+            if (is_half) {
+                k_cache = half_keys.data();
+                v_cache = half_values.data();
+            }
             const std::vector<float> sinks = random_floats(kHeads), bias = random_floats(kHeads * (2 * kContext - 1));
             for (int32_t position : {0, 6, 7, 38}) {
                 const int32_t slots[kTokens] = {}, positions[kTokens] = {position, position + 1};
                 const int32_t ends[kTokens] = {kContext - position, 1};
                 std::vector<float> expected(q.size()), found(q.size()), scores(kMaxAttentionQueries * kContext);
-                AttentionCall call{q.data(), keys.data(), values.data(), slots, positions, expected.data(),
+                AttentionCall call{q.data(), k_cache, v_cache, is_half, slots, positions, expected.data(),
                                    kHeads,   kKvHeads,    size,          kContext, window,  0.3f, position % 2 ? nullptr : sinks.data(),
                                    window == 0 && position > 6 ? ends : nullptr, position > 6 ? bias.data() : nullptr};
                 for (int64_t head = 0; head < kHeads; head += kHeads / kKvHeads) {

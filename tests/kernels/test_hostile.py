@@ -109,9 +109,14 @@ def attend(
     kernels.attention(q, cache, cache.copy(), *places, 1.0, window, q.copy(), **more)
 
 
-def store(slot: int, position: int, heads: int = 2) -> None:
-    k, cache = zeros(1, heads, 8), zeros(2, 2, 5, 8)
-    kernels.store_kv(k, k.copy(), cache, cache.copy(), np.array([slot], I32), np.array([position], I32))
+def store(slot: int, position: int, heads: int = 2, kind: Any = np.float32, other: Any = np.float32) -> None:
+    k, cache = zeros(1, heads, 8), zeros(2, 2, 5, 8).astype(kind)
+    kernels.store_kv(k, k.copy(), cache, cache.astype(other), np.array([slot], I32), np.array([position], I32))
+
+
+def attend_mixed() -> None:
+    q, places, cache = zeros(1, 4, 8), (np.zeros(1, I32), np.zeros(1, I32)), zeros(2, 2, 5, 8)
+    kernels.attention(q, cache.astype(np.float16), cache, *places, 1.0, 0, q.copy())
 
 
 def rope(position: int, half: int = 4) -> None:
@@ -154,6 +159,10 @@ CASES: dict[str, Callable[[], object]] = {
     "store: slot": lambda: store(2, 0),
     "store: position": lambda: store(0, 5),
     "store: heads": lambda: store(0, 0, heads=3),
+    "store: floats among half floats": lambda: store(0, 0, kind=np.float16, other=np.float16),
+    "store: two types": lambda: store(0, 0, other=np.float16),
+    "store: doubles": lambda: store(0, 0, kind=np.float64, other=np.float64),
+    "attention: two types": attend_mixed,
     "attention: heads": lambda: attend(heads=3),
     "attention: no heads": lambda: attend(kv_heads=0),
     "attention: size": lambda: attend(size=16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,10 +132,10 @@ def test_rope_agrees(pair: tuple[str, str]) -> None:
 class Cache:
     """Three slots of 40 positions, filled with random keys and values through store_kv."""
 
-    def __init__(self, kv_heads: int, head_size: int) -> None:
+    def __init__(self, kv_heads: int, head_size: int, kind: type[np.floating[Any]] = np.float32) -> None:
         shape = (3, kv_heads, 40, head_size)
-        self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        k, v = normal(120, kv_heads, head_size), normal(120, kv_heads, head_size, seed=1)
+        self.keys, self.values = np.zeros(shape, kind), np.zeros(shape, kind)
+        k, v = (normal(120, kv_heads, head_size, seed=seed).astype(kind) for seed in (0, 1))
         slots, positions = np.divmod(np.random.default_rng(0).permutation(120).astype(np.int32), np.int32(40))
         kernels.store_kv(k, v, self.keys, self.values, slots, positions)
         for t, (slot, position) in enumerate(zip(slots, positions, strict=True)):
@@ -211,6 +212,23 @@ def test_attention_agrees(pair: tuple[str, str], heads: int, kv_heads: int, size
     cache.ends = None
     cache.slots, cache.positions = np.arange(100, dtype=np.int32) % 3, np.arange(100, dtype=np.int32) % 40
     agree(pair, lambda: cache.attend(normal(100, heads, size)))
+
+
+@gate
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5), (8, 2, 128)])
+def test_attention_over_half_floats_is_that_over_the_same_floats(
+    every: str, heads: int, kv_heads: int, size: int, window: int
+) -> None:
+    """Every half float is a float, so only what the cache forgot differs; subnormal ones among them."""
+    halves, q = Cache(kv_heads, size, np.float16), normal(5, heads, size)
+    halves.keys[1] *= np.float16(2**-16)
+    floats = Cache(kv_heads, size)
+    floats.keys, floats.values = halves.keys.astype(np.float32), halves.values.astype(np.float32)
+    for slots, positions in ((halves.slots, halves.positions), (np.full(5, 1, np.int32), np.arange(5, dtype=np.int32))):
+        for cache in (halves, floats):
+            cache.slots, cache.positions = slots, positions
+        assert np.array_equal(bits(halves.attend(q, window)), bits(floats.attend(q, window)))
 
 
 @gate

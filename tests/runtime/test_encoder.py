@@ -50,9 +50,9 @@ def counted(engine: Engine) -> Iterator[Counter[int]]:
     reads: Counter[int] = Counter()
     load_one = engine.cache._storage.load
 
-    def load_and_count(index: int) -> None:
-        reads[index] += 1
-        load_one(index)
+    def load_and_count(*run: int) -> None:
+        reads.update(run)
+        load_one(*run)
 
     engine.cache._storage.load = load_and_count  # type: ignore[method-assign]
     yield reads

@@ -23,6 +23,8 @@ KindFacts facts_of(Kind kind) {
             return {"int32", "il", 4};
         case Kind::kInt64:
             return {"int64", "lq", 8};
+        case Kind::kFloat16:
+            return {"float16", "e", 2};
         default:
             return {"float32", "f", 4};
     }
@@ -54,6 +56,17 @@ void check_indices(const Value* values, int64_t size, int64_t count, const char*
 }
 
 }  // namespace
+
+bool is_half(nb::handle object) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_FORMAT | PyBUF_STRIDES) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const bool found = has_kind(view, facts_of(Kind::kFloat16));
+    PyBuffer_Release(&view);
+    return found;
+}
 
 void refuse(const std::string& message) {
     throw nb::value_error(message.c_str());

@@ -8,6 +8,11 @@ namespace moec {
 
 constexpr int kMaxAttentionQueries = 4;
 
+// An element of a cache of keys and values in 16 bits.
+struct HalfFloat {
+    uint16_t bits;
+};
+
 // `tokens` tokens of one sequence in a row times `heads` heads that share their keys and values: at most
 // kMaxAttentionQueries queries.
 struct AttentionPart {

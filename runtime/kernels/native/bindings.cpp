@@ -176,11 +176,17 @@ void check_cache(const Array& k_cache, const Array& v_cache, const Array& slots,
     positions.expect_indices(k_cache.size(2));
 }
 
+// Floats unless it is an array of half floats.
+Kind cache_kind(nb::handle k_cache) {
+    return is_half(k_cache) ? Kind::kFloat16 : Kind::kFloat32;
+}
+
 void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_object, nb::handle v_cache_object,
                    nb::handle slots_object, nb::handle positions_object) {
-    const Array k(k_object, "k", Kind::kFloat32, 3), v(v_object, "v", Kind::kFloat32, 3);
-    const Array k_cache(k_cache_object, "k_cache", Kind::kFloat32, 4, Access::kWrite);
-    const Array v_cache(v_cache_object, "v_cache", Kind::kFloat32, 4, Access::kWrite);
+    const Kind kind = cache_kind(k_cache_object);
+    const Array k(k_object, "k", kind, 3), v(v_object, "v", kind, 3);
+    const Array k_cache(k_cache_object, "k_cache", kind, 4, Access::kWrite);
+    const Array v_cache(v_cache_object, "v_cache", kind, 4, Access::kWrite);
     const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
     check_cache(k_cache, v_cache, slots, positions, k.size(0));
     k.expect({k.size(0), k_cache.size(1), k_cache.size(3)});
@@ -188,12 +194,12 @@ void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_
     k_cache.expect_apart(k);
     v_cache.expect_apart(v);
     nb::gil_scoped_release unlocked;
-    const int64_t heads = k.size(1), size = k.size(2);
+    const int64_t heads = k.size(1), row = k.size(2) * (kind == Kind::kFloat16 ? 2 : 4);
     for (int64_t i = 0; i < k.size(0) * heads; ++i) {
         const int64_t t = i / heads, head = slots.data<const int32_t>()[t] * heads + i % heads;
-        const int64_t place = (head * k_cache.size(2) + positions.data<const int32_t>()[t]) * size;
-        std::memcpy(k_cache.data<float>() + place, k.data<const float>() + i * size, static_cast<size_t>(size) * sizeof(float));
-        std::memcpy(v_cache.data<float>() + place, v.data<const float>() + i * size, static_cast<size_t>(size) * sizeof(float));
+        const int64_t place = (head * k_cache.size(2) + positions.data<const int32_t>()[t]) * row;
+        std::memcpy(k_cache.data<uint8_t>() + place, k.data<const uint8_t>() + i * row, static_cast<size_t>(row));
+        std::memcpy(v_cache.data<uint8_t>() + place, v.data<const uint8_t>() + i * row, static_cast<size_t>(row));
     }
 }
 
@@ -201,7 +207,8 @@ void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v
                     nb::handle positions_object, float scale, int64_t window, nb::handle out_object, nb::handle sinks_object,
                     nb::handle ends_object, nb::handle bias_object) {
     const Array q(q_object, "q", Kind::kFloat32, 3), out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
-    const Array k_cache(k_cache_object, "k_cache", Kind::kFloat32, 4), v_cache(v_cache_object, "v_cache", Kind::kFloat32, 4);
+    const Kind kind = cache_kind(k_cache_object);
+    const Array k_cache(k_cache_object, "k_cache", kind, 4), v_cache(v_cache_object, "v_cache", kind, 4);
     const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
     check_cache(k_cache, v_cache, slots, positions, q.size(0));
     out.expect({q.size(0), q.size(1), q.size(2)});
@@ -214,8 +221,9 @@ void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v
     }
     AttentionCall call{};
     call.q = q.data<const float>();
-    call.k_cache = k_cache.data<const float>();
-    call.v_cache = v_cache.data<const float>();
+    call.k_cache = k_cache.data<const void>();
+    call.v_cache = v_cache.data<const void>();
+    call.is_half = kind == Kind::kFloat16;
     call.slots = slots.data<const int32_t>();
     call.positions = positions.data<const int32_t>();
     call.out = out.data<float>();

@@ -1,5 +1,5 @@
 // Attention over the cache of keys and values, written once over eight lanes. Included inside the namespace of an instruction
-// set, after generic_rows.h; no include guard, for that reason.
+// set, after generic_cached.h and generic_rows.h; no include guard, for that reason.
 //
 // Queries that see the same positions of one head of keys and values are taken together, so that each row is loaded once for
 // all of them; what only some of them see, at either end, each takes alone.
@@ -8,10 +8,10 @@
 // Accuracy class: bit-equal across instruction sets, thread counts and batches, for inputs without NaN.
 
 // The scores of Queries queries for Rows positions from `position` on. keys: the row of position 0.
-template <int Queries, int Rows>
-MOEC_INLINE void score_rows(const AttentionQuery* queries, const float* keys, int64_t size, int64_t position, float scale) {
+template <int Queries, int Rows, class Element>
+MOEC_INLINE void score_rows(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t position, float scale) {
     Floats sum[Queries][Rows];
-    const float* rows = keys + position * size;
+    const Element* rows = keys + position * size;
     unroll<Queries>([&](auto q) MOEC_INLINE_LAMBDA {
         constexpr int Q = decltype(q)::value;
         unroll<Rows>([&](auto r) MOEC_INLINE_LAMBDA { sum[Q][decltype(r)::value] = zero(); });
@@ -30,11 +30,11 @@ MOEC_INLINE void score_rows(const AttentionQuery* queries, const float* keys, in
     };
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
-        add_products([&](const float* p) MOEC_INLINE_LAMBDA { return load(p + i); });
+        add_products([&](const auto* p) MOEC_INLINE_LAMBDA { return load_cached(p + i); });
     }
     if (i < size) {
         const int count = lanes_left<kLanes>(size, i);
-        add_products([&](const float* p) MOEC_INLINE_LAMBDA { return load_partial(p + i, count); });
+        add_products([&](const auto* p) MOEC_INLINE_LAMBDA { return load_cached_partial(p + i, count); });
     }
     unroll<Queries>([&](auto q) MOEC_INLINE_LAMBDA {
         constexpr int Q = decltype(q)::value;
@@ -43,8 +43,8 @@ MOEC_INLINE void score_rows(const AttentionQuery* queries, const float* keys, in
     });
 }
 
-template <int Queries>
-void score_positions(const AttentionQuery* queries, const float* keys, int64_t size, int64_t first, int64_t end, float scale) {
+template <int Queries, class Element>
+void score_positions(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t first, int64_t end, float scale) {
     constexpr int kRows = Queries == 1 ? 4 : 2;
     for (; first + kRows <= end; first += kRows) {
         score_rows<Queries, kRows>(queries, keys, size, first, scale);
@@ -55,7 +55,8 @@ void score_positions(const AttentionQuery* queries, const float* keys, int64_t s
 }
 
 // Positions [first, end), which all queries see.
-inline void score(const AttentionQuery* queries, int count, const float* keys, int64_t size, int64_t first, int64_t end, float scale) {
+template <class Element>
+void score(const AttentionQuery* queries, int count, const Element* keys, int64_t size, int64_t first, int64_t end, float scale) {
     static_assert(kMaxAttentionQueries == 4, "one case for each");
     switch (count) {
         case 1:
@@ -100,12 +101,14 @@ inline float share_out(const AttentionCall& call, const AttentionQuery& query, i
     return exponentiate(query.scores, count, call.sinks == nullptr ? nullptr : call.sinks + head);
 }
 
-inline void attention(const AttentionCall& call, const AttentionPart& part, float* scores, int64_t stride) {
-    AttentionQuery queries[kMaxAttentionQueries];
+template <class Element>
+void attention_over(const Element* k_cache, const Element* v_cache, const AttentionCall& call, const AttentionPart& part, float* scores,
+                    int64_t stride) {
+    AttentionQuery queries[kMaxAttentionQueries] = {};
     float totals[kMaxAttentionQueries];
     const int64_t size = call.head_size, kv_head = part.first_head / (call.heads / call.kv_heads);
     const int64_t start = (call.slots[part.first_token] * call.kv_heads + kv_head) * call.context * size;
-    const float *keys = call.k_cache + start, *values = call.v_cache + start;
+    const Element *keys = k_cache + start, *values = v_cache + start;
     const int count = static_cast<int>(part.tokens * part.heads);
     const auto token_of = [&](int i) { return part.first_token + i / part.heads; };
     const auto head_of = [&](int i) { return part.first_head + i % part.heads; };
@@ -131,4 +134,12 @@ inline void attention(const AttentionCall& call, const AttentionPart& part, floa
         weigh_values(&queries[i], 1, values, size, end, queries[i].end);
         divide_row(queries[i].out, totals[i], size);
     }
+}
+
+inline void attention(const AttentionCall& call, const AttentionPart& part, float* scores, int64_t stride) {
+    if (call.is_half) {
+        const auto *keys = static_cast<const HalfFloat*>(call.k_cache), *values = static_cast<const HalfFloat*>(call.v_cache);
+        return attention_over(keys, values, call, part, scores, stride);
+    }
+    attention_over(static_cast<const float*>(call.k_cache), static_cast<const float*>(call.v_cache), call, part, scores, stride);
 }

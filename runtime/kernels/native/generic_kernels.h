@@ -6,6 +6,7 @@
 #include "generic_linear.h"
 #include "generic_quantized.h"
 #include "generic_product.h"
+#include "generic_cached.h"
 #include "generic_weighing.h"
 #include "generic_rows.h"
 #include "generic_attention.h"

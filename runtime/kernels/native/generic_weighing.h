@@ -1,5 +1,5 @@
 // Sums of rows by weights, feature by feature, written once over eight or sixteen lanes: of experts' outputs by their weights, of
-// values by the shares of attention. Included inside the namespace of an instruction set, after generic_product.h; no include
+// values by the shares of attention. Included inside the namespace of an instruction set, after generic_cached.h; no include
 // guard, for that reason.
 //
 // Sums over positions and ranks are sequential, whatever is summed beside them.
@@ -19,8 +19,8 @@ inline void combine(const float* parts, const float* weights, int64_t top_k, int
 
 // Adds share * value to the vectors at `feature` of each query's sums, over positions [first, end) in order. values: the row of
 // position 0.
-template <int Queries, int Vectors>
-MOEC_INLINE void weigh_vectors(const AttentionQuery* queries, const float* values, int64_t size, int64_t first, int64_t end,
+template <int Queries, int Vectors, class Element>
+MOEC_INLINE void weigh_vectors(const AttentionQuery* queries, const Element* values, int64_t size, int64_t first, int64_t end,
                                int64_t feature) {
     Floats sum[Queries][Vectors];
     unroll<Queries>([&](auto q) MOEC_INLINE_LAMBDA {
@@ -34,7 +34,7 @@ MOEC_INLINE void weigh_vectors(const AttentionQuery* queries, const float* value
         Floats row[Vectors];
         unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(v)::value;
-            row[V] = load(values + p * size + feature + V * kLanes);
+            row[V] = load_cached(values + p * size + feature + V * kLanes);
         });
         unroll<Queries>([&](auto q) MOEC_INLINE_LAMBDA {
             constexpr int Q = decltype(q)::value;
@@ -55,17 +55,18 @@ MOEC_INLINE void weigh_vectors(const AttentionQuery* queries, const float* value
 }
 
 // The last features of one query, fewer than a register holds.
-inline void weigh_last(const AttentionQuery& query, const float* values, int64_t size, int64_t first, int64_t end, int64_t feature) {
+template <class Element>
+void weigh_last(const AttentionQuery& query, const Element* values, int64_t size, int64_t first, int64_t end, int64_t feature) {
     const int count = static_cast<int>(size - feature);
     Floats sum = load_partial(query.out + feature, count);
     for (int64_t p = first; p < end; ++p) {
-        sum = fma(broadcast(query.scores[p - query.first]), load_partial(values + p * size + feature, count), sum);
+        sum = fma(broadcast(query.scores[p - query.first]), load_cached_partial(values + p * size + feature, count), sum);
     }
     store_partial(query.out + feature, sum, count);
 }
 
-template <int Queries>
-void weigh_values_of(const AttentionQuery* queries, const float* values, int64_t size, int64_t first, int64_t end) {
+template <int Queries, class Element>
+void weigh_values_of(const AttentionQuery* queries, const Element* values, int64_t size, int64_t first, int64_t end) {
     constexpr int kVectors = Queries == 1 ? 8 : Queries == 2 ? kWeighedSums / 2 : kWeighedSums / 4;
     int64_t feature = 0;
     for (; feature + kVectors * kLanes <= size; feature += kVectors * kLanes) {
@@ -80,7 +81,8 @@ void weigh_values_of(const AttentionQuery* queries, const float* values, int64_t
 }
 
 // Adds share * value over positions [first, end), which all `count` queries see, to each one's sums.
-inline void weigh_values(const AttentionQuery* queries, int count, const float* values, int64_t size, int64_t first, int64_t end) {
+template <class Element>
+void weigh_values(const AttentionQuery* queries, int count, const Element* values, int64_t size, int64_t first, int64_t end) {
     static_assert(kMaxAttentionQueries == 4, "one case for each");
     switch (count) {
         case 1:

@@ -38,6 +38,7 @@ namespace wide {
 #include "generic_linear.h"
 #include "generic_quantized.h"
 #include "generic_product.h"
+#include "generic_cached.h"
 #include "generic_weighing.h"
 
 }  // namespace wide
@@ -55,6 +56,7 @@ using wide::rows_in_block;
 using wide::store_rows;
 using wide::weigh_values;
 
+#include "generic_cached.h"
 #include "generic_rows.h"
 #include "generic_attention.h"
 #include "generic_table.h"

@@ -47,8 +47,9 @@ struct Gating {
 
 struct AttentionCall {
     const float* q;        // [T, H, Dh]
-    const float* k_cache;  // [S, Hkv, C, Dh]
-    const float* v_cache;
+    const void* k_cache;   // [S, Hkv, C, Dh], floats or half floats
+    const void* v_cache;
+    bool is_half;
     const int32_t* slots;      // [T]
     const int32_t* positions;  // [T]
     float* out;                // [T, H, Dh]
