@@ -15,7 +15,6 @@ import numpy as np
 from moec.manifests.model import AttentionSpec, LatentSpec
 
 from . import kernels
-from .kv_cache import as_cached
 from .rotary import RotaryTables
 
 Weights = Mapping[str, Any]
@@ -115,7 +114,7 @@ class HeadAttention:
                 kernels.rms_norm(rows, self._weights[name], self._norm_eps, rows)
         if self._rotary is not None:
             query, key = (self._rotary.rotate(rows, places.positions) for rows in (query, key))
-        kernels.store_kv(as_cached(key, keys), as_cached(value, values), keys, values, places.slots, places.positions)
+        kernels.store_kv(key, value, keys, values, places.slots, places.positions)
         mixed = np.empty_like(query)
         kernels.attention(
             query,
@@ -158,7 +157,7 @@ class LatentAttention:
         key = np.empty((count, 1, size), np.float32)
         key[:, 0, :rank] = self._normed(np.ascontiguousarray(shared[:, :rank]), "latent_norm")
         key[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(shared[:, None, rank:]), places.positions)
-        keys[places.slots, :, places.positions] = as_cached(key, keys)
+        kernels.store_kv(key, key, keys, keys, places.slots, places.positions)
 
         mixed = np.empty_like(query)
         where = places.slots, places.positions

@@ -12,7 +12,6 @@ from moec.manifests.model import AttentionSpec
 
 from . import kernels
 from .attention import Weights, linear_rows
-from .kv_cache import as_cached
 
 
 class CrossAttention:
@@ -28,7 +27,7 @@ class CrossAttention:
         made = [np.empty((len(states), self._spec.num_kv_heads, self._spec.head_size), np.float32) for _ in range(2)]
         matrices = [self._weights[f"cross_{name}"] for name in ("key", "value")]
         kernels.linears(matrices, states, [rows.reshape(len(states), -1) for rows in made])
-        kernels.store_kv(as_cached(made[0], keys), as_cached(made[1], values), keys, values, slots, positions)
+        kernels.store_kv(made[0], made[1], keys, values, slots, positions)
 
     def __call__(
         self, normed: np.ndarray, slots: np.ndarray, ends: np.ndarray, keys: np.ndarray, values: np.ndarray

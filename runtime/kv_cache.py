@@ -14,20 +14,11 @@ from .address_space import map_anonymous
 from .options import KvType
 
 KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
-_LARGEST_HALF = np.float32(np.finfo(np.float16).max)
 
 
 def kv_bytes(model: ModelSpec, kv: KvType, context: int, slots: int) -> int:
     """Bytes of the keys and values of so many sequences. kv: what each number is kept as."""
     return model.kv_bytes_per_position * context * slots * np.dtype(KV_TYPES[kv]).itemsize // 4
-
-
-def as_cached(rows: np.ndarray, cache: Any) -> np.ndarray:
-    """Keys or values float32 as the cache keeps them: rounded to nearest, the largest half float at most."""
-    if cache.dtype != np.float16:
-        return rows
-    rounded: np.ndarray = np.clip(rows, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16)
-    return rounded
 
 
 class KVCache:

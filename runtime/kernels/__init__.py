@@ -259,8 +259,8 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
     """Write keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], all float32 or all float16; slots, positions: int32[T].
-    Raises ValueError.
+    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16; slots, positions: int32[T]. float16 holds
+    the nearest value, the largest one where none is large enough. Raises ValueError.
     """
     (_compiled() or reference).store_kv(k, v, k_cache, v_cache, slots, positions)
 

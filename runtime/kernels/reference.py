@@ -9,8 +9,10 @@ value heads, Dh head size, S slots, C cache positions, R rotated features of a h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moec.manifests.quant import COLUMNS_PER_TILE
 
@@ -259,6 +261,14 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
     x[:, :, half : 2 * half] = second * c + first * s
 
 
+def as_cached(rows: Floats, cache: NDArray[Any]) -> NDArray[Any]:
+    """Keys or values as a cache keeps them: rounded to nearest, the largest half float at most."""
+    if cache.dtype != np.float16:
+        return rows
+    largest = np.float32(np.finfo(np.float16).max)
+    return np.clip(rows, -largest, largest).astype(np.float16)
+
+
 def _cache_kind(k_cache: Floats) -> type[np.float16] | type[np.float32]:
     return np.float16 if k_cache.dtype == np.float16 else np.float32
 
@@ -279,16 +289,16 @@ def _check_cache(k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
     """Write keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], all float32 or all float16; slots, positions: int32[T].
-    Raises ValueError.
+    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16; slots, positions: int32[T]. float16 holds
+    the nearest value, the largest one where none is large enough. Raises ValueError.
     """
-    check_array(k, "k", _cache_kind(k_cache), 3)
-    check_array(v, "v", _cache_kind(k_cache), 3)
+    check_array(k, "k", np.float32, 3)
+    check_array(v, "v", np.float32, 3)
     _check_cache(k_cache, v_cache, slots, positions, k.shape[0])
     check_shape(k, "k", (k.shape[0], k_cache.shape[1], k_cache.shape[3]))
     check_shape(v, "v", k.shape)
-    k_cache[slots, :, positions] = k
-    v_cache[slots, :, positions] = v
+    k_cache[slots, :, positions] = as_cached(k, k_cache)
+    v_cache[slots, :, positions] = as_cached(v, v_cache)
 
 
 def attention(

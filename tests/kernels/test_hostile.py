@@ -159,7 +159,6 @@ CASES: dict[str, Callable[[], object]] = {
     "store: slot": lambda: store(2, 0),
     "store: position": lambda: store(0, 5),
     "store: heads": lambda: store(0, 0, heads=3),
-    "store: floats among half floats": lambda: store(0, 0, kind=np.float16, other=np.float16),
     "store: two types": lambda: store(0, 0, other=np.float16),
     "store: doubles": lambda: store(0, 0, kind=np.float64, other=np.float64),
     "attention: two types": attend_mixed,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.runtime import kernels
+from moec.runtime.kernels import reference
 from tests.kernels.conftest import need
 from tests.kernels.packer import LENGTHS, bits
 
@@ -135,12 +136,12 @@ class Cache:
     def __init__(self, kv_heads: int, head_size: int, kind: type[np.floating[Any]] = np.float32) -> None:
         shape = (3, kv_heads, 40, head_size)
         self.keys, self.values = np.zeros(shape, kind), np.zeros(shape, kind)
-        k, v = (normal(120, kv_heads, head_size, seed=seed).astype(kind) for seed in (0, 1))
+        k, v = normal(120, kv_heads, head_size), normal(120, kv_heads, head_size, seed=1)
         slots, positions = np.divmod(np.random.default_rng(0).permutation(120).astype(np.int32), np.int32(40))
         kernels.store_kv(k, v, self.keys, self.values, slots, positions)
         for t, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            assert np.array_equal(self.keys[slot, :, position], k[t])
-            assert np.array_equal(self.values[slot, :, position], v[t])
+            assert np.array_equal(self.keys[slot, :, position], k[t].astype(kind))
+            assert np.array_equal(self.values[slot, :, position], v[t].astype(kind))
         self.slots = np.array([0, 2, 1, 1, 0], np.int32)
         self.positions = np.array([0, 39, 6, 7, 21], np.int32)
         self.ends: np.ndarray | None = None
@@ -212,6 +213,33 @@ def test_attention_agrees(pair: tuple[str, str], heads: int, kv_heads: int, size
     cache.ends = None
     cache.slots, cache.positions = np.arange(100, dtype=np.int32) % 3, np.arange(100, dtype=np.int32) % 40
     agree(pair, lambda: cache.attend(normal(100, heads, size)))
+
+
+@gate
+@given(values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+@settings(max_examples=200, deadline=None)
+def test_half_floats_are_the_nearest(values: list[int]) -> None:
+    """Any bits of a float: NaN, infinities, ties, subnormal ones and what rounds up to the next power of two."""
+    k = np.array(values, np.uint32).view(np.float32).reshape(1, 1, -1)
+    slots, positions = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    cache = [np.zeros((1, 1, 1, k.shape[2]), np.float16) for _ in range(2)]
+    kernels.store_kv(k, k, *cache, slots, positions)
+    expected = reference.as_cached(k[0, 0], cache[0])
+    assert np.array_equal(cache[0].reshape(-1), expected, equal_nan=True)
+    assert np.array_equal(cache[1], cache[0], equal_nan=True)
+
+
+@gate
+def test_every_half_float_and_what_lies_between_two() -> None:
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    between = (halves[:-1].astype(np.float64) + halves[1:]) / 2
+    rows = np.concatenate([halves, between, np.nextafter(between.astype(np.float32), np.float32(0)), -halves]).astype(
+        np.float32
+    )
+    k, places = rows.reshape(1, 1, -1), (np.zeros(1, np.int32), np.zeros(1, np.int32))
+    cache = [np.zeros((1, 1, 1, rows.size), np.float16) for _ in range(2)]
+    kernels.store_kv(k, k, *cache, *places)
+    assert np.array_equal(cache[0].reshape(-1).view(np.uint16), rows.astype(np.float16).view(np.uint16))
 
 
 @gate

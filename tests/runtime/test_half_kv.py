@@ -11,7 +11,8 @@ from moec.manifests.errors import OptionError
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
 from moec.runtime.elastic_cache import ElasticCache
-from moec.runtime.kv_cache import KVCache, as_cached
+from moec.runtime.kernels.reference import as_cached
+from moec.runtime.kv_cache import KVCache
 from tests.gates.bundles import emit_bundle
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bound_weights.h"
+#include "half_float.h"
 #include "operations.h"
 #include "thread_pool.h"
 
@@ -181,10 +182,21 @@ Kind cache_kind(nb::handle k_cache) {
     return is_half(k_cache) ? Kind::kFloat16 : Kind::kFloat32;
 }
 
+void store_row(const float* row, const Array& cache, int64_t place, int64_t size, Kind kind) {
+    if (kind == Kind::kFloat32) {
+        std::memcpy(cache.data<float>() + place, row, static_cast<size_t>(size) * sizeof(float));
+        return;
+    }
+    HalfFloat* out = cache.data<HalfFloat>() + place;
+    for (int64_t i = 0; i < size; ++i) {
+        out[i] = half_of(row[i]);
+    }
+}
+
 void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_object, nb::handle v_cache_object,
                    nb::handle slots_object, nb::handle positions_object) {
     const Kind kind = cache_kind(k_cache_object);
-    const Array k(k_object, "k", kind, 3), v(v_object, "v", kind, 3);
+    const Array k(k_object, "k", Kind::kFloat32, 3), v(v_object, "v", Kind::kFloat32, 3);
     const Array k_cache(k_cache_object, "k_cache", kind, 4, Access::kWrite);
     const Array v_cache(v_cache_object, "v_cache", kind, 4, Access::kWrite);
     const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
@@ -194,12 +206,12 @@ void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_
     k_cache.expect_apart(k);
     v_cache.expect_apart(v);
     nb::gil_scoped_release unlocked;
-    const int64_t heads = k.size(1), row = k.size(2) * (kind == Kind::kFloat16 ? 2 : 4);
+    const int64_t heads = k.size(1), size = k.size(2);
     for (int64_t i = 0; i < k.size(0) * heads; ++i) {
         const int64_t t = i / heads, head = slots.data<const int32_t>()[t] * heads + i % heads;
-        const int64_t place = (head * k_cache.size(2) + positions.data<const int32_t>()[t]) * row;
-        std::memcpy(k_cache.data<uint8_t>() + place, k.data<const uint8_t>() + i * row, static_cast<size_t>(row));
-        std::memcpy(v_cache.data<uint8_t>() + place, v.data<const uint8_t>() + i * row, static_cast<size_t>(row));
+        const int64_t place = (head * k_cache.size(2) + positions.data<const int32_t>()[t]) * size;
+        store_row(k.data<const float>() + i * size, k_cache, place, size, kind);
+        store_row(v.data<const float>() + i * size, v_cache, place, size, kind);
     }
 }
 
