@@ -30,6 +30,7 @@ BUDGET_MARGIN_BYTES = 64 << 20  # the group's limit lies this far above `--memor
 TUNED_READ_AHEAD_KIB = 128
 
 
+OWN, OWN_HALF = "moec", "moec --kv float16"
 AS_FOUND, TUNED = "llama.cpp mmap as found", "llama.cpp mmap 128 KiB"
 SLOWEST_AS_FOUND = 100_000_000  # bytes per second
 
@@ -48,6 +49,7 @@ class Condition:
 CONDITIONS = (
     Condition("memory", None, 128, 256),
     Condition("prefill512", None, 512, 8),
+    Condition("memory900", None, 900, 64),
     Condition("disk90-25", 0.25, 8, 16, 90_000_000),
     Condition("disk500-25", 0.25, 8, 16, 500_000_000),
     Condition("cache-25", 0.25, 32, 64),
@@ -80,8 +82,9 @@ class Yard:
 
 
 def arms(condition: Condition) -> Iterator[str]:
-    """moec, and llama.cpp in the ways in which people run it there."""
-    yield "moec"
+    """moec, also with keys and values in 16 bits as llama.cpp has them, and llama.cpp as people run it there."""
+    yield OWN
+    yield OWN_HALF
     if condition.share is None:
         yield "llama.cpp repacked"
     else:
@@ -94,10 +97,11 @@ def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
     """One run of one arm, cold."""
     limit, gguf = yard.limit_bytes(condition), yard.folder / "q4_0.gguf"
     common = ["--prompt-tokens", str(condition.prompt_tokens), "--tokens", str(condition.tokens)]
-    if arm == "moec":
+    if arm in (OWN, OWN_HALF):
         command = command_line("bench", yard.folder / "q4", *common)
         command += ["--text", str(yard.folder / "text.txt"), "--context", str(CONTEXT), "--threads", "2"]
         command += ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
+        command += ["--kv", "float16"] if arm == OWN_HALF else []
     else:
         command = [sys.executable, "-m", "yardstick.peer", str(gguf), str(yard.folder / "ids.json"), *common]
         command += ["--mmap"] if condition.share is not None else []
@@ -120,8 +124,9 @@ def figures(arm: str, told: dict[str, Any]) -> dict[str, float]:
     """Decode and prefill rates, and what a token read."""
     if "failed" in told:
         return {"decode": 0.0, "prefill": 0.0, "read_mib": 0.0}
-    measured = told["measured"] if arm == "moec" else told
-    rate = measured["tokens_per_s"] if arm == "moec" else 1e9 / measured["tpot_mean_ns"]
+    is_own = arm in (OWN, OWN_HALF)
+    measured = told["measured"] if is_own else told
+    rate = measured["tokens_per_s"] if is_own else 1e9 / measured["tpot_mean_ns"]
     return {
         "decode": rate,
         "prefill": measured["prompt_tokens"] / measured["ttft_ns"] * 1e9,
