@@ -13,6 +13,9 @@ from .options import PrefetchRule, RuntimeOptions
 from .predictors import PassState, Predictor
 from .prefetch_margins import LearnedMargins
 
+CHOICES_FOR_ALL = 8
+"""Choices per expert from which on a pass is taken to ask for all of a layer: 64 tokens of eight out of 64 experts."""
+
 
 def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
     """Experts worth reading ahead per token: 3/8 of what it will choose one layer ahead, 1/4 two layers, 1/6 three.
@@ -37,6 +40,11 @@ class _Following:
     layer: int
     count: int
     top_k: int
+
+
+def _asks_for_all(tokens: int, following: _Following) -> bool:
+    """Whether so many tokens will hardly leave an expert of a layer out."""
+    return tokens * following.top_k >= CHOICES_FOR_ALL * following.count
 
 
 @dataclass(slots=True)
@@ -80,12 +88,15 @@ class Advisor:
     def advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
         """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
 
-        More than one layer only for a single token: many tokens ask for most experts of the next layer already.
+        More than one layer for a single token, or for so many that each layer will be asked for all it has.
         """
         nearest, advice = None, list[int]()
-        is_one = len(state.hidden) == 1
         self._learn(state)
-        followings = self._followings[state.layer][: max(self.layers, 1) if is_one else 1]
+        followings = [
+            each
+            for each in self._followings[state.layer][: max(self.layers, 1)]
+            if each.rank == 1 or len(state.hidden) == 1 or _asks_for_all(len(state.hidden), each)
+        ]
         scores = self._scores(state, followings)
         state.foreseen = list(scores.values())
         for following in followings:

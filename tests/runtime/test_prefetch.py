@@ -170,6 +170,16 @@ def test_scores_of_the_largest_layer_are_cut_to_the_next_one() -> None:
     assert following is not None and following.tolist() == [0, 1]
 
 
+def test_a_pass_that_asks_for_all_of_every_layer_looks_as_far_as_a_token() -> None:
+    """Eight choices per expert: eight tokens of four of four experts."""
+    advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}, {}))
+    seven, eight = np.zeros((7, 1), np.float32), np.zeros((8, 1), np.float32)
+    assert advisor.advise(PassState(0, seven, []))[1] == [5, 4, 6, 7]
+    assert advisor.advise(PassState(0, eight, []))[1] == [5, 4, 6, 7, 11, 10, 9, 8]
+    advisor.layers = 1
+    assert advisor.advise(PassState(0, eight, []))[1] == [5, 4, 6, 7]
+
+
 def test_the_layer_after_next_is_advised_last_and_only_for_a_single_token() -> None:
     advisor = advising(model_spec((layer_spec(experts=4, top_k=4),) * 3), tables({}, {}))
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
