@@ -68,7 +68,7 @@ def main() -> None:
     load_ns = time.perf_counter_ns() - started_ns
     prompt = ids[: options.prompt_tokens]
     if not options.mmap:  # the first pass also touches scratch; a mapped file is meant to be cold
-        decode(context, prompt)
+        decode(context, prompt[:BATCH_TOKENS])
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
     prefill_ns = sum(
         decode(context, prompt[first : first + BATCH_TOKENS]) for first in range(0, len(prompt), BATCH_TOKENS)
