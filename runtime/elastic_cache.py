@@ -7,15 +7,14 @@ exceeds the budget and never leaves it idle.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import mmap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from moec.manifests.bundle import BundleManifest
+from moec.profiles.freed_memory import give_back_freed_memory
 
 from .budget import MemoryPlan, longest_pass, pass_bytes
 from .expert_cache import ExpertCache
@@ -39,7 +38,6 @@ class ElasticCache:
         self._token_bytes = pass_bytes(manifest, 1)
         self._longest_pass = longest_pass(manifest.model, slots, plan.context)
         self._experts_bytes = manifest.cost.expert_padded_bytes
-        self._trim_allocator = _allocator_trim()
 
     def before_pass(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Make room for the keys, values and working memory of this pass."""
@@ -50,8 +48,7 @@ class ElasticCache:
     def after_pass(self, tokens: int) -> None:
         """Take over the working memory of a long pass."""
         if tokens > _TRIMMED_TOKENS:
-            if self._trim_allocator is not None:
-                self._trim_allocator(0)
+            give_back_freed_memory()
             self._resize(1)
 
     def _resize(self, tokens: int) -> None:
@@ -73,11 +70,3 @@ class ElasticCache:
                 run = min(positions, self._plan.context) * head_size * self._element_bytes
                 total += layers * runs * (-(-run // page) + 1) * page  # runs need not begin with a page
         return total
-
-
-def _allocator_trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim: what a long pass has freed goes back to the system. None elsewhere."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-        return trim
-    return None

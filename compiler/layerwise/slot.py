@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.profiles.freed_memory import give_back_freed_memory
 
 from ..families import Lowering
 from ..parallel import Workers
 from ..reference_network import LOGITS_PER_CHUNK, TOKENS_PER_FORWARD, Network, build_single_layer, length_batches
 from ..reference_routers import RouterMasks
 from ..reference_weights import WeightName, weight_view
-from .freed_memory import give_back_freed_memory
 
 LayerKind = tuple[bool, int]
 """Whether a layer routes, and its sliding window: layers of a kind differ in their weights alone."""

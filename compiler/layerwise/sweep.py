@@ -21,6 +21,7 @@ from torch import Tensor
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
+from moec.profiles.freed_memory import give_back_freed_memory
 
 from ..calibration import (
     HELD_OUT_SHARE,
@@ -39,7 +40,6 @@ from ..quantized import LEFT_OUT
 from ..reference_network import TOKENS_PER_FORWARD, length_batches
 from ..second_moments import SecondMoments
 from ..sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
-from .freed_memory import give_back_freed_memory
 from .slot import LayerSlot, TextStates, divergence, log_probs
 from .store import StreamedStore, layer_units, packed_layer, stage_name
 from .units import Elsewhere, ExpertInputs, LayerInputs, LayerQuantizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moec.compiler.layerwise.freed_memory import give_back_freed_memory
+from moec.profiles.freed_memory import give_back_freed_memory
 
 MATRIX = 1 << 22
 """16 MiB of float32."""
