@@ -31,6 +31,7 @@ KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
     "avx512vnni": (1, TERNARY, 2, 3, 4, 8, 16),
     "neon": (1, TERNARY, 2, 3, 4, 8, 16),
     "neon-dot": (1, TERNARY, 2, 3, 4, 8, 16),
+    "neon-i8mm": (1, TERNARY, 2, 3, 4, 8, 16),
 }
 PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "HOBBIT, section", "estimate")
 HOST_NAME = "host"

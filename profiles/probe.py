@@ -36,6 +36,7 @@ _FEATURES = {
     "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
     "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
+    "neon-i8mm": {"asimd", "asimddp", "i8mm"},
     "neon-dot": {"asimd", "asimddp"},
     "neon": {"asimd"},
 }

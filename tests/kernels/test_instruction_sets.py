@@ -68,13 +68,16 @@ def need_tool(*names: str) -> None:
 def test_neon_equals_scalar(tmp_path: Path) -> None:
     need_tool(AARCH64, EMULATOR)
     files = {"kernels_neon.cpp": (), "kernels_neon_dot.cpp": ("-march=armv8.2-a+dotprod",)}
+    files["kernels_neon_i8mm.cpp"] = ("-march=armv8.2-a+dotprod+i8mm",)
     nothing = {"kernels_avx2.cpp": (), "kernels_avxvnni.cpp": (), "kernels_avx512vnni.cpp": ()}
     program = build(AARCH64, tmp_path, {**files, **nothing}, ["-static"])
-    assert equal_sets([EMULATOR, "-cpu", "max", program, "neon-dot"]) == {"neon-dot"}
-    # A Cortex-A72, the processor of a Raspberry Pi 4, has no dot product: detection must say so.
+    assert equal_sets([EMULATOR, "-cpu", "max", program, "neon-dot", "neon-i8mm"]) == {"neon-dot", "neon-i8mm"}
+    # A Neoverse N1 multiplies no matrices, a Cortex-A72, the processor of a Raspberry Pi 4, has no dot product either:
+    # detection must say so.
     assert equal_sets([EMULATOR, "-cpu", "cortex-a72", program, "neon"]) == {"neon"}
-    without = subprocess.run([EMULATOR, "-cpu", "cortex-a72", program, "neon-dot"], capture_output=True, check=False)
-    assert (without.returncode, without.stdout) == (2, b"neon-dot does not run here\n")
+    for processor, lacks in (("cortex-a72", "neon-dot"), ("neoverse-n1", "neon-i8mm")):
+        without = subprocess.run([EMULATOR, "-cpu", processor, program, lacks], capture_output=True, check=False)
+        assert (without.returncode, without.stdout) == (2, f"{lacks} does not run here\n".encode())
 
 
 @gate
@@ -86,7 +89,9 @@ def test_vnni_equals_scalar(tmp_path: Path) -> None:
     files = {"kernels_scalar.cpp": ("-Og",), "kernels_avx2.cpp": AVX2}
     emulated = (*AVX2, "-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}")
     files |= {"kernels_avxvnni.cpp": emulated, "kernels_avx512vnni.cpp": emulated}
-    program = build("g++", tmp_path, {**files, "kernels_neon.cpp": (), "kernels_neon_dot.cpp": ()})
+    program = build(
+        "g++", tmp_path, {**files, "kernels_neon.cpp": (), "kernels_neon_dot.cpp": (), "kernels_neon_i8mm.cpp": ()}
+    )
     every = ["avx512vnni", "avxvnni", "avx2"]
     assert equal_sets([program, *every]) == set(every)
 

@@ -125,6 +125,7 @@ def test_a_machine_that_tells_nothing_is_refused(tmp_path: Path) -> None:
         (FLAGS + " avx512f avx512bw avx512vl avx512_vnni", ("avx512vnni", "avx2", "scalar")),
         (FLAGS + " avx_vnni", ("avxvnni", "avx2", "scalar")),
         ("flags : fpu sse2 avx2", ("scalar",)),
+        ("Features : fp asimd asimddp i8mm", ("neon-i8mm", "neon-dot", "neon", "scalar")),
         ("Features : fp asimd evtstrm asimddp", ("neon-dot", "neon", "scalar")),
         ("Features : fp asimd evtstrm", ("neon", "scalar")),
         ("", ("scalar",)),

@@ -128,4 +128,17 @@ bool has_neon_dot() {
 #endif
 }
 
+bool has_neon_i8mm() {
+#if defined(__aarch64__) && defined(__linux__)
+    constexpr unsigned long kMatrixProduct = 1ul << 13;  // HWCAP2_I8MM
+    return has_neon_dot() && (getauxval(AT_HWCAP2) & kMatrixProduct) != 0;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return has_neon_dot() && sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+    return false;
+#endif
+}
+
 }  // namespace moec

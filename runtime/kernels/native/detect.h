@@ -13,5 +13,7 @@ bool has_avx512vnni();
 // AArch64, and its dot product of bytes.
 bool has_neon();
 bool has_neon_dot();
+// The same, and its matrix products of bytes.
+bool has_neon_i8mm();
 
 }  // namespace moec

@@ -4,6 +4,8 @@
 #include "generic_rounding.h"
 #include "generic_steps.h"
 #include "generic_linear.h"
+#include "generic_tile_sums.h"
+#include "generic_panel.h"
 #include "generic_quantized.h"
 #include "generic_product.h"
 #include "generic_cached.h"

@@ -1,5 +1,5 @@
 // Products of quantized matrices with activations rounded to 8 bits (generic_rounding.h), written once over eight or sixteen
-// lanes. Included inside the namespace of an instruction set, after generic_linear.h; no include guard, for that reason.
+// lanes. Included inside the namespace of an instruction set, after generic_panel.h; no include guard, for that reason.
 //
 // Algebra, per output row and token: acc = 0; for tiles in order: dot = sum code_k q_k (exact, 32-bit integers),
 // acc = fma(step, fma(scale, dot, minimum * sum q_k), acc), and in symmetric formats, where minimum is -centre scale,
@@ -11,94 +11,7 @@
 // 16 rows x 256 columns are brought to bytes once per 96 tokens and multiplied by kRoundedTokens tokens at a time, which is
 // 4 for eight lanes; the accumulators rest in memory between tiles, which changes no bit.
 
-constexpr int kQuadsPerTile = kColumnsPerTile / kColumnsPerLane;
 constexpr int kPrefetchBytes = 3072;  // 2 to 4 KiB measure alike on Zen 3; 1 KiB and 8 KiB lose up to a tenth
-// Codes of kLanes rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: which of the block's kVectorsPerBlock.
-template <int Bitwidth, int Quad, int Vector>
-MOEC_INLINE Ints quad_of(const uint8_t* tile) {
-    constexpr uint32_t kEveryByte = 0x01010101u;
-    const uint8_t* lanes = tile + Vector * (kPlaneBytes / kVectorsPerBlock);
-    if constexpr (Bitwidth == kMxfp4) {
-        return look_up(kMxfp4Levels, quad_of<4, Quad, Vector>(tile));
-    } else if constexpr (Bitwidth == kTernary) {
-        return ternary_quad<Quad, Vector>(tile);
-    } else if constexpr (Bitwidth == 8) {
-        return load_lanes(lanes + Quad * kPlaneBytes);
-    } else if constexpr (Bitwidth == 3) {
-        const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
-        constexpr int kShift = Quad - 2;  // brings the high bit to bit 2
-        if constexpr (kShift >= 0) {
-            return either(quad_of<2, Quad, Vector>(tile), mask(shift_right<kShift>(plane), 4 * kEveryByte));
-        } else {
-            return either(quad_of<2, Quad, Vector>(tile), mask(shift_left<-kShift>(plane), 4 * kEveryByte));
-        }
-    } else {
-        constexpr int kQuadsPerPlane = 8 / Bitwidth;
-        constexpr uint32_t kMask = ((1u << Bitwidth) - 1) * kEveryByte;
-        return mask(shift_right<Bitwidth * (Quad % kQuadsPerPlane)>(load_lanes(lanes + Quad / kQuadsPerPlane * kPlaneBytes)), kMask);
-    }
-}
-
-// Sum over a tile of code * q, per row: `Products` of codes up to 15 may be narrow, of levels up to 24 over half a tile; from
-// codes of 8 bits kByteCentre is taken, where the instruction set cannot multiply them whole.
-template <int Bitwidth>
-struct TileSum {
-    Products narrow, second_half;
-    Ints wide;
-};
-
-// What the codes' centre takes from the dot product of a tile: centre * sum q. total: that sum.
-template <int Bitwidth>
-MOEC_INLINE Ints centre_product(Floats total) {
-    constexpr int kCentre = centre_of(Bitwidth), kLeft = Bitwidth == 8 ? kCentre - kByteCentre : kCentre;
-    constexpr int kShift = kLeft == 128 ? 7 : kLeft == 8 ? 3 : kLeft == 4 ? 2 : kLeft == 2 ? 1 : 0;
-    static_assert(kLeft == 0 || kLeft == 1 << kShift, "centres are powers of two");
-    return kLeft == 0 ? broadcast_int(0) : shift_left<kShift>(to_int(total));
-}
-
-// Sums of products of 32 bits begin with the centre's, so that nothing is left to subtract.
-template <int Bitwidth, bool IsSymmetric>
-MOEC_INLINE TileSum<Bitwidth> first_sum(Floats total) {
-    if constexpr (Bitwidth == 8) {
-        return {Products{}, Products{}, IsSymmetric ? sub_int(broadcast_int(0), centre_product<8>(total)) : broadcast_int(0)};
-    } else if constexpr (IsSymmetric && kHasWideProducts) {
-        return {sub_int(broadcast_int(0), centre_product<Bitwidth>(total)), no_products(), Ints{}};
-    } else {
-        return {no_products(), no_products(), Ints{}};
-    }
-}
-
-template <int Bitwidth, int Quad>
-MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
-    if constexpr (Bitwidth == 8) {
-        sum.wide = add_byte_products(sum.wide, codes, x);
-    } else if constexpr (Bitwidth == kMxfp4 && Quad >= kQuadsPerTile / 2) {
-        sum.second_half = add_products(sum.second_half, codes, x);
-    } else {
-        sum.narrow = add_products(sum.narrow, codes, x);
-    }
-}
-
-// The dot product as floats, exact; in symmetric formats that of the codes less their centre. total: sum of q over the tile.
-template <int Bitwidth, bool IsSymmetric>
-MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
-    if constexpr (Bitwidth == 8) {
-        const Floats dot = to_float(sum.wide);
-        return IsSymmetric || kByteCentre == 0 ? dot : fma(broadcast(static_cast<float>(kByteCentre)), total, dot);
-    } else if constexpr (Bitwidth == kMxfp4) {
-        return to_float(add_int(sum_products(sum.narrow), sum_products(sum.second_half)));
-    } else if constexpr (IsSymmetric && !kHasWideProducts) {
-        return to_float(sub_int(sum_products(sum.narrow), centre_product<Bitwidth>(total)));
-    } else {
-        return to_float(sum_products(sum.narrow));
-    }
-}
-
-template <int Bitwidth, bool IsSymmetric>
-MOEC_INLINE Floats add_tile(Floats acc, Floats step, Floats scale, Floats minimum, const TileSum<Bitwidth>& sum, Floats total) {
-    const Floats dot = dot_of<Bitwidth, IsSymmetric>(sum, total);
-    return fma(step, IsSymmetric ? mul(scale, dot) : fma(scale, dot, mul(minimum, total)), acc);
-}
 
 // 16 rows times one vector. acc: [16], written.
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
@@ -144,12 +57,6 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
     unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]); });
 }
 
-// 16 rows x up to 256 columns: codes as bytes, [tile][quad][row][4], and per tile 16 scales and 16 minima.
-struct BytePanel {
-    alignas(64) uint8_t codes[kPanelColumns * kRowsPerBlock];
-    alignas(64) float scales[kPanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
-};
-
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
 void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel) {
     constexpr int kParts = parts_of(Bitwidth);
@@ -167,9 +74,10 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
                 store(panel.scales[t + P] + V * kLanes, scale[V]);
                 store(panel.scales[t + P] + kRowsPerBlock + V * kLanes, minimum[V]);
             });
-            unroll<kParts * kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
-                constexpr int Q = decltype(quad)::value;
-                store_lanes(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile));
+            unroll<kParts * kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
+                constexpr int Q = 2 * decltype(pair)::value;
+                store_quads(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile),
+                            quad_of<Bitwidth, Q + 1, V>(tile));
             });
         });
         out += kParts * kQuadsPerTile * kPlaneBytes;
@@ -181,30 +89,20 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
 void multiply_byte_panels(const BytePanel* panels, int64_t tiles, const RoundedRows* x, float* acc, int64_t count) {
     constexpr int kVectors = Blocks * kVectorsPerBlock;
-    constexpr int kVectorBytes = kPlaneBytes / kVectorsPerBlock;
     for (int64_t t = 0; t < tiles; ++t) {
+        const uint8_t* codes[Blocks];
+        const int8_t* inputs[Tokens];
+        unroll<Blocks>([&](auto b) MOEC_INLINE_LAMBDA {
+            codes[decltype(b)::value] = panels[decltype(b)::value].codes + t * kQuadsPerTile * kPlaneBytes;
+        });
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { inputs[decltype(i)::value] = x[decltype(i)::value].codes + t * kColumnsPerTile; });
         TileSum<Bitwidth> products[Tokens][kVectors];
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(i)::value;
             const TileSum<Bitwidth> first = first_sum<Bitwidth, IsSymmetric>(broadcast(x[I].sums[t]));
             unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { products[I][decltype(v)::value] = first; });
         });
-        unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
-            constexpr int Q = decltype(quad)::value;
-            Ints weights[kVectors];
-            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-                constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
-                weights[decltype(v)::value] = load_lanes(panels[B].codes + (t * kQuadsPerTile + Q) * kPlaneBytes + V * kVectorBytes);
-            });
-            unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
-                constexpr int I = decltype(i)::value;
-                const Ints input = broadcast_bytes(x[I].codes + t * kColumnsPerTile + Q * kColumnsPerLane);
-                unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-                    constexpr int V = decltype(v)::value;
-                    add_quad<Bitwidth, Q>(products[I][V], weights[V], input);
-                });
-            });
-        });
+        add_panel_products<Bitwidth, Blocks, Tokens>(codes, inputs, products);
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(i)::value;
             const Floats step = broadcast(x[I].steps[t]), total = broadcast(x[I].sums[t]);

@@ -36,6 +36,8 @@ namespace wide {
 #endif
 #include "wide_steps.h"
 #include "generic_linear.h"
+#include "generic_tile_sums.h"
+#include "generic_panel.h"
 #include "generic_quantized.h"
 #include "generic_product.h"
 #include "generic_cached.h"

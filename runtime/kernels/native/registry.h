@@ -105,8 +105,9 @@ const KernelTable* avxvnni_kernels();
 const KernelTable* avx512vnni_kernels();
 const KernelTable* neon_kernels();
 const KernelTable* neon_dot_kernels();
+const KernelTable* neon_i8mm_kernels();
 
-constexpr int kMaxTables = 6;
+constexpr int kMaxTables = 7;
 
 // Supported tables, best first. Returns how many.
 int supported_kernels(const KernelTable* tables[kMaxTables]);
