@@ -39,8 +39,9 @@ def find_page_mover() -> Callable[[int, int, int], bool] | None:
     """move(source, target, size_bytes): bring the pages of one range of a mapping to another, both page-aligned.
 
     The source is left empty, what the target held is gone; false, with nothing done, if the system refuses. A page that
-    is moved is neither freed nor zeroed again: 3.4 MiB take 20 us, where giving them up and reading into fresh ones
-    costs a millisecond. None where the system cannot do it.
+    is moved is neither freed nor zeroed again: 3.4 MiB take 20 us where nothing else runs, .15 to .3 ms and a stop of
+    every thread where kernels run; giving them up and reading into fresh ones takes a millisecond. None where it cannot
+    be done.
     """
     try:
         mremap = ctypes.CDLL(None, use_errno=True).mremap

@@ -22,6 +22,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from . import kernels
 from .accelerator.opening import open_accelerator, start_cooperation
+from .bound_experts import bind_experts
 from .budget import MemoryPlan, plan_memory
 from .bundle import Bundle, open_bundle, verify_files
 from .cache_statistics import CacheStats
@@ -30,7 +31,7 @@ from .eviction import bundle_records, policy_score, warm_order
 from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .mode_line import mode_line
-from .model import Model, bind_experts, load_dense
+from .model import Model, load_dense
 from .modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
 from .modes.decoder import LossyDecoder, check_modes
 from .modes.logical_cache import LogicalCache
@@ -94,8 +95,7 @@ class Engine:
         sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
         count = len(manifest.experts)
         self._holds_all = int(sizes[:count].sum()) <= self.memory.cache_bytes
-        is_never_full = self._holds_all and modes.dynamic_precision is None
-        self._storage = open_storage(bundle, options.io, options.verify, evicts=not is_never_full)
+        self._storage = open_storage(bundle, options.io, options.verify, self.memory.cache_bytes)
         self._records = records = bundle_records(bundle, tables, stored)
         score = policy_score(options.policy, options.policy_weights)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes

@@ -214,20 +214,25 @@ class ExpertCache:
         with self._changed:
             ledger.pin_limit_bytes += capacity_bytes - ledger.capacity_bytes
             ledger.capacity_bytes = capacity_bytes
+            if ledger.used_bytes > capacity_bytes:
+                self._shrink()
             if ledger.used_bytes <= capacity_bytes:
-                return
-            ledger.drop_advice()
-            victims = ledger.victims(spares_pins=False)
-            while ledger.used_bytes > ledger.capacity_bytes and not self._closed:
-                victim = next(victims, None)
-                if victim is not None:
-                    ledger.evict(victim)
-                elif self._reads.running or ledger.demand:
-                    self._changed.wait()
-                    victims = ledger.victims(spares_pins=False)
-                else:
-                    break
-            self._storage.trim()
+                self._storage.resize(capacity_bytes)
+
+    def _shrink(self) -> None:
+        """Evict what no longer fits. The lock is held."""
+        ledger = self._ledger
+        ledger.drop_advice()
+        victims = ledger.victims(spares_pins=False)
+        while ledger.used_bytes > ledger.capacity_bytes and not self._closed:
+            victim = next(victims, None)
+            if victim is not None:
+                ledger.evict(victim)
+            elif self._reads.running or ledger.demand:
+                self._changed.wait()
+                victims = ledger.victims(spares_pins=False)
+            else:
+                break
 
     # -- reader ------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from moec.manifests.bundle import DENSE_NAME, ExpertEntry, unit_offsets
+from moec.manifests.bundle import DENSE_NAME
 from moec.manifests.errors import ChecksumMismatch
-from moec.manifests.model import PROJECTIONS, ExpertsSpec, ModelSpec
+from moec.manifests.model import ExpertsSpec, ModelSpec
 
 from . import kernels
 from .accelerator.cooperative import CooperativeExperts
@@ -35,7 +35,6 @@ from .rotary import RotaryTables
 from .routing import Router
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
-from .storage import ExpertStorage
 from .trace import TraceRecorder
 
 
@@ -70,36 +69,6 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
         else:
             weights[name] = kernels.PackedMatrix(raw, entry.shape[0], entry.shape[1], entry.spec)
     return weights
-
-
-def bind_experts(
-    bundle: Bundle, entries: Sequence[ExpertEntry], storage: ExpertStorage, dense: dict[str, Any]
-) -> list[Any]:
-    """One kernels.Expert per manifest entry, over its fixed place in storage; None if left out. Touches no page."""
-    model, bound = bundle.manifest.model, list[Any]()
-    for index, entry in enumerate(entries):
-        if entry.is_pruned:
-            bound.append(None)
-            continue
-        spec = model.layers[entry.layer].experts
-        specs = {projection: entry.spec(projection) for projection in spec.projections}
-        offsets, _ = unit_offsets(model, entry.layer, specs)
-        block, matrices = storage.block(index), dict[str, kernels.PackedMatrix]()
-        for projection in spec.projections:
-            rows, columns = model.unit_shape(entry.layer, projection)
-            end = offsets[projection] + specs[projection].packed_bytes(rows, columns)
-            part = block[offsets[projection] : end]
-            matrices[projection] = kernels.PackedMatrix(part, rows, columns, specs[projection])
-        biases = _expert_biases(dense, entry.layer, entry.expert, spec.count) if spec.has_bias else ()
-        gate, up, down = matrices.get("gate"), matrices["up"], matrices["down"]
-        bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases))
-    return bound
-
-
-def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -> list[np.ndarray]:
-    """Of gate, up and down: the expert's part of what the layer holds one after the other."""
-    whole = [dense[f"layers.{layer}.experts_{projection}_bias"] for projection in PROJECTIONS]
-    return [part.reshape(count, -1)[expert] for part in whole]
 
 
 def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> dict[bool, np.ndarray]:

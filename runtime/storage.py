@@ -1,8 +1,8 @@
 """Where expert bytes come from, and the memory they land in.
 
-All experts share one address range, laid out like the expert files; residency is which pages of it are populated.
-An expert therefore has one fixed address for the life of the engine, a slot never fragments, and giving an expert up
-hands its pages to the next that is read. Reads land in place: no copy lies between the file and the kernel.
+An expert takes the place of one that was given up (`places`): pages stay where they are, and huge ones hold them. A
+read of 3.4 MiB into pages of 4 KiB is 864 pieces to the system, into huge ones a few, and up to twice as fast
+(docs/experiments.md, Places). Reads land in place: no copy lies between the file and the kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import threading
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -22,11 +22,14 @@ import xxhash
 from moec.manifests.bundle import ExpertEntry
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 
-from .address_space import find_page_mover, map_anonymous
+from .arena import HUGE_PAGE_BYTES, Arena
 from .bundle import Bundle
 from .options import IoMode
+from .places import Places, span_bytes
 from .read_runs import NONE, successors
 
+Follow = Callable[[int, np.ndarray], None]
+"""An expert and its bytes, uint8 [size_bytes]."""
 _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -49,23 +52,29 @@ class ExpertStorage(Protocol):
         """
 
     def release(self, index: int) -> None:
-        """Give the memory of one expert back to the system."""
+        """Give up the memory of one expert, if it has any."""
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Change what experts may take together, at least what those in memory do; the rest goes back to the system."""
 
     def trim(self) -> None:
-        """Give released memory that no read has taken yet back to the system."""
+        """Give memory that holds no expert back to the system."""
+
+    def on_place(self, follow: Follow) -> None:
+        """Who is told where an expert will be, before it is read."""
 
     def close(self) -> None:
         """Close files; views stay valid until they are dropped."""
 
 
-def open_storage(bundle: Bundle, io: IoMode, verify: bool, evicts: bool = True) -> ExpertStorage:
+def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> ExpertStorage:
     """`auto` is direct reads where the file system allows them, else buffered reads that drop what they read.
 
-    evicts: false where the cache holds all that is ever asked for, so that none is released.
+    capacity_bytes: what experts may take together, at least the largest; None: all of them.
     """
     if io == "mmap":
         return MappedStorage(bundle, verify)
-    return ReadStorage(bundle, io, verify, evicts)
+    return ReadStorage(bundle, io, verify, capacity_bytes)
 
 
 class _Verifier:
@@ -92,55 +101,6 @@ def page_bytes(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class _Pages:
-    """The pages of an arena of places: which places gave theirs up, and who takes them over.
-
-    Released pages stay resident until the next load takes them. They never exceed what is reserved for reads, because
-    an expert is released only to make room for one. starts: first byte of each place, and of what follows the last.
-    """
-
-    def __init__(self, arena: mmap.mmap, address: int, starts: list[int]) -> None:
-        self._arena, self._address, self._starts = arena, address, starts
-        self._released: deque[int] = deque()
-        self._lock = threading.Lock()
-        self._move = find_page_mover()
-
-    def release(self, index: int) -> None:
-        """Give up the pages of one place."""
-        with self._lock:
-            self._released.append(index)
-
-    def take(self, index: int) -> None:
-        """Bring released pages to this place, as many as it has bytes, and free the rest of those who gave them."""
-        with self._lock:  # also around the moves: a place must not be read into while its pages leave
-            if index in self._released:
-                self._released.remove(index)
-                return
-            need = found = self._size(index)
-            while self._released and found > 0:
-                found -= self._hand_over(self._released.popleft(), index, need if found == need else 0)
-
-    def trim(self) -> None:
-        """Free what was released."""
-        with self._lock:
-            while self._released:
-                giver = self._released.popleft()
-                self._arena.madvise(mmap.MADV_DONTNEED, self._starts[giver], self._size(giver))
-
-    def _hand_over(self, giver: int, taker: int, wanted_bytes: int) -> int:
-        size = self._size(giver)
-        moved = min(size, wanted_bytes)
-        places = (self._address + self._starts[giver], self._address + self._starts[taker])
-        if not moved or self._move is None or not self._move(*places, moved):
-            moved = 0
-        if moved < size:
-            self._arena.madvise(mmap.MADV_DONTNEED, self._starts[giver] + moved, size - moved)
-        return size
-
-    def _size(self, index: int) -> int:
-        return self._starts[index + 1] - self._starts[index]
-
-
 def _read_into(descriptor: int, buffers: list[memoryview], offset_bytes: int) -> int:
     """Fill buffers, one behind the other, from a place in a file; how many bytes there were."""
     done = 0
@@ -157,21 +117,22 @@ def _read_into(descriptor: int, buffers: list[memoryview], offset_bytes: int) ->
 
 
 class ReadStorage:
-    """Explicit reads into a sparse anonymous mapping.
+    """Explicit reads into anonymous memory.
 
     Direct reads bypass the page cache; where the file system refuses them, buffered reads drop their pages at once,
     so the page cache never holds a second copy that the budget would have to count.
     """
 
-    def __init__(self, bundle: Bundle, io: IoMode, verify: bool, evicts: bool = True) -> None:
+    def __init__(self, bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> None:
         self._entries, self._path = bundle.manifest.stored_experts, bundle.path
         self._verifier = _Verifier(bundle, verify)
         self.successors = successors(self._entries)
-        sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
-        self._starts = [0, *np.cumsum(sizes).tolist()]
-        # Where experts are evicted, a huge page would make a neighbour resident, outside the budget.
-        self._arena, self._view = map_anonymous(self._starts[-1], "the experts", huge_pages=not evicts)
-        self._pages = _Pages(self._arena, self._view.__array_interface__["data"][0], self._starts)
+        self._sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
+        self._arena = Arena(span_bytes(self._sizes), "the experts")
+        self._places = Places(self._sizes, self._arena, HUGE_PAGE_BYTES)
+        self._lock = threading.Lock()  # around the places
+        self.resize(sum(self._sizes) if capacity_bytes is None else capacity_bytes)
+        self._follow: Follow = lambda index, block: None
         self._files: dict[str, int] = {}
         self.mode = "buffered"
         if io in ("auto", "direct") and self._open_all(bundle.path, getattr(os, "O_DIRECT", 0)):
@@ -200,12 +161,17 @@ class ReadStorage:
         return True
 
     def block(self, index: int) -> np.ndarray:
-        start = self._starts[index]
-        return self._view[start : start + self._entries[index].size_bytes]
+        """Of an expert that has no place, memory that is not its own."""
+        start = self._places.start(index) or 0
+        return self._arena.view[start : start + self._entries[index].size_bytes]
 
     def load(self, *run: int) -> None:
+        with self._lock:
+            for index in run:
+                if self._places.start(index) is None:
+                    self._places.put(index)
         for index in run:
-            self._pages.take(index)
+            self._follow(index, self.block(index))
         entries, blocks = [self._entries[index] for index in run], [self.block(index) for index in run]
         first, total = entries[0], sum(entry.size_bytes for entry in entries)
         descriptor = self._files[first.file]
@@ -228,10 +194,20 @@ class ReadStorage:
             self._verifier.check(index, entry, block)
 
     def release(self, index: int) -> None:
-        self._pages.release(index)
+        with self._lock:
+            self._places.remove(index)
+
+    def resize(self, capacity_bytes: int) -> None:
+        whole_pages = min(capacity_bytes, sum(self._sizes)) // mmap.PAGESIZE * mmap.PAGESIZE
+        with self._lock:
+            self._places.resize(whole_pages)
 
     def trim(self) -> None:
-        self._pages.trim()
+        with self._lock:
+            self._places.trim()
+
+    def on_place(self, follow: Follow) -> None:
+        self._follow = follow
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -277,6 +253,12 @@ class MappedStorage:
         """Start and length of the whole pages that hold an expert; a neighbour in them is read again if asked for."""
         start = entry.offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         return start, min(page_bytes(entry.offset_bytes + entry.size_bytes), len(self._maps[entry.file])) - start
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Nothing is held but what is released one by one."""
+
+    def on_place(self, follow: Follow) -> None:
+        """They are where their files are mapped."""
 
     def release(self, index: int) -> None:
         entry = self._entries[index]

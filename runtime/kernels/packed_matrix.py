@@ -74,6 +74,12 @@ class PackedMatrix:
         self.columns = columns
         self.spec = spec
 
+    def move_to(self, data: Bytes) -> None:
+        """The same matrix in other memory, uint8[packed_bytes]. Raises ValueError if it is not as large."""
+        check_array(data, "data", np.uint8, 1)
+        require(data.size == self.data.size, "data: expected as many bytes as before")
+        self.data = data
+
 
 def _crumbs(planes: Bytes, bits: int) -> Bytes:
     """Split bytes into fields of `bits` bits, lowest first, along a new third axis.

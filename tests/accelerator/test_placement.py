@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.accelerator.image import entry_bytes, expert_bytes
 from moec.runtime.accelerator.placement import place_experts, working_bytes
+from moec.runtime.bound_experts import bind_experts
 from moec.runtime.bundle import open_bundle
-from moec.runtime.model import bind_experts, load_dense
+from moec.runtime.model import load_dense
 from moec.runtime.storage import open_storage
 
 

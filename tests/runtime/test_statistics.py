@@ -102,6 +102,9 @@ class GatedStorage:
     def release(self, index: int) -> None:
         pass
 
+    def resize(self, capacity_bytes: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -14,10 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
-from moec.runtime import storage as storage_module
+from moec.runtime import arena as arena_module
+from moec.runtime import kernels
+from moec.runtime.bound_experts import bind_experts
 from moec.runtime.bundle import Bundle, open_bundle
+from moec.runtime.model import load_dense
 from moec.runtime.options import IoMode
-from moec.runtime.storage import open_storage, resident_bytes
+from moec.runtime.storage import ReadStorage, open_storage
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
 every_mode = pytest.mark.parametrize("io", MODES)
@@ -112,51 +115,85 @@ def test_release_unmaps_a_file_range(tiny_bundle: Path) -> None:
 
 @pytest.mark.parametrize("moves", [True, False], ids=["mremap", "without"])
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-def test_released_pages_go_to_the_next_read(
+def test_memory_goes_from_expert_to_expert(
     tiny_bundle: Path, io: IoMode, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not moves:
-        monkeypatch.setattr(storage_module, "find_page_mover", lambda: None)
+        monkeypatch.setattr(arena_module, "find_page_mover", lambda: None)
     bundle = open_bundle(tiny_bundle)
-    storage = open_storage(bundle, io, verify=True)
-    indices = range(len(bundle.manifest.experts))
-    assert all(pages_present(storage.block(index)) == 0 for index in indices)
+    entries = bundle.manifest.experts
+    capacity = max(sum(entry.size_bytes for entry in entries[i : i + 3]) for i in range(len(entries) - 2))
+    storage = open_storage(bundle, io, True, capacity)
+    assert isinstance(storage, ReadStorage)
+    memory = storage._arena.view
+    assert pages_present(memory) == 0
     for index in (3, 4, 5):
         storage.load(index)
-        assert pages_present(storage.block(index)) * mmap.PAGESIZE == storage.block(index).nbytes
-    storage.release(4)
-    storage.load(9)
-    assert [pages_present(storage.block(index)) > 0 for index in (3, 4, 5, 9)] == [True, False, True, True]
-    for index in (3, 5, 9):
-        assert storage.block(index).tobytes() == file_bytes(bundle, index)
-    assert resident_bytes(storage.block(4)) in (0, -1)
-    assert resident_bytes(storage.block(5)) in (storage.block(5).nbytes, -1)
+    for index in range(6, len(entries)):
+        storage.release(index - 3)
+        storage.load(index)
+        for held in (index - 2, index - 1, index):
+            assert storage.block(held).tobytes() == file_bytes(bundle, held)
+        assert pages_present(memory) * mmap.PAGESIZE <= capacity
+    storage.trim()
+    assert pages_present(memory) * mmap.PAGESIZE == sum(entry.size_bytes for entry in entries[-3:])
     storage.close()
 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_pages_never_exceed_what_is_loaded_and_released(tiny_bundle: Path, data: st.DataObject) -> None:
-    """Sizes differ here; a place may be read again while its pages still wait for a taker."""
+def test_experts_keep_their_bytes_inside_a_capacity_that_changes(tiny_bundle: Path, data: st.DataObject) -> None:
+    """Sizes differ here. Who follows is told where every expert is read to."""
     bundle = open_bundle(tiny_bundle)
-    storage = open_storage(bundle, "direct", verify=False)
-    count = len(bundle.manifest.experts)
+    sizes = [entry.size_bytes for entry in bundle.manifest.experts]
+    capacity = data.draw(st.integers(max(sizes), sum(sizes)))
+    storage = open_storage(bundle, "direct", False, capacity)
+    assert isinstance(storage, ReadStorage)
+    seen: dict[int, np.ndarray] = {}
+    storage.on_place(seen.__setitem__)
     held: set[int] = set()
-    waiting = 0  # bytes released since the last read
     for _ in range(data.draw(st.integers(1, 25))):
-        index = data.draw(st.integers(0, count - 1))
-        if index in held and data.draw(st.booleans()):
+        index = data.draw(st.integers(0, len(sizes) - 1))
+        used = sum(sizes[i] for i in held)
+        if index in held:
             storage.release(index)
             held.discard(index)
-            waiting += storage.block(index).nbytes
-        elif index not in held:
+        elif used + sizes[index] <= capacity // mmap.PAGESIZE * mmap.PAGESIZE:
             storage.load(index)
             held.add(index)
-            waiting = max(0, waiting - storage.block(index).nbytes)
-        resident = sum(pages_present(storage.block(i)) for i in range(count)) * mmap.PAGESIZE
-        assert sum(storage.block(i).nbytes for i in held) <= resident
-        assert resident <= sum(storage.block(i).nbytes for i in held) + waiting
-        assert all(storage.block(i).tobytes() == file_bytes(bundle, i) for i in held)
+        else:
+            capacity = data.draw(st.integers(max(used, *sizes), sum(sizes)))
+            storage.resize(capacity)
+        assert all(seen[i].tobytes() == storage.block(i).tobytes() == file_bytes(bundle, i) for i in held)
+        assert pages_present(storage._arena.view) * mmap.PAGESIZE <= capacity
+    storage.close()
+
+
+def test_kernels_follow(tiny_bundle: Path) -> None:
+    bundle = open_bundle(tiny_bundle)
+    stored = bundle.manifest.stored_experts
+    storage = open_storage(bundle, "direct", False, sum(entry.size_bytes for entry in stored[:3]))
+    experts = bind_experts(bundle, stored, storage, load_dense(bundle, verify=False))
+    hidden = bundle.manifest.model.hidden_size
+    x = np.random.default_rng(0).standard_normal((1, hidden), np.float32)
+
+    def result(index: int) -> np.ndarray:
+        out = np.zeros((1, 1, hidden), np.float32)
+        kernels.expert_ffn(experts[index], x, np.zeros(1, np.int32), np.zeros(1, np.int32), out)
+        return out
+
+    storage.load(0)
+    expected, place = result(0), storage.block(0).__array_interface__["data"][0]
+    for index in (1, 2):
+        storage.load(index)
+    for index in (0, 1, 2):
+        storage.release(index)
+    storage.load(1)
+    storage.load(0)
+    assert storage.block(0).__array_interface__["data"][0] != place
+    assert np.array_equal(result(0), expected)
+    with pytest.raises(ValueError, match="expected"):
+        experts[0].move_to(*[storage.block(0)[:16]] * 3)
     storage.close()
 
 

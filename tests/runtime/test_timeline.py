@@ -200,7 +200,8 @@ def test_without_advice_time_changes_no_count(
     assert again == found
     faster = replace(device, storage_bytes_per_s=2 * device.storage_bytes_per_s)
     better = predict_timeline(trace, sizes, capacity, records, policy, faster, no_advice, capacity, warm)
-    assert better.ttft_ns <= found.ttft_ns and (better.tpot_mean_ns or 0) <= (found.tpot_mean_ns or 0)
+    # Reads end at whole nanoseconds: a first token that is one earlier may leave that one to the others.
+    assert better.ttft_ns <= found.ttft_ns and (better.tpot_mean_ns or 0) <= (found.tpot_mean_ns or 0) + 1
 
 
 @settings(max_examples=60, deadline=None)

@@ -367,10 +367,12 @@ NB_MODULE(_native, module) {
         .def(nb::init<nb::handle, int64_t, int64_t, int, int64_t, bool, int, bool>(), "data"_a, "rows"_a, "columns"_a, "bitwidth"_a,
              "group_size"_a, "symmetric"_a, "float_type"_a, "byte_scales"_a)
         .def_prop_ro("rows", [](const PackedMatrix& matrix) { return matrix.view.rows; })
-        .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; });
+        .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; })
+        .def("move_to", &PackedMatrix::move_to, "data"_a);
     nb::class_<Expert>(module, "Expert")
         .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list>(), "gate"_a.none(), "up"_a, "down"_a, "activation"_a = 0,
-             "limit"_a = 0.0f, "biases"_a = nb::list());
+             "limit"_a = 0.0f, "biases"_a = nb::list())
+        .def("follow_matrices", &Expert::follow_matrices);
     module.def("available", available_names);
     module.def("active", [] { return active_kernels().name; });
     module.def("select", bind_select, "name"_a);

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "arguments.h"
 #include "operations.h"
@@ -14,20 +15,30 @@ namespace moec {
 
 // A matrix and the hold on its memory.
 struct PackedMatrix {
-    Array data;
+    std::unique_ptr<Array> data;
     MatrixView view;
 
     PackedMatrix(nb::handle bytes, int64_t rows, int64_t columns, int bitwidth, int64_t group_size, bool is_symmetric, int float_type,
                  bool has_byte_scales)
-        : data(bytes, "data", Kind::kUint8, 1),
-          view{data.data<const uint8_t>(), rows, columns, group_size, bitwidth, is_symmetric, static_cast<FloatType>(float_type), has_byte_scales} {
+        : data(std::make_unique<Array>(bytes, "data", Kind::kUint8, 1)),
+          view{data->data<const uint8_t>(), rows, columns, group_size, bitwidth, is_symmetric, static_cast<FloatType>(float_type), has_byte_scales} {
         if (float_type < 0 || float_type > static_cast<int>(FloatType::kMxfp4) || !is_valid(view)) {
             refuse("not a matrix of the format: " + std::to_string(rows) + " x " + std::to_string(columns) + ", bitwidth " +
                    std::to_string(bitwidth) + ", group_size " + std::to_string(group_size));
         }
-        if (data.bytes() != packed_bytes(view)) {
-            refuse("data: expected " + std::to_string(packed_bytes(view)) + " bytes, found " + std::to_string(data.bytes()));
+        if (data->bytes() != packed_bytes(view)) {
+            refuse("data: expected " + std::to_string(packed_bytes(view)) + " bytes, found " + std::to_string(data->bytes()));
         }
+    }
+
+    // The same matrix in other memory of as many bytes.
+    void move_to(nb::handle bytes) {
+        auto other = std::make_unique<Array>(bytes, "data", Kind::kUint8, 1);
+        if (other->bytes() != data->bytes()) {
+            refuse("data: expected " + std::to_string(data->bytes()) + " bytes, found " + std::to_string(other->bytes()));
+        }
+        data = std::move(other);
+        view.data = data->data<const uint8_t>();
     }
 };
 
@@ -63,6 +74,13 @@ struct Expert {
         if (!is_same || view.down.rows != view.gate.columns || view.down.columns != view.gate.rows) {
             refuse("gate, up and down: expected F x D, F x D and D x F");
         }
+    }
+
+    // After its matrices have moved.
+    void follow_matrices() {
+        view.gate.data = nb::cast<const PackedMatrix&>(gate.is_none() ? up : gate).view.data;
+        view.up.data = nb::cast<const PackedMatrix&>(up).view.data;
+        view.down.data = nb::cast<const PackedMatrix&>(down).view.data;
     }
 };
 

@@ -1,0 +1,78 @@
+"""The memory of the experts: addresses, a part of which holds something, and memory that goes from one to the other."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import mmap
+
+from .address_space import find_page_mover, map_anonymous
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class Arena:
+    """Anonymous memory for `Places`: resident is what has been touched and neither moved nor given back.
+
+    view: uint8 [size_bytes], which begins where a huge page does. Raises MemoryBudgetExceeded if the system refuses.
+    """
+
+    def __init__(self, size_bytes: int, what: str) -> None:
+        # A huge page under one expert would make its neighbour resident: they are for whole gaps alone.
+        self._mapped, whole = map_anonymous(size_bytes + HUGE_PAGE_BYTES, what, huge_pages=False)
+        self._first = -whole.__array_interface__["data"][0] % HUGE_PAGE_BYTES
+        self.view = whole[self._first : self._first + size_bytes]
+        self._address = self.view.__array_interface__["data"][0]
+        self._move = find_page_mover()
+        self._borders = [0, size_bytes]  # the system moves no range over where memory came from different places
+
+    def expect(self, start: int, end: int, is_whole: bool) -> None:
+        """Memory will be wanted here; is_whole: so much of it that huge pages are full."""
+        self._advise(mmap.MADV_HUGEPAGE if is_whole else mmap.MADV_NOHUGEPAGE, start, end)
+
+    def give_back(self, start: int, end: int) -> None:
+        """Nothing in these whole pages is needed any more."""
+        self._mapped.madvise(mmap.MADV_DONTNEED, self._first + start, end - start)
+
+    def abandon(self, start: int, end: int) -> None:
+        """The same, for addresses that a huge page next to them must not make resident."""
+        self.give_back(start, end)
+        self._advise(mmap.MADV_NOHUGEPAGE, start, end)
+
+    def pieces(self, start: int, end: int) -> int:
+        """How many moves a range takes."""
+        return len(self._pieces(start, end))
+
+    def move(self, source: int, target: int, size_bytes: int) -> None:
+        """Bring pages to addresses that have none; where the system does not move them, new ones come there."""
+        for start, end in self._pieces(source, source + size_bytes):
+            place = target + start - source
+            if self._move is None or not self._move(self._address + start, self._address + place, end - start):
+                self.give_back(start, end)
+                self._advise(mmap.MADV_NOHUGEPAGE, place, place + end - start)
+            else:
+                self._divide(start, end)
+                self._divide(place, place + end - start)
+                self._unite(place, place + end - start)
+
+    def _pieces(self, start: int, end: int) -> list[tuple[int, int]]:
+        """A range, divided where borders lie in it."""
+        inner = self._borders[bisect.bisect_right(self._borders, start) : bisect.bisect_left(self._borders, end)]
+        return list(zip([start, *inner], [*inner, end], strict=True))
+
+    def _divide(self, *places: int) -> None:
+        for place in places:
+            at = bisect.bisect_left(self._borders, place)
+            if at == len(self._borders) or self._borders[at] != place:
+                self._borders.insert(at, place)
+
+    def _unite(self, start: int, end: int) -> None:
+        """What a range was divided into before is one now."""
+        borders = self._borders
+        del borders[bisect.bisect_right(borders, start) : bisect.bisect_left(borders, end)]
+
+    def _advise(self, advice: int, start: int, end: int) -> None:
+        # EINVAL: the system has no huge pages.
+        with contextlib.suppress(OSError, AttributeError):
+            self._mapped.madvise(advice, self._first + start, end - start)
+        self._divide(start, end)
