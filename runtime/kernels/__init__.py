@@ -180,7 +180,13 @@ class Expert(reference.Expert):
         self.native = extension.Expert(*parts, code, self.limit, list(self.biases)) if extension else None
 
     def move_to(self, gate: Bytes | None, up: Bytes, down: Bytes) -> None:
-        super().move_to(gate, up, down)
+        """The same expert in other memory, uint8[packed_bytes] each; no call may be computing with it.
+
+        Raises ValueError if one is not as large as before.
+        """
+        for matrix, data in ((self.gate, gate), (self.up, up), (self.down, down)):
+            if matrix is not None and data is not None:
+                matrix.move_to(data)
         if self.native is not None:
             self.native.follow_matrices()
 

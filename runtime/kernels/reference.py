@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from moec.manifests.quant import COLUMNS_PER_TILE
 
 from .packed_matrix import (
-    Bytes,
     Floats,
     Int32s,
     Int64s,
@@ -71,15 +70,6 @@ class Expert:
         self.limit = limit
         self.biases = tuple(biases)
         self._bind()
-
-    def move_to(self, gate: Bytes | None, up: Bytes, down: Bytes) -> None:
-        """The same expert in other memory, uint8[packed_bytes] each; no call may be computing with it.
-
-        Raises ValueError if one is not as large as before.
-        """
-        for matrix, data in ((self.gate, gate), (self.up, up), (self.down, down)):
-            if matrix is not None and data is not None:
-                matrix.move_to(data)
 
     def _bind(self) -> None:
         """For kernels that keep a form of their own."""
