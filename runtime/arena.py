@@ -9,7 +9,9 @@ import mmap
 from .address_space import find_page_mover, map_anonymous
 
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_COLD = 20  # Linux 5.4; the module has no name for it
+# Linux; other systems refuse or lack them, and go without.
+_HUGE, _NOT_HUGE = getattr(mmap, "MADV_HUGEPAGE", 14), getattr(mmap, "MADV_NOHUGEPAGE", 15)
+_COLD = 20  # Linux 5.4; the module has no name for it
 
 
 class Arena:
@@ -29,7 +31,7 @@ class Arena:
 
     def expect(self, start: int, end: int, is_whole: bool) -> None:
         """Memory will be wanted here; is_whole: so much of it that huge pages are full."""
-        self._advise(mmap.MADV_HUGEPAGE if is_whole else mmap.MADV_NOHUGEPAGE, start, end)
+        self._advise(_HUGE if is_whole else _NOT_HUGE, start, end)
 
     def give_back(self, start: int, end: int) -> None:
         """Nothing in these whole pages is needed any more."""
@@ -40,8 +42,8 @@ class Arena:
 
         A part of a huge page is charged to a control group until the page is split, which this advice does on its way.
         """
-        self._advise(mmap.MADV_NOHUGEPAGE, start, end)
-        self._advise(_MADV_COLD, start, end)
+        self._advise(_NOT_HUGE, start, end)
+        self._advise(_COLD, start, end)
         self.give_back(start, end)
 
     def pieces(self, start: int, end: int) -> int:
@@ -54,7 +56,7 @@ class Arena:
             place = target + start - source
             if self._move is None or not self._move(self._address + start, self._address + place, end - start):
                 self.give_back(start, end)
-                self._advise(mmap.MADV_NOHUGEPAGE, place, place + end - start)
+                self._advise(_NOT_HUGE, place, place + end - start)
             else:
                 self._divide(start, end)
                 self._divide(place, place + end - start)
@@ -77,7 +79,6 @@ class Arena:
         del borders[bisect.bisect_right(borders, start) : bisect.bisect_left(borders, end)]
 
     def _advise(self, advice: int, start: int, end: int) -> None:
-        # EINVAL: the system has no huge pages.
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError):
             self._mapped.madvise(advice, self._first + start, end - start)
         self._divide(start, end)
