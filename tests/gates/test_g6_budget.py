@@ -103,6 +103,33 @@ def test_a_group_with_64_mib_more_is_never_full(bundle: Path, tokens: int) -> No
         group.rmdir()
 
 
+ABANDON = """
+import mmap, os, sys
+from moec.runtime.arena import HUGE_PAGE_BYTES, Arena
+from pathlib import Path
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+arena, size, half = Arena(32 * HUGE_PAGE_BYTES, "a test"), 32 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES // 2
+arena.expect(0, size, is_whole=True)
+arena.view[:: mmap.PAGESIZE] = 1
+for start in range(0, size, HUGE_PAGE_BYTES):
+    arena.abandon(start, start + half)
+print((Path(sys.argv[1]) / "memory.usage_in_bytes").read_text())
+"""
+
+
+def test_halves_of_huge_pages_are_charged_no_more_once_they_are_abandoned() -> None:
+    group = own_group() / f"moec-g6-halves-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control groups of memory here: {error}")
+    try:
+        done = subprocess.run([sys.executable, "-c", ABANDON, str(group)], capture_output=True, text=True, check=True)
+        assert 32 << 20 <= int(done.stdout) <= 40 << 20, "32 MiB are held, beside what the process takes"
+    finally:
+        group.rmdir()
+
+
 def own_group() -> Path:
     """The group of memory that this process is in (version 1)."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
