@@ -98,7 +98,7 @@ def measure_decode(
     from moec.runtime.trace import TraceRecorder
 
     first_decoder_layer = engine.model.spec.first_decoder_layer
-    tracer = engine.model.trace = TraceRecorder(engine.model.times, engine.cache.stats, first_decoder_layer)
+    tracer = engine.model.trace = TraceRecorder(engine.model.times, lambda: engine.cache.stats, first_decoder_layer)
     recorder = RunRecorder(prompt_tokens)
     with output.Progress(title) as progress:
         text: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,28 @@ from . import kernels
 from .bundle import Bundle
 from .storage import ExpertStorage
 
+_NO_GATE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BoundExperts:
+    """experts: kernels.Expert per manifest entry, None if left out. parts: where gate, up and down lie in its bytes."""
+
+    experts: list[Any]
+    parts: list[list[tuple[int, int] | None]]
+
+    def native(self, index: int) -> tuple[Any, int, int, int]:
+        """What the extension knows of an expert, None if left out, and where gate (-1: none), up and down begin."""
+        if self.experts[index] is None:
+            return None, _NO_GATE, 0, 0
+        gate, up, down = (_NO_GATE if part is None else part[0] for part in self.parts[index])
+        return self.experts[index].native, gate, up, down
+
 
 def bind_experts(
     bundle: Bundle, entries: Sequence[ExpertEntry], storage: ExpertStorage, dense: dict[str, Any]
-) -> list[Any]:
-    """One kernels.Expert per manifest entry; None if left out. Touches no page.
+) -> BoundExperts:
+    """Kernels over the bytes of every manifest entry. Touches no page.
 
     They follow to the places that storage gives them from now on: computing with one that is not there reads another.
     """
@@ -49,7 +67,7 @@ def bind_experts(
         bound[index].move_to(gate, up, down)
 
     storage.on_place(follow)
-    return bound
+    return BoundExperts(bound, parts)
 
 
 def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -> list[np.ndarray]:

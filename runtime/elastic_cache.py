@@ -17,9 +17,9 @@ from moec.manifests.bundle import BundleManifest
 from moec.profiles.freed_memory import give_back_freed_memory
 
 from .budget import MemoryPlan, longest_pass, pass_bytes
-from .expert_cache import ExpertCache
 from .kv_cache import KV_TYPES
 from .options import RuntimeOptions
+from .streaming_cache import StreamingCache
 
 _TRIMMED_TOKENS = 16
 """After a pass of more tokens the allocator is asked to give back what it keeps."""
@@ -28,7 +28,9 @@ _TRIMMED_TOKENS = 16
 class ElasticCache:
     """Sizes one expert cache pass by pass. For budgets; a cache of a given size stays as it is."""
 
-    def __init__(self, manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOptions, cache: ExpertCache) -> None:
+    def __init__(
+        self, manifest: BundleManifest, plan: MemoryPlan, options: RuntimeOptions, cache: StreamingCache
+    ) -> None:
         """plan: with budget_bytes; its cache_bytes is the size beside a full context and the longest pass."""
         slots, self._element_bytes = options.slots, np.dtype(KV_TYPES[options.kv]).itemsize
         self._plan, self._cache = plan, cache

@@ -28,13 +28,13 @@ from .bundle import Bundle, open_bundle, verify_files
 from .cache_statistics import CacheStats
 from .elastic_cache import ElasticCache
 from .eviction import bundle_records, policy_score, warm_order
-from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .mode_line import mode_line
 from .model import Model, load_dense
 from .modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
 from .modes.decoder import LossyDecoder, check_modes
 from .modes.logical_cache import LogicalCache
+from .native_cache import open_cache
 from .options import MAX_THREADS, RuntimeOptions
 from .predictors import make_predictor
 from .sampling import Sampler, SamplingOptions
@@ -97,14 +97,11 @@ class Engine:
         self._holds_all = int(sizes[:count].sum()) <= self.memory.cache_bytes
         self._storage = open_storage(bundle, options.io, options.verify, self.memory.cache_bytes)
         self._records = records = bundle_records(bundle, tables, stored)
-        score = policy_score(options.policy, options.policy_weights)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
-        self.cache = ExpertCache(
-            self._storage, sizes, self.memory.cache_bytes, records, score, pin_limit, options.readers
-        )
+        bound = bind_experts(bundle, stored, self._storage, dense)
+        self.cache = open_cache(self._storage, bound, sizes, self.memory.cache_bytes, records, options, pin_limit)
         self.kv = KVCache(manifest.model, options.slots, self.memory.context, options.kv)
-        experts = bind_experts(bundle, stored, self._storage, dense)
-        self.model = Model(bundle, dense, experts, self.cache, self.memory.context)
+        self.model = Model(bundle, dense, bound.experts, self.cache, self.memory.context)
         # What is read ahead may not depend on what this process takes either, where decisions go by it.
         held_bytes = self.memory.logical_cache_bytes if modes.reads_cache else self.memory.cache_bytes
         if int(sizes[:count].sum()) > held_bytes:
@@ -125,6 +122,7 @@ class Engine:
         self.cache.warm(warm)
         self.lossy = None
         if not modes.is_lossless:
+            score = policy_score(options.policy, options.policy_weights)
             limits = (sizes, held_bytes, records, score, held_bytes - manifest.cost.minimum_expert_bytes, warm)
             on_device = () if self.model.accelerator is None else self.model.accelerator.placement.resident
             logical = LogicalCache(*limits, on_device) if modes.reads_cache else None

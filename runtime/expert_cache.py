@@ -1,33 +1,26 @@
-"""ExpertCache: which routed experts are in memory, inside a capacity in bytes.
-
-`stream(keys)` yields experts ready to compute, hits first, misses as they arrive; an expert is leased while the
-caller holds it and is never evicted then. `prefetch(keys)` is advice: it may read, it never changes a result.
-`warm(keys)` fills free capacity behind everything else. A few reader threads serve all three in this order; advice that
-has gone stale is dropped unread.
-"""
+"""ExpertCache: a StreamingCache over any storage, under any policy, and the specification of NativeCache."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
-
+from .cache_statistics import CacheStats
 from .eviction import ExpertRecords, PolicyScore, eviction_order
 from .read_runs import ReadRuns
 from .readers import BusyClock, ReaderThreads
 from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
 from .storage import ExpertStorage
+from .streaming_cache import StreamingCache
 
 
-class ExpertCache:
+class ExpertCache(StreamingCache):
     """Residency of all routed experts of one bundle.
 
     sizes: padded bytes per expert, int64 [N]. capacity_bytes must hold the experts that one token needs in a layer.
@@ -48,8 +41,8 @@ class ExpertCache:
         order = partial(eviction_order, records, policy)
         runs = ReadRuns(sizes.tolist(), storage.successors, readers)
         ledger = Residency(sizes, capacity_bytes, records, order, pin_limit_bytes, storage.release, runs)
-        self._ledger, self._state, self._leases = ledger, ledger.state, ledger.is_leased
-        self.stats, self.prefetches = ledger.stats, ledger.prefetches
+        super().__init__(sizes, ledger.state)
+        self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for those who wait for experts
         self._work = threading.Condition(self._lock)  # for readers: a layer that only hits must not wake them
@@ -57,72 +50,31 @@ class ExpertCache:
         self._readers = ReaderThreads(readers, self._read_loop)
         self._reads, self._warming = BusyClock(), 0
         self._failures: dict[int, Exception] = {}
-        self._closed, self._process = False, os.getpid()
+        self._closed = False
+
+    @property
+    def stats(self) -> CacheStats:
+        return self._ledger.stats
 
     @property
     def capacity_bytes(self) -> int:
-        """What queued, loading and resident experts may take together."""
         return self._ledger.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What they take now."""
         return self._ledger.used_bytes
-
-    def holds(self, index: int) -> bool:
-        """Whether an expert is in memory or on its way; advice that has not begun may yet be dropped."""
-        return bool(self._state[index] in (LOADING, RESIDENT))
 
     # -- demand ------------------------------------------------------------------------------------------------
 
-    def stream(
-        self,
-        layer: int,
-        indices: Sequence[int],
-        look_ahead: Callable[[], Sequence[int]] = lambda: (),
-        together: bool = False,
-    ) -> Generator[list[int], None, None]:
-        """Yield each index once, when it is resident; it stays leased until the next ones are asked for.
-
-        together: all that are resident at once come in one list, else each in its own.
-        look_ahead: experts likely to be needed next, likeliest first; asked once this layer's reads are under way, and
-        behind its first hits if there are any, because what it names waits for those reads.
-        Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
-        ExecutionError after `close`.
-        """
-        if os.getpid() != self._process:  # the reader thread, and perhaps a lock, stayed behind
-            raise ExecutionError("the engine was loaded before this process was forked", "load the bundle in the child")
+    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         with self._lock:
             self._require_open()
-            hits, remaining = self._ledger.ask(layer, indices)
-            # Reads start before the hits compute, so that the two overlap.
-            self._ledger.issue(remaining)
+            hits, misses = self._ledger.ask(layer, indices)
+            self._ledger.issue(misses)
             self._wake_reader()
-        try:
-            is_to_look = bool(hits and remaining)
-            if not is_to_look:
-                self._follow(look_ahead())
-            while hits:
-                some = list(hits) if together else hits[:1]
-                yield some
-                del hits[: len(some)]
-                self._unlease(some)
-                if is_to_look:
-                    self._follow(look_ahead())
-                    is_to_look = False
-            while remaining:
-                some = self._wait_for_some(remaining, together)
-                yield some
-                remaining = [index for index in remaining if index not in some]
-                self._unlease(some)
-        finally:
-            self._unlease([*hits, *remaining])
+        return hits, misses
 
     def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Block until one of the remaining experts is resident, and return it, or with `together` all that are.
-
-        Reads that had no room are started as room appears.
-        """
         start_ns = time.perf_counter_ns()
         with self._changed:
             while True:
@@ -141,11 +93,7 @@ class ExpertCache:
                     self.stats.stall_ns += time.perf_counter_ns() - start_ns
                     return some
                 if not any(self._leases[i] for i in remaining) and not self._is_reading():
-                    raise MemoryBudgetExceeded(
-                        f"an expert of {self._ledger.sizes[remaining[0]]} bytes does not fit into the expert cache of "
-                        f"{self.capacity_bytes}",
-                        "raise `--memory` or `--expert-cache`",
-                    )
+                    raise self._too_large_error(remaining[0])
                 self._changed.wait()
 
     def _is_reading(self) -> bool:
@@ -161,34 +109,23 @@ class ExpertCache:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ExecutionError("the expert cache is closed", "load the bundle again")
+            raise self._closed_error()
 
     # -- advice ------------------------------------------------------------------------------------------------
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Read these experts ahead, likeliest first, as far as room and the pin limit go. Replaces older advice."""
         with self._lock:
             self._ledger.advise(indices)
             self._wake_reader()
 
-    def _follow(self, advice: Sequence[int]) -> None:
-        """Older advice stands where there is none."""
-        if advice:
-            self.prefetch(advice)
-
     # -- warm start --------------------------------------------------------------------------------------------
 
     def warm(self, indices: Sequence[int]) -> None:
-        """Fill free capacity, first index first, while nothing more urgent is to be read; evicts nothing.
-
-        An expert that cannot be read is left out: who asks for it is told why.
-        """
         with self._lock:
             self._warmup = deque(indices)
             self._wake_reader()
 
     def finish_warming(self) -> None:
-        """Block until the warm start has filled what it can."""
         with self._changed:
             while not self._closed and (self._warmup or self._warming):
                 self._changed.wait()
@@ -206,10 +143,6 @@ class ExpertCache:
     # -- room --------------------------------------------------------------------------------------------------
 
     def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity between passes: what no longer fits is evicted and its memory given back.
-
-        Blocks while reads that are under way stand in the way; capacity_bytes must hold a token's experts of a layer.
-        """
         ledger = self._ledger
         with self._changed:
             ledger.pin_limit_bytes += capacity_bytes - ledger.capacity_bytes
@@ -301,23 +234,14 @@ class ExpertCache:
             self._ledger.arrive(index)
 
     def check_invariants(self) -> None:
-        """Raise RuntimeError if the ledger and the states disagree (for tests)."""
         with self._lock:
-            held = int(np.array(self._ledger.sizes)[self._state != ABSENT].sum())
-            if held != self.used_bytes or held > self.capacity_bytes:
-                raise RuntimeError(f"ledger {self.used_bytes}, held {held}, capacity {self.capacity_bytes}")
-
-    def has(self, index: int) -> bool:
-        """Whether an expert is in memory now."""
-        return bool(self._state[index] == RESIDENT)
+            self._check(self.used_bytes, int(self._sizes[self._state != ABSENT].sum()))
 
     def resident(self) -> np.ndarray:
-        """Indices now in memory."""
         with self._lock:
             return np.flatnonzero(self._state == RESIDENT)
 
     def close(self) -> None:
-        """Stop the readers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

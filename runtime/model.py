@@ -22,7 +22,6 @@ from .address_space import map_anonymous
 from .attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_attention
 from .bundle import Bundle
 from .cross_attention import CrossAttention
-from .expert_cache import ExpertCache
 from .kv_cache import KVCache
 from .modes.choice import PassChoice
 from .norms import Norm, stream_norms
@@ -35,6 +34,7 @@ from .rotary import RotaryTables
 from .routing import Router
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
+from .streaming_cache import StreamingCache
 from .trace import TraceRecorder
 
 
@@ -91,7 +91,7 @@ class Model:
     """Weights of one bundle, ready to run. Row t of every result depends on token t and its sequence alone."""
 
     def __init__(
-        self, bundle: Bundle, dense: dict[str, Any], experts: list[Any], cache: ExpertCache, context: int
+        self, bundle: Bundle, dense: dict[str, Any], experts: list[Any], cache: StreamingCache, context: int
     ) -> None:
         self.spec = bundle.manifest.model
         self.dense, self.experts, self._cache = dense, experts, cache

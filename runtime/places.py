@@ -75,6 +75,13 @@ class Places:
             self._gaps.add(start, start + self._sizes[index])
             self._used_bytes -= self._sizes[index]
 
+    def hand_over(self, index: int, heir: int) -> None:
+        """An expert's place is another's of its size now, and where that had one, that is the expert's."""
+        own = self._starts.pop(heir, None)
+        self._starts[heir] = self._starts.pop(index)
+        if own is not None:
+            self._starts[index] = own
+
     def resize(self, capacity_bytes: int) -> None:
         """Change what places and gaps may take; what is placed fits in it."""
         self._shed(self._used_bytes + self._gaps.total - capacity_bytes)

@@ -30,6 +30,8 @@ from .read_runs import NONE, successors
 
 Follow = Callable[[int, np.ndarray], None]
 """An expert and its bytes, uint8 [size_bytes]."""
+HandOvers = tuple[list[tuple[int, int]], list[int]]
+"""Experts that gave their place to another of their size, in order, each with the other; experts that left theirs."""
 _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -196,6 +198,24 @@ class ReadStorage:
     def release(self, index: int) -> None:
         with self._lock:
             self._places.remove(index)
+
+    def source(self, index: int) -> tuple[int, int, int]:
+        """File descriptor, offset and size of an expert; descriptor -1 of one that is left out."""
+        entry = self._entries[index]
+        return self._files.get(entry.file, -1), entry.offset_bytes, entry.size_bytes
+
+    def address(self, index: int) -> int:
+        """Of the first byte of an expert that has a place."""
+        return int(self.block(index).__array_interface__["data"][0])
+
+    def follow_hand_overs(self, take: Callable[[], HandOvers]) -> None:
+        """Take over what became of places while others than `load` gave them out. take: tells it once."""
+        with self._lock:
+            moved, spare = take()
+            for before, index in moved:
+                self._places.hand_over(before, index)
+            for index in spare:
+                self._places.remove(index)
 
     def resize(self, capacity_bytes: int) -> None:
         whole_pages = min(capacity_bytes, sum(self._sizes)) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -175,13 +175,13 @@ def _scores_of(layers: Sequence[_Layer]) -> PassScores | None:
 
 
 class TraceRecorder:
-    """Notes passes while they run. times, cache: the counters of the running model, which go on counting.
+    """Notes passes while they run. times: of the running model, which go on counting. cache: tells its cache's.
 
     first_decoder_layer: the passes of an encoder end there.
     """
 
-    def __init__(self, times: PhaseTimes, cache: CacheStats, first_decoder_layer: int = 0) -> None:
-        self._times, self._cache, self._before = times, cache, cache.copy()
+    def __init__(self, times: PhaseTimes, cache: Callable[[], CacheStats], first_decoder_layer: int = 0) -> None:
+        self._times, self._cache, self._before = times, cache, cache().copy()
         self._first_layers = {0, first_decoder_layer}
         self._has_encoder = first_decoder_layer > 0
         self._layers: list[_Layer] = []
@@ -191,7 +191,7 @@ class TraceRecorder:
     @property
     def read_bytes_per_s(self) -> int | None:
         """What storage gave while it was reading, latency included; None where too little was read to tell."""
-        since = self._cache.since(self._before)
+        since = self._cache().since(self._before)
         if since.bytes_read < LEAST_READ_BYTES or not since.busy_ns:
             return None
         return since.bytes_read * 10**9 // since.busy_ns
@@ -199,7 +199,7 @@ class TraceRecorder:
     def begin(self) -> None:
         """A pass begins; what was recorded of one that did not end is dropped."""
         self._layers.clear()
-        self._started_ns, self._stall_ns = time.perf_counter_ns(), self._cache.stall_ns
+        self._started_ns, self._stall_ns = time.perf_counter_ns(), self._cache().stall_ns
         self._start_times = self._times.copy()
 
     def add_layer(
@@ -242,7 +242,7 @@ class TraceRecorder:
                 shared_ns=tuple(each.shared_ns for each in gained),
                 head_ns=dense[-1],
                 elapsed_ns=time.perf_counter_ns() - self._started_ns,
-                stall_ns=self._cache.stall_ns - self._stall_ns,
+                stall_ns=self._cache().stall_ns - self._stall_ns,
                 first_layer=layers[0].index,
                 scores=_scores_of(layers),
             )

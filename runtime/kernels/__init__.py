@@ -33,6 +33,7 @@ __all__ = [
     "experts_of_token",
     "layer_norm",
     "linear",
+    "native",
     "rms_norm",
     "rope",
     "route",
@@ -95,6 +96,11 @@ def _compiled() -> ModuleType | None:
     """The extension if the active kernels are native."""
     extension = _extension()
     return None if _state.uses_numpy else extension
+
+
+def native() -> ModuleType | None:
+    """The extension, whose `ExpertReads` the expert cache is made of; None where numpy computes."""
+    return _compiled()
 
 
 def available() -> tuple[str, ...]:

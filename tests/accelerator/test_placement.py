@@ -43,7 +43,7 @@ def test_sizes_are_known_before_anything_is_read(tiny_bundle: Path) -> None:
     bundle = open_bundle(tiny_bundle)
     stored = bundle.manifest.stored_experts
     storage = open_storage(bundle, "buffered", verify=False)
-    experts = bind_experts(bundle, stored, storage, load_dense(bundle, verify=False))
+    experts = bind_experts(bundle, stored, storage, load_dense(bundle, verify=False)).experts
     for entry, expert in zip(stored, experts, strict=True):
         assert entry_bytes(bundle.manifest.model, entry) == expert_bytes(expert) <= entry.size_bytes
     storage.close()

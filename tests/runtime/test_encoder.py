@@ -60,7 +60,7 @@ def counted(engine: Engine) -> Iterator[Counter[int]]:
 
 
 def recorder(engine: Engine) -> TraceRecorder:
-    return TraceRecorder(engine.model.times, engine.cache.stats, engine.model.spec.first_decoder_layer)
+    return TraceRecorder(engine.model.times, lambda: engine.cache.stats, engine.model.spec.first_decoder_layer)
 
 
 def asked(trace: TraceRecorder, experts_per_layer: int = 6) -> list[Access]:

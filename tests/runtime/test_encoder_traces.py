@@ -43,7 +43,7 @@ def record(path: Path, policy: str, experts: int, prefetch: str = "off") -> tupl
         engine.cache.finish_warming()
         before = engine.cache.stats.copy()
         first = manifest.model.first_decoder_layer
-        trace = engine.model.trace = TraceRecorder(engine.model.times, engine.cache.stats, first)
+        trace = engine.model.trace = TraceRecorder(engine.model.times, lambda: engine.cache.stats, first)
         engine.begin_texts([0], [PROMPT])
         for position, token in enumerate(TOKENS):
             engine.model.logits(engine.step([token], [0], [position]))

@@ -173,7 +173,7 @@ def test_kernels_follow(tiny_bundle: Path) -> None:
     bundle = open_bundle(tiny_bundle)
     stored = bundle.manifest.stored_experts
     storage = open_storage(bundle, "direct", False, sum(entry.size_bytes for entry in stored[:3]))
-    experts = bind_experts(bundle, stored, storage, load_dense(bundle, verify=False))
+    experts = bind_experts(bundle, stored, storage, load_dense(bundle, verify=False)).experts
     hidden = bundle.manifest.model.hidden_size
     x = np.random.default_rng(0).standard_normal((1, hidden), np.float32)
 

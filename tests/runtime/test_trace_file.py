@@ -280,7 +280,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
 def test_times_go_to_the_layer_that_took_them() -> None:
     """Two layers; a mark is taken when a layer has chosen, before its experts run."""
     times, cache = PhaseTimes(), CacheStats()
-    recorder = TraceRecorder(times, cache)
+    recorder = TraceRecorder(times, lambda: cache)
     times.dense_ns += 10
     recorder.add_layer(0, np.array([[3, 1]], np.int32), [5])
     times.experts_ns += 20
@@ -302,7 +302,7 @@ def test_times_go_to_the_layer_that_took_them() -> None:
 
 def test_passes_of_an_encoder_and_of_the_decoder_behind_it_are_kept_apart(tmp_path: Path) -> None:
     """One layer of an encoder, two of a decoder, four experts each."""
-    recorder = TraceRecorder(PhaseTimes(), CacheStats(), first_decoder_layer=1)
+    recorder = TraceRecorder(PhaseTimes(), CacheStats, first_decoder_layer=1)
     recorder.add_layer(0, np.array([[3], [1]], np.int32), [])
     for _ in range(2):
         for layer in (1, 2):
@@ -324,7 +324,7 @@ def test_passes_of_an_encoder_and_of_the_decoder_behind_it_are_kept_apart(tmp_pa
 
 def test_the_rate_of_storage_is_that_of_the_run_where_it_read_enough() -> None:
     cache = CacheStats(bytes_read=1 << 40, busy_ns=1)
-    recorder = TraceRecorder(PhaseTimes(), cache)
+    recorder = TraceRecorder(PhaseTimes(), lambda: cache)
     assert recorder.read_bytes_per_s is None
     cache.bytes_read += LEAST_READ_BYTES
     assert recorder.read_bytes_per_s is None, "no time has passed"

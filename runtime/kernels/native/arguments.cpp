@@ -25,6 +25,8 @@ KindFacts facts_of(Kind kind) {
             return {"int64", "lq", 8};
         case Kind::kFloat16:
             return {"float16", "e", 2};
+        case Kind::kFloat64:
+            return {"float64", "d", 8};
         default:
             return {"float32", "f", 4};
     }

@@ -11,7 +11,7 @@ namespace moec {
 
 namespace nb = nanobind;
 
-enum class Kind { kUint8, kInt32, kInt64, kFloat16, kFloat32 };
+enum class Kind { kUint8, kInt32, kInt64, kFloat16, kFloat32, kFloat64 };
 enum class Access { kRead, kWrite };
 
 // A C-contiguous array, held through the buffer protocol for as long as this object lives. Needs the interpreter lock to be

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bound_weights.h"
+#include "cache_bindings.h"
 #include "half_float.h"
 #include "operations.h"
 #include "thread_pool.h"
@@ -391,4 +392,5 @@ NB_MODULE(_native, module) {
     module.def("route", bind_route, "logits"_a, "renormalize"_a, "experts"_a, "weights"_a);
     module.def("router_shares", bind_router_shares, "matrices"_a, "norms"_a, "eps"_a, "x"_a, "out"_a);
     module.def("exp", bind_exp, "x"_a, "out"_a);
+    bind_cache(module);
 }

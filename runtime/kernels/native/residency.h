@@ -1,0 +1,106 @@
+// Which of N experts are absent, queued, being read or in memory, and what makes room for another: the decisions of
+// runtime/residency.py, which is their specification. Held to it, call by call, by tests/runtime/test_native_residency.py.
+// No storage, threads or time: the owner begins the reads, says when they end, and holds a lock where several threads ask.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+namespace moec {
+
+enum State : uint8_t { kAbsent, kQueued, kLoading, kResident };
+// The keep-score of an expert; the lowest goes first, then the least recently used, then the lowest index.
+enum class Score { kHeat, kLastUsed, kUses };
+
+// Per expert, [N] each, shared with Python. prefetches: [2, N], read ahead; of these, asked for in time.
+struct Columns {
+    uint8_t* state;
+    uint8_t* is_leased;
+    uint8_t* is_ahead;
+    uint8_t* is_seen;
+    int64_t* prefetches;
+    double* heat;
+    int64_t* last_used;
+    int64_t* uses;
+};
+
+// Fields of runtime/cache_statistics.py, in their order.
+struct CacheCounts {
+    int64_t lookups, hits, misses, late_hits, evictions, reads, rereads, bytes_read, stall_ns, prefetch_reads, prefetch_used,
+        prefetch_hits, warm_reads, busy_ns;
+};
+
+struct ResidencyFacts {
+    std::vector<int64_t> sizes;      // bytes; none: left out of its model, always there
+    std::vector<int64_t> layer_of;
+    std::vector<int64_t> following;  // the expert whose bytes lie behind, or -1
+    int64_t readers, max_run_bytes;
+    double half_life;                // in acquisitions
+    Score score;
+};
+
+class Residency {
+  public:
+    using Indices = std::vector<int64_t>;
+
+    Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes);
+    virtual ~Residency() = default;
+
+    int64_t count() const { return static_cast<int64_t>(facts_.sizes.size()); }
+    int64_t size(int64_t index) const { return facts_.sizes[static_cast<size_t>(index)]; }
+
+    void ask(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
+    void issue(const Indices& waiting);
+    void advise(const Indices& indices);
+    void drop_advice();
+    Indices next_read();
+    void arrive(int64_t index);
+    bool fits_free(int64_t index) const;
+    void begin_warm(int64_t index);
+    void arrive_warm(int64_t index);
+    void withdraw(int64_t index);
+    void count_use_of_advice(int64_t index);
+    // Evict what no longer fits; false if leases or reads stand in the way.
+    bool shrink();
+
+    int64_t capacity_bytes, pin_limit_bytes, used_bytes = 0;
+    std::deque<int64_t> demand, advice;  // queued reads, most urgent first
+
+  protected:
+    // Told of every expert that gives up its bytes.
+    virtual void left(int64_t) {}
+
+    ResidencyFacts facts_;
+    Columns columns_;
+    CacheCounts* counts_;
+
+  private:
+    // What may be evicted, first to go first; made when it is first needed, for all reads that are started together.
+    struct Victims {
+        explicit Victims(bool spares) : spares_pins(spares) {}
+        bool spares_pins, is_made = false;
+        std::vector<int64_t> order, pins;  // pins: the worst prediction first
+        size_t next = 0, sorted = 0, next_pin = 0;
+    };
+
+    int64_t layer_of(int64_t index) const { return facts_.layer_of[static_cast<size_t>(index)]; }
+    bool may_go(int64_t index) const { return columns_.state[index] == kResident && !columns_.is_leased[index]; }
+    bool goes_before(int64_t one, int64_t other) const;
+    void use(const Indices& experts);
+    void evict(int64_t index);
+    void reserve(int64_t index);
+    void make(Victims& victims) const;
+    int64_t next_victim(Victims& victims) const;  // -1: none
+    bool make_room(int64_t need_bytes, Victims& victims, bool is_demand);
+    Indices take(std::deque<int64_t>& queue);
+    Indices within_pin_limit(const Indices& indices) const;
+
+    std::vector<int64_t> before_;  // the other side of facts_.following
+    Indices pins_;
+    int64_t clock_ = 0;
+};
+
+}  // namespace moec

@@ -1,0 +1,192 @@
+"""NativeCache: the expert cache whose decisions, reads and waits are in the C++ extension.
+
+It decides as ExpertCache does, call by call. Between two reads no Python runs, so that storage never waits for the
+interpreter. Python reads what must be compared with its checksum, has no place of its size to take, or failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moec.manifests.errors import ExecutionError
+
+from . import kernels
+from .bound_experts import BoundExperts
+from .cache_statistics import CacheStats
+from .eviction import ExpertRecords, policy_score
+from .expert_cache import ExpertCache
+from .options import Policy, RuntimeOptions
+from .read_runs import MAX_RUN_BYTES
+from .readers import ReaderThreads
+from .residency import RESIDENT
+from .storage import ExpertStorage, ReadStorage
+from .streaming_cache import StreamingCache
+
+NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")
+
+
+def open_cache(
+    storage: ExpertStorage,
+    experts: BoundExperts,
+    sizes: np.ndarray,
+    capacity_bytes: int,
+    records: ExpertRecords,
+    options: RuntimeOptions,
+    pin_limit_bytes: int,
+) -> StreamingCache:
+    """A NativeCache where it can be one, else an ExpertCache, which decides alike. Sizes and limits as in both."""
+    is_known = options.policy in NATIVE_POLICIES and not records.encoder_layers and options.accelerator is None
+    if is_known and isinstance(storage, ReadStorage) and kernels.native() is not None:
+        limits = (sizes, capacity_bytes, records, options.policy, pin_limit_bytes, options.readers)
+        return NativeCache(storage, experts, *limits)
+    score = policy_score(options.policy, options.policy_weights)
+    return ExpertCache(storage, sizes, capacity_bytes, records, score, pin_limit_bytes, options.readers)
+
+
+class NativeCache(StreamingCache):
+    """As ExpertCache, for policies of NATIVE_POLICIES and models without an encoder."""
+
+    def __init__(
+        self,
+        storage: ReadStorage,
+        experts: BoundExperts,
+        sizes: np.ndarray,
+        capacity_bytes: int,
+        records: ExpertRecords,
+        policy: Policy,
+        pin_limit_bytes: int,
+        readers: int = 1,
+    ) -> None:
+        count = len(sizes)
+        super().__init__(sizes, np.empty(count, np.int8))
+        self._leases, self.prefetches = np.zeros(count, bool), np.zeros((2, count), np.int64)
+        self._counts = np.zeros(len(CacheStats.__slots__), np.int64)
+        columns = {
+            "state": self._state,
+            "is_leased": self._leases,
+            "is_ahead": np.zeros(count, bool),
+            "is_seen": np.zeros(count, bool),
+        }
+        shared = {"heat": records.heat, "last_used": records.last_used, "uses": records.uses}
+        extension = kernels.native()
+        if extension is None:
+            raise ValueError("a native cache needs native kernels")
+        self._reads = extension.ExpertReads(
+            {name: column.view(np.uint8) for name, column in columns.items()}
+            | shared
+            | {"prefetches": self.prefetches, "counts": self._counts},
+            sizes.tolist(),
+            records.layer.tolist(),
+            storage.successors,
+            readers,
+            MAX_RUN_BYTES,
+            records.half_life,
+            policy,
+            capacity_bytes,
+            pin_limit_bytes,
+            [(*storage.source(index), *experts.native(index)) for index in range(count)],
+            storage.mode == "buffered",
+        )
+        self._storage = storage
+        self._readers, self._is_started = ReaderThreads(readers, self._serve), False
+        self._failures: dict[int, Exception] = {}
+
+    @property
+    def stats(self) -> CacheStats:
+        return CacheStats(*self._counts.tolist())
+
+    @property
+    def capacity_bytes(self) -> int:
+        return int(self._reads.capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return int(self._reads.used_bytes)
+
+    def resident(self) -> np.ndarray:
+        return np.flatnonzero(self._state == RESIDENT)
+
+    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        if kernels.native() is None:  # the reference does not see where experts have moved
+            raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
+        found = self._reads.begin(layer, indices)
+        if found is None:
+            raise self._closed_error()
+        self._start_readers()
+        hits, misses = found
+        return hits, misses
+
+    def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+        while True:
+            self._start_readers()
+            state, found = self._reads.wait(remaining, together)
+            if state == "ready":
+                return list(found)
+            if state == "closed":
+                raise self._closed_error()
+            if state == "too large":
+                raise self._too_large_error(remaining[0])
+            if state == "failed":
+                failed = next(index for index in remaining if index in self._failures)
+                raise self._failures.pop(failed)
+
+    def _unlease(self, indices: Sequence[int]) -> None:
+        self._reads.unlease(indices)
+        if self._failures:
+            for index in indices:
+                self._failures.pop(index, None)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        self._reads.prefetch(indices)
+        self._start_readers()
+
+    def warm(self, indices: Sequence[int]) -> None:
+        self._reads.warm(indices)
+        self._start_readers()
+
+    def finish_warming(self) -> None:
+        while not self._reads.wait_warmed():
+            pass  # signals are looked at here
+
+    def resize(self, capacity_bytes: int) -> None:
+        pin_limit_bytes = self._reads.pin_limit_bytes + capacity_bytes - self.capacity_bytes
+        while not self._reads.resize(capacity_bytes, pin_limit_bytes):
+            pass
+        if self.used_bytes <= capacity_bytes:
+            self._storage.follow_hand_overs(self._reads.take_places)
+            self._storage.resize(capacity_bytes)
+
+    def check_invariants(self) -> None:
+        self._check(*self._reads.ledger())
+
+    def close(self) -> None:
+        self._reads.close()
+        self._readers.join()
+
+    # -- readers -----------------------------------------------------------------------------------------------
+
+    def _start_readers(self) -> None:
+        if not self._is_started and self._reads.has_work():
+            self._is_started = True
+            self._readers.start()
+
+    def _serve(self) -> None:
+        self._reads.serve(self._load)
+
+    def _load(self, run: Sequence[int]) -> list[int]:
+        """Read experts into places of their own; which failed. Of several that fail together each is read again."""
+        self._storage.follow_hand_overs(self._reads.take_places)
+        try:
+            self._storage.load(*run)
+        except Exception as error:
+            if len(run) > 1:
+                return [failed for index in run for failed in self._load([index])]
+            self._storage.release(run[0])
+            self._reads.place(run[0], 0)
+            self._failures[run[0]] = error
+            return list(run)
+        for index in run:
+            self._reads.place(index, self._storage.address(index))
+        return []

@@ -1,0 +1,151 @@
+"""The extension decides as runtime/residency.py does: the same calls, the same states, queues, order and counts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moec.runtime import kernels
+from moec.runtime.cache_statistics import CacheStats
+from moec.runtime.eviction import SCORES, ExpertRecords, eviction_order, expert_records
+from moec.runtime.native_cache import NATIVE_POLICIES
+from moec.runtime.options import Policy
+from moec.runtime.read_runs import MAX_RUN_BYTES, NONE, ReadRuns
+from moec.runtime.residency import Residency
+
+LAYERS, EXPERTS = 3, 5
+COUNT = LAYERS * EXPERTS
+LAYER = np.arange(COUNT) // EXPERTS
+NAMES = ("state", "is_leased", "is_ahead", "is_seen", "prefetches")
+
+pytestmark = pytest.mark.skipif(kernels.native() is None, reason="no extension")
+
+
+def fresh_records() -> ExpertRecords:
+    return expert_records(LAYER, np.arange(COUNT, dtype=np.float64) % EXPERTS, LAYERS)
+
+
+def native(
+    sizes: list[int], capacity: int, pins: int, policy: Policy, following: list[int], readers: int
+) -> tuple[Any, dict[str, np.ndarray], ExpertRecords]:
+    """The extension's cache without storage, the arrays that it writes, and the records."""
+    records = fresh_records()
+    arrays: dict[str, np.ndarray] = {name: np.zeros(COUNT, np.uint8) for name in NAMES[:4]}
+    arrays |= {"prefetches": np.zeros((2, COUNT), np.int64), "counts": np.zeros(len(CacheStats.__slots__), np.int64)}
+    shared = {"heat": records.heat, "last_used": records.last_used, "uses": records.uses}
+    extension = kernels.native()
+    assert extension is not None
+    limits = (readers, MAX_RUN_BYTES, records.half_life, policy, capacity, pins)
+    sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]
+    reads = extension.ExpertReads(arrays | shared, sizes, LAYER.tolist(), following, *limits, sources, False)
+    return reads, arrays, records
+
+
+class BothMachine(RuleBasedStateMachine):
+    """Layers ask, wait, compute and give up; advice comes and goes; reads begin, end and fail; both do the same."""
+
+    @initialize(
+        sizes=st.lists(st.sampled_from((0, 10, 10, 20, 30)), min_size=COUNT, max_size=COUNT),
+        capacity=st.integers(30, 250),
+        pins=st.integers(0, 250),
+        policy=st.sampled_from(NATIVE_POLICIES),
+        breaks=st.sets(st.integers(0, COUNT - 1)),
+        readers=st.integers(1, 3),
+    )
+    def begin(
+        self, sizes: list[int], capacity: int, pins: int, policy: Policy, breaks: set[int], readers: int
+    ) -> None:
+        following = [NONE if at in breaks or at + 1 == COUNT else at + 1 for at in range(COUNT)]
+        own, array = fresh_records(), np.array(sizes, np.int64)
+        order, runs = partial(eviction_order, own, SCORES[policy]), ReadRuns(sizes, following, readers)
+        self.spec, self.spec_records = Residency(array, capacity, own, order, pins, runs=runs), own
+        self.reads, self.arrays, self.records = native(sizes, capacity, pins, policy, following, readers)
+        self.waiting: list[int] = []
+        self.loading: list[int] = []
+
+    layers = st.integers(0, LAYERS - 1)
+    chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True)
+
+    @rule(layer=layers, experts=chosen)
+    def ask(self, layer: int, experts: list[int]) -> None:
+        self.unlease()
+        indices = [layer * EXPERTS + expert for expert in experts]
+        found = self.spec.ask(layer, indices)
+        assert self.reads.ask(layer, indices) == found
+        self.waiting = found[1]
+        self.issue()
+
+    @rule()
+    def issue(self) -> None:
+        self.spec.issue(self.waiting)
+        self.reads.issue(self.waiting)
+
+    @rule()
+    def unlease(self) -> None:
+        self.spec.is_leased[:] = False
+        self.arrays["is_leased"][:] = 0
+        self.waiting = []
+
+    @rule(advice=st.lists(st.integers(0, COUNT - 1), max_size=8))
+    def advise(self, advice: list[int]) -> None:
+        self.spec.advise(advice)
+        self.reads.advise(advice)
+
+    @rule()
+    def read(self) -> None:
+        run = self.spec.next_read()
+        assert self.reads.next_read() == run
+        self.loading += run
+
+    @precondition(lambda self: getattr(self, "loading", None))
+    @rule(data=st.data(), fails=st.sampled_from((False, False, True)))
+    def end(self, data: st.DataObject, fails: bool) -> None:
+        index = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
+        (self.spec.withdraw if fails else self.spec.arrive)(index)
+        (self.reads.withdraw if fails else self.reads.arrive)(index)
+
+    @invariant()
+    def agree(self) -> None:
+        if not hasattr(self, "spec"):
+            return
+        for name in NAMES:
+            assert np.array_equal(self.arrays[name], getattr(self.spec, name)), name
+        assert (self.reads.demand, self.reads.advice) == (list(self.spec.demand), list(self.spec.advice))
+        assert self.reads.used_bytes == self.spec.used_bytes == self.reads.ledger()[1]
+        assert CacheStats(*self.arrays["counts"].tolist()) == self.spec.stats
+        for name in ("heat", "last_used", "uses"):
+            own, other = getattr(self.records, name), getattr(self.spec_records, name)
+            assert own.tobytes() == other.tobytes(), name
+
+
+TestBothMachine = BothMachine.TestCase
+TestBothMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(
+    "broken, told",
+    [
+        ({"policy": "hobbit"}, "policy: expected lrfu, lru or lfu, found hobbit"),
+        ({"following": [COUNT] * COUNT}, "following: expected experts or -1"),
+        ({"readers": 0}, "at least one reader"),
+        ({"sizes": [1] * (COUNT - 1)}, "expected one per expert"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(broken: dict[str, Any], told: str) -> None:
+    good: dict[str, Any] = {"sizes": [1] * COUNT, "policy": "lru", "following": [NONE] * COUNT, "readers": 1}
+    native(capacity=9, pins=0, **good)
+    with pytest.raises(ValueError, match=told):
+        native(capacity=9, pins=0, **(good | broken))
+
+
+def test_experts_that_are_not_there_are_refused() -> None:
+    reads, _, _ = native([1] * COUNT, 9, 0, "lru", [NONE] * COUNT, 1)
+    for call in (lambda: reads.begin(0, [COUNT]), lambda: reads.prefetch([-1]), lambda: reads.unlease([COUNT])):
+        with pytest.raises(ValueError, match=f"expected experts below {COUNT}, found"):
+            call()
