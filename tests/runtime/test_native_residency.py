@@ -58,9 +58,7 @@ class BothMachine(RuleBasedStateMachine):
         breaks=st.sets(st.integers(0, COUNT - 1)),
         readers=st.integers(1, 3),
     )
-    def begin(
-        self, sizes: list[int], capacity: int, pins: int, policy: Policy, breaks: set[int], readers: int
-    ) -> None:
+    def begin(self, sizes: list[int], capacity: int, pins: int, policy: Policy, breaks: set[int], readers: int) -> None:
         following = [NONE if at in breaks or at + 1 == COUNT else at + 1 for at in range(COUNT)]
         own, array = fresh_records(), np.array(sizes, np.int64)
         order, runs = partial(eviction_order, own, SCORES[policy]), ReadRuns(sizes, following, readers)

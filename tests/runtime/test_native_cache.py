@@ -1,0 +1,240 @@
+"""The cache in the extension: right bytes at right places, in its capacity, whatever is read, evicted or fails."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded, StorageReadFailed
+from moec.runtime import kernels, load
+from moec.runtime.bound_experts import BoundExperts, bind_experts
+from moec.runtime.bundle import Bundle, open_bundle
+from moec.runtime.eviction import bundle_records
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.model import load_dense
+from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache, open_cache
+from moec.runtime.options import IoMode, Policy, RuntimeOptions
+from moec.runtime.storage import ReadStorage, open_storage, page_bytes
+from tests.runtime.faulty_source import InTime, each
+
+LAYERS, EXPERTS = 3, 6
+COUNT = LAYERS * EXPERTS
+
+pytestmark = pytest.mark.skipif(kernels.native() is None, reason="no extension")
+
+
+@pytest.fixture
+def own_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
+
+
+class Opened:
+    """A native cache over a bundle, and what each of its experts makes of one input when it is in memory."""
+
+    def __init__(
+        self, path: Path, capacity: int | None = None, io: IoMode = "auto", verify: bool = True, **options: Any
+    ) -> None:
+        self.bundle: Bundle = open_bundle(path)
+        stored = self.bundle.manifest.stored_experts
+        self.sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
+        self.capacity = int(self.sizes.sum()) if capacity is None else capacity
+        storage = open_storage(self.bundle, io, verify, self.capacity)
+        assert isinstance(storage, ReadStorage)
+        self.storage, records = storage, bundle_records(self.bundle, self.bundle.tables(), stored)
+        self.experts: BoundExperts = bind_experts(self.bundle, stored, storage, load_dense(self.bundle, verify=False))
+        opened = open_cache(
+            storage, self.experts, self.sizes, self.capacity, records, RuntimeOptions(**options), self.capacity
+        )
+        assert isinstance(opened, NativeCache)
+        self.cache = opened
+
+    def output(self, index: int) -> bytes:
+        hidden = self.bundle.manifest.model.hidden_size
+        x = np.random.default_rng(0).standard_normal((1, hidden), np.float32)
+        out = np.zeros((1, 1, hidden), np.float32)
+        kernels.expert_ffn(self.experts.experts[index], x, np.zeros(1, np.int32), np.zeros(1, np.int32), out)
+        return out.tobytes()
+
+    def close(self) -> None:
+        self.cache.close()
+        self.storage.close()
+
+    def check(self) -> None:
+        """Both ledgers, the places, and the bytes at them."""
+        self.cache.check_invariants()
+        self.storage.follow_hand_overs(self.cache._reads.take_places)
+        for index in self.cache.resident().tolist():
+            entry = self.bundle.manifest.stored_experts[index]
+            content = (self.bundle.path / entry.file).read_bytes()[entry.offset_bytes :][: entry.size_bytes]
+            assert self.storage.block(index).tobytes() == content
+
+
+@contextlib.contextmanager
+def opened(path: Path, capacity: int | None = None, **options: Any) -> Iterator[Opened]:
+    found = Opened(path, capacity, **options)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def outputs(tiny_bundle: Path) -> list[bytes]:
+    """What every expert makes of one input, all of them in memory."""
+    with opened(tiny_bundle) as own:
+        assert sorted(each(own.cache.stream(0, list(range(COUNT))))) == list(range(COUNT))
+        return [own.output(index) for index in range(COUNT)]
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_experts_are_what_they_are_wherever_they_go(
+    tiny_bundle: Path, outputs: list[bytes], data: st.DataObject
+) -> None:
+    """Sizes differ and neighbours are read together; the capacity changes."""
+    sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(tiny_bundle).manifest.stored_experts]
+    least = 2 * max(sizes)
+    capacities = st.integers(least, sum(sizes)).map(lambda size: size // mmap.PAGESIZE * mmap.PAGESIZE)
+    io, readers = data.draw(st.sampled_from(("auto", "buffered"))), data.draw(st.integers(1, 3))
+    policy: Policy = data.draw(st.sampled_from(NATIVE_POLICIES))
+    with opened(tiny_bundle, data.draw(capacities), io=io, readers=readers, policy=policy) as own:
+        if data.draw(st.booleans()):
+            own.cache.warm(range(COUNT))
+            own.cache.finish_warming()
+        for _ in range(data.draw(st.integers(1, 25))):
+            layer = data.draw(st.integers(0, LAYERS - 1))
+            chosen = data.draw(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=2, unique=True))
+            advice = data.draw(st.lists(st.integers(0, COUNT - 1), max_size=4, unique=True))
+            asked = [layer * EXPERTS + expert for expert in chosen]
+            together = data.draw(st.booleans())
+            with contextlib.closing(own.cache.stream(layer, asked, lambda own=advice: own, together)) as stream:
+                for some in stream:
+                    assert [own.output(index) for index in some] == [outputs[index] for index in some]
+                    asked = [index for index in asked if index not in some]
+            assert not asked and own.cache.used_bytes <= own.cache.capacity_bytes
+            if data.draw(st.integers(0, 4)) == 0:
+                own.cache.resize(data.draw(capacities))
+        own.check()
+        stats = own.cache.stats
+        assert stats.lookups == stats.hits + stats.misses and stats.prefetch_used <= stats.prefetch_reads <= stats.reads
+        assert not own.cache._leases.any()
+
+
+def test_most_reads_need_no_python(own_bundle: Path, outputs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(own_bundle).manifest.stored_experts]
+    same = [index for index in range(COUNT) if sizes[index] == sizes[0]]
+    assert len(same) >= 3
+    with opened(own_bundle, 2 * sizes[0]) as own:
+        loads: list[int] = []
+        load_one = own.storage.load
+        monkeypatch.setattr(own.storage, "load", lambda *run: (loads.extend(run), load_one(*run)))
+        for index in (same * 4)[:20]:
+            assert each(own.cache.stream(0, [index])) == [index]
+            assert own.output(index) == outputs[index]
+        # The first time each is compared with its checksum.
+        assert sorted(loads) == same and own.cache.stats.reads == 20
+        own.check()
+
+
+def test_a_file_that_shrinks_is_told_and_may_come_back(own_bundle: Path, in_time: InTime) -> None:
+    with opened(own_bundle, io="buffered") as own:
+        entry = own.bundle.manifest.stored_experts[1]
+        file = own_bundle / entry.file
+        content = file.read_bytes()
+        assert sorted(in_time(lambda: each(own.cache.stream(0, [0, 1])))) == [0, 1]
+        last = int(own.sizes[2:].argmax()) + 2
+        own.cache.resize(int(own.sizes.max()))
+        assert in_time(lambda: each(own.cache.stream(last // EXPERTS, [last]))) == [last]  # instead of the two
+        os.truncate(file, entry.offset_bytes + 16)
+        for _ in range(2):
+            with pytest.raises(StorageReadFailed, match=f"{entry.file}` ended at byte"):
+                in_time(lambda: each(own.cache.stream(0, [1])))
+        file.write_bytes(content)
+        assert in_time(lambda: each(own.cache.stream(0, [1]))) == [1]
+        own.check()
+
+
+def test_damage_is_found_at_the_first_read(own_bundle: Path, in_time: InTime) -> None:
+    entry = open_bundle(own_bundle).manifest.stored_experts[7]
+    content = bytearray((own_bundle / entry.file).read_bytes())
+    content[entry.offset_bytes] ^= 1
+    (own_bundle / entry.file).write_bytes(content)
+    with opened(own_bundle) as own:
+        for _ in range(2):
+            with pytest.raises(ChecksumMismatch, match="expert 1 of layer 1: bytes differ"):
+                in_time(lambda: each(own.cache.stream(1, [6, 7])))
+            own.check()
+        assert in_time(lambda: each(own.cache.stream(1, [6]))) == [6]
+        own.cache.prefetch([7])
+        assert in_time(lambda: each(own.cache.stream(0, [0]))) == [0]
+        own.check()
+
+
+def test_a_fault_of_the_reader_is_told_not_waited_for(
+    tiny_bundle: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tiny_bundle) as own:
+        monkeypatch.setattr(own.storage, "load", lambda *run: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            in_time(lambda: each(own.cache.stream(0, [0])))
+
+
+def test_too_small_closed_and_forked(tiny_bundle: Path, in_time: InTime) -> None:
+    own = Opened(tiny_bundle)
+    sizes = own.sizes.tolist()
+    own.cache.resize(max(sizes) - mmap.PAGESIZE)
+    largest = sizes.index(max(sizes))
+    with pytest.raises(MemoryBudgetExceeded, match=f"an expert of {max(sizes)} bytes does not fit into the"):
+        in_time(lambda: each(own.cache.stream(largest // EXPERTS, [largest])))
+    own.cache._process = -1
+    with pytest.raises(ExecutionError, match="forked"):
+        next(own.cache.stream(0, [0]))
+    own.cache._process = os.getpid()
+    own.close()
+    own.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        next(own.cache.stream(0, [0]))
+
+
+def test_closing_wakes_who_waits(tiny_bundle: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, gate = Opened(tiny_bundle), threading.Event()
+    monkeypatch.setattr(own.storage, "load", lambda *run: gate.wait(30))
+    threading.Timer(0.1, own.cache.close).start()
+    threading.Timer(0.3, gate.set).start()
+    with pytest.raises(ExecutionError, match="closed"):
+        in_time(lambda: each(own.cache.stream(0, [0])))
+    own.close()
+
+
+def test_who_decides(tiny_bundle: Path) -> None:
+    """Policies of numpy, mapped files and numpy's kernels have the cache in Python."""
+    for options, is_native in (
+        ({}, True),
+        ({"policy": "lru"}, True),
+        ({"policy": "edgemoe"}, False),
+        ({"io": "mmap"}, False),
+    ):
+        with load(tiny_bundle, expert_cache="50%", context=64, **options) as engine:
+            assert isinstance(engine.cache, NativeCache if is_native else ExpertCache)
+
+
+def test_other_kernels_than_it_was_loaded_with_are_refused(tiny_bundle: Path) -> None:
+    """The reference would look where experts have been."""
+    before = kernels.active()
+    with load(tiny_bundle, expert_cache="50%", context=64) as engine:
+        try:
+            kernels.select("numpy")
+            with pytest.raises(ExecutionError, match="kernels were changed"):
+                engine.logits([1, 2])
+        finally:
+            kernels.select(before)
+        assert engine.logits([1, 2]).shape[0] == 2
