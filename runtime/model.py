@@ -205,7 +205,7 @@ class Model:
         state = PassState(0, hidden, chosen, tokens, choice)
         if preload := self.advisor.preload(tokens, layers):
             self.prefetch(preload)
-        predicted: np.ndarray | None = None
+        predicted: list[int] | None = None
         try:
             for index in layers:
                 started_ns = time.perf_counter_ns()
@@ -254,7 +254,7 @@ class Model:
             out *= np.float32(self.spec.residual_scale)
         hidden += out
 
-    def _experts_layer(self, state: PassState, predicted: np.ndarray | None, slots: np.ndarray) -> np.ndarray | None:
+    def _experts_layer(self, state: PassState, predicted: list[int] | None, slots: np.ndarray) -> list[int] | None:
         """Route, advise, compute, add in router-rank order. Returns the candidates predicted for the next layer."""
         index, hidden = state.layer, state.hidden
         started_ns = time.perf_counter_ns()
@@ -264,8 +264,8 @@ class Model:
 
         if predicted is not None:
             routed = set(state.chosen[index].reshape(-1).tolist())
-            self.prefetch_quality.observe(index, set(predicted.tolist()), routed)
-        following: np.ndarray | None = None
+            self.prefetch_quality.observe(index, set(predicted), routed)
+        following: list[int] | None = None
         times = None if self.trace is None else self.times.copy()
 
         def look_ahead() -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
+from . import kernels
 from .options import PrefetchRule, RuntimeOptions
 from .predictors import PassState, Predictor
 from .prefetch_margins import LearnedMargins
@@ -26,9 +27,9 @@ def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
     return (nearest or -(-3 * top_k // 8)) if ahead == 1 else top_k // (2 * ahead)
 
 
-def candidates(scores: np.ndarray, count: int) -> np.ndarray:
+def candidates(scores: np.ndarray, count: int) -> list[int]:
     """The likeliest first, at most `count`. Ties: lowest index."""
-    return np.argsort(-scores, kind="stable")[:count]
+    return kernels.largest(scores, count)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Advisor:
         self.layers, self.experts = options.prefetch_layers, options.prefetch_experts
         self.rule, self.holds = options.prefetch_rule, holds
 
-    def advise(self, state: PassState) -> tuple[np.ndarray | None, list[int]]:
+    def advise(self, state: PassState) -> tuple[list[int] | None, list[int]]:
         """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
 
         More than one layer for a single token, or for so many that each layer will be asked for all it has.
@@ -125,13 +126,11 @@ class Advisor:
         """
         routed = [layer for layer in self.spec.expert_layers if layer in layers][: max(self.layers, 1)]
         known = [layer for layer in routed if layer in self.static] if self.predictor is not None else []
-        return [
-            expert for layer in known for expert in (self._known(layer, tokens) + self.first_expert[layer]).tolist()
-        ]
+        return [expert for layer in known for expert in self._stored(layer, self._known(layer, tokens))]
 
-    def _known(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+    def _known(self, layer: int, tokens: np.ndarray) -> list[int]:
         """The experts of a layer that tokens have by themselves, each once."""
-        return np.unique(self.static[layer][tokens])
+        return list(np.unique(self.static[layer][tokens]).tolist())
 
     def _scores(self, state: PassState, followings: Sequence[_Following]) -> dict[int, np.ndarray]:
         """By how far ahead, [E] of the layers of which experts would be advised and there is something to say."""
@@ -159,12 +158,12 @@ class Advisor:
 
     def _predict(
         self, state: PassState, following: _Following, scores: np.ndarray | None
-    ) -> tuple[np.ndarray | None, list[int]]:
+    ) -> tuple[list[int] | None, list[int]]:
         """Candidates of the layer, and what is stored of them."""
         layer = following.layer
         if self.predictor is not None and state.tokens is not None and self._is_known(state, following):
             known = self._known(layer, state.tokens)
-            return known, (known + self.first_expert[layer]).tolist()
+            return known, self._stored(layer, known)
         if scores is None:
             return None, []
         top_k = state.top_k(following.top_k)
@@ -174,7 +173,11 @@ class Advisor:
             experts = candidates(scores, len(state.hidden) * self._advised(state, following))
         if state.choice is not None and len(state.hidden) == 1:
             return experts, state.choice.advised(layer, scores, experts, top_k)
-        return experts, (experts + self.first_expert[layer]).tolist()
+        return experts, self._stored(layer, experts)
+
+    def _stored(self, layer: int, experts: Sequence[int]) -> list[int]:
+        first = self.first_expert[layer]
+        return [first + expert for expert in experts]
 
 
 def routed_ahead(model: ModelSpec, layer: int) -> list[int]:

@@ -18,7 +18,7 @@ import numpy as np
 from moec.manifests.errors import KernelUnavailable
 from moec.manifests.quant import QuantSpec
 
-from . import packed_matrix, reference
+from . import packed_matrix, ranking, reference
 from .packed_matrix import Bytes, Floats, Int32s, Int64s, check_array
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "dequantize_rows",
     "expert_ffn",
     "experts_of_token",
+    "largest",
     "layer_norm",
     "linear",
     "native",
@@ -345,3 +346,15 @@ def router_shares(
         reference.router_shares(matrices, norms, eps, x, out)
     else:
         native.router_shares([matrix.native for matrix in matrices], list(norms), eps, x, out)
+
+
+def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
+    """Indices of the largest values, at most `count`, and these values, largest first; ties: lowest index first.
+
+    values: floats [n]; what is no number comes last. Raises ValueError.
+    """
+    native = _compiled()
+    if native is None or values.dtype != np.float32:
+        return ranking.largest(values, count)
+    found: tuple[list[int], list[float]] = native.largest(values, count)
+    return found

@@ -180,17 +180,17 @@ class PassChoice:
         """The stored index of a chosen expert."""
         return self._versions.index(layer, expert)
 
-    def advised(self, layer: int, scores: np.ndarray, experts: np.ndarray, top_k: int) -> list[int]:
+    def advised(self, layer: int, scores: np.ndarray, experts: Sequence[int], top_k: int) -> list[int]:
         """Stored indices of the versions that predicted experts ask for, likeliest first; none where a skip is likely.
 
         scores: [E] of the layer; experts: the likeliest, best first. Source: HOBBIT, layer-level prediction.
         """
         dynamic = self._modes.dynamic_precision
         if dynamic is None or not self._decides:
-            return [self._versions.index(layer, expert) for expert in experts.tolist()]
+            return [self._versions.index(layer, expert) for expert in experts]
         total, found = float(np.sort(scores)[-top_k:].sum()) or 1.0, list[int]()
         unimportance = 0.0
-        for expert in experts.tolist():
+        for expert in experts:
             version = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
             if version != NOBODY:
                 found.append(self._versions.index(layer, version))

@@ -27,7 +27,7 @@ def precision(noise: float, scale: float, tokens: int = 4000) -> tuple[float, fl
     right, advised = 0, 0
     for token in range(tokens):
         seen = random.standard_normal(EXPERTS) * scale
-        found = margins.likely(0, 1, 1, np.exp(seen), TOP_K).tolist()
+        found = margins.likely(0, 1, 1, np.exp(seen), TOP_K)
         true = seen + random.standard_normal(EXPERTS) * noise * scale
         chosen = np.argsort(-true)[:TOP_K].tolist()
         margins.observe(1, chosen)
@@ -57,8 +57,8 @@ def test_a_prediction_that_knows_nothing_comes_to_advise_nothing() -> None:
 
 def test_an_expert_of_no_score_is_never_likely() -> None:
     scores = np.array([0.0, 0.7, 0.0, 0.3, 0.0])
-    assert LearnedMargins().likely(2, 0, 1, scores, 4).tolist() == [1, 3]
-    assert LearnedMargins().likely(2, 0, 1, np.ones(3), 3).tolist() == [0, 1, 2], "a layer that chooses all"
+    assert LearnedMargins().likely(2, 0, 1, scores, 4) == [1, 3]
+    assert LearnedMargins().likely(2, 0, 1, np.ones(3), 3) == [0, 1, 2], "a layer that chooses all"
 
 
 class _Sure(Predictor):
@@ -76,7 +76,7 @@ def test_advice_goes_by_the_margin_for_one_token_and_by_count_for_many_or_where_
     advisor = Advisor(model_spec((layer_spec(experts=8, top_k=4),) * 3), [0, 8, 16, 24], _Sure())
     one, chosen = np.zeros((1, 1), np.float32), [np.array([[0, 1, 2, 3]], np.int32)]
     following, advice = advisor.advise(PassState(0, one, chosen))
-    assert following is not None and following.tolist() == [0, 1, 2, 3]
+    assert following == [0, 1, 2, 3]
     assert advice == [8, 9, 10, 11, 16, 17, 18, 19]
     many = np.zeros((2, 1), np.float32)
     assert advisor.advise(PassState(0, many, [np.repeat(chosen[0], 2, 0)]))[1] == [8, 9, 10, 11]
@@ -131,7 +131,7 @@ def test_what_was_learned_is_unlearned() -> None:
 def test_few_experts_with_a_score_are_no_proof() -> None:
     """As tables of paths have it: nothing is known of all others, and what is known may be wrong each time."""
     margins, scores = LearnedMargins(), np.array([0.0, 1.0, 0.0, 0.0])
-    assert margins.likely(0, 1, 1, scores, 1).tolist() == [1]
+    assert margins.likely(0, 1, 1, scores, 1) == [1]
     for _ in range(200):
         margins.observe(1, [3])
         found = margins.likely(0, 1, 1, scores, 1)

@@ -14,6 +14,7 @@
 #include "bound_weights.h"
 #include "cache_bindings.h"
 #include "half_float.h"
+#include "lookahead_bindings.h"
 #include "operations.h"
 #include "thread_pool.h"
 
@@ -295,36 +296,6 @@ void bind_route(nb::handle logits_object, bool renormalize, nb::handle experts_o
     expect_memory(has_memory);
 }
 
-void bind_router_shares(const std::vector<const PackedMatrix*>& matrices, nb::list norm_objects, float eps, nb::handle x_object,
-                        nb::handle out_object) {
-    const Array x(x_object, "x", Kind::kFloat32, 2), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
-    const int64_t count = static_cast<int64_t>(matrices.size());
-    if (count < 1 || count > kMaxMatrices || norm_objects.size() != matrices.size()) {
-        refuse("matrices: expected 1 to " + std::to_string(kMaxMatrices) + " and as many norms, found " + std::to_string(count) +
-               " and " + std::to_string(norm_objects.size()));
-    }
-    NormedRouter routers[kMaxMatrices];
-    std::vector<std::unique_ptr<Array>> norms;
-    for (size_t i = 0; i < matrices.size(); ++i) {
-        if (matrices[i] == nullptr) {
-            refuse("matrices: expected packed matrices, found None");
-        }
-        const MatrixView& matrix = matrices[i]->view;
-        norms.push_back(std::make_unique<Array>(norm_objects[i], "norms", Kind::kFloat32, 1));
-        norms.back()->expect({matrix.columns});
-        x.expect({1, matrix.columns});
-        out.expect({count, matrix.rows});
-        routers[i] = {&matrix, norms.back()->data<const float>()};
-    }
-    out.expect_apart(x);
-    bool has_memory;
-    {
-        nb::gil_scoped_release unlocked;
-        has_memory = router_shares(routers, count, eps, x.data<const float>(), out.data<float>());
-    }
-    expect_memory(has_memory);
-}
-
 void bind_exp(nb::handle x_object, nb::handle out_object) {
     const Array x(x_object, "x", Kind::kFloat32, 1), out(out_object, "out", Kind::kFloat32, 1, Access::kWrite);
     out.expect({x.size(0)});
@@ -390,7 +361,7 @@ NB_MODULE(_native, module) {
     module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a,
                "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
     module.def("route", bind_route, "logits"_a, "renormalize"_a, "experts"_a, "weights"_a);
-    module.def("router_shares", bind_router_shares, "matrices"_a, "norms"_a, "eps"_a, "x"_a, "out"_a);
     module.def("exp", bind_exp, "x"_a, "out"_a);
+    bind_lookahead(module);
     bind_cache(module);
 }

@@ -1,8 +1,11 @@
 // What the routers of later layers make of one token: norms, one product over all of them, softmax.
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <new>
+#include <numeric>
+#include <vector>
 
 #include "operations.h"
 
@@ -45,6 +48,21 @@ bool router_shares(const NormedRouter* routers, int64_t count, float eps, const 
         softmax(kernels, rows[i], experts);
     }
     return true;
+}
+
+std::vector<int64_t> largest(const float* values, int64_t size, int64_t count) {
+    const auto is_before = [values](int64_t one, int64_t other) {
+        if (std::isnan(values[other])) {
+            return !std::isnan(values[one]) || one < other;
+        }
+        return values[one] > values[other] || (values[one] == values[other] && one < other);
+    };
+    std::vector<int64_t> order(static_cast<size_t>(size));
+    std::iota(order.begin(), order.end(), int64_t{0});
+    const int64_t kept = std::clamp(count, int64_t{0}, size);
+    std::partial_sort(order.begin(), order.begin() + kept, order.end(), is_before);
+    order.resize(static_cast<size_t>(kept));
+    return order;
 }
 
 }  // namespace moec

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "registry.h"
 
@@ -49,5 +50,7 @@ struct NormedRouter {
 };
 // out[i] = softmax(rms_norm(x) W_i^T) of one token, rows of E. The routers agree in D and E, at most kMaxMatrices.
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
+// The indices of the largest values, at most `count`, largest first; ties: lowest index first; what is no number is last.
+std::vector<int64_t> largest(const float* values, int64_t size, int64_t count);
 
 }  // namespace moec
