@@ -1,7 +1,7 @@
 """NativeCache: the expert cache whose decisions, reads and waits are in the C++ extension.
 
-It decides as ExpertCache does, call by call. Between two reads no Python runs, so that storage never waits for the
-interpreter. Python reads what must be compared with its checksum, has no place of its size to take, or failed.
+It decides as ExpertCache does, call by call. Between two reads no Python runs, so that storage does not wait for the
+interpreter. Python reads what has no place of its size to take or failed, and compares what is new with its checksum.
 """
 
 from __future__ import annotations
@@ -173,7 +173,18 @@ class NativeCache(StreamingCache):
             self._readers.start()
 
     def _serve(self) -> None:
-        self._reads.serve(self._load)
+        self._reads.serve(self._load, self._check_new)
+
+    def _check_new(self, run: Sequence[int], addresses: Sequence[int]) -> list[int]:
+        """Compare what has been read for the first time with its checksum; which differs."""
+        failed = []
+        for index, address in zip(run, addresses, strict=True):
+            try:
+                self._storage.check(index, address)
+            except Exception as error:
+                self._failures[index] = error
+                failed.append(index)
+        return failed
 
     def _load(self, run: Sequence[int]) -> list[int]:
         """Read experts into places of their own; which failed. Of several that fail together each is read again."""

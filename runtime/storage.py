@@ -208,6 +208,12 @@ class ReadStorage:
         """Of the first byte of an expert that has a place."""
         return int(self.block(index).__array_interface__["data"][0])
 
+    def check(self, index: int, address: int) -> None:
+        """Compare an expert that was read to an address with its checksum. Raises ChecksumMismatch."""
+        start = address - int(self._arena.view.__array_interface__["data"][0])
+        entry = self._entries[index]
+        self._verifier.check(index, entry, self._arena.view[start : start + entry.size_bytes])
+
     def follow_hand_overs(self, take: Callable[[], HandOvers]) -> None:
         """Take over what became of places while others than `load` gave them out. take: tells it once."""
         with self._lock:

@@ -146,18 +146,22 @@ std::pair<const char*, Indices> bind_wait(BoundReads& reads, const Indices& rema
     return {names[static_cast<int>(state)], std::move(found)};
 }
 
-void bind_serve(BoundReads& reads, nb::callable load) {
+// load(run), check(run, addresses): which failed. They raise nothing.
+void bind_serve(BoundReads& reads, nb::callable load, nb::callable check) {
     const auto load_in_python = [&load](const Indices& run) {
         nb::gil_scoped_acquire locked;
-        try {
-            return nb::cast<Indices>(load(run));
-        } catch (nb::python_error& error) {  // a fault of the program: readers go on, and who waits is told
-            error.discard_as_unraisable("reading experts");
-            return run;
+        return nb::cast<Indices>(load(run));
+    };
+    const auto check_in_python = [&check](const Indices& run, const std::vector<uint8_t*>& addresses) {
+        nb::gil_scoped_acquire locked;
+        std::vector<uintptr_t> numbers;
+        for (uint8_t* const address : addresses) {
+            numbers.push_back(reinterpret_cast<uintptr_t>(address));
         }
+        return nb::cast<Indices>(check(run, numbers));
     };
     nb::gil_scoped_release unlocked;
-    reads->serve(load_in_python);
+    reads->serve(load_in_python, check_in_python);
 }
 
 std::pair<std::vector<std::pair<int64_t, int64_t>>, Indices> bind_take_places(BoundReads& reads) {
@@ -217,7 +221,7 @@ void bind_cache(nb::module_& module) {
         .def("ledger", [](BoundReads& reads) { return reads->ledger(); })
         .def("take_places", bind_take_places)
         .def("place", bind_place, "index"_a, "address"_a)
-        .def("serve", bind_serve, "load"_a)
+        .def("serve", bind_serve, "load"_a, "check"_a)
         .def("close", [](BoundReads& reads) { reads->close(); });
 }
 

@@ -182,10 +182,11 @@ void ExpertReads::left(int64_t index) {
     }
 }
 
-void ExpertReads::serve(const Load& load) {
+void ExpertReads::serve(const Load& load, const Check& check) {
     for (;;) {
-        bool is_warm = false, has_places = false;
+        bool is_warm = false, has_places = false, is_new = false;
         Indices run;
+        std::vector<uint8_t*> addresses;
         {
             Lock lock(mutex_);
             run = next_run(lock, is_warm);
@@ -195,10 +196,16 @@ void ExpertReads::serve(const Load& load) {
             warming_ += is_warm;
             change_reading(1);
             has_places = give_places(run);
+            is_new = std::any_of(run.begin(), run.end(), [this](int64_t index) { return columns_.is_seen[index] == 0; });
+            for (const int64_t index : run) {
+                addresses.push_back(addresses_[static_cast<size_t>(index)]);
+            }
         }
         Indices failed;
-        if (!has_places || !read(run)) {
+        if (!has_places || !read(run, addresses)) {
             failed = load(run);
+        } else if (is_new) {
+            failed = check(run, addresses);
         }
         const Lock lock(mutex_);
         change_reading(-1);
@@ -238,8 +245,7 @@ bool ExpertReads::give_places(const Indices& run) {
     for (const int64_t index : run) {
         const auto spare = spare_.find(size(index));
         const int64_t wanted = std::count_if(run.begin(), run.end(), [&](int64_t other) { return size(other) == size(index); });
-        const bool was_read = columns_.is_seen[index] != 0 && sources_[static_cast<size_t>(index)].view != nullptr;
-        if (!was_read || spare == spare_.end() || static_cast<int64_t>(spare->second.size()) < wanted) {
+        if (sources_[static_cast<size_t>(index)].view == nullptr || spare == spare_.end() || static_cast<int64_t>(spare->second.size()) < wanted) {
             return false;
         }
     }
@@ -270,13 +276,13 @@ void ExpertReads::follow(int64_t index) {
     source.view->gate.data = address + (source.gate_bytes < 0 ? source.up_bytes : source.gate_bytes);
 }
 
-bool ExpertReads::read(const Indices& run) const {
+bool ExpertReads::read(const Indices& run, const std::vector<uint8_t*>& addresses) const {
 #if defined(MOEC_HAS_PREADV)
     std::vector<iovec> parts;
     int64_t left_bytes = 0;
-    for (const int64_t index : run) {
-        const int64_t bytes = sources_[static_cast<size_t>(index)].size_bytes;
-        parts.push_back({addresses_[static_cast<size_t>(index)], static_cast<size_t>(bytes)});
+    for (size_t i = 0; i < run.size(); ++i) {
+        const int64_t bytes = sources_[static_cast<size_t>(run[i])].size_bytes;
+        parts.push_back({addresses[i], static_cast<size_t>(bytes)});
         left_bytes += bytes;
     }
     const ExpertSource& first = sources_[static_cast<size_t>(run[0])];
@@ -308,6 +314,7 @@ bool ExpertReads::read(const Indices& run) const {
     return true;
 #else
     static_cast<void>(run);
+    static_cast<void>(addresses);
     return false;
 #endif
 }

@@ -1,8 +1,8 @@
 // The expert cache of runtime/expert_cache.py without the interpreter in its way: threads that read what a Residency queues,
 // into the places of experts that were evicted, and callers that wait for them.
 //
-// What has never been read (to be compared with its checksum), has no place of its size to take, or failed is handed to
-// Python, which knows places, checksums and errors. Everything else is one pread between two short holds of a lock.
+// What has no place of its size to take or failed is handed to Python, which knows places and errors, and so is for its
+// checksum what is read for the first time. Everything else is one pread between two short holds of a lock.
 
 #pragma once
 
@@ -30,14 +30,15 @@ struct ExpertSource {
 class ExpertReads : public Residency {
   public:
     enum class Wait { kReady, kAgain, kFailed, kTooLarge, kClosed };
-    // Reads a run by other means and says which of it failed; called without the lock.
+    // Reads a run by other means, or compares one with its checksums; says which of it failed. Called without the lock.
     using Load = std::function<Indices(const Indices&)>;
+    using Check = std::function<Indices(const Indices&, const std::vector<uint8_t*>& addresses)>;
 
     ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
                 std::vector<ExpertSource> sources, bool drops_pages);
 
     // Of a reader thread, until `close`.
-    void serve(const Load& load);
+    void serve(const Load& load, const Check& check);
     void close();
     bool is_closed();
 
@@ -69,7 +70,7 @@ class ExpertReads : public Residency {
     Indices next_run(Lock& lock, bool& is_warm);
     bool give_places(const Indices& run);
     void follow(int64_t index);
-    bool read(const Indices& run) const;
+    bool read(const Indices& run, const std::vector<uint8_t*>& addresses) const;
     void end(const Indices& run, const Indices& failed, bool is_warm);
     void change_reading(int by);
     bool is_any_on_its_way() const;
