@@ -124,13 +124,18 @@ class LookaheadPredictor(Predictor):
     def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
         self._model, self._norms, self._routers = model, norms, routers
         self._fallback = PopularityPredictor(tables, model)
+        self._asked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._stacks: dict[tuple[int, tuple[int, ...]], RouterStack | None] = {}
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
         return self.scores_ahead(state, [ahead])[0]
 
     def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
-        asked = tuple(ahead for ahead in aheads if self._router(state.layer, ahead) is not None)
+        key = (state.layer, tuple(aheads))
+        asked = self._asked.get(key)  # the same for every token
+        if asked is None:
+            asked = tuple(ahead for ahead in aheads if self._router(state.layer, ahead) is not None)
+            self._asked[key] = asked
         found = dict(zip(asked, self._demands(state, asked), strict=True))
         return [found[ahead] if ahead in found else self._fallback.scores(state, ahead) for ahead in aheads]
 

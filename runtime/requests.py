@@ -5,6 +5,8 @@ The model and replays of its traces decide here, so that both decide alike.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from moec.manifests.model import ExpertsSpec
@@ -42,11 +44,19 @@ def choose_experts(
     return {choice.index(state.layer, expert): places for expert, places in groups.items()}, weights
 
 
+@cache
+def _single_places(count: int) -> tuple[np.ndarray, ...]:
+    """0 to count - 1, each alone, int32 [1]; read only."""
+    places = np.arange(count, dtype=np.int32)
+    places.flags.writeable = False
+    return tuple(places[at : at + 1] for at in range(count))
+
+
 def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
     """Per expert the places that chose it, token x top-k + rank, ascending. chosen: int32 [T, K]."""
     flat = chosen.reshape(-1)
     if len(chosen) == 1 or not len(flat):  # no expert twice: decoding need not sort
-        return dict(zip(flat.tolist(), np.arange(len(flat), dtype=np.int32).reshape(-1, 1), strict=True))
+        return dict(zip(flat.tolist(), _single_places(len(flat)), strict=True))
     order = np.argsort(flat, kind="stable")
     unique, starts = np.unique(flat[order], return_index=True)
     return dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))
