@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +16,8 @@ from pathlib import Path
 from moec.cli.measurement import measure_decode, sequence_of
 from moec.runtime.bundle import open_bundle
 from moec.runtime.engine import Engine
-from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.options import RuntimeOptions
+from moec.runtime.streaming_cache import StreamingCache
 
 LAYERS_HELD = 2
 
@@ -25,16 +25,16 @@ LAYERS_HELD = 2
 class WholeLayers:
     """An expert cache seen by the model: every expert of a layer is read, and all of the next, whoever is asked for."""
 
-    def __init__(self, cache: ExpertCache, layers: list[range]) -> None:
+    def __init__(self, cache: StreamingCache, layers: list[range]) -> None:
         """layers: the experts of each."""
         self._cache, self._layers = cache, layers
 
     def stream(
-        self, layer: int, wanted: Sequence[int], advice: Sequence[int], together: bool
+        self, layer: int, wanted: Sequence[int], look_ahead: Callable[[], Sequence[int]], together: bool
     ) -> Generator[list[int], None, None]:
         """Experts that were asked for, as they arrive, among all those of the layer."""
         asked, following = set(wanted), self._layers[(layer + 1) % len(self._layers)]
-        with closing(self._cache.stream(layer, self._layers[layer], list(following), together=together)) as ready:
+        with closing(self._cache.stream(layer, self._layers[layer], lambda: list(following), together)) as ready:
             for experts in ready:
                 chosen = [expert for expert in experts if expert in asked]
                 if chosen:
