@@ -82,6 +82,19 @@ class PlacesMachine(RuleBasedStateMachine):
         self.places.remove(index)  # it has none: nothing happens
         assert self.places.start(index) is None
 
+    @precondition(lambda self: self.placed)
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        """To one of the same size, placed or not; then they change places."""
+        index = data.draw(st.sampled_from(sorted(self.placed)))
+        heirs = [other for other, size in enumerate(self.sizes) if size == self.sizes[index] and other != index]
+        if heirs:
+            heir = data.draw(st.sampled_from(heirs))
+            self.places.hand_over(index, heir)
+            own, self.placed[heir] = self.placed.get(heir), self.placed.pop(index)
+            if own is not None:
+                self.placed[index] = own
+
     @rule(data=st.data())
     def resize(self, data: st.DataObject) -> None:
         self.capacity = data.draw(st.integers(max(self.used(), *self.sizes), sum(self.sizes)))
