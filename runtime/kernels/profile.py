@@ -17,6 +17,7 @@ TIMED = (
     "dequantize_rows",
     "expert_ffn",
     "experts_of_token",
+    "largest",
     "layer_norm",
     "linear",
     "linears",
