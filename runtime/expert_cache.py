@@ -143,6 +143,7 @@ class ExpertCache(StreamingCache):
     # -- room --------------------------------------------------------------------------------------------------
 
     def resize(self, capacity_bytes: int) -> None:
+        self._require_process()
         ledger = self._ledger
         with self._changed:
             ledger.pin_limit_bytes += capacity_bytes - ledger.capacity_bytes
@@ -242,6 +243,8 @@ class ExpertCache(StreamingCache):
             return np.flatnonzero(self._state == RESIDENT)
 
     def close(self) -> None:
+        if self._is_forked:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()

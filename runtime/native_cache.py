@@ -6,7 +6,12 @@ interpreter. Python reads what has no place of its size to take or failed, and c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -90,8 +95,9 @@ class NativeCache(StreamingCache):
             storage.mode == "buffered",
         )
         self._storage = storage
-        self._readers, self._is_started = ReaderThreads(readers, self._serve), False
-        self._failures: dict[int, Exception] = {}
+        self._readers = ReaderThreads(readers, self._serve)
+        self._stop: Callable[[], object] | None = None  # once they run
+        self._failures: dict[int, Exception] = {}  # the last of every expert that could not be read
 
     @property
     def stats(self) -> CacheStats:
@@ -114,8 +120,12 @@ class NativeCache(StreamingCache):
         found = self._reads.begin(layer, indices)
         if found is None:
             raise self._closed_error()
-        self._start_readers()
         hits, misses = found
+        try:
+            self._start_readers()
+        except BaseException:
+            self._unlease([*hits, *misses])
+            raise
         return hits, misses
 
     def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
@@ -129,14 +139,10 @@ class NativeCache(StreamingCache):
             if state == "too large":
                 raise self._too_large_error(remaining[0])
             if state == "failed":
-                failed = next(index for index in remaining if index in self._failures)
-                raise self._failures.pop(failed)
+                raise self._failures[found[0]]
 
     def _unlease(self, indices: Sequence[int]) -> None:
         self._reads.unlease(indices)
-        if self._failures:
-            for index in indices:
-                self._failures.pop(index, None)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         self._reads.prefetch(indices)
@@ -151,29 +157,39 @@ class NativeCache(StreamingCache):
             pass  # signals are looked at here
 
     def resize(self, capacity_bytes: int) -> None:
+        self._require_process()
         pin_limit_bytes = self._reads.pin_limit_bytes + capacity_bytes - self.capacity_bytes
         while not self._reads.resize(capacity_bytes, pin_limit_bytes):
             pass
         if self.used_bytes <= capacity_bytes:
-            self._storage.follow_hand_overs(self._reads.take_places)
-            self._storage.resize(capacity_bytes)
+            _finish(partial(self._resize_storage, capacity_bytes))
+
+    def _resize_storage(self, capacity_bytes: int) -> None:
+        self._storage.follow_hand_overs(self._reads.take_places)
+        self._storage.resize(capacity_bytes)
 
     def check_invariants(self) -> None:
-        self._check(*self._reads.ledger())
+        self._check(self.used_bytes, int(self._reads.held_bytes))
 
     def close(self) -> None:
-        self._reads.close()
-        self._readers.join()
+        if self._is_forked:
+            return
+        if self._stop is None:
+            self._reads.close()
+        else:
+            self._stop()
 
     # -- readers -----------------------------------------------------------------------------------------------
 
     def _start_readers(self) -> None:
-        if not self._is_started and self._reads.has_work():
-            self._is_started = True
+        if self._stop is None and self._reads.has_work():
+            # At the latest when the process ends: a thread that is in the extension cannot end with the interpreter.
+            stop = weakref.finalize(self, _stop_readers, self._reads, self._readers, self._process)
             self._readers.start()
+            self._stop = stop
 
     def _serve(self) -> None:
-        self._reads.serve(self._load, self._check_new)
+        self._reads.serve(self._load, self._check_new if self._storage.verifies else None)
 
     def _check_new(self, run: Sequence[int], addresses: Sequence[int]) -> list[int]:
         """Compare what has been read for the first time with its checksum; which differs."""
@@ -188,16 +204,42 @@ class NativeCache(StreamingCache):
 
     def _load(self, run: Sequence[int]) -> list[int]:
         """Read experts into places of their own; which failed. Of several that fail together each is read again."""
-        self._storage.follow_hand_overs(self._reads.take_places)
         try:
+            self._storage.follow_hand_overs(self._reads.take_places)
             self._storage.load(*run)
+            for index in run:
+                self._reads.place(index, self._storage.address(index))
         except Exception as error:
             if len(run) > 1:
                 return [failed for index in run for failed in self._load([index])]
+            self._failures[run[0]] = error
             self._storage.release(run[0])
             self._reads.place(run[0], 0)
-            self._failures[run[0]] = error
             return list(run)
-        for index in run:
-            self._reads.place(index, self._storage.address(index))
         return []
+
+
+def _stop_readers(reads: Any, readers: ReaderThreads, process: int) -> None:
+    if os.getpid() == process:
+        reads.close()
+        readers.join()
+
+
+def _finish(work: Callable[[], None]) -> None:
+    """Do something whole, also where a signal raises in the main thread meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="moec-resize")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]

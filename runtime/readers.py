@@ -18,8 +18,8 @@ class ReaderThreads:
         """Start those that do not run yet."""
         while len(self._threads) < self._count:
             thread = threading.Thread(target=self._loop, name=f"moec-reader-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def join(self) -> None:
         """Wait until all have ended."""

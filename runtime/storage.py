@@ -45,7 +45,10 @@ class ExpertStorage(Protocol):
     successors: list[int]
 
     def block(self, index: int) -> np.ndarray:
-        """uint8 view of one expert, [size_bytes]; content is valid between load and release."""
+        """uint8 view of one expert, [size_bytes]; content is valid between load and release.
+
+        Under a NativeCache only behind `follow_hand_overs`.
+        """
 
     def load(self, *run: int) -> None:
         """Read an expert, or several that follow one another. Thread-safe for different ones.
@@ -127,7 +130,7 @@ class ReadStorage:
 
     def __init__(self, bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> None:
         self._entries, self._path = bundle.manifest.stored_experts, bundle.path
-        self._verifier = _Verifier(bundle, verify)
+        self._verifier, self.verifies = _Verifier(bundle, verify), verify
         self.successors = successors(self._entries)
         self._sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
         self._arena = Arena(span_bytes(self._sizes), "the experts")

@@ -74,8 +74,7 @@ class StreamingCache(ABC):
         Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
         ExecutionError after `close`.
         """
-        if os.getpid() != self._process:  # the reader thread, and perhaps a lock, stayed behind
-            raise ExecutionError("the engine was loaded before this process was forked", "load the bundle in the child")
+        self._require_process()
         # Reads start before the hits compute, so that the two overlap.
         hits, remaining = self._begin(layer, indices)
         try:
@@ -139,6 +138,7 @@ class StreamingCache(ABC):
         """Change the capacity between passes: what no longer fits is evicted and its memory given back.
 
         Blocks while reads that are under way stand in the way; capacity_bytes must hold a token's experts of a layer.
+        Raises ExecutionError in a forked process.
         """
 
     @abstractmethod
@@ -147,7 +147,16 @@ class StreamingCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the readers."""
+        """Stop the readers; a forked process has none."""
+
+    @property
+    def _is_forked(self) -> bool:
+        """Then the reader threads, and perhaps a lock, stayed behind."""
+        return os.getpid() != self._process
+
+    def _require_process(self) -> None:
+        if self._is_forked:
+            raise ExecutionError("the engine was loaded before this process was forked", "load the bundle in the child")
 
     def _closed_error(self) -> ExecutionError:
         return ExecutionError("the expert cache is closed", "load the bundle again")

@@ -83,7 +83,7 @@ def test_splitting_and_bringing_together_change_no_bit(
     bundle: Path, on_cpu: np.ndarray, cooperation: str, cache: str
 ) -> None:
     """A device that computes with the CPU's kernels: what is left is the split."""
-    # Under this policy the cache is in Python, as beside an accelerator: a device copies from where it says experts are.
+    # Under this policy the cache is in Python, as beside an accelerator, which copies from where that says experts are.
     with load(bundle, context=128, expert_cache=cache, cache_state="cold", policy="edgemoe") as engine:
         device = simulate_on(engine, cooperation)
         found = logits_of(engine)

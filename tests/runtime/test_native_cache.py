@@ -6,7 +6,11 @@ import contextlib
 import mmap
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from moec.runtime.model import load_dense
 from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache, open_cache
 from moec.runtime.options import IoMode, Policy, RuntimeOptions
 from moec.runtime.storage import ReadStorage, open_storage, page_bytes
-from tests.runtime.faulty_source import InTime, each
+from tests.runtime.faulty_source import InTime, each, wait_for
 
 LAYERS, EXPERTS = 3, 6
 COUNT = LAYERS * EXPERTS
@@ -65,6 +69,13 @@ class Opened:
         out = np.zeros((1, 1, hidden), np.float32)
         kernels.expert_ffn(self.experts.experts[index], x, np.zeros(1, np.int32), np.zeros(1, np.int32), out)
         return out.tobytes()
+
+    def memory_bytes(self) -> int:
+        """What the places of experts and the gaps between them have."""
+        return self.storage._places._used_bytes + self.storage._places._gaps.total
+
+    def capacity_bytes(self) -> int:
+        return min(self.cache.capacity_bytes, int(self.sizes.sum()))
 
     def close(self) -> None:
         self.cache.close()
@@ -123,6 +134,7 @@ def test_experts_are_what_they_are_wherever_they_go(
             assert not asked and own.cache.used_bytes <= own.cache.capacity_bytes
             if data.draw(st.integers(0, 4)) == 0:
                 own.cache.resize(data.draw(capacities))
+            assert own.memory_bytes() <= own.capacity_bytes()
         own.check()
         stats = own.cache.stats
         assert stats.lookups == stats.hits + stats.misses and stats.prefetch_used <= stats.prefetch_reads <= stats.reads
@@ -143,6 +155,27 @@ def test_most_reads_need_no_python(own_bundle: Path, outputs: list[bytes], monke
             assert own.output(index) == outputs[index]
         # Until the room is full there is nobody to take a place from; what is new is compared with its checksum.
         assert loads == same[:2] and checks == same[2:] and own.cache.stats.reads == 20
+        own.check()
+
+
+def test_what_python_has_to_be_told_stays_bounded(tiny_bundle: Path) -> None:
+    """However many places go from one expert to the other before anybody asks."""
+    sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(tiny_bundle).manifest.stored_experts]
+    same = [index for index in range(COUNT) if sizes[index] == sizes[0]]
+    with opened(tiny_bundle, sizes[0]) as own:
+        for turn in range(5 * COUNT):
+            assert each(own.cache.stream(0, [same[turn % 2]])) == [same[turn % 2]]
+        moved, _ = own.cache._reads.take_places()
+        assert 0 < len(moved) <= COUNT
+
+
+def test_nothing_is_compared_where_nothing_is_to_be_verified(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tiny_bundle, 80_000, verify=False) as own:
+        monkeypatch.setattr(own.storage, "check", lambda *new: 1 // 0)
+        for index in [*range(COUNT), *range(COUNT)]:
+            assert each(own.cache.stream(index // EXPERTS, [index])) == [index]
         own.check()
 
 
@@ -194,6 +227,73 @@ def test_a_fault_of_the_reader_is_told_not_waited_for(
             in_time(lambda: each(own.cache.stream(0, [0])))
 
 
+def test_each_failure_is_told_to_who_asked_for_it(
+    tiny_bundle: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefetch that failed before says nothing about another expert, nor about itself once it can be read."""
+    with opened(tiny_bundle) as own:
+        failing, load_one, tried = {1, 2, 7}, own.storage.load, list[int]()
+
+        def load_some(*run: int) -> None:
+            tried.extend(run)
+            if failed := failing.intersection(run):
+                raise StorageReadFailed(f"expert {min(failed)}")
+            load_one(*run)
+
+        monkeypatch.setattr(own.storage, "load", load_some)
+        own.cache.prefetch([7])
+        in_time(lambda: wait_for(lambda: 7 in tried))
+        for index in (1, 2):
+            with pytest.raises(StorageReadFailed, match=f"expert {index}"):
+                in_time(lambda index=index: each(own.cache.stream(0, [0, index])))
+        with pytest.raises(StorageReadFailed, match="expert 1"):
+            in_time(lambda: each(own.cache.stream(0, [1])))
+        failing.clear()
+        assert sorted(in_time(lambda: each(own.cache.stream(0, [0, 1, 2])))) == [0, 1, 2]
+        assert in_time(lambda: each(own.cache.stream(1, [7]))) == [7]
+        own.check()
+
+
+ENDS = """
+import sys, time
+from moec.runtime import load, storage
+slow = storage.ReadStorage.load
+def load_slowly(self, *run):
+    time.sleep(0.02)
+    slow(self, *run)
+storage.ReadStorage.load = load_slowly
+engine = load(sys.argv[1], expert_cache="100%", context=64)
+time.sleep(0.03)
+print("done")
+"""
+
+
+def test_a_process_may_end_while_experts_are_read(tiny_bundle: Path) -> None:
+    """Nobody has closed the engine; its readers are between Python and the extension."""
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDS, str(tiny_bundle)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+def test_an_interrupt_leaves_no_half_of_a_resize(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tiny_bundle) as own:
+        done, resize = threading.Event(), own.storage.resize
+
+        def resize_slowly(capacity_bytes: int) -> None:
+            time.sleep(0.3)
+            resize(capacity_bytes)
+            done.set()
+
+        monkeypatch.setattr(own.storage, "resize", resize_slowly)
+        threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            own.cache.resize(int(own.sizes.max()))
+        assert done.wait(30)
+        assert own.memory_bytes() <= own.sizes.max()
+
+
 def test_too_small_closed_and_forked(tiny_bundle: Path, in_time: InTime) -> None:
     own = Opened(tiny_bundle)
     sizes = own.sizes.tolist()
@@ -202,8 +302,10 @@ def test_too_small_closed_and_forked(tiny_bundle: Path, in_time: InTime) -> None
     with pytest.raises(MemoryBudgetExceeded, match=f"an expert of {max(sizes)} bytes does not fit into the"):
         in_time(lambda: each(own.cache.stream(largest // EXPERTS, [largest])))
     own.cache._process = -1
-    with pytest.raises(ExecutionError, match="forked"):
-        next(own.cache.stream(0, [0]))
+    for call in (lambda: next(own.cache.stream(0, [0])), lambda: own.cache.resize(max(sizes))):
+        with pytest.raises(ExecutionError, match="forked"):
+            call()
+    own.cache.close()  # there is nothing to stop
     own.cache._process = os.getpid()
     own.close()
     own.close()

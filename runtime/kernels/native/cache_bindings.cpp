@@ -147,7 +147,7 @@ std::pair<const char*, Indices> bind_wait(BoundReads& reads, const Indices& rema
 }
 
 // load(run), check(run, addresses): which failed. They raise nothing.
-void bind_serve(BoundReads& reads, nb::callable load, nb::callable check) {
+void bind_serve(BoundReads& reads, nb::callable load, nb::object check) {
     const auto load_in_python = [&load](const Indices& run) {
         nb::gil_scoped_acquire locked;
         return nb::cast<Indices>(load(run));
@@ -160,8 +160,9 @@ void bind_serve(BoundReads& reads, nb::callable load, nb::callable check) {
         }
         return nb::cast<Indices>(check(run, numbers));
     };
+    const ExpertReads::Check checking = check.is_none() ? ExpertReads::Check() : check_in_python;
     nb::gil_scoped_release unlocked;
-    reads->serve(load_in_python, check_in_python);
+    reads->serve(load_in_python, checking);
 }
 
 std::pair<std::vector<std::pair<int64_t, int64_t>>, Indices> bind_take_places(BoundReads& reads) {
@@ -197,9 +198,11 @@ void bind_cache(nb::module_& module) {
                       int64_t, int64_t, nb::list, bool>(),
              "arrays"_a, "sizes"_a, "layers"_a, "following"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "policy"_a, "capacity_bytes"_a,
              "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a)
-        .def_prop_ro("capacity_bytes", [](BoundReads& reads) { return reads->capacity_bytes; })
-        .def_prop_ro("pin_limit_bytes", [](BoundReads& reads) { return reads->pin_limit_bytes; })
-        .def_prop_ro("used_bytes", [](BoundReads& reads) { return reads->used_bytes; })
+        .def_prop_ro("capacity_bytes", [](BoundReads& reads) { return reads->ledger().capacity_bytes; })
+        .def_prop_ro("pin_limit_bytes", [](BoundReads& reads) { return reads->ledger().pin_limit_bytes; })
+        .def_prop_ro("used_bytes", [](BoundReads& reads) { return reads->ledger().used_bytes; })
+        .def_prop_ro("held_bytes", [](BoundReads& reads) { return reads->ledger().held_bytes; })
+        // Of the decisions below; not while readers run.
         .def_prop_ro("demand", [](BoundReads& reads) { return list_of(reads->demand); })
         .def_prop_ro("advice", [](BoundReads& reads) { return list_of(reads->advice); })
         // Decisions, one by one and without a lock: for one thread.
@@ -218,10 +221,9 @@ void bind_cache(nb::module_& module) {
         .def("wait_warmed", bind_wait_warmed)
         .def("resize", bind_resize, "capacity_bytes"_a, "pin_limit_bytes"_a)
         .def("has_work", [](BoundReads& reads) { return reads->has_work(); })
-        .def("ledger", [](BoundReads& reads) { return reads->ledger(); })
         .def("take_places", bind_take_places)
         .def("place", bind_place, "index"_a, "address"_a)
-        .def("serve", bind_serve, "load"_a, "check"_a)
+        .def("serve", bind_serve, "load"_a, "check"_a.none())
         .def("close", [](BoundReads& reads) { reads->close(); });
 }
 

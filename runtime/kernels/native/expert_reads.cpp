@@ -45,13 +45,13 @@ bool ExpertReads::has_work() {
     return !demand.empty() || !advice.empty() || !warmup_.empty();
 }
 
-std::pair<int64_t, int64_t> ExpertReads::ledger() {
+ExpertReads::Ledger ExpertReads::ledger() {
     const Lock lock(mutex_);
     int64_t held_bytes = 0;
     for (int64_t index = 0; index < count(); ++index) {
         held_bytes += columns_.state[index] == kAbsent ? 0 : size(index);
     }
-    return {used_bytes, held_bytes};
+    return {capacity_bytes, pin_limit_bytes, used_bytes, held_bytes};
 }
 
 void ExpertReads::wake_readers() {
@@ -78,9 +78,15 @@ ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Ind
     Wait state = Wait::kAgain;
     for (;;) {
         const auto has_failed = [this](int64_t index) { return has_failed_[static_cast<size_t>(index)] != 0; };
-        if (is_closed_ || std::any_of(remaining.begin(), remaining.end(), has_failed)) {
-            state = is_closed_ ? Wait::kClosed : Wait::kFailed;
+        const auto failed = std::find_if(remaining.begin(), remaining.end(), has_failed);
+        if (is_closed_) {
+            state = Wait::kClosed;
             break;
+        }
+        if (failed != remaining.end()) {
+            counts_->stall_ns += now_ns() - start_ns;
+            found.push_back(*failed);
+            return Wait::kFailed;
         }
         issue(remaining);
         wake_readers();
@@ -204,7 +210,7 @@ void ExpertReads::serve(const Load& load, const Check& check) {
         Indices failed;
         if (!has_places || !read(run, addresses)) {
             failed = load(run);
-        } else if (is_new) {
+        } else if (is_new && check) {
             failed = check(run, addresses);
         }
         const Lock lock(mutex_);
@@ -242,6 +248,9 @@ ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
 
 // Whether every expert of a run has a place that a read can go to: one of its size that another has left. All or none.
 bool ExpertReads::give_places(const Indices& run) {
+    if (moved_.size() >= addresses_.size()) {
+        return false;  // Python is told what has become of places before that is more than there are experts
+    }
     for (const int64_t index : run) {
         const auto spare = spare_.find(size(index));
         const int64_t wanted = std::count_if(run.begin(), run.end(), [&](int64_t other) { return size(other) == size(index); });

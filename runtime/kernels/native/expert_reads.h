@@ -37,29 +37,33 @@ class ExpertReads : public Residency {
     ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
                 std::vector<ExpertSource> sources, bool drops_pages);
 
-    // Of a reader thread, until `close`.
+    // Of a reader thread, until `close`. Without a check nothing is compared.
     void serve(const Load& load, const Check& check);
     void close();
     bool is_closed();
 
     // One layer asks: hits, leased, and misses, of which as many are queued and leased as fit now.
     bool begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
-    // Wait for some of the remaining experts: all that are there, or one. kAgain after a while, for a look at signals.
+    // Wait for some of the remaining experts: all that are there, or one; with kFailed, one that cannot be read. kAgain after
+    // a while, for a look at signals.
     Wait wait(const Indices& remaining, bool together, Indices& found);
     void unlease(const Indices& indices);
     void prefetch(const Indices& indices);
     void warm(const Indices& indices);
     // False while there is something to warm; returns after a while at the latest.
     bool wait_warmed();
-    // False while leases or reads stand in the way; returns after a while at the latest.
+    // False while reads stand in the way; returns after a while at the latest.
     bool resize(int64_t capacity_bytes, int64_t pin_limit_bytes);
     // Experts that took the place of another since the last call, {of, by}, and experts whose places are free.
     void take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare);
     // An expert has been read there by Python, and is what it should be.
     void place(int64_t index, uint8_t* address);
     bool has_work();
-    // Bytes as counted, and as the states add them up; equal, unless there is a fault.
-    std::pair<int64_t, int64_t> ledger();
+    struct Ledger {
+        int64_t capacity_bytes, pin_limit_bytes, used_bytes;
+        int64_t held_bytes;  // as the states add them up: the used ones, unless there is a fault
+    };
+    Ledger ledger();
 
   protected:
     void left(int64_t index) override;
