@@ -169,7 +169,7 @@ class NativeCache(StreamingCache):
         self._storage.resize(capacity_bytes)
 
     def check_invariants(self) -> None:
-        self._check(self.used_bytes, int(self._reads.held_bytes))
+        self._check(*self._reads.audit())
 
     def close(self) -> None:
         if self._is_forked:

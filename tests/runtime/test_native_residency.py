@@ -115,7 +115,7 @@ class BothMachine(RuleBasedStateMachine):
         for name in NAMES:
             assert np.array_equal(self.arrays[name], getattr(self.spec, name)), name
         assert (self.reads.demand, self.reads.advice) == (list(self.spec.demand), list(self.spec.advice))
-        assert self.reads.used_bytes == self.spec.used_bytes == self.reads.held_bytes
+        assert self.reads.used_bytes == self.spec.used_bytes == self.reads.audit()[1]
         assert CacheStats(*self.arrays["counts"].tolist()) == self.spec.stats
         for name in ("heat", "last_used", "uses"):
             own, other = getattr(self.records, name), getattr(self.spec_records, name)

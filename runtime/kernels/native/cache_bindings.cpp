@@ -201,7 +201,6 @@ void bind_cache(nb::module_& module) {
         .def_prop_ro("capacity_bytes", [](BoundReads& reads) { return reads->ledger().capacity_bytes; })
         .def_prop_ro("pin_limit_bytes", [](BoundReads& reads) { return reads->ledger().pin_limit_bytes; })
         .def_prop_ro("used_bytes", [](BoundReads& reads) { return reads->ledger().used_bytes; })
-        .def_prop_ro("held_bytes", [](BoundReads& reads) { return reads->ledger().held_bytes; })
         // Of the decisions below; not while readers run.
         .def_prop_ro("demand", [](BoundReads& reads) { return list_of(reads->demand); })
         .def_prop_ro("advice", [](BoundReads& reads) { return list_of(reads->advice); })
@@ -221,6 +220,7 @@ void bind_cache(nb::module_& module) {
         .def("wait_warmed", bind_wait_warmed)
         .def("resize", bind_resize, "capacity_bytes"_a, "pin_limit_bytes"_a)
         .def("has_work", [](BoundReads& reads) { return reads->has_work(); })
+        .def("audit", [](BoundReads& reads) { return reads->audit(); })
         .def("take_places", bind_take_places)
         .def("place", bind_place, "index"_a, "address"_a)
         .def("serve", bind_serve, "load"_a, "check"_a.none())

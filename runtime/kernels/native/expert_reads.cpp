@@ -47,11 +47,16 @@ bool ExpertReads::has_work() {
 
 ExpertReads::Ledger ExpertReads::ledger() {
     const Lock lock(mutex_);
+    return {capacity_bytes, pin_limit_bytes, used_bytes};
+}
+
+std::pair<int64_t, int64_t> ExpertReads::audit() {
+    const Lock lock(mutex_);
     int64_t held_bytes = 0;
     for (int64_t index = 0; index < count(); ++index) {
         held_bytes += columns_.state[index] == kAbsent ? 0 : size(index);
     }
-    return {capacity_bytes, pin_limit_bytes, used_bytes, held_bytes};
+    return {used_bytes, held_bytes};
 }
 
 void ExpertReads::wake_readers() {

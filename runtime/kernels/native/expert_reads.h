@@ -61,9 +61,10 @@ class ExpertReads : public Residency {
     bool has_work();
     struct Ledger {
         int64_t capacity_bytes, pin_limit_bytes, used_bytes;
-        int64_t held_bytes;  // as the states add them up: the used ones, unless there is a fault
     };
     Ledger ledger();
+    // Bytes as counted, and as the states add them up; equal, unless there is a fault.
+    std::pair<int64_t, int64_t> audit();
 
   protected:
     void left(int64_t index) override;
