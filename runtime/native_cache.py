@@ -43,7 +43,7 @@ def open_cache(
 ) -> StreamingCache:
     """A NativeCache where it can be one, else an ExpertCache, which decides alike. Sizes and limits as in both."""
     is_known = options.policy in NATIVE_POLICIES and not records.encoder_layers and options.accelerator is None
-    if is_known and isinstance(storage, ReadStorage) and kernels.native() is not None:
+    if is_known and isinstance(storage, ReadStorage) and kernels.compiled() is not None:
         limits = (sizes, capacity_bytes, records, options.policy, pin_limit_bytes, options.readers)
         return NativeCache(storage, experts, *limits)
     score = policy_score(options.policy, options.policy_weights)
@@ -75,7 +75,7 @@ class NativeCache(StreamingCache):
             "is_seen": np.zeros(count, bool),
         }
         shared = {"heat": records.heat, "last_used": records.last_used, "uses": records.uses}
-        extension = kernels.native()
+        extension = kernels.compiled()
         if extension is None:
             raise ValueError("a native cache needs native kernels")
         self._reads = extension.ExpertReads(
@@ -115,7 +115,7 @@ class NativeCache(StreamingCache):
         return np.flatnonzero(self._state == RESIDENT)
 
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        if kernels.native() is None:  # the reference does not see where experts have moved
+        if kernels.compiled() is None:  # the reference does not see where experts have moved
             raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
         found = self._reads.begin(layer, indices)
         if found is None:

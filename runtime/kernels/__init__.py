@@ -28,13 +28,13 @@ __all__ = [
     "attention",
     "available",
     "combine",
+    "compiled",
     "dequantize_rows",
     "expert_ffn",
     "experts_of_token",
     "largest",
     "layer_norm",
     "linear",
-    "native",
     "rms_norm",
     "rope",
     "route",
@@ -93,15 +93,10 @@ def _extension() -> ModuleType | None:
     return _state.extension
 
 
-def _compiled() -> ModuleType | None:
-    """The extension if the active kernels are native."""
+def compiled() -> ModuleType | None:
+    """The extension, whose `ExpertReads` the expert cache is made of; None where numpy computes."""
     extension = _extension()
     return None if _state.uses_numpy else extension
-
-
-def native() -> ModuleType | None:
-    """The extension, whose `ExpertReads` the expert cache is made of; None where numpy computes."""
-    return _compiled()
 
 
 def available() -> tuple[str, ...]:
@@ -112,7 +107,7 @@ def available() -> tuple[str, ...]:
 
 def active() -> str:
     """The kernels in use: `avx2`, `scalar` or `numpy`."""
-    extension = _compiled()
+    extension = compiled()
     return str(extension.active()) if extension else NUMPY
 
 
@@ -132,7 +127,7 @@ def select(name: str) -> None:
     if name not in names:
         raise KernelUnavailable(f"no kernels `{name[:40]}` here, available: {', '.join(names)}")
     _state.uses_numpy = name == NUMPY
-    extension = _compiled()
+    extension = compiled()
     if extension is not None:
         extension.select(name)
 
@@ -200,7 +195,7 @@ class Expert(reference.Expert):
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
     """out = x W^T. x: [T, K]; out: [T, N], written; they must not overlap. Raises ValueError."""
-    native = _compiled()
+    native = compiled()
     if native is None:
         reference.linear(matrix, x, out)
     else:
@@ -212,7 +207,7 @@ def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats])
 
     matrices: 1 to 8 of K columns; x: [T, K]; outs[i]: [T, N_i], written; nothing may overlap. Raises ValueError.
     """
-    native = _compiled()
+    native = compiled()
     if native is None:
         reference.linears(matrices, x, outs)
     else:
@@ -221,7 +216,7 @@ def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats])
 
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
     """out[i] = row rows[i] of the matrix. rows: int64[n]; out: [n, K], written. Raises ValueError."""
-    native = _compiled()
+    native = compiled()
     if native is None:
         reference.dequantize_rows(matrix, rows, out)
     else:
@@ -233,7 +228,7 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
 
     x: [T, D]; tokens, ranks: int32[n], no pair twice; out: [T, K, D]. x and out must not overlap. Raises ValueError.
     """
-    native = _compiled()
+    native = compiled()
     if native is None:
         reference.expert_ffn(expert, x, tokens, ranks, out)
     else:
@@ -245,7 +240,7 @@ def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: F
 
     x: [1, D]; ranks: int32[n], none twice; out: [1, K, D]. x and out must not overlap. Raises ValueError.
     """
-    native = _compiled()
+    native = compiled()
     if native is None:
         reference.experts_of_token(experts, x, ranks, out)
     else:
@@ -257,12 +252,12 @@ def combine(parts: Floats, weights: Floats, out: Floats) -> None:
 
     parts: [T, K, D]; weights: [T, K]; out: [T, D], written. Raises ValueError.
     """
-    (_compiled() or reference).combine(parts, weights, out)
+    (compiled() or reference).combine(parts, weights, out)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
     """out = weight * (x / sqrt(mean(x^2) + eps)). x, out: [T, D]; weight: [D]. out may be x. Raises ValueError."""
-    (_compiled() or reference).rms_norm(x, weight, eps, out)
+    (compiled() or reference).rms_norm(x, weight, eps, out)
 
 
 def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats) -> None:
@@ -270,7 +265,7 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats)
 
     out may be x. Raises ValueError.
     """
-    (_compiled() or reference).layer_norm(x, weight, bias, eps, out)
+    (compiled() or reference).layer_norm(x, weight, bias, eps, out)
 
 
 def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
@@ -278,7 +273,7 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
 
     x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Raises ValueError.
     """
-    (_compiled() or reference).rope(x, cos, sin, positions)
+    (compiled() or reference).rope(x, cos, sin, positions)
 
 
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
@@ -287,7 +282,7 @@ def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int3
     k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16; slots, positions: int32[T]. float16 holds
     the nearest value, the largest one where none is large enough. Raises ValueError.
     """
-    (_compiled() or reference).store_kv(k, v, k_cache, v_cache, slots, positions)
+    (compiled() or reference).store_kv(k, v, k_cache, v_cache, slots, positions)
 
 
 def attention(
@@ -312,7 +307,7 @@ def attention(
     token sees positions 0 to its end - 1 instead; window must be 0. bias: [H, 2 C - 1], added to the scaled score of
     position j seen from p at C - 1 + j - p.
     """
-    kernels = _compiled() or reference
+    kernels = compiled() or reference
     kernels.attention(q, k_cache, v_cache, slots, positions, scale, window, out, sinks, ends, bias)
 
 
@@ -322,7 +317,7 @@ def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats
     logits: [T, E]. Returns experts int32[T, K] and weights float32[T, K]; rows sum to 1 if `renormalize`.
     Raises ValueError.
     """
-    native = _compiled()
+    native = compiled()
     if native is None:
         return reference.route(logits, top_k, renormalize)
     check_array(logits, "logits", np.float32, 2)
@@ -341,7 +336,7 @@ def router_shares(
 
     matrices: M of 1 to 8, of E rows and D columns; norms[i]: [D]; x: [1, D]; out: [M, E], written. Raises ValueError.
     """
-    native = _compiled()
+    native = compiled()
     if native is None:
         reference.router_shares(matrices, norms, eps, x, out)
     else:
@@ -353,7 +348,7 @@ def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
 
     values: floats [n]; what is no number comes last. Raises ValueError.
     """
-    native = _compiled()
+    native = compiled()
     if native is None or values.dtype != np.float32:
         return ranking.largest(values, count)
     found: tuple[list[int], list[float]] = native.largest(values, count)

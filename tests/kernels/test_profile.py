@@ -13,7 +13,7 @@ from moec.runtime.kernels.profile import TIMED, timed_kernels
 from tests.kernels.packer import random_matrix
 from tests.kernels.products import inputs, matrix_of
 
-STEERS = {"active", "available", "native", "require", "select", "set_threads", "threads"}
+STEERS = {"active", "available", "compiled", "require", "select", "set_threads", "threads"}
 
 
 def test_every_function_that_computes_is_timed() -> None:

@@ -35,7 +35,7 @@ from tests.runtime.faulty_source import InTime, each, wait_for
 LAYERS, EXPERTS = 3, 6
 COUNT = LAYERS * EXPERTS
 
-pytestmark = pytest.mark.skipif(kernels.native() is None, reason="no extension")
+pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
 
 
 @pytest.fixture

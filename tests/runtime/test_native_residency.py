@@ -24,7 +24,7 @@ COUNT = LAYERS * EXPERTS
 LAYER = np.arange(COUNT) // EXPERTS
 NAMES = ("state", "is_leased", "is_ahead", "is_seen", "prefetches")
 
-pytestmark = pytest.mark.skipif(kernels.native() is None, reason="no extension")
+pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
 
 
 def fresh_records() -> ExpertRecords:
@@ -39,7 +39,7 @@ def native(
     arrays: dict[str, np.ndarray] = {name: np.zeros(COUNT, np.uint8) for name in NAMES[:4]}
     arrays |= {"prefetches": np.zeros((2, COUNT), np.int64), "counts": np.zeros(len(CacheStats.__slots__), np.int64)}
     shared = {"heat": records.heat, "last_used": records.last_used, "uses": records.uses}
-    extension = kernels.native()
+    extension = kernels.compiled()
     assert extension is not None
     limits = (readers, MAX_RUN_BYTES, records.half_life, policy, capacity, pins)
     sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]

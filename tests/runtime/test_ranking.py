@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moec.runtime import kernels
 from moec.runtime.kernels import ranking
 
-pytestmark = pytest.mark.skipif(kernels.native() is None, reason="no extension")
+pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
 
 values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan")]), st.floats(width=32))
 

@@ -35,11 +35,6 @@ void ExpertReads::close() {
     work_.notify_all();
 }
 
-bool ExpertReads::is_closed() {
-    const Lock lock(mutex_);
-    return is_closed_;
-}
-
 bool ExpertReads::has_work() {
     const Lock lock(mutex_);
     return !demand.empty() || !advice.empty() || !warmup_.empty();
@@ -171,7 +166,6 @@ bool ExpertReads::resize(int64_t capacity, int64_t pin_limit) {
 void ExpertReads::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare) {
     const Lock lock(mutex_);
     moved.swap(moved_);
-    moved_.clear();
     for (auto& [size, experts] : spare_) {
         for (const int64_t index : experts) {
             addresses_[static_cast<size_t>(index)] = nullptr;

@@ -40,7 +40,6 @@ class ExpertReads : public Residency {
     // Of a reader thread, until `close`. Without a check nothing is compared.
     void serve(const Load& load, const Check& check);
     void close();
-    bool is_closed();
 
     // One layer asks: hits, leased, and misses, of which as many are queued and leased as fit now.
     bool begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
