@@ -28,6 +28,7 @@ KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
     "scalar": (1, TERNARY, 2, 3, 4, 8, 16),
     "avx2": (1, TERNARY, 2, 3, 4, 8, 16),
     "avxvnni": (1, TERNARY, 2, 3, 4, 8, 16),
+    "amx": (1, TERNARY, 2, 3, 4, 8, 16),
     "avx512vnni": (1, TERNARY, 2, 3, 4, 8, 16),
     "neon": (1, TERNARY, 2, 3, 4, 8, 16),
     "neon-dot": (1, TERNARY, 2, 3, 4, 8, 16),

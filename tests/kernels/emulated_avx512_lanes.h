@@ -1,11 +1,11 @@
 // The names of avx512_lanes.h over pairs of registers of eight lanes, for processors without AVX-512: what the kernels do with
-// sixteen lanes runs on AVX2. Included in the place of avx512_lanes.h; no include guard.
+// sixteen lanes runs on AVX2. Included in the place of avx512_lanes.h, where `half` names the namespace of the same names over eight
+// lanes; no include guard.
 
 #include "emulated_vnni.h"
 
 constexpr int kLanes = 16;
 
-namespace half = avx512vnni;  // the same names over eight lanes
 constexpr int kHalf = kLanes / 2;
 
 struct Floats {
@@ -49,6 +49,7 @@ inline Ints mask(Ints a, uint32_t bits) { return {half::mask(a.low, bits), half:
 inline Ints either(Ints a, Ints b) { return {half::either(a.low, b.low), half::either(a.high, b.high)}; }
 inline Ints add_int(Ints a, Ints b) { return {half::add_int(a.low, b.low), half::add_int(a.high, b.high)}; }
 inline Ints sub_int(Ints a, Ints b) { return {half::sub_int(a.low, b.low), half::sub_int(a.high, b.high)}; }
+inline Ints sub_bytes(Ints a, Ints b) { return {_mm256_sub_epi8(a.low, b.low), _mm256_sub_epi8(a.high, b.high)}; }
 inline Ints broadcast_int(uint32_t x) { return {half::broadcast_int(x), half::broadcast_int(x)}; }
 inline Floats float_of(Ints a) { return {half::float_of(a.low), half::float_of(a.high)}; }
 inline Floats to_float(Ints a) { return {half::to_float(a.low), half::to_float(a.high)}; }

@@ -88,19 +88,21 @@ std::string name_of(const MatrixView& m, int64_t tokens) {
 struct Rounded {
     std::vector<int8_t> codes;
     std::vector<float> steps, sums;
-    int64_t columns;
+    int64_t columns, side_by_side;
 
     Rounded(const KernelTable& table, const std::vector<float>& x, int64_t tokens, int64_t width) : columns(width) {
-        codes.resize(static_cast<size_t>(tokens * width));
-        steps.resize(static_cast<size_t>(tokens * (width / 32)));
+        side_by_side = tokens > 1 ? kRowsSideBySide : 1;
+        steps.resize(static_cast<size_t>((tokens + side_by_side - 1) / side_by_side * side_by_side * (width / 32)));
         sums.resize(steps.size());
+        codes.resize(32 * steps.size());
         for (int64_t t = 0; t < tokens; ++t) {
-            table.round_row(x.data() + t * width, width, codes.data() + t * width, steps.data() + t * (width / 32),
-                            sums.data() + t * (width / 32));
+            const int64_t place = first_tile_of(rows(), t);
+            table.round_row(x.data() + t * width, width, codes.data() + 32 * place, steps.data() + place, sums.data() + place,
+                            side_by_side);
         }
     }
 
-    RoundedRows rows() const { return {codes.data(), steps.data(), sums.data(), columns}; }
+    RoundedRows rows() const { return {codes.data(), steps.data(), sums.data(), columns, side_by_side}; }
     std::vector<float> plain() const {
         std::vector<float> all(steps);
         all.insert(all.end(), sums.begin(), sums.end());
@@ -173,6 +175,10 @@ void check_products(Check& check) {
                 }
             }
         }
+    }
+    for (int64_t tokens = 8; tokens <= 33; ++tokens) {  // every number that is multiplied at once, and whole groups with any rest
+        check_matrix(check, {nullptr, 33, 320, 32, 4, true, FloatType::kNone, false}, tokens);
+        check_matrix(check, {nullptr, 33, 320, 64, 3, false, FloatType::kNone, false}, tokens);
     }
     for (int64_t tokens : {96, 97}) {  // a whole chunk, and one more
         check_matrix(check, {nullptr, 48, 320, 32, 4, true, FloatType::kNone, false}, tokens);

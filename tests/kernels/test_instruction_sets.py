@@ -1,9 +1,9 @@
 """Instruction sets that this processor lacks, through the compiler and an emulator (G8).
 
 The kernels are compiled without Python together with `instruction_sets.cpp`, which compares the instruction sets it is
-told with the scalar kernels bit for bit. NEON runs under qemu-user; AVX-512 and the dot products of VNNI, which qemu
-does not know, are replaced by pairs of AVX2 registers and by the instructions that make the same sums, so that what the
-kernels do with sixteen lanes is checked on any processor. MOEC_REQUIRE_QEMU=1 turns the skips into failures.
+told with the scalar kernels bit for bit. NEON runs under qemu-user; AVX-512, the dot products of VNNI and the tiles of
+AMX, which qemu does not know, are replaced by pairs of AVX2 registers, by the instructions that make the same sums and by
+loops over memory, so that what the kernels do with sixteen lanes and with tiles is checked on any processor. MOEC_REQUIRE_QEMU=1 turns the skips into failures.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def test_neon_equals_scalar(tmp_path: Path) -> None:
     files = {"kernels_neon.cpp": (), "kernels_neon_dot.cpp": ("-march=armv8.2-a+dotprod",)}
     files["kernels_neon_i8mm.cpp"] = ("-march=armv8.2-a+dotprod+i8mm",)
     nothing = {"kernels_avx2.cpp": (), "kernels_avxvnni.cpp": (), "kernels_avx512vnni.cpp": ()}
+    nothing["kernels_amx.cpp"] = ()
     program = build(AARCH64, tmp_path, {**files, **nothing}, ["-static"])
     assert equal_sets([EMULATOR, "-cpu", "max", program, "neon-dot", "neon-i8mm"]) == {"neon-dot", "neon-i8mm"}
     # A Neoverse N1 multiplies no matrices, a Cortex-A72, the processor of a Raspberry Pi 4, has no dot product either:
@@ -88,11 +89,11 @@ def test_vnni_equals_scalar(tmp_path: Path) -> None:
     # Without an emulator slower scalar kernels cost less than their compiler takes to make them fast.
     files = {"kernels_scalar.cpp": ("-Og",), "kernels_avx2.cpp": AVX2}
     emulated = (*AVX2, "-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}")
-    files |= {"kernels_avxvnni.cpp": emulated, "kernels_avx512vnni.cpp": emulated}
+    files |= {"kernels_avxvnni.cpp": emulated, "kernels_avx512vnni.cpp": emulated, "kernels_amx.cpp": emulated}
     program = build(
         "g++", tmp_path, {**files, "kernels_neon.cpp": (), "kernels_neon_dot.cpp": (), "kernels_neon_i8mm.cpp": ()}
     )
-    every = ["avx512vnni", "avxvnni", "avx2"]
+    every = ["amx", "avx512vnni", "avxvnni", "avx2"]
     assert equal_sets([program, *every]) == set(every)
 
 

@@ -46,6 +46,7 @@ inline Ints mask(Ints a, uint32_t bits) { return _mm512_and_si512(a, _mm512_set1
 inline Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 inline Ints add_int(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints sub_int(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 inline Ints broadcast_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
 inline Floats float_of(Ints a) { return _mm512_castsi512_ps(a); }
 inline Floats to_float(Ints a) { return _mm512_cvtepi32_ps(a); }

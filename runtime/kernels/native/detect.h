@@ -10,6 +10,8 @@ bool has_avx2();
 bool has_avxvnni();
 // The same as AVX2, and AVX-512 F, BW, VL and its dot product of bytes.
 bool has_avx512vnni();
+// The same, and AMX with products of bytes, whose registers the operating system must be asked for, once for all threads.
+bool has_amx();
 // AArch64, and its dot product of bytes.
 bool has_neon();
 bool has_neon_dot();

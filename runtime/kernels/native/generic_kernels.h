@@ -6,6 +6,7 @@
 #include "generic_linear.h"
 #include "generic_tile_sums.h"
 #include "generic_panel.h"
+#include "generic_byte_products.h"
 #include "generic_quantized.h"
 #include "generic_product.h"
 #include "generic_cached.h"

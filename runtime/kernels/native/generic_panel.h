@@ -8,7 +8,9 @@ struct BytePanel {
     alignas(64) float scales[kPanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
 };
 
-// The codes of one vector of rows in two neighbouring quads. out: of the first, in the panel.
+// The codes of one vector of rows in two neighbouring quads, with the centre of symmetric formats in them. out: of the first, in the
+// panel.
+template <int Centre>
 MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
     store_lanes(out, first);
     store_lanes(out + kPlaneBytes, second);

@@ -1,5 +1,5 @@
 // Products of quantized matrices with activations rounded to 8 bits (generic_rounding.h), written once over eight or sixteen
-// lanes. Included inside the namespace of an instruction set, after generic_panel.h; no include guard, for that reason.
+// lanes. Included inside the namespace of an instruction set, after generic_byte_products.h; no include guard, for that reason.
 //
 // Algebra, per output row and token: acc = 0; for tiles in order: dot = sum code_k q_k (exact, 32-bit integers),
 // acc = fma(step, fma(scale, dot, minimum * sum q_k), acc), and in symmetric formats, where minimum is -centre scale,
@@ -11,7 +11,7 @@
 // 16 rows x 256 columns are brought to bytes once per 96 tokens and multiplied by kRoundedTokens tokens at a time, which is
 // 4 for eight lanes; the accumulators rest in memory between tiles, which changes no bit.
 
-constexpr int kPrefetchBytes = 3072;  // 2 to 4 KiB measure alike on Zen 3; 1 KiB and 8 KiB lose up to a tenth
+constexpr int kPrefetchBytes = 2048;  // 2 to 4 KiB measure alike on Zen 3, 2 KiB is best on Granite Rapids; 1 KiB and 8 KiB lose up to a tenth
 
 // 16 rows times one vector. acc: [16], written.
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
@@ -76,7 +76,7 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
             });
             unroll<kParts * kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
                 constexpr int Q = 2 * decltype(pair)::value;
-                store_quads(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile),
+                store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile),
                             quad_of<Bitwidth, Q + 1, V>(tile));
             });
         });
@@ -84,42 +84,8 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
     }
 }
 
-// Blocks (kPanelBlocks or 1) panels times Tokens rows. x: from the panels' first tile on; acc: [Blocks, count, 16], from the
-// first row of the step on, read and written.
-template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
-void multiply_byte_panels(const BytePanel* panels, int64_t tiles, const RoundedRows* x, float* acc, int64_t count) {
-    constexpr int kVectors = Blocks * kVectorsPerBlock;
-    for (int64_t t = 0; t < tiles; ++t) {
-        const uint8_t* codes[Blocks];
-        const int8_t* inputs[Tokens];
-        unroll<Blocks>([&](auto b) MOEC_INLINE_LAMBDA {
-            codes[decltype(b)::value] = panels[decltype(b)::value].codes + t * kQuadsPerTile * kPlaneBytes;
-        });
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { inputs[decltype(i)::value] = x[decltype(i)::value].codes + t * kColumnsPerTile; });
-        TileSum<Bitwidth> products[Tokens][kVectors];
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
-            constexpr int I = decltype(i)::value;
-            const TileSum<Bitwidth> first = first_sum<Bitwidth, IsSymmetric>(broadcast(x[I].sums[t]));
-            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { products[I][decltype(v)::value] = first; });
-        });
-        add_panel_products<Bitwidth, Blocks, Tokens>(codes, inputs, products);
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
-            constexpr int I = decltype(i)::value;
-            const Floats step = broadcast(x[I].steps[t]), total = broadcast(x[I].sums[t]);
-            unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
-                constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
-                float* place = acc + (B * count + I) * kRowsPerBlock + V * kLanes;
-                const float* scales = panels[B].scales[t] + V * kLanes;
-                store(place, add_tile<Bitwidth, IsSymmetric>(load(place), step, load(scales), load(scales + kRowsPerBlock),
-                                                             products[I][decltype(v)::value], total));
-            });
-        });
-    }
-}
-
 using MultiplyRounded = void (*)(const MatrixView&, int64_t block, const RoundedRows& x, float* acc);
 using UnpackPanel = void (*)(const MatrixView&, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel);
-using MultiplyBytePanels = void (*)(const BytePanel*, int64_t tiles, const RoundedRows* x, float* acc, int64_t count);
 
 // The routines of one quantized format, found once per call.
 struct RoundedFormat {
@@ -135,8 +101,8 @@ RoundedFormat make_rounded_format() {
                          unpack_panel<Bitwidth, IsSymmetric, HasByteScales>, {}, {}};
     unroll<kRoundedTokens>([&](auto i) MOEC_INLINE_LAMBDA {
         constexpr int kTokens = decltype(i)::value + 1;
-        format.by_tokens[kTokens] = multiply_byte_panels<Bitwidth, IsSymmetric, kPanelBlocks, kTokens>;
-        format.last_by_tokens[kTokens] = multiply_byte_panels<Bitwidth, IsSymmetric, 1, kTokens>;
+        format.by_tokens[kTokens] = panels_product<Bitwidth, IsSymmetric, kPanelBlocks, kTokens>();
+        format.last_by_tokens[kTokens] = panels_product<Bitwidth, IsSymmetric, 1, kTokens>();
     });
     return format;
 }
@@ -176,11 +142,6 @@ inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
     }
 }
 
-inline RoundedRows rounded_row(const RoundedRows& rows, int64_t i) {
-    const int64_t tiles = rows.columns / kColumnsPerTile;
-    return {rows.codes + i * rows.columns, rows.steps + i * tiles, rows.sums + i * tiles, rows.columns};
-}
-
 // Ask for the bytes of a panel that begins with `tile`; for memory behind the matrix where it has none.
 inline void prefetch_panel(const MatrixView& matrix, int64_t block, int64_t tile) {
     const int64_t tiles = matrix.columns / kColumnsPerTile, block_size = block_bytes(matrix);
@@ -210,16 +171,9 @@ inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedForma
             format.unpack(matrix, block + b, tile, tiles, panels[b]);
         }
         int token = 0;
-        for (int group = 0; group < groups; ++group) {  // of nearly equal size
-            const int tokens = (count - token + groups - group - 1) / (groups - group);
-            RoundedRows inputs[kRoundedTokens];
-            for (int i = 0; i < tokens; ++i) {
-                inputs[i] = rounded_row(x, first + token + i);
-                inputs[i].codes += tile * kColumnsPerTile;
-                inputs[i].steps += tile;
-                inputs[i].sums += tile;
-            }
-            by_tokens[tokens](panels, tiles, inputs, acc + token * kRowsPerBlock, count);
+        for (int group = 0; group < groups; ++group) {
+            const int tokens = tokens_of_group(count - token, groups - group);
+            by_tokens[tokens](panels, tile, tiles, x, first + token, acc + token * kRowsPerBlock, count);
             token += tokens;
         }
     }

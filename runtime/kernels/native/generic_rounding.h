@@ -7,12 +7,12 @@
 constexpr float kMostRounded = 127.0f;
 constexpr float kSmallestRounded = 7.70371977754894341e-34f;  // 2^-110: 127 divided by less could overflow
 
-// [columns] floats to codes, and step and sum of each tile. columns: a multiple of 32.
-inline void round_row(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums) {
+// [columns] floats to codes, step and sum of each tile, `distance` tiles from those of the next. columns: a multiple of 32.
+inline void round_row(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums, int64_t distance) {
     constexpr int kVectors = kColumnsPerTile / kLanes;
     const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the integer
     const Ints sign = broadcast_int(0x80000000u), lowest = bits_of(magic);
-    for (int64_t tile = 0; tile < columns / kColumnsPerTile; ++tile, x += kColumnsPerTile, codes += kColumnsPerTile) {
+    for (int64_t tile = 0; tile < columns / kColumnsPerTile; ++tile, x += kColumnsPerTile, codes += distance * kColumnsPerTile) {
         Floats most = zero(), strange = zero();  // strange: 0, or NaN
         unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
             const Floats value = load(x + decltype(v)::value * kLanes);
@@ -30,7 +30,7 @@ inline void round_row(const float* x, int64_t columns, int8_t* codes, float* ste
             total = add_int(total, rounded);
             store_low_bytes(codes + V * kLanes, rounded);
         });
-        steps[tile] = largest / kMostRounded;
-        sums[tile] = sum_lanes(to_float(total));
+        steps[tile * distance] = largest / kMostRounded;
+        sums[tile * distance] = sum_lanes(to_float(total));
     }
 }

@@ -89,6 +89,7 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ga
     }
     for (int64_t first = 0; first < tokens; first += kChunkTokens) {
         const int count = static_cast<int>(tokens - first < kChunkTokens ? tokens - first : kChunkTokens);
+        const PanelSession session(count);
         for (int64_t block = begin; block < end; block += blocks_in_panels(block, end)) {
             const int blocks = blocks_in_panels(block, end);
             if (has_gate) {

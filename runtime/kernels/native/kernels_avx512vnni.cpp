@@ -30,6 +30,7 @@ namespace {
 namespace wide {
 
 #if defined(MOEC_EMULATE_VNNI)  // tests on processors without it: pairs of the registers above
+namespace half = avx512vnni;
 #include "emulated_avx512_lanes.h"
 #else
 #include "avx512_lanes.h"
@@ -38,6 +39,7 @@ namespace wide {
 #include "generic_linear.h"
 #include "generic_tile_sums.h"
 #include "generic_panel.h"
+#include "generic_byte_products.h"
 #include "generic_quantized.h"
 #include "generic_product.h"
 #include "generic_cached.h"
@@ -52,6 +54,7 @@ using wide::kChunkTokens;
 using wide::kPanelBlocks;
 using wide::linear;
 using wide::multiply_one;
+using wide::PanelSession;
 using wide::Product;
 using wide::row_of;
 using wide::rows_in_block;

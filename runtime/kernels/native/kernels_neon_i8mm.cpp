@@ -44,6 +44,7 @@ inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_product
 #include "generic_linear.h"
 #include "generic_tile_sums.h"
 #include "neon_pair_panel.h"
+#include "generic_byte_products.h"
 #include "generic_quantized.h"
 #include "generic_product.h"
 #include "generic_cached.h"

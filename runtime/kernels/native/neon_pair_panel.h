@@ -9,6 +9,7 @@ struct BytePanel {
 };
 
 // The codes of one vector of rows in two neighbouring quads, those of a row side by side. out: of the first, in the panel.
+template <int Centre>
 MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
     store_lanes(out, {vzip1q_u32(first.low, second.low), vzip2q_u32(first.low, second.low)});
     store_lanes(out + kPlaneBytes, {vzip1q_u32(first.high, second.high), vzip2q_u32(first.high, second.high)});

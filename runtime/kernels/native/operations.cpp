@@ -8,9 +8,8 @@
 #include "operations.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <limits>
 
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace moec {
@@ -24,32 +23,6 @@ constexpr int64_t kPartsPerExpert = 4;  // at the end, a thread waits for half a
 constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
 constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
 constexpr double kFlopsPerRounded = 8;
-
-// Memory of the calling thread, kept from call to call.
-class Scratch {
-  public:
-    Scratch() = default;
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-    ~Scratch() { std::free(data_); }
-
-    // At least `count` floats with unspecified values, or null.
-    float* take(int64_t count) {
-        if (count > capacity_) {
-            if (static_cast<uint64_t>(count) > std::numeric_limits<size_t>::max() / sizeof(float)) {
-                return nullptr;
-            }
-            std::free(data_);
-            data_ = static_cast<float*>(std::malloc(static_cast<size_t>(count) * sizeof(float)));
-            capacity_ = data_ != nullptr ? count : 0;
-        }
-        return data_;
-    }
-
-  private:
-    float* data_ = nullptr;
-    int64_t capacity_ = 0;
-};
 
 thread_local Scratch scratch;
 
@@ -120,25 +93,39 @@ void split_tokens(int64_t tokens, double flops, const Body& body) {
     });
 }
 
-// Floats that hold `tokens` rounded rows: a byte per column, two floats per tile.
-int64_t rounded_floats(int64_t tokens, int64_t columns) {
-    return tokens * (columns / kColumnsPerTile) * (kColumnsPerTile / int64_t{sizeof(float)} + 2);
+// Whether rounded rows are multiplied each by a matrix of its own, or all by the same.
+enum class Used { kAlone, kTogether };
+
+int64_t rows_side_by_side(Used used, int64_t rows) {
+    return used == Used::kAlone || rows == 1 ? 1 : kRowsSideBySide;
 }
 
-RoundedRows round_rows(const InputRows& x, int64_t tokens, int64_t columns, float* memory) {
+int64_t rounded_tiles(Used used, int64_t rows, int64_t columns) {
+    const int64_t together = rows_side_by_side(used, rows);
+    return (rows + together - 1) / together * together * (columns / kColumnsPerTile);
+}
+
+// Floats that hold `rows` rounded rows: a byte per column, two floats per tile.
+int64_t rounded_floats(Used used, int64_t rows, int64_t columns) {
+    return rounded_tiles(used, rows, columns) * (kColumnsPerTile / int64_t{sizeof(float)} + 2);
+}
+
+RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t columns, float* memory) {
     const KernelTable& kernels = active_kernels();
-    const int64_t tiles = columns / kColumnsPerTile;
-    float* steps = memory;
-    float* sums = steps + tokens * tiles;
-    int8_t* codes = reinterpret_cast<int8_t*>(sums + tokens * tiles);
+    const int64_t tiles = rounded_tiles(used, tokens, columns);
+    int8_t* codes = reinterpret_cast<int8_t*>(memory);
+    float* steps = memory + tiles * (kColumnsPerTile / int64_t{sizeof(float)});
+    float* sums = steps + tiles;
+    const RoundedRows rows{codes, steps, sums, columns, rows_side_by_side(used, tokens)};
     split_tokens(tokens, kFlopsPerRounded * static_cast<double>(tokens) * static_cast<double>(columns),
                  [&](int64_t first, int64_t last, int) {
                      for (int64_t t = first; t < last; ++t) {
                          const float* row = x.base + (x.index != nullptr ? x.index[t] : t) * x.stride;
-                         kernels.round_row(row, columns, codes + t * columns, steps + t * tiles, sums + t * tiles);
+                         const int64_t place = first_tile_of(rows, t);
+                         kernels.round_row(row, columns, codes + place * kColumnsPerTile, steps + place, sums + place, rows.side_by_side);
                      }
                  });
-    return {codes, steps, sums, columns};
+    return rows;
 }
 
 }  // namespace
@@ -147,7 +134,7 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
     const KernelTable& kernels = active_kernels();
     const int64_t columns = matrices[0]->columns, at_once = std::min(tokens, kTokensAtOnce);
     const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
-    float* memory = rounds ? scratch.take(rounded_floats(at_once, columns)) : nullptr;
+    float* memory = rounds ? scratch.take(rounded_floats(Used::kTogether, at_once, columns)) : nullptr;
     if (rounds && memory == nullptr && tokens > 0) {
         return false;
     }
@@ -157,7 +144,7 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
         const int64_t now = std::min(tokens - first, step);
         Activations inputs{{x + first * columns, columns, nullptr}, {}};
         if (rounds) {
-            inputs.rounded = round_rows(inputs.floats, now, columns, memory);
+            inputs.rounded = round_rows(Used::kTogether, inputs.floats, now, columns, memory);
         }
         split_matrices(matrices, count, now, [&](int64_t i, int64_t begin, int64_t end) {
             const OutputRows outputs{outs[i] + first * matrices[i]->rows, matrices[i]->rows, nullptr};
@@ -169,20 +156,20 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
 
 bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs) {
     const KernelTable& kernels = active_kernels();
-    const int64_t columns = matrices[0]->columns, tiles = columns / kColumnsPerTile;
+    const int64_t columns = matrices[0]->columns;
     const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
     RoundedRows rounded{};
     if (rounds) {
-        float* memory = scratch.take(rounded_floats(count, columns));
+        float* memory = scratch.take(rounded_floats(Used::kAlone, count, columns));
         if (memory == nullptr) {
             return false;
         }
-        rounded = round_rows({x, columns, nullptr}, count, columns, memory);
+        rounded = round_rows(Used::kAlone, {x, columns, nullptr}, count, columns, memory);
     }
     split_matrices(matrices, count, 1, [&](int64_t i, int64_t begin, int64_t end) {
         Activations inputs{{x + i * columns, columns, nullptr}, {}};
         if (rounds) {
-            inputs.rounded = {rounded.codes + i * columns, rounded.steps + i * tiles, rounded.sums + i * tiles, columns};
+            inputs.rounded = rounded_row(rounded, i);
         }
         kernels.linear(*matrices[i], inputs, 1, {outs[i], matrices[i]->rows, nullptr}, begin, end);
     });
@@ -218,8 +205,8 @@ bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
     const int64_t size = expert.gate.columns, width = expert.gate.rows;
     const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16, rounds_hidden = expert.down.bitwidth != 16;
     const int64_t at_once = std::min(call.count, kTokensAtOnce);
-    const int64_t input_floats = rounds_input ? rounded_floats(at_once, size) : 0;
-    const int64_t hidden_floats = rounds_hidden ? rounded_floats(at_once, width) : 0;
+    const int64_t input_floats = rounds_input ? rounded_floats(Used::kTogether, at_once, size) : 0;
+    const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kTogether, at_once, width) : 0;
     float* rounded_input = scratch.take(input_floats + hidden_floats + at_once * width);
     if (rounded_input == nullptr && call.count > 0) {
         return false;
@@ -230,7 +217,7 @@ bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
         const int64_t tokens = std::min(call.count - first, kTokensAtOnce);
         Activations inputs{{call.x, size, call.x_rows + first}, {}};
         if (rounds_input) {
-            inputs.rounded = round_rows(inputs.floats, tokens, size, rounded_input);
+            inputs.rounded = round_rows(Used::kTogether, inputs.floats, tokens, size, rounded_input);
         }
         const OutputRows hidden_rows{hidden, width, nullptr};
         split_blocks(blocks_of(expert.gate), 2 * product_flops(expert.gate, tokens), [&](int64_t begin, int64_t end) {
@@ -238,7 +225,7 @@ bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
         });
         Activations hidden_inputs{{hidden, width, nullptr}, {}};
         if (rounds_hidden) {
-            hidden_inputs.rounded = round_rows(hidden_inputs.floats, tokens, width, rounded_hidden);
+            hidden_inputs.rounded = round_rows(Used::kTogether, hidden_inputs.floats, tokens, width, rounded_hidden);
         }
         const OutputRows outputs{call.out, expert.down.rows, call.out_rows + first};
         split_blocks(blocks_of(expert.down), product_flops(expert.down, tokens), [&](int64_t begin, int64_t end) {
@@ -263,8 +250,8 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
         rounds_hidden = rounds_hidden || experts[i]->down.bitwidth != 16;
         flops += product_flops(first, 1);
     }
-    const int64_t input_floats = rounds_input ? rounded_floats(1, size) : 0;
-    const int64_t hidden_floats = rounds_hidden ? rounded_floats(count, width) : 0;
+    const int64_t input_floats = rounds_input ? rounded_floats(Used::kAlone, 1, size) : 0;
+    const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kAlone, count, width) : 0;
     float* rounded_input = scratch.take(input_floats + hidden_floats + count * width);
     if (rounded_input == nullptr) {
         return false;
@@ -273,7 +260,7 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
     float* hidden = rounded_hidden + hidden_floats;
     Activations input{{x, size, nullptr}, {}};
     if (rounds_input) {
-        input.rounded = round_rows(input.floats, 1, size, rounded_input);
+        input.rounded = round_rows(Used::kAlone, input.floats, 1, size, rounded_input);
     }
     split_experts(count, blocks_of(first), 2 * flops, [&](int64_t i, int64_t begin, int64_t end) {
         kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1, {hidden + i * width, width, nullptr},
@@ -281,13 +268,12 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
     });
     RoundedRows rounded{};
     if (rounds_hidden) {
-        rounded = round_rows({hidden, width, nullptr}, count, width, rounded_hidden);
+        rounded = round_rows(Used::kAlone, {hidden, width, nullptr}, count, width, rounded_hidden);
     }
-    const int64_t tiles = width / kColumnsPerTile;
     split_experts(count, blocks_of(experts[0]->down), flops, [&](int64_t i, int64_t begin, int64_t end) {
         Activations own{{hidden + i * width, width, nullptr}, {}};
         if (rounds_hidden) {
-            own.rounded = {rounded.codes + i * width, rounded.steps + i * tiles, rounded.sums + i * tiles, width};
+            own.rounded = rounded_row(rounded, i);
         }
         const OutputRows outputs{out + out_rows[i] * size, size, nullptr};
         kernels.linear(experts[i]->down, own, 1, outputs, begin, end);

@@ -6,16 +6,34 @@
 #include <atomic>
 #include <cstring>
 
+#include "detect.h"
+
 namespace moec {
 namespace {
 
 std::atomic<const KernelTable*> chosen{nullptr};
 
+// Null where its file compiles to nothing. Put together here, because the compiler may copy with wide instructions there.
+const KernelTable* amx_kernels() {
+    if (amx_products() == nullptr || avx512vnni_kernels() == nullptr) {
+        return nullptr;
+    }
+    static const KernelTable table = [] {
+        KernelTable amx = *avx512vnni_kernels();
+        amx.name = "amx";
+        amx.is_supported = has_amx;
+        amx.linear = amx_products()->linear;
+        amx.expert_hidden = amx_products()->expert_hidden;
+        return amx;
+    }();
+    return &table;
+}
+
 }  // namespace
 
 int supported_kernels(const KernelTable* tables[kMaxTables]) {
-    const KernelTable* const ordered[kMaxTables] = {avx512vnni_kernels(), avxvnni_kernels(),  avx2_kernels(),   neon_i8mm_kernels(),
-                                                    neon_dot_kernels(),   neon_kernels(),     &scalar_kernels()};
+    const KernelTable* const ordered[kMaxTables] = {amx_kernels(),       avx512vnni_kernels(), avxvnni_kernels(), avx2_kernels(),
+                                                    neon_i8mm_kernels(), neon_dot_kernels(),   neon_kernels(),    &scalar_kernels()};
     int count = 0;
     for (const KernelTable* table : ordered) {
         if (table != nullptr && table->is_supported()) {

@@ -19,14 +19,29 @@ struct Rows {
 using InputRows = Rows<const float>;
 using OutputRows = Rows<float>;
 
-// Rows of activations rounded to 8 bits: row i has its codes at codes + i * columns, and a step and the sum of its codes for
-// every 32 columns (generic_quantized.h).
+// Rows of activations rounded to 8 bits: of every 32 columns, a tile, the codes, a step and the sum of the codes
+// (generic_quantized.h). Rows that are multiplied together stand side by side: a tile of kRowsSideBySide rows, then the next
+// tile of these, so that whatever the columns, what is read together shares no more lines of a cache than it has to. A row that
+// is multiplied alone has its tiles in a row.
+constexpr int kRowsSideBySide = 16;
 struct RoundedRows {
     const int8_t* codes;
     const float* steps;
     const float* sums;
     int64_t columns;
+    int64_t side_by_side;  // rows: kRowsSideBySide, or 1
 };
+
+// Where row i has its first tile, in tiles of one row; the next stands side_by_side further.
+static inline int64_t first_tile_of(const RoundedRows& rows, int64_t i) {
+    const int64_t together = rows.side_by_side;
+    return i / together * together * (rows.columns / kColumnsPerTile) + i % together;
+}
+
+static inline RoundedRows rounded_row(const RoundedRows& rows, int64_t i) {
+    const int64_t place = first_tile_of(rows, i);
+    return {rows.codes + place * kColumnsPerTile, rows.steps + place, rows.sums + place, rows.columns, rows.side_by_side};
+}
 
 // The same rows twice: what a 16-bit matrix reads, and what a quantized one reads. The one that no matrix reads may be null.
 struct Activations {
@@ -86,8 +101,8 @@ struct KernelTable {
     // Row blocks [begin, end) of the gated products, silu(gate x) * (up x) or another gating; `gate` is not read where there is none.
     void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
                           int64_t tokens, OutputRows out, int64_t begin, int64_t end);
-    // One row rounded to 8 bits: [columns] codes, [columns / 32] steps and sums.
-    void (*round_row)(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums);
+    // One row rounded to 8 bits: [columns / 32] tiles of 32 codes, steps and sums, each `distance` tiles from the next.
+    void (*round_row)(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums, int64_t distance);
     void (*dequantize_row)(const MatrixView&, int64_t row, float* out);
     void (*combine)(const float* parts, const float* weights, int64_t top_k, int64_t size, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t size, float* out);
@@ -98,16 +113,23 @@ struct KernelTable {
     void (*exp)(const float* x, int64_t size, float* out);
 };
 
+// What an instruction set does otherwise than another, from which it has the rest.
+struct ProductKernels {
+    decltype(KernelTable::linear) linear;
+    decltype(KernelTable::expert_hidden) expert_hidden;
+};
+
 const KernelTable& scalar_kernels();
 // Null where the file compiles to nothing.
 const KernelTable* avx2_kernels();
 const KernelTable* avxvnni_kernels();
 const KernelTable* avx512vnni_kernels();
+const ProductKernels* amx_products();
 const KernelTable* neon_kernels();
 const KernelTable* neon_dot_kernels();
 const KernelTable* neon_i8mm_kernels();
 
-constexpr int kMaxTables = 7;
+constexpr int kMaxTables = 8;
 
 // Supported tables, best first. Returns how many.
 int supported_kernels(const KernelTable* tables[kMaxTables]);

@@ -52,16 +52,53 @@ bool watch(const Condition& holds) {
     return false;
 }
 
+// Items of one part of a job, from both ends: first in the upper half, end in the lower.
+struct alignas(64) Range {
+    std::atomic<uint64_t> bounds;
+
+    void set(uint64_t first, uint64_t end) { bounds.store(first << 32 | end, std::memory_order_relaxed); }
+
+    // The first item that is left, or the last; -1 where none is.
+    int64_t take(bool is_first) {
+        uint64_t found = bounds.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint64_t first = found >> 32, end = found & 0xFFFFFFFFu;
+            if (first >= end) {
+                return -1;
+            }
+            const uint64_t left = is_first ? (first + 1) << 32 | end : first << 32 | (end - 1);
+            if (bounds.compare_exchange_weak(found, left, std::memory_order_relaxed)) {
+                return static_cast<int64_t>(is_first ? first : end - 1);
+            }
+        }
+    }
+};
+
+constexpr int kMostRanges = 64;  // further workers begin as helpers of others
+constexpr int64_t kMostItems = int64_t{1} << 31;
+
+// Each worker has a range of its own, so that what it reads lies in a row, and then helps the others from their ends.
 struct Job {
+    Job(ParallelBody run, const void* about, int64_t items, int threads)
+        : body(run), context(about), range_count(threads < kMostRanges ? threads : kMostRanges) {
+        for (int i = 0; i < range_count; ++i) {
+            ranges[i].set(static_cast<uint64_t>(items * i / range_count), static_cast<uint64_t>(items * (i + 1) / range_count));
+        }
+    }
+
     ParallelBody body;
     const void* context;
-    int64_t items;
-    std::atomic<int64_t> next{0};
+    int range_count;
     std::atomic<int> pending{0};  // workers that have not finished; changed under Pool::done_mutex
+    Range ranges[kMostRanges];
 
     void work(int worker) {
-        for (int64_t item = next.fetch_add(1); item < items; item = next.fetch_add(1)) {
-            body(context, item, worker);
+        for (int i = 0; i < range_count; ++i) {
+            Range& range = ranges[(worker + i) % range_count];
+            const bool is_own = i == 0 && worker < range_count;
+            for (int64_t item = range.take(is_own); item >= 0; item = range.take(is_own)) {
+                body(context, item, worker);
+            }
         }
     }
 };
@@ -208,14 +245,16 @@ int thread_count() {
 }
 
 void run_parallel(int64_t items, int threads, ParallelBody body, const void* context) {
-    Job job{body, context, items};
-    if (threads > 1 && items > 1) {
+    if (threads > 1 && items > 1 && items <= kMostItems) {
+        Job job(body, context, items, threads);
         Pool* shared = pool();
         if (shared != nullptr && shared->run(job, threads)) {
             return;
         }
     }
-    job.work(0);
+    for (int64_t item = 0; item < items; ++item) {
+        body(context, item, 0);
+    }
 }
 
 }  // namespace moec

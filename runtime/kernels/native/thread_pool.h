@@ -11,7 +11,8 @@ void set_thread_count(int count);
 int thread_count();
 
 // body(context, item, worker) for each item in [0, items), on at most `threads` threads (worker < threads). Returns when all
-// are done. Items are handed out one by one, so which thread runs which item is not fixed; results must not depend on it.
+// are done. A thread takes items in a row, and then what others have left: which runs which is not fixed, and results must not
+// depend on it.
 using ParallelBody = void (*)(const void* context, int64_t item, int worker);
 void run_parallel(int64_t items, int threads, ParallelBody body, const void* context);
 

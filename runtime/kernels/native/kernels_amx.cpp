@@ -1,0 +1,78 @@
+// AMX kernels: products of quantized matrices with several tokens in tile registers; everything else is that of AVX-512 VNNI.
+//
+// This file alone is compiled with AMX (CMakeLists.txt) and compiles to nothing elsewhere. Only names with internal linkage may
+// be defined here: an inline function shared with another file could be kept from this one by the linker.
+
+#include "ask_for_line.h"
+#include "inlining.h"
+#include "registry.h"
+
+#if defined(MOEC_EMULATE_VNNI) || (defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__GNUC__))
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace moec {
+namespace amx {
+namespace {
+
+#include "x86_lanes.h"
+#include "generic_lanes.h"
+
+namespace wide {
+
+#if defined(MOEC_EMULATE_VNNI)  // tests on processors without it: pairs of the registers above, and tiles in memory
+namespace half = amx;
+#include "emulated_avx512_lanes.h"
+#include "emulated_amx_tiles.h"
+#else
+#include "avx512_lanes.h"
+#include "amx_tiles.h"
+#endif
+#include "amx_steps.h"
+#include "generic_linear.h"
+#include "generic_tile_sums.h"
+#include "amx_products.h"
+#include "generic_quantized.h"
+#include "generic_product.h"
+
+}  // namespace wide
+
+using wide::blocks_in_panels;
+using wide::kChunkTokens;
+using wide::kPanelBlocks;
+using wide::linear;
+using wide::multiply_one;
+using wide::PanelSession;
+using wide::Product;
+using wide::row_of;
+using wide::rows_in_block;
+using wide::store_rows;
+
+#include "generic_rows.h"
+
+constexpr ProductKernels kProducts{linear, expert_hidden};
+
+}  // namespace
+}  // namespace amx
+
+// Called on every x86 processor: returns a constant's address, and no instruction here is a wide one.
+const ProductKernels* amx_products() {
+    return &amx::kProducts;
+}
+
+}  // namespace moec
+
+#else
+
+namespace moec {
+
+const ProductKernels* amx_products() {
+    return nullptr;
+}
+
+}  // namespace moec
+
+#endif
