@@ -9,8 +9,8 @@ static_assert(kVectorsPerBlock == 1 && kRoundedTokens == 16, "a row of sums is o
 // 16 rows x up to 256 columns: codes as bytes, signed in symmetric formats, [tile][quad][row][4], and per tile 16 scales and
 // 16 minima.
 struct BytePanel {
-    alignas(64) uint8_t codes[kPanelColumns * kRowsPerBlock];
-    alignas(64) float scales[kPanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+    alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
+    alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
 };
 
 // The codes of a vector of rows in two neighbouring quads, less the centre. out: of the first, in the panel.
@@ -51,8 +51,6 @@ struct PanelSession {
     ~PanelSession() { release_tiles(); }
 };
 
-inline int tokens_of_group(int count, int) { return count < kRoundedTokens ? count : kRoundedTokens; }
-
 // The sums of one tile for Tokens tokens, [token][row], into `sums`.
 template <bool IsSymmetric, int Tokens>
 MOEC_INLINE void multiply_tile(const uint8_t* codes, const int8_t* inputs, int32_t* sums) {
@@ -65,53 +63,102 @@ MOEC_INLINE void multiply_tile(const uint8_t* codes, const int8_t* inputs, int32
     tile_store<kSum>(sums, kPlaneBytes);
 }
 
+// Memory that will be read next.
+struct NextBytes {
+    const uint8_t *begin, *end;
+};
+
+// A panel, of tiles from first_tile on, and `count` <= 96 of the rows, from `first` on, that it is multiplied with. acc: [count, 16],
+// read and written.
+struct PanelStep {
+    const BytePanel* panel;
+    int64_t first_tile, tiles;
+    const RoundedRows& rows;
+    int64_t first;
+    int count;
+    float* acc;
+    NextBytes next;
+};
+
+// The products with groups of Tokens rows, from first + token on. Tiles are multiplied kAhead before their sums are scaled, across
+// groups, so that the latter need not wait.
 template <bool IsSymmetric, int Tokens>
-void multiply_byte_panel(const BytePanel* panel, int64_t first_tile, int64_t tiles, const RoundedRows& rows, int64_t row, float* acc,
-                         int64_t) {
-    constexpr int64_t kAhead = 2, kTileCodes = kQuadsPerTile * kPlaneBytes;
-    alignas(64) int32_t sums[2 * kAhead][Tokens * kRowsPerBlock];
-    const RoundedRows first = rounded_row(rows, row);
-    const int8_t* inputs = first.codes + first_tile * kColumnsPerTile * kRowsSideBySide;
-    const float* steps = first.steps + first_tile * kRowsSideBySide;
-    const float* totals = first.sums + first_tile * kRowsSideBySide;
-    const auto multiply = [&](int64_t t) MOEC_INLINE_LAMBDA {
-        multiply_tile<IsSymmetric, Tokens>(panel->codes + t * kTileCodes, inputs + t * kColumnsPerTile * kRowsSideBySide,
-                                           sums[t % (2 * kAhead)]);
-    };
-    Floats acc_of[Tokens];
-    unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { acc_of[decltype(i)::value] = load(acc + decltype(i)::value * kRowsPerBlock); });
-    for (int64_t t = 0; t < kAhead && t < tiles; ++t) {
-        multiply(t);
-    }
-    for (int64_t t = 0; t < tiles; ++t) {
-        if (t + kAhead < tiles) {
-            multiply(t + kAhead);
+void multiply_byte_panel(const PanelStep& step, int token, int groups) {
+    constexpr int64_t kAhead = 3, kBuffers = 4, kTileCodes = kQuadsPerTile * kPlaneBytes;
+    constexpr int64_t kTileInputs = kRowsSideBySide * kColumnsPerTile;
+    alignas(64) int32_t sums[kBuffers][Tokens * kRowsPerBlock];
+    const int64_t tiles = step.tiles, all = groups * tiles;
+    const int64_t group_tiles = step.rows.columns / kColumnsPerTile;  // of a group of rows in memory
+    const RoundedRows first = rounded_row(step.rows, step.first + token);
+    // What is multiplied next: tile, panel and inputs.
+    int64_t multiplied = 0, left = tiles;
+    const uint8_t* codes = step.panel->codes;
+    const int8_t* inputs = first.codes + step.first_tile * kTileInputs;
+    const auto multiply = [&]() MOEC_INLINE_LAMBDA {
+        multiply_tile<IsSymmetric, Tokens>(codes, inputs, sums[multiplied++ % kBuffers]);
+        codes += kTileCodes;
+        inputs += kTileInputs;
+        if (--left == 0) {
+            left = tiles;
+            codes = step.panel->codes;
+            inputs += (group_tiles - tiles) * kTileInputs;
         }
-        const Floats scale = load(panel->scales[t]), minimum = load(panel->scales[t] + kRowsPerBlock);
-        const Floats magic = broadcast(-kMagic), shift = mul(scale, magic);
-        const uint8_t* dots = reinterpret_cast<const uint8_t*>(sums[t % (2 * kAhead)]);
-        const float *step = steps + t * kRowsSideBySide, *total = totals + t * kRowsSideBySide;
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
-            constexpr int I = decltype(i)::value;
-            const Ints dot = load_lanes(dots + I * kPlaneBytes);
-            Floats scaled;
-            if constexpr (IsSymmetric) {
-                scaled = fma(scale, float_of(add_int(dot, broadcast_int(kMagicBits))), shift);
-            } else {
-                scaled = fma(scale, to_float(dot), mul(minimum, broadcast(total[I])));
-            }
-            acc_of[I] = fma(broadcast(step[I]), scaled, acc_of[I]);
-        });
+    };
+    const uint8_t* asked = step.next.begin;  // by the first call of a step
+    const int64_t ask = token == 0 ? (step.next.end - step.next.begin + all - 1) / all : 0;
+    while (multiplied < kAhead && multiplied < all) {
+        multiply();
     }
-    unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { store(acc + decltype(i)::value * kRowsPerBlock, acc_of[decltype(i)::value]); });
+    float* acc = step.acc + token * kRowsPerBlock;
+    for (int64_t scaled = 0; scaled < all; acc += Tokens * kRowsPerBlock) {
+        const int64_t tile = step.first_tile + scaled / tiles * group_tiles;
+        const float *steps = first.steps + tile * kRowsSideBySide, *totals = first.sums + tile * kRowsSideBySide;
+        Floats acc_of[Tokens];
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { acc_of[decltype(i)::value] = load(acc + decltype(i)::value * kRowsPerBlock); });
+        for (int64_t t = 0; t < tiles; ++t, ++scaled, steps += kRowsSideBySide, totals += kRowsSideBySide) {
+            if (multiplied < all) {
+                multiply();
+            }
+            for (const uint8_t* end = asked + ask; asked < end; asked += kPlaneBytes) {
+                prefetch(asked);
+            }
+            const Floats scale = load(step.panel->scales[t]), minimum = load(step.panel->scales[t] + kRowsPerBlock);
+            const Floats shift = mul(scale, broadcast(-kMagic));
+            const uint8_t* dots = reinterpret_cast<const uint8_t*>(sums[scaled % kBuffers]);
+            unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+                constexpr int I = decltype(i)::value;
+                const Ints dot = load_lanes(dots + I * kPlaneBytes);
+                Floats weighed;
+                if constexpr (IsSymmetric) {  // the bits of kMagic and of the sum are those of a float, and the product is exact
+                    weighed = fma(scale, float_of(add_int(dot, broadcast_int(kMagicBits))), shift);
+                } else {
+                    weighed = fma(scale, to_float(dot), mul(minimum, broadcast(totals[I])));
+                }
+                acc_of[I] = fma(broadcast(steps[I]), weighed, acc_of[I]);
+            });
+        }
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { store(acc + decltype(i)::value * kRowsPerBlock, acc_of[decltype(i)::value]); });
+    }
 }
 
-using MultiplyBytePanels = void (*)(const BytePanel*, int64_t first_tile, int64_t tiles, const RoundedRows&, int64_t row, float* acc,
-                                    int64_t count);
+using MultiplyBytePanels = void (*)(const PanelStep&, int token, int groups);
 
 // One routine for all bitwidths: codes are bytes by now.
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
 MultiplyBytePanels panels_product() {
     static_assert(Blocks == 1, "one panel at a time");
     return multiply_byte_panel<IsSymmetric, Tokens>;
+}
+
+// What comes next is asked for tile by tile: all at once, it would fill the buffers that inputs come through.
+inline void ask_at_once(const NextBytes&) {}
+
+inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step) {
+    const int groups = step.count / kRoundedTokens, whole = groups * kRoundedTokens;
+    if (groups > 0) {
+        by_tokens[kRoundedTokens](step, 0, groups);
+    }
+    if (whole < step.count) {
+        by_tokens[step.count - whole](step, whole, 1);
+    }
 }

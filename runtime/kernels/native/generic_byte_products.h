@@ -2,16 +2,34 @@
 // the header of its panels; the tiles of AMX have the same names of their own (amx_products.h). No include guard, for that
 // reason.
 
-// Blocks (kPanelBlocks or 1) panels, of tiles from first_tile on, times Tokens of the rows, from `row` on. acc: [Blocks, count, 16],
-// from that row on, read and written.
+// Memory that will be read next.
+struct NextBytes {
+    const uint8_t *begin, *end;
+};
+
+// Blocks (kPanelBlocks or 1) panels, of tiles from first_tile on, and `count` <= 96 of the rows, from `first` on, that they are
+// multiplied with. acc: [Blocks, count, 16], read and written.
+struct PanelStep {
+    const BytePanel* panels;
+    int64_t first_tile, tiles;
+    const RoundedRows& rows;
+    int64_t first;
+    int count;
+    float* acc;
+    NextBytes next;  // of the last block
+};
+
+// The products with Tokens rows, from first + token on.
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
-void multiply_byte_panels(const BytePanel* panels, int64_t first_tile, int64_t tiles, const RoundedRows& rows, int64_t row, float* acc,
-                          int64_t count) {
+void multiply_byte_panels(const PanelStep& step, int token) {
+    const BytePanel* panels = step.panels;
+    const int64_t first_tile = step.first_tile, tiles = step.tiles;
+    float* acc = step.acc + token * kRowsPerBlock;
     constexpr int kVectors = Blocks * kVectorsPerBlock;
     RoundedRows x[Tokens];
     unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
         constexpr int I = decltype(i)::value;
-        x[I] = rounded_row(rows, row + I);
+        x[I] = rounded_row(step.rows, step.first + token + I);
         x[I].codes += first_tile * kColumnsPerTile * kRowsSideBySide;
         x[I].steps += first_tile * kRowsSideBySide;
         x[I].sums += first_tile * kRowsSideBySide;
@@ -32,28 +50,41 @@ void multiply_byte_panels(const BytePanel* panels, int64_t first_tile, int64_t t
         add_panel_products<Bitwidth, Blocks, Tokens>(codes, inputs, products);
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(i)::value;
-            const Floats step = broadcast(x[I].steps[t * kRowsSideBySide]), total = broadcast(x[I].sums[t * kRowsSideBySide]);
+            const Floats width = broadcast(x[I].steps[t * kRowsSideBySide]), total = broadcast(x[I].sums[t * kRowsSideBySide]);
             unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
                 constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
-                float* place = acc + (B * count + I) * kRowsPerBlock + V * kLanes;
+                float* place = acc + (B * step.count + I) * kRowsPerBlock + V * kLanes;
                 const float* scales = panels[B].scales[t] + V * kLanes;
-                store(place, add_tile<Bitwidth, IsSymmetric>(load(place), step, load(scales), load(scales + kRowsPerBlock),
+                store(place, add_tile<Bitwidth, IsSymmetric>(load(place), width, load(scales), load(scales + kRowsPerBlock),
                                                              products[I][decltype(v)::value], total));
             });
         });
     }
 }
 
-using MultiplyBytePanels = void (*)(const BytePanel*, int64_t first_tile, int64_t tiles, const RoundedRows&, int64_t row, float* acc,
-                                    int64_t count);
+using MultiplyBytePanels = void (*)(const PanelStep&, int token);
 
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
 MultiplyBytePanels panels_product() {
     return multiply_byte_panels<Bitwidth, IsSymmetric, Blocks, Tokens>;
 }
 
-// Tokens of the next of `groups` groups that `count` tokens are taken in: of nearly equal size.
-inline int tokens_of_group(int count, int groups) { return (count + groups - 1) / groups; }
+// Before the panel is unpacked that is multiplied while these come.
+inline void ask_at_once(const NextBytes& next) {
+    for (const uint8_t* line = next.begin; line < next.end; line += kPlaneBytes) {
+        prefetch(line);
+    }
+}
+
+// All tokens, in groups of nearly equal size.
+inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step) {
+    const int groups = (step.count + kRoundedTokens - 1) / kRoundedTokens;
+    for (int group = 0, token = 0; group < groups; ++group) {
+        const int tokens = (step.count - token + groups - group - 1) / (groups - group);
+        by_tokens[tokens](step, token);
+        token += tokens;
+    }
+}
 
 // What a thread sets up before it multiplies panels with `count` <= 96 tokens, and takes down afterwards: nothing.
 struct PanelSession {

@@ -142,39 +142,33 @@ inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
     }
 }
 
-// Ask for the bytes of a panel that begins with `tile`; for memory behind the matrix where it has none.
-inline void prefetch_panel(const MatrixView& matrix, int64_t block, int64_t tile) {
+// The bytes of a panel that begins with `tile`; of memory behind the matrix where it has none.
+inline NextBytes bytes_of_panel(const MatrixView& matrix, int64_t block, int64_t tile) {
     const int64_t tiles = matrix.columns / kColumnsPerTile, block_size = block_bytes(matrix);
     const uint8_t* start = matrix.data + block * block_size + tile * block_size / tiles;
-    for (int64_t i = 0; i < block_size * (kPanelColumns / kColumnsPerTile) / tiles; i += kPlaneBytes) {
-        prefetch(start + i);
-    }
+    return {start, start + block_size * (kBytePanelColumns / kColumnsPerTile) / tiles};
 }
 
 // kPanelBlocks row blocks, or 1, times `count` <= 96 tokens from `first` on. acc: [blocks, count, 16], written.
 inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedFormat& format, int64_t block, int blocks,
                                     const RoundedRows& x, int64_t first, int count, float* acc) {
-    constexpr int64_t kPanelTiles = kPanelColumns / kColumnsPerTile;
+    constexpr int64_t kPanelTiles = kBytePanelColumns / kColumnsPerTile;
     BytePanel panels[kPanelBlocks];
     const MultiplyBytePanels* by_tokens = blocks == kPanelBlocks ? format.by_tokens : format.last_by_tokens;
     for (int i = 0; i < blocks * count * kVectorsPerBlock; ++i) {
         store(acc + i * kLanes, zero());
     }
-    const int groups = (count + kRoundedTokens - 1) / kRoundedTokens;
     const int64_t all = matrix.columns / kColumnsPerTile;
     for (int64_t tile = 0; tile < all; tile += kPanelTiles) {
         const int64_t tiles = all - tile < kPanelTiles ? all - tile : kPanelTiles;
+        NextBytes next{};
         for (int b = 0; b < blocks; ++b) {
             // What comes next, of this block or of the next step's, comes from memory while this panel is multiplied.
             const bool ends = tile + tiles == all;
-            prefetch_panel(matrix, ends ? block + blocks + b : block + b, ends ? 0 : tile + tiles);
+            next = bytes_of_panel(matrix, ends ? block + blocks + b : block + b, ends ? 0 : tile + tiles);
+            ask_at_once(next);
             format.unpack(matrix, block + b, tile, tiles, panels[b]);
         }
-        int token = 0;
-        for (int group = 0; group < groups; ++group) {
-            const int tokens = tokens_of_group(count - token, groups - group);
-            by_tokens[tokens](panels, tile, tiles, x, first + token, acc + token * kRowsPerBlock, count);
-            token += tokens;
-        }
+        multiply_panels(by_tokens, {panels, tile, tiles, x, first, count, acc, next});
     }
 }

@@ -4,8 +4,8 @@
 // 16 rows x up to 256 columns: codes as bytes, [tile][pair of quads][row / 4 % 2][row / 8][row % 4][8], and per tile 16 scales
 // and 16 minima.
 struct BytePanel {
-    alignas(64) uint8_t codes[kPanelColumns * kRowsPerBlock];
-    alignas(64) float scales[kPanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+    alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
+    alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
 };
 
 // The codes of one vector of rows in two neighbouring quads, those of a row side by side. out: of the first, in the panel.

@@ -4,5 +4,6 @@
 constexpr int kPairedBlocks = 2;    // blocks of a 16-bit matrix, over one token
 constexpr int kFloatTokens = 12;    // tokens, with a 16-bit matrix: as many chains of fma
 constexpr int kPanelBlocks = 2;     // blocks of a quantized matrix, over several tokens, whose bytes are loaded once for both
+constexpr int kBytePanelColumns = 256;
 constexpr int kRoundedTokens = 6;   // and those tokens
 constexpr int kWeighedSums = 16;    // vectors of sums of several queries while values are weighed
