@@ -2,8 +2,9 @@
 
 The kernels are compiled without Python together with `instruction_sets.cpp`, which compares the instruction sets it is
 told with the scalar kernels bit for bit. NEON runs under qemu-user; AVX-512, the dot products of VNNI and the tiles of
-AMX, which qemu does not know, are replaced by pairs of AVX2 registers, by the instructions that make the same sums and by
-loops over memory, so that what the kernels do with sixteen lanes and with tiles is checked on any processor. MOEC_REQUIRE_QEMU=1 turns the skips into failures.
+AMX, which qemu does not know, are replaced by pairs of AVX2 registers, by the instructions that make the same sums and
+by loops over memory, so that what the kernels do with sixteen lanes and with tiles is checked on any processor.
+MOEC_REQUIRE_QEMU=1 turns the skips into failures.
 """
 
 from __future__ import annotations

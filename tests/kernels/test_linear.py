@@ -131,6 +131,15 @@ def test_threads_change_nothing(native: str, spec: QuantSpec, shape: tuple[int, 
 
 
 @gate
+def test_more_threads_than_have_work_of_their_own(native: str) -> None:
+    packed, x = random_matrix(1100, 1024, QuantSpec.parse("q4g32s")), inputs(33, 1024)
+    expected = linear(packed, x)
+    kernels.set_threads(70)  # 64 ranges of row blocks, of one or two each
+    for _ in range(3):
+        assert np.array_equal(bits(linear(packed, x)), bits(expected))
+
+
+@gate
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 5, 200])
 def test_products_of_one_input_are_those_products_one_by_one(every: str, threads: int, tokens: int) -> None:

@@ -53,7 +53,18 @@ using wide::store_rows;
 
 #include "generic_rows.h"
 
-constexpr ProductKernels kProducts{linear, expert_hidden};
+constexpr int64_t kLeastTokens = 6;  // fewer leave tiles emptier than they are worth: VNNI is faster
+
+void linear_of_tokens(const MatrixView& matrix, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
+    (tokens < kLeastTokens ? avx512vnni_kernels()->linear : linear)(matrix, x, tokens, out, begin, end);
+}
+
+void expert_hidden_of_tokens(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x, int64_t tokens,
+                             OutputRows out, int64_t begin, int64_t end) {
+    (tokens < kLeastTokens ? avx512vnni_kernels()->expert_hidden : expert_hidden)(gate, up, gating, x, tokens, out, begin, end);
+}
+
+constexpr ProductKernels kProducts{linear_of_tokens, expert_hidden_of_tokens};
 
 }  // namespace
 }  // namespace amx
