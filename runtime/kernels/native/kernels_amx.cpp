@@ -7,7 +7,7 @@
 #include "inlining.h"
 #include "registry.h"
 
-#if defined(MOEC_EMULATE_VNNI) || (defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__GNUC__))
+#if defined(MOEC_EMULATE_VNNI) || ((defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__AVX512VNNI__) && defined(__GNUC__))
 
 #include <immintrin.h>
 
