@@ -2,11 +2,12 @@
 // instruction sets, under the same names. Included in their place, after amx_tiles.h; no include guard, for that reason.
 //
 // One instruction sums 16 rows x 32 columns x 16 tokens, which VNNI does in 128. A tile's sums go through memory to vectors of
-// rows, and are scaled there as everywhere: three instructions a token and tile, which is what the time goes to.
+// rows, and are scaled there as everywhere, which is what the time goes to: after an instruction of tiles the processor issues one
+// operation on sixteen floats a cycle, not two, and a token and tile take two or, in asymmetric formats, four of them.
 
 static_assert(kVectorsPerBlock == 1 && kRoundedTokens == 16, "a row of sums is one vector, and a tile has sixteen");
 
-// 16 rows x up to 256 columns: codes as bytes, signed in symmetric formats, [tile][quad][row][4], and per tile 16 scales and
+// 16 rows x up to 512 columns: codes as bytes, signed in symmetric formats, [tile][quad][row][4], and per tile 16 scales and
 // 16 minima.
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
@@ -28,7 +29,7 @@ MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
 // Tile registers, of sixteen tokens and of the last, fewer ones.
 constexpr int kSums = 0, kLastSums = 1, kInputs = 2, kLastInputs = 3, kCodes = 4;
 
-// 1.5 * 2^23: its bits and an integer of up to 2^22 are the bits of their sum.
+// 1.5 * 2^23: its bits plus an integer of up to 2^22, which no sum of a tile exceeds, are the bits of the float that is their sum.
 constexpr float kMagic = 12582912.0f;
 constexpr uint32_t kMagicBits = 0x4B400000u;
 
@@ -129,7 +130,7 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
                 constexpr int I = decltype(i)::value;
                 const Ints dot = load_lanes(dots + I * kPlaneBytes);
                 Floats weighed;
-                if constexpr (IsSymmetric) {  // the bits of kMagic and of the sum are those of a float, and the product is exact
+                if constexpr (IsSymmetric) {  // rounded once, as scale * sum: a scale of half precision leaves `shift` exact
                     weighed = fma(scale, float_of(add_int(dot, broadcast_int(kMagicBits))), shift);
                 } else {
                     weighed = fma(scale, to_float(dot), mul(minimum, broadcast(totals[I])));
