@@ -64,22 +64,7 @@ MOEC_INLINE void multiply_tile(const uint8_t* codes, const int8_t* inputs, int32
     tile_store<kSum>(sums, kPlaneBytes);
 }
 
-// Memory that will be read next.
-struct NextBytes {
-    const uint8_t *begin, *end;
-};
-
-// A panel, of tiles from first_tile on, and `count` <= 96 of the rows, from `first` on, that it is multiplied with. acc: [count, 16],
-// read and written.
-struct PanelStep {
-    const BytePanel* panel;
-    int64_t first_tile, tiles;
-    const RoundedRows& rows;
-    int64_t first;
-    int count;
-    float* acc;
-    NextBytes next;
-};
+#include "generic_panel_step.h"
 
 // The products with groups of Tokens rows, from first + token on. Tiles are multiplied kAhead before their sums are scaled, across
 // groups, so that the latter need not wait.
@@ -93,7 +78,7 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
     const RoundedRows first = rounded_row(step.rows, step.first + token);
     // What is multiplied next: tile, panel and inputs.
     int64_t multiplied = 0, left = tiles;
-    const uint8_t* codes = step.panel->codes;
+    const uint8_t* codes = step.panels->codes;
     const int8_t* inputs = first.codes + step.first_tile * kTileInputs;
     const auto multiply = [&]() MOEC_INLINE_LAMBDA {
         multiply_tile<IsSymmetric, Tokens>(codes, inputs, sums[multiplied++ % kBuffers]);
@@ -101,7 +86,7 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
         inputs += kTileInputs;
         if (--left == 0) {
             left = tiles;
-            codes = step.panel->codes;
+            codes = step.panels->codes;
             inputs += (group_tiles - tiles) * kTileInputs;
         }
     };
@@ -123,7 +108,7 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
             for (const uint8_t* end = asked + ask; asked < end; asked += kPlaneBytes) {
                 prefetch(asked);
             }
-            const Floats scale = load(step.panel->scales[t]), minimum = load(step.panel->scales[t] + kRowsPerBlock);
+            const Floats scale = load(step.panels->scales[t]), minimum = load(step.panels->scales[t] + kRowsPerBlock);
             const Floats shift = mul(scale, broadcast(-kMagic));
             const uint8_t* dots = reinterpret_cast<const uint8_t*>(sums[scaled % kBuffers]);
             unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {

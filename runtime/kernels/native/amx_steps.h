@@ -6,4 +6,3 @@ constexpr int kFloatTokens = 12;    // tokens, with a 16-bit matrix: as many cha
 constexpr int kPanelBlocks = 1;     // blocks of a quantized matrix, over several tokens
 constexpr int kBytePanelColumns = 512;
 constexpr int kRoundedTokens = 16;  // and those tokens: their sums are half of the registers
-constexpr int kWeighedSums = 16;    // vectors of sums of several queries while values are weighed

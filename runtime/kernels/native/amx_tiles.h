@@ -1,7 +1,7 @@
 // The tile registers of AMX. Included inside the namespace of an instruction set; no include guard, for that reason.
 //
-// Instructions are written out, because the intrinsics of GCC 11 to 13 name neither the memory that they read nor, for the
-// configuration, more than its first bytes: the compiler may drop what was stored there.
+// Instructions are written out, because the intrinsics of GCC 12 name neither the memory that they read nor, for the configuration,
+// more than its first bytes: the compiler drops what was stored there.
 
 // The bytes of LDTILECFG: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, Tile Configuration.
 struct TileShapes {

@@ -2,22 +2,7 @@
 // the header of its panels; the tiles of AMX have the same names of their own (amx_products.h). No include guard, for that
 // reason.
 
-// Memory that will be read next.
-struct NextBytes {
-    const uint8_t *begin, *end;
-};
-
-// Blocks (kPanelBlocks or 1) panels, of tiles from first_tile on, and `count` <= 96 of the rows, from `first` on, that they are
-// multiplied with. acc: [Blocks, count, 16], read and written.
-struct PanelStep {
-    const BytePanel* panels;
-    int64_t first_tile, tiles;
-    const RoundedRows& rows;
-    int64_t first;
-    int count;
-    float* acc;
-    NextBytes next;  // of the last block
-};
+#include "generic_panel_step.h"
 
 // The products with Tokens rows, from first + token on.
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>

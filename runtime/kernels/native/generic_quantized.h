@@ -11,7 +11,8 @@
 // 16 rows x 256 columns are brought to bytes once per 96 tokens and multiplied by kRoundedTokens tokens at a time, which is
 // 4 for eight lanes; the accumulators rest in memory between tiles, which changes no bit.
 
-constexpr int kPrefetchBytes = 2048;  // 2 to 4 KiB measure alike on Zen 3, 2 KiB is best on Granite Rapids; 1 KiB and 8 KiB lose up to a tenth
+// 2 to 4 KiB measure alike on Zen 3, 1 and 8 KiB lose up to a tenth; on Granite Rapids 1 and 2 KiB are best.
+constexpr int kPrefetchBytes = 2048;
 
 // 16 rows times one vector. acc: [16], written.
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
@@ -76,8 +77,8 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
             });
             unroll<kParts * kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
                 constexpr int Q = 2 * decltype(pair)::value;
-                store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile),
-                            quad_of<Bitwidth, Q + 1, V>(tile));
+                store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock),
+                                                                   quad_of<Bitwidth, Q, V>(tile), quad_of<Bitwidth, Q + 1, V>(tile));
             });
         });
         out += kParts * kQuadsPerTile * kPlaneBytes;
