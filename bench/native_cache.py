@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moec.runtime import Engine, load, native_cache
@@ -37,6 +38,16 @@ def turn(engine: Engine, tokens: list[int], first: int, count: int) -> tuple[flo
     return (*(part / count / 1e6 for part in each), gained.reads / count, rate)
 
 
+def print_turns(rows: Mapping[str, Sequence[tuple[float, ...]]], own: str, other: str) -> None:
+    """Medians of NAMES for each side, and the quotient of their times, turn by turn."""
+    for name, turns in rows.items():
+        medians = [statistics.median(values) for values in zip(*turns, strict=True)]
+        print(f"{name}: " + ", ".join(f"{what} {value:.2f}" for what, value in zip(NAMES, medians, strict=True)))
+    quotients = [one[0] / another[0] for one, another in zip(rows[own], rows[other], strict=True)]
+    low, middle, high = statistics.quantiles(quotients, n=4)
+    print(f"{own} over {other}: {middle:.3f} ({low:.3f} to {high:.3f}, quartiles of {len(quotients)} turns)")
+
+
 def main() -> None:
     """Read the command line, decode, print."""
     parser = argparse.ArgumentParser(description="The cache in Python and in the extension, in turns.")
@@ -60,12 +71,7 @@ def main() -> None:
         first = PROMPT_TOKENS + WARM_UP_TOKENS + number * TURN_TOKENS
         for name in engines if number % 2 == 0 else reversed(engines):
             rows[name].append(turn(engines[name], tokens, first, TURN_TOKENS))
-    for name, turns in rows.items():
-        medians = [statistics.median(values) for values in zip(*turns, strict=True)]
-        print(f"{name}: " + ", ".join(f"{what} {value:.2f}" for what, value in zip(NAMES, medians, strict=True)))
-    quotients = [own[0] / other[0] for own, other in zip(rows["native"], rows["python"], strict=True)]
-    low, middle, high = statistics.quantiles(quotients, n=4)
-    print(f"native over python: {middle:.3f} ({low:.3f} to {high:.3f}, quartiles of {len(quotients)} turns)")
+    print_turns(rows, "native", "python")
 
 
 if __name__ == "__main__":

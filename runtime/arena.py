@@ -5,13 +5,16 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
+import threading
+from collections.abc import Iterable, Iterator
 
-from .address_space import find_page_mover, map_anonymous
+from .address_space import find_page_maker, find_page_mover, map_anonymous
 
 HUGE_PAGE_BYTES = 2 << 20
 # Linux; other systems refuse or lack them, and go without.
 _HUGE, _NOT_HUGE = getattr(mmap, "MADV_HUGEPAGE", 14), getattr(mmap, "MADV_NOHUGEPAGE", 15)
 _COLD = 20  # Linux 5.4; the module has no name for it
+_CLEARED_AT_ONCE = 32 << 20
 
 
 class Arena:
@@ -32,6 +35,32 @@ class Arena:
     def expect(self, start: int, end: int, is_whole: bool) -> None:
         """Memory will be wanted here; is_whole: so much of it that huge pages are full."""
         self._advise(_HUGE if is_whole else _NOT_HUGE, start, end)
+
+    @contextlib.contextmanager
+    def cleared_meanwhile(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """In a `with` block a thread asks for the pages of ranges, as far as it comes: the first read into a page waits
+        for the system to clear it, and decoding beside it loses a processor to that. Nothing here may change meanwhile.
+        """
+        is_over, make = threading.Event(), find_page_maker()
+        parts = [
+            (at, min(at + _CLEARED_AT_ONCE, end)) for start, end in ranges for at in range(start, end, _CLEARED_AT_ONCE)
+        ]
+
+        def clear() -> None:
+            for start, end in parts:
+                if is_over.is_set() or not make(self._address + start, end - start):
+                    return
+
+        thread = threading.Thread(target=clear, name="moec-pages", daemon=True)
+        if parts:
+            with contextlib.suppress(RuntimeError):  # the system refuses a thread: reads make the pages
+                thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            if thread.ident is not None:
+                thread.join()
 
     def give_back(self, start: int, end: int) -> None:
         """Nothing in these whole pages is needed any more."""

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moec.manifests.model import AttentionSpec, LatentSpec
+from moec.manifests.model import AttentionSpec, LatentSpec, ModelSpec
 
 from . import kernels
+from .norms import Norm
 from .rotary import RotaryTables
 
 Weights = Mapping[str, Any]
@@ -33,11 +34,11 @@ class TokenPlaces:
     ends: np.ndarray | None = None
 
 
-class Attention(Protocol):
-    """Attention of one layer."""
+class AttentionBlock(Protocol):
+    """Attention of one layer, from the residual stream to the residual stream."""
 
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """Store what T tokens leave in the cache, and return what they see. normed [T, D] -> [T, D].
+    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> None:
+        """Store what T tokens leave in the cache, and add what they see to the residual stream [T, D].
 
         keys, values: [S, cache heads, C, cache size], arrays of where this attention is computed.
         """
@@ -54,23 +55,24 @@ def layer_weights(dense: Weights, index: int) -> dict[str, Any]:
 class DensePart:
     """What may be computed elsewhere: attention by layer, and the head's product, float32 [n, D] -> [n, V]."""
 
-    attentions: Sequence[Attention]
+    blocks: Sequence[AttentionBlock]
     head: Callable[[np.ndarray], np.ndarray]
 
 
-def make_attention(
+def make_block(
+    model: ModelSpec,
     spec: AttentionSpec,
     weights: Weights,
-    norm_eps: float,
+    norm: Norm,
     rotary: RotaryTables | None = None,
     bias: np.ndarray | None = None,
-) -> Attention:
+) -> AttentionBlock:
     """The attention that a layer asks for. bias: [H, 2 C - 1], see relative_bias.bias_by_distance."""
-    if spec.latent is not None:
-        if rotary is None:
-            raise ValueError("latent attention needs a rotary embedding")
-        return LatentAttention(spec, spec.latent, weights, rotary)
-    return HeadAttention(spec, weights, norm_eps, rotary, bias)
+    if spec.latent is None:
+        return HeadAttention(model, spec, weights, norm, rotary, bias)
+    if rotary is None:
+        raise ValueError("latent attention needs a rotary embedding")
+    return LatentAttention(spec, spec.latent, weights, norm, rotary, model.residual_scale)
 
 
 def linear_rows(matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
@@ -87,98 +89,73 @@ class HeadAttention:
 
     def __init__(
         self,
+        model: ModelSpec,
         spec: AttentionSpec,
         weights: Weights,
-        norm_eps: float,
+        norm: Norm,
         rotary: RotaryTables | None,
         bias: np.ndarray | None = None,
     ) -> None:
-        self._spec, self._weights, self._norm_eps = spec, weights, norm_eps
-        self._rotary, self._bias = rotary, bias
-        self._matrices = [weights[name] for name in ("query", "key", "value")]
-        self._biases = [weights.get(f"{name}_bias") for name in ("query", "key", "value")]
-
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        spec, count = self._spec, len(normed)
-        query = np.empty((count, spec.num_heads, spec.head_size), np.float32)
-        key = np.empty((count, spec.num_kv_heads, spec.head_size), np.float32)
-        value = np.empty_like(key)
-        flat = [heads.reshape(count, -1) for heads in (query, key, value)]
-        kernels.linears(self._matrices, normed, flat)
-        for rows, bias in zip(flat, self._biases, strict=True):
-            if bias is not None:
-                np.add(rows, bias, out=rows)
-        if spec.query_key_norm != "none":
-            for name, heads in (("query_norm", query), ("key_norm", key)):
-                rows = heads.reshape(count, -1) if spec.query_key_norm == "full" else heads.reshape(-1, spec.head_size)
-                kernels.rms_norm(rows, self._weights[name], self._norm_eps, rows)
-        if self._rotary is not None:
-            query, key = (self._rotary.rotate(rows, places.positions) for rows in (query, key))
-        kernels.store_kv(key, value, keys, values, places.slots, places.positions)
-        mixed = np.empty_like(query)
-        kernels.attention(
-            query,
-            keys,
-            values,
-            places.slots,
-            places.positions,
-            spec.score_scale,
-            spec.sliding_window,
-            mixed,
-            self._weights.get("sinks"),
-            places.ends,
-            self._bias,
+        """bias: as of `make_block`."""
+        self._layer = kernels.AttentionLayer(
+            norm=norm.weight,
+            norm_bias=norm.bias,
+            norm_eps=norm.eps,
+            matrices=(weights["query"], weights["key"], weights["value"], weights["output"]),
+            biases=tuple(weights.get(f"{name}_bias") for name in ("query", "key", "value", "output")),
+            head_norms=(weights.get("query_norm"), weights.get("key_norm")),
+            head_norm_eps=model.norm_eps,
+            rotation=None if rotary is None else (rotary.cos, rotary.sin),
+            interleaved=rotary is not None and rotary.rope.interleaved,
+            kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            scale=spec.score_scale,
+            window=spec.sliding_window,
+            sinks=weights.get("sinks"),
+            distance_bias=bias,
+            residual_scale=model.residual_scale,
         )
-        return linear_rows(self._weights["output"], mixed.reshape(count, -1), self._weights.get("output_bias"))
+
+    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
+        kernels.attend(self._layer, hidden, keys, values, places.slots, places.positions, places.ends)
 
 
 class LatentAttention:
-    """Keys and values of all heads from one vector per position, [Q + R], which alone is cached.
+    """Keys and values of all heads from one vector per position, [Q + R]: `kernels.LatentLayer`."""
 
-    A head's key is never made: its query is brought into the latent space instead (key_up), where it is compared with
-    the cached vectors, and their mean is brought out again (value_up). Source: DeepSeek-V2, section 2.1.2.
-    """
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        latent: LatentSpec,
+        weights: Weights,
+        norm: Norm,
+        rotary: RotaryTables,
+        residual_scale: float,
+    ) -> None:
+        self._layer = kernels.LatentLayer(
+            norm=norm.weight,
+            norm_bias=norm.bias,
+            norm_eps=norm.eps,
+            query_down=weights.get("query_down"),
+            query=weights["query"],
+            latent_down=weights["latent_down"],
+            inner_norms=(weights.get("query_down_norm"), weights["latent_norm"]),
+            inner_norm_eps=latent.norm_eps,
+            key_up=_by_head(weights["key_up"], spec.num_heads),
+            value_up=_by_head(weights["value_up"], spec.num_heads),
+            output=weights["output"],
+            rotation=(rotary.cos, rotary.sin),
+            interleaved=rotary.rope.interleaved,
+            scale=spec.score_scale,
+            residual_scale=residual_scale,
+        )
 
-    def __init__(self, spec: AttentionSpec, latent: LatentSpec, weights: Weights, rotary: RotaryTables) -> None:
-        self._spec, self._latent, self._weights, self._rotary = spec, latent, weights, rotary
-        self._key_up = _by_head(weights["key_up"], spec.num_heads)
-        self._value_up = _by_head(weights["value_up"], spec.num_heads)
-
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        spec, rank, count = self._spec, self._latent.rank, len(normed)
-        plain, size = self._latent.plain_size, self._spec.cache_size
-        heads = self._queries(normed).reshape(count, spec.num_heads, spec.head_size)
-        query = np.empty((count, spec.num_heads, size), np.float32)
-        for head, matrix in enumerate(self._key_up):
-            query[:, head, :rank] = linear_rows(matrix, np.ascontiguousarray(heads[:, head, :plain]))
-        query[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(heads[:, :, plain:]), places.positions)
-
-        shared = linear_rows(self._weights["latent_down"], normed)
-        key = np.empty((count, 1, size), np.float32)
-        key[:, 0, :rank] = self._normed(np.ascontiguousarray(shared[:, :rank]), "latent_norm")
-        key[:, :, rank:] = self._rotary.rotate(np.ascontiguousarray(shared[:, None, rank:]), places.positions)
-        kernels.store_kv(key, key, keys, keys, places.slots, places.positions)
-
-        mixed = np.empty_like(query)
-        where = places.slots, places.positions
-        kernels.attention(query, keys, keys, *where, spec.score_scale, 0, mixed, None, places.ends)
-        out = np.empty((count, spec.num_heads, self._latent.value_size), np.float32)
-        for head, matrix in enumerate(self._value_up):
-            out[:, head] = linear_rows(matrix, np.ascontiguousarray(mixed[:, head, :rank]))
-        return linear_rows(self._weights["output"], out.reshape(count, -1))
-
-    def _queries(self, normed: np.ndarray) -> np.ndarray:
-        if self._latent.query_rank:
-            normed = self._normed(linear_rows(self._weights["query_down"], normed), "query_down_norm")
-        return linear_rows(self._weights["query"], normed)
-
-    def _normed(self, rows: np.ndarray, name: str) -> np.ndarray:
-        kernels.rms_norm(rows, self._weights[name], self._latent.norm_eps, rows)
-        return rows
+    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
+        kernels.attend(self._layer, hidden, keys, values, places.slots, places.positions, places.ends)
 
 
-def _by_head(matrix: kernels.PackedMatrix, heads: int) -> list[kernels.PackedMatrix]:
+def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMatrix, ...]:
     """One matrix per head over the same memory: rows come in blocks, of which a head has a whole number."""
     rows, size = matrix.rows // heads, len(matrix.data) // heads
     parts = [matrix.data[head * size : (head + 1) * size] for head in range(heads)]
-    return [kernels.PackedMatrix(part, rows, matrix.columns, matrix.spec) for part in parts]
+    return tuple(kernels.PackedMatrix(part, rows, matrix.columns, matrix.spec) for part in parts)

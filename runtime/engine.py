@@ -89,19 +89,20 @@ class Engine:
         self.memory: MemoryPlan = plan_memory(manifest, options, 0 if opened is None else opened.host_bytes)
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
         tables = bundle.tables()
-        dense = load_dense(bundle, options.verify)
         modes, stored = options.modes, manifest.stored_experts
         check_modes(modes, manifest.model, len(manifest.low_experts))
         sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
         count = len(manifest.experts)
         self._holds_all = int(sizes[:count].sum()) <= self.memory.cache_bytes
-        self._storage = open_storage(bundle, options.io, options.verify, self.memory.cache_bytes)
         self._records = records = bundle_records(bundle, tables, stored)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
-        bound = bind_experts(bundle, stored, self._storage, dense)
-        self.cache = open_cache(self._storage, bound, sizes, self.memory.cache_bytes, records, options, pin_limit)
-        self.kv = KVCache(manifest.model, options.slots, self.memory.context, options.kv)
-        self.model = Model(bundle, dense, bound.experts, self.cache, self.memory.context)
+        self._storage = open_storage(bundle, options.io, options.verify, self.memory.cache_bytes)
+        with self._storage.made_ready(is_wanted=options.cache_state == "warm"):  # a warm start fills all of it
+            dense = load_dense(bundle, options.verify)
+            bound = bind_experts(bundle, stored, self._storage, dense)
+            self.cache = open_cache(self._storage, bound, sizes, self.memory.cache_bytes, records, options, pin_limit)
+            self.kv = KVCache(manifest.model, options.slots, self.memory.context, options.kv)
+            self.model = Model(bundle, dense, bound.experts, self.cache, self.memory.context)
         # What is read ahead may not depend on what this process takes either, where decisions go by it.
         held_bytes = self.memory.logical_cache_bytes if modes.reads_cache else self.memory.cache_bytes
         if int(sizes[:count].sum()) > held_bytes:

@@ -19,7 +19,7 @@ from moec.manifests.model import ExpertsSpec, ModelSpec
 from . import kernels
 from .accelerator.cooperative import CooperativeExperts
 from .address_space import map_anonymous
-from .attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_attention
+from .attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_block
 from .bundle import Bundle
 from .cross_attention import CrossAttention
 from .kv_cache import KVCache
@@ -102,17 +102,18 @@ class Model:
         biases = _relative_biases(self.spec, dense, context)
         self._first_decoder = self.spec.first_decoder_layer
         weights = [layer_weights(dense, at) for at in range(self.spec.num_layers)]
-        attentions = [
-            make_attention(
+        blocks = [
+            make_block(
+                self.spec,
                 layer.attention,
                 weights[at],
-                self.spec.norm_eps,
+                self._norms[f"layers.{at}.attention_norm"],
                 None if layer.attention.rope is None else rotary[layer.attention.rope],
                 biases.get(at < self._first_decoder),
             )
             for at, layer in enumerate(self.spec.layers)
         ]
-        self.dense_part = DensePart(attentions, partial(linear_rows, dense[self.spec.head_name]))
+        self.dense_part = DensePart(blocks, partial(linear_rows, dense[self.spec.head_name]))
         self._cross = {
             at: CrossAttention(layer.cross, weights[at])
             for at, layer in enumerate(self.spec.layers)
@@ -209,7 +210,7 @@ class Model:
         try:
             for index in layers:
                 started_ns = time.perf_counter_ns()
-                self._attend(index, hidden, places, kv)
+                self.dense_part.blocks[index](hidden, places, kv.keys[index], kv.values[index])
                 if index in self._cross:
                     self._attend_to_prompt(index, hidden, places.slots, kv)
                 self.times.dense_ns += time.perf_counter_ns() - started_ns
@@ -237,11 +238,6 @@ class Model:
             out *= np.float32(self.spec.logits_scale)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
-
-    def _attend(self, index: int, hidden: np.ndarray, places: TokenPlaces, kv: KVCache) -> None:
-        normed = self._norms[f"layers.{index}.attention_norm"](hidden)
-        out = self.dense_part.attentions[index](normed, places, kv.keys[index], kv.values[index])
-        self._add(hidden, out)
 
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
         normed = self._norms[f"layers.{index}.cross_attention_norm"](hidden)

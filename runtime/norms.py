@@ -13,6 +13,7 @@ import numpy as np
 from moec.manifests.model import ModelSpec
 
 from . import kernels
+from .kernels.attention_layer import norm_stream
 
 
 class Norm:
@@ -24,12 +25,7 @@ class Norm:
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
         """Float32 [T, D] -> [T, D], a new array."""
-        normed = np.empty_like(hidden)
-        if self.bias is None:
-            kernels.rms_norm(hidden, self.weight, self.eps, normed)
-        else:
-            kernels.layer_norm(hidden, self.weight, self.bias, self.eps, normed)
-        return normed
+        return norm_stream(kernels, hidden, self.weight, self.bias, self.eps)
 
 
 def stream_norms(model: ModelSpec, dense: Mapping[str, Any]) -> dict[str, Norm]:

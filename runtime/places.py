@@ -98,6 +98,10 @@ class Places:
             start = next((start for start in fitting if self._gaps.ends_at(start)), fitting[0])
             self._open(start, start + left, is_whole=False)
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges inside the capacity where nobody is, by address."""
+        return list(self._gaps)
+
     def trim(self) -> None:
         """Give the memory of gaps back; it comes again where it is wanted."""
         for start, end in self._gaps:

@@ -1,12 +1,10 @@
-"""Rotary position embedding: tables of cosines and sines, and their application to heads."""
+"""Rotary position embedding: tables of cosines and sines."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from moec.manifests.model import RopeSpec
-
-from . import kernels
 
 
 class RotaryTables:
@@ -26,16 +24,3 @@ class RotaryTables:
         angles = np.arange(context, dtype=np.float32)[:, None] * frequencies[None, :]
         magnitude = np.float32(rope.magnitude if long is None else long.magnitude)
         self.cos, self.sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
-
-    def rotate(self, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The first R features of heads [T, H, Dh], rotated; in place where halves are rotated against each other.
-
-        Neighbours are put into halves for good: queries and keys alike, so that their products stay.
-        """
-        size = self.rope.rotary_size
-        if self.rope.interleaved:
-            pairs = heads[:, :, :size].reshape(*heads.shape[:2], size // 2, 2)
-            halves = pairs.transpose(0, 1, 3, 2).reshape(*heads.shape[:2], size)
-            heads = np.ascontiguousarray(np.concatenate([halves, heads[:, :, size:]], axis=2))
-        kernels.rope(heads, self.cos, self.sin, positions)
-        return heads

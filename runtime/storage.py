@@ -12,7 +12,8 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -65,11 +66,26 @@ class ExpertStorage(Protocol):
     def trim(self) -> None:
         """Give memory that holds no expert back to the system."""
 
+    def made_ready(self, is_wanted: bool) -> AbstractContextManager[None]:
+        """Before the first load: memory is made ready in a `with` block that does something else, if it is wanted.
+
+        Files are closed if that fails.
+        """
+
     def on_place(self, follow: Follow) -> None:
         """Who is told where an expert will be, before it is read."""
 
     def close(self) -> None:
         """Close files; views stay valid until they are dropped."""
+
+
+@contextmanager
+def _closed_on_failure(storage: ExpertStorage) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        storage.close()
+        raise
 
 
 def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> ExpertStorage:
@@ -235,6 +251,12 @@ class ReadStorage:
         with self._lock:
             self._places.trim()
 
+    @contextmanager
+    def made_ready(self, is_wanted: bool) -> Iterator[None]:
+        gaps = self._places.gaps() if is_wanted else []
+        with _closed_on_failure(self), self._arena.cleared_meanwhile(gaps):
+            yield
+
     def on_place(self, follow: Follow) -> None:
         self._follow = follow
 
@@ -285,6 +307,9 @@ class MappedStorage:
 
     def resize(self, capacity_bytes: int) -> None:
         """Nothing is held but what is released one by one."""
+
+    def made_ready(self, is_wanted: bool) -> AbstractContextManager[None]:
+        return _closed_on_failure(self)
 
     def on_place(self, follow: Follow) -> None:
         """They are where their files are mapped."""

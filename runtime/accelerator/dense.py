@@ -20,7 +20,7 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.model import LayerSpec, ModelSpec
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES, round_up
 
-from ..attention import Attention, DensePart, TokenPlaces
+from ..attention import AttentionBlock, DensePart, TokenPlaces
 from ..kv_cache import KVCache
 from .latency import fit_line, median_ns
 from .placement import UNPACKING_BYTES
@@ -139,14 +139,14 @@ class DenseLatency:
 class AttentionSide:
     """One layer's attention on one side, with the keys and values that it writes."""
 
-    attention: Attention
+    block: AttentionBlock
     keys: Any
     values: Any
 
     def run(self, rows: np.ndarray) -> None:
-        """Rows [T, D] at the first positions of the first slot, which are written over."""
+        """Rows [T, D] at the first positions of the first slot; both are written over."""
         positions = np.arange(len(rows), dtype=np.int32)
-        self.attention(rows, TokenPlaces(np.zeros_like(positions), positions), self.keys, self.values)
+        self.block(rows, TokenPlaces(np.zeros_like(positions), positions), self.keys, self.values)
 
 
 def measure_dense(

@@ -200,8 +200,8 @@ def _bring_dense(
         return None, None
     if kv.context < 2:  # nothing to draw a line through, and nothing to gain
         return found if is_asked else None, None
-    on_host = AttentionSide(model.dense_part.attentions[at], kv.keys[at], kv.values[at])
-    on_device = AttentionSide(found.part.attentions[at], found.kv.keys[at], found.kv.values[at])
+    on_host = AttentionSide(model.dense_part.blocks[at], kv.keys[at], kv.values[at])
+    on_device = AttentionSide(found.part.blocks[at], found.kv.keys[at], found.kv.values[at])
     latency = measure_dense(on_host, on_device, model.spec.hidden_size, kv.context, time.perf_counter_ns)
     if is_asked or latency.device_is_faster:
         return found, latency

@@ -251,7 +251,7 @@ def _mix(
 
 
 class TorchHeadAttention:
-    """`attention.HeadAttention` on a device."""
+    """`attention.HeadAttention` on a device, without its norm and its sum."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class TorchHeadAttention:
         self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """As `attention.Attention`; keys, values: tensors of this device."""
+        """As `torch_dense.Attention`; keys, values: tensors of this device."""
         spec, count, where = self._spec, len(normed), self._places
         where.take(places)
         x = torch.from_numpy(normed).to(self._device)
@@ -294,7 +294,7 @@ class TorchHeadAttention:
 
 
 class TorchLatentAttention:
-    """`attention.LatentAttention` on a device."""
+    """`attention.LatentAttention` on a device, without its norm and its sum."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class TorchLatentAttention:
         self._value_up = unpacked(weights["value_up"], device).view(spec.num_heads, latent.value_size, latent.rank)
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """As `attention.Attention`; keys: a tensor of this device, values the same one."""
+        """As `torch_dense.Attention`; keys: a tensor of this device, values the same one."""
         spec, rank, plain, where = self._spec, self._latent.rank, self._latent.plain_size, self._places
         where.take(places)
         x = torch.from_numpy(normed).to(self._device)

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from moec.manifests.model import ModelSpec
 
-from ..attention import Attention, DensePart, layer_weights
+from ..attention import DensePart, TokenPlaces, layer_weights
 from ..kernels.packed_matrix import PackedMatrix
 from ..kv_cache import KVCache
+from ..norms import Norm, stream_norms
 from ..rotary import RotaryTables
 from .dense import HEAD_ROWS, DenseOnDevice
 from .torch_attention import PlacesOnDevice, TorchHeadAttention, TorchLatentAttention, TorchLinear, TorchRotary
+
+
+class Attention(Protocol):
+    """Attention of one layer between the norm in front of it and the sum behind it."""
+
+    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+        """As an AttentionBlock, but what tokens see is returned. normed [T, D] -> [T, D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NormedAttention:
+    """The block around an attention that has neither norm nor sum."""
+
+    norm: Norm
+    attention: Attention
+    residual_scale: float
+
+    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> None:
+        out = self.attention(self.norm(hidden), places, keys, values)
+        out *= np.float32(self.residual_scale)
+        hidden += out
 
 
 class TorchKVCache(KVCache):
@@ -75,6 +99,10 @@ def dense_on(
             raise ValueError("latent attention needs a rotary embedding")
         return TorchLatentAttention(spec, spec.latent, weights, tables, places, device)
 
-    attentions = [attention(at) for at in range(model.num_layers)]
+    norms = stream_norms(model, dense)
+    blocks = [
+        NormedAttention(norms[f"layers.{at}.attention_norm"], attention(at), model.residual_scale)
+        for at in range(model.num_layers)
+    ]
     head = TorchHead(dense[model.head_name], device)
-    return DenseOnDevice(DensePart(attentions, head), TorchKVCache(model, slots, context, device), size_bytes)
+    return DenseOnDevice(DensePart(blocks, head), TorchKVCache(model, slots, context, device), size_bytes)

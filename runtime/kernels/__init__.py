@@ -18,13 +18,16 @@ import numpy as np
 from moec.manifests.errors import KernelUnavailable
 from moec.manifests.quant import QuantSpec
 
-from . import packed_matrix, ranking, reference
+from . import attention_layer, bound_layer, latent_layer, packed_matrix, ranking, reference
 from .packed_matrix import Bytes, Floats, Int32s, Int64s, check_array
 
 __all__ = [
+    "AttentionLayer",
     "Expert",
+    "LatentLayer",
     "PackedMatrix",
     "active",
+    "attend",
     "attention",
     "available",
     "combine",
@@ -193,6 +196,20 @@ class Expert(reference.Expert):
             self.native.follow_matrices()
 
 
+class AttentionLayer(attention_layer.AttentionLayer):
+    """The weights that `attention_layer.AttentionLayer` describes, bound to the extension. Raises ValueError there."""
+
+    def __post_init__(self) -> None:
+        self.native = bound_layer.bind(self, _extension())
+
+
+class LatentLayer(latent_layer.LatentLayer):
+    """The same of `latent_layer.LatentLayer`."""
+
+    def __post_init__(self) -> None:
+        self.native = bound_layer.bind(self, _extension())
+
+
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
     """out = x W^T. x: [T, K]; out: [T, N], written; they must not overlap. Raises ValueError."""
     native = compiled()
@@ -268,12 +285,13 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats)
     (compiled() or reference).layer_norm(x, weight, bias, eps, out)
 
 
-def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
-    """Rotate the first R features of each head in place, halves against each other.
+def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s, interleaved: bool = False) -> None:
+    """Rotate the first R features of each head in place, halves against each other, or neighbours if `interleaved`.
 
-    x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Raises ValueError.
+    x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Neighbours end in halves, see `reference.rope`. Raises
+    ValueError.
     """
-    (compiled() or reference).rope(x, cos, sin, positions)
+    (compiled() or reference).rope(x, cos, sin, positions, interleaved)
 
 
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
@@ -309,6 +327,25 @@ def attention(
     """
     kernels = compiled() or reference
     kernels.attention(q, k_cache, v_cache, slots, positions, scale, window, out, sinks, ends, bias)
+
+
+def attend(
+    layer: AttentionLayer | LatentLayer,
+    hidden: Floats,
+    k_cache: Floats,
+    v_cache: Floats,
+    slots: Int32s,
+    positions: Int32s,
+    ends: Int32s | None = None,
+) -> None:
+    """hidden += what the layer's attention makes of it: norm, products, cache and attention, the bits of its steps.
+
+    hidden: [T, D]; the rest as in `attention`. Keys and values of the tokens are stored. Raises ValueError.
+    """
+    if compiled() is None:
+        layer.attend_in_steps(reference, hidden, k_cache, v_cache, slots, positions, ends)
+    else:
+        layer.native.attend(hidden, k_cache, v_cache, slots, positions, ends)
 
 
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:

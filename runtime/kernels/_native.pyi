@@ -44,6 +44,67 @@ class Expert:
     ) -> None: ...
     def follow_matrices(self) -> None: ...
 
+class AttentionLayer:
+    """What kernels.AttentionLayer describes. Keeps references."""
+
+    def __init__(
+        self,
+        norm: tuple[Floats, Floats | None],
+        norm_eps: float,
+        matrices: tuple[PackedMatrix, ...],
+        biases: tuple[Floats | None, ...],
+        head_norms: tuple[Floats | None, ...],
+        head_norm_eps: float,
+        rotation: tuple[Floats, Floats] | None,
+        interleaved: bool,
+        kv_heads: int,
+        head_size: int,
+        scale: float,
+        window: int,
+        sinks: Floats | None,
+        distance_bias: Floats | None,
+        residual_scale: float,
+    ) -> None: ...
+    def attend(
+        self,
+        hidden: Floats,
+        k_cache: Floats,
+        v_cache: Floats,
+        slots: Int32s,
+        positions: Int32s,
+        ends: Int32s | None = None,
+    ) -> None: ...
+
+class LatentLayer:
+    """What kernels.LatentLayer describes. Keeps references."""
+
+    def __init__(
+        self,
+        norm: tuple[Floats, Floats | None],
+        norm_eps: float,
+        query_down: PackedMatrix | None,
+        query: PackedMatrix,
+        latent_down: PackedMatrix,
+        inner_norms: tuple[Floats | None, Floats],
+        inner_norm_eps: float,
+        key_up: tuple[PackedMatrix, ...],
+        value_up: tuple[PackedMatrix, ...],
+        output: PackedMatrix,
+        rotation: tuple[Floats, Floats],
+        interleaved: bool,
+        scale: float,
+        residual_scale: float,
+    ) -> None: ...
+    def attend(
+        self,
+        hidden: Floats,
+        k_cache: Floats,
+        v_cache: Floats,
+        slots: Int32s,
+        positions: Int32s,
+        ends: Int32s | None = None,
+    ) -> None: ...
+
 def available() -> tuple[str, ...]: ...
 def active() -> str: ...
 def select(name: str) -> None: ...
@@ -55,7 +116,7 @@ def experts_of_token(experts: list[Expert], x: Floats, ranks: Int32s, out: Float
 def combine(parts: Floats, weights: Floats, out: Floats) -> None: ...
 def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None: ...
 def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats) -> None: ...
-def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None: ...
+def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s, interleaved: bool = False) -> None: ...
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None: ...
 def attention(
     q: Floats,

@@ -12,6 +12,7 @@ from typing import Any
 from moec.runtime import kernels
 
 TIMED = (
+    "attend",
     "attention",
     "combine",
     "dequantize_rows",

@@ -241,10 +241,11 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats)
     out[:] = weight * (centred * inverse) + bias
 
 
-def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
-    """Rotate the first R features of each head in place, halves against each other.
+def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s, interleaved: bool = False) -> None:
+    """Rotate the first R features of each head in place, halves against each other, or neighbours if `interleaved`.
 
-    x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Raises ValueError.
+    x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Neighbours are put into halves for good: queries and keys
+    alike, so that their products stay. Raises ValueError.
     """
     check_array(x, "x", np.float32, 3)
     check_array(cos, "cos", np.float32, 2)
@@ -256,9 +257,9 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s) -> None:
     half = cos.shape[1]
     require(2 * half <= x.shape[2], f"cos: expected at most {x.shape[2] // 2} columns, found {half}")
     c, s = cos[positions][:, None, :], sin[positions][:, None, :]
-    first, second = x[:, :, :half].copy(), x[:, :, half : 2 * half].copy()
-    x[:, :, :half] = first * c - second * s
-    x[:, :, half : 2 * half] = second * c + first * s
+    parts = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    first, second = (x[:, :, part].copy() for part in parts)
+    x[:, :, : 2 * half] = np.concatenate([first * c - second * s, second * c + first * s], axis=2)
 
 
 def as_cached(rows: Floats, cache: NDArray[Any]) -> NDArray[Any]:

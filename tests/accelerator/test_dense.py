@@ -330,8 +330,8 @@ def test_it_takes_no_more_than_was_kept_for_it(
         single = TokenPlaces(np.arange(slots, dtype=np.int32)[::-1].copy(), np.arange(slots, dtype=np.int32) + 40)
         for places in (longest, single):
             count = len(places.slots)
-            for at, attention in enumerate(found.part.attentions):
-                attention(rows[:count], places, found.kv.keys[at], found.kv.values[at])
+            for at, block in enumerate(found.part.blocks):
+                block(rows[:count], places, found.kv.keys[at], found.kv.values[at])
         found.part.head(rows)
     assert 0 < held < counted.most and kept / 4 < counted.most <= kept - shared_bytes(manifest)
 

@@ -295,8 +295,8 @@ void check_attention(Check& check) {
             std::vector<float> expected = random_floats(kHeads * size), found(expected);
             const std::vector<float> cos = random_floats(3 * half), sin = random_floats(3 * half);
             const int32_t position = 2;
-            scalar.rope({expected.data(), cos.data(), sin.data(), &position, kHeads, size, half}, 0);
-            check.table.rope({found.data(), cos.data(), sin.data(), &position, kHeads, size, half}, 0);
+            scalar.rope({expected.data(), cos.data(), sin.data(), &position, kHeads, size, half, false}, 0);
+            check.table.rope({found.data(), cos.data(), sin.data(), &position, kHeads, size, half, false}, 0);
             check.equal(expected, found, "rope of heads of " + std::to_string(size));
         }
     }

@@ -119,12 +119,24 @@ def test_rope(every: str, half: int) -> None:
 
 
 @gate
-def test_rope_agrees(pair: tuple[str, str]) -> None:
-    cos, sin = normal(10, 13), normal(10, 13, seed=1)
+@pytest.mark.parametrize("half", [1, 3, 8, 17])
+def test_rope_of_neighbours_is_that_of_halves_behind_them(every: str, half: int) -> None:
+    x, positions = normal(40, 2, 2 * half + 3), np.arange(40, dtype=np.int32) % 10
+    cos, sin = normal(10, half), normal(10, half, seed=1)
+    halves = np.concatenate([x[:, :, : 2 * half : 2], x[:, :, 1 : 2 * half : 2], x[:, :, 2 * half :]], axis=2)
+    kernels.rope(x, cos, sin, positions, interleaved=True)
+    kernels.rope(halves, cos, sin, positions)
+    assert np.array_equal(bits(x), bits(halves))
+
+
+@gate
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_agrees(pair: tuple[str, str], interleaved: bool) -> None:
+    cos, sin = normal(10, 33), normal(10, 33, seed=1)
 
     def compute() -> np.ndarray:
-        x = normal(200, 8, 30)
-        kernels.rope(x, cos, sin, np.arange(200, dtype=np.int32) % 10)
+        x = normal(600, 16, 70)  # so much that threads share it
+        kernels.rope(x, cos, sin, np.arange(600, dtype=np.int32) % 10, interleaved)
         return x
 
     agree(pair, compute)

@@ -9,6 +9,7 @@ from moec.manifests.model import AttentionSpec, LatentSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from moec.runtime.attention import LatentAttention, TokenPlaces
+from moec.runtime.norms import Norm
 from moec.runtime.rotary import RotaryTables
 from tests.kernels.packer import pack_16_bit
 
@@ -45,17 +46,21 @@ def test_it_is_attention_over_keys_and_values_that_are_never_made(query_rank: in
     latent = LatentSpec(query_rank, RANK, PLAIN, VALUE, 1e-6)
     rope = RopeSpec(10_000.0, ROTARY, interleaved)
     spec = AttentionSpec(HEADS, HEADS, PLAIN + ROTARY, rope, scale=0.3, latent=latent)
-    run = LatentAttention(spec, latent, {**packed, **norms}, RotaryTables(rope, CONTEXT))
+    stream_norm = Norm(draw.uniform(0.5, 1.5, HIDDEN).astype(np.float32), None, 1e-6)
+    run = LatentAttention(spec, latent, {**packed, **norms}, stream_norm, RotaryTables(rope, CONTEXT), 0.5)
     cache = np.zeros((1, 1, CONTEXT, RANK + ROTARY), np.float32)
-    x = draw.normal(size=(CONTEXT, HIDDEN)).astype(np.float32)
+    hidden = draw.normal(size=(CONTEXT, HIDDEN)).astype(np.float32)
+    found = hidden.copy()
     slots = np.zeros(CONTEXT, np.int32)
     positions = np.arange(CONTEXT, dtype=np.int32)
     parts = [slice(5), *(slice(at, at + 1) for at in range(5, CONTEXT))]
-    found = np.concatenate([run(x[part], TokenPlaces(slots[part], positions[part]), cache, cache) for part in parts])
+    for part in parts:
+        run(found[part], TokenPlaces(slots[part], positions[part]), cache, cache)
 
     def norm(rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return weight * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6)
 
+    x = norm(hidden, stream_norm.weight)
     down = norm(x @ plain["query_down"].T, norms["query_down_norm"]) if query_rank else x
     queries = (down @ plain["query"].T).reshape(CONTEXT, HEADS, -1)
     shared = x @ plain["latent_down"].T
@@ -72,4 +77,4 @@ def test_it_is_attention_over_keys_and_values_that_are_never_made(query_rank: in
             scores = scores + turned[: at + 1] @ rotated(queries[at, head, PLAIN:], at, interleaved)
             shares = np.exp(0.3 * (scores - scores.max()))
             expected[at, head] = shares @ values[: at + 1, head] / shares.sum()
-    assert found == pytest.approx(expected.reshape(CONTEXT, -1) @ plain["output"].T, abs=2e-5)
+    assert found == pytest.approx(hidden + 0.5 * expected.reshape(CONTEXT, -1) @ plain["output"].T, abs=2e-5)

@@ -8,6 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from moec.runtime import engine as engine_module
 from moec.runtime.bundle import open_bundle
 from moec.runtime.cache_statistics import CacheStats
 from moec.runtime.sampling import Sampler, SamplingOptions
-from moec.runtime.storage import page_bytes
+from moec.runtime.storage import ReadStorage, page_bytes
 
 CONTEXT = 64
 PROMPT = [5, 60, 31, 7, 90, 2, 8]
@@ -240,3 +241,18 @@ def test_the_default_context_fits_rope_tables_into_the_budget() -> None:
 def test_experts_take_whole_pages() -> None:
     assert page_bytes(1) == page_bytes(mmap.PAGESIZE) == mmap.PAGESIZE
     assert page_bytes(mmap.PAGESIZE + 1) == 2 * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("cache_state", ["warm", "cold"])
+def test_memory_is_made_ready_for_a_warm_start(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, cache_state: str
+) -> None:
+    asked, made_ready = list[bool](), ReadStorage.made_ready
+
+    def noted(storage: ReadStorage, is_wanted: bool) -> AbstractContextManager[None]:
+        asked.append(is_wanted)
+        return made_ready(storage, is_wanted)
+
+    monkeypatch.setattr(ReadStorage, "made_ready", noted)
+    with load(tiny_bundle, cache_state=cache_state, io="buffered"):
+        assert asked == [cache_state == "warm"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 from moec.runtime import arena as arena_module
 from moec.runtime import kernels
+from moec.runtime.address_space import find_page_maker
 from moec.runtime.bound_experts import bind_experts
 from moec.runtime.bundle import Bundle, open_bundle
 from moec.runtime.model import load_dense
@@ -270,4 +273,85 @@ def test_auto_prefers_direct_and_falls_back(tiny_bundle: Path, monkeypatch: pyte
     assert storage.mode == "buffered"
     storage.load(0)
     assert storage.block(0).tobytes() == file_bytes(bundle, 0)
+    storage.close()
+
+
+def arena_pages(storage: ReadStorage) -> int:
+    return pages_present(storage._arena.view)
+
+
+def makes_pages() -> bool:
+    """Whether this system makes pages on advice (Linux 5.14)."""
+    page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    return find_page_maker()(page.__array_interface__["data"][0], mmap.PAGESIZE)
+
+
+def test_memory_is_made_ready_meanwhile_and_no_more_than_the_capacity(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_CLEARED_AT_ONCE", mmap.PAGESIZE)  # many parts
+    bundle = open_bundle(tiny_bundle)
+    capacity = sum(entry.size_bytes for entry in bundle.manifest.stored_experts) // 2
+    storage = open_storage(bundle, "auto", verify=True, capacity_bytes=capacity)
+    assert isinstance(storage, ReadStorage)
+    if not makes_pages():
+        pytest.skip("this system has no such advice")
+    pages = capacity // mmap.PAGESIZE
+    with storage.made_ready(is_wanted=False):
+        time.sleep(0.02)
+    assert arena_pages(storage) == 0
+    with storage.made_ready(is_wanted=True):
+        deadline = time.monotonic() + 20
+        while arena_pages(storage) < pages and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert arena_pages(storage) == pages
+    storage.load(5)
+    assert storage.block(5).tobytes() == file_bytes(bundle, 5) and arena_pages(storage) == pages
+    storage.close()
+
+
+def test_making_ready_ends_with_the_work_beside_it(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much there is to do, and where the system refuses it at once."""
+    asked = list[int]()
+
+    def slowly(address: int, size_bytes: int) -> bool:
+        asked.append(size_bytes)
+        time.sleep(0.01)
+        return True
+
+    monkeypatch.setattr(arena_module, "_CLEARED_AT_ONCE", mmap.PAGESIZE)
+    for make, most in ((slowly, 20), (lambda address, size_bytes: bool(asked.append(size_bytes)), 1)):
+        monkeypatch.setattr(arena_module, "find_page_maker", lambda make=make: make)
+        asked.clear()
+        storage = open_storage(open_bundle(tiny_bundle), "auto", verify=True)
+        with storage.made_ready(is_wanted=True):
+            time.sleep(0.05)
+        assert 0 < len(asked) <= most and set(asked) == {mmap.PAGESIZE}
+        assert "moec-pages" not in {thread.name for thread in threading.enumerate()}
+        storage.close()
+
+
+@every_mode
+def test_files_are_closed_if_the_work_fails(tiny_bundle: Path, io: IoMode) -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    storage = open_storage(open_bundle(tiny_bundle), io, verify=True)
+    with pytest.raises(ChecksumMismatch, match="dense"), storage.made_ready(is_wanted=True):
+        raise ChecksumMismatch("dense", "copy")
+    del storage
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_without_a_thread_there_is_nothing_ready_and_nothing_wrong(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    storage = open_storage(open_bundle(tiny_bundle), "auto", verify=True)
+    assert isinstance(storage, ReadStorage)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with storage.made_ready(is_wanted=True):
+            pass
+    assert arena_pages(storage) == 0
     storage.close()

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <new>
 #include <string>
 
 namespace moec {
@@ -51,5 +52,12 @@ class Array {
 bool is_half(nb::handle object);
 
 [[noreturn]] void refuse(const std::string& message);
+
+// What operations say of their scratch.
+inline void expect_memory(bool has_memory) {
+    if (!has_memory) {
+        throw std::bad_alloc();
+    }
+}
 
 }  // namespace moec

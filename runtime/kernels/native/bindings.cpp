@@ -8,24 +8,17 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <vector>
 
+#include "attention_bindings.h"
 #include "bound_weights.h"
 #include "cache_bindings.h"
-#include "half_float.h"
 #include "lookahead_bindings.h"
 #include "operations.h"
 #include "thread_pool.h"
 
 namespace moec {
 namespace {
-
-void expect_memory(bool has_memory) {
-    if (!has_memory) {
-        throw std::bad_alloc();
-    }
-}
 
 void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x_object, nb::list out_objects) {
     const Array x(x_object, "x", Kind::kFloat32, 2);
@@ -156,127 +149,6 @@ void bind_layer_norm(nb::handle x_object, nb::handle weight_object, nb::handle b
                out.data<float>());
 }
 
-void bind_rope(nb::handle x_object, nb::handle cos_object, nb::handle sin_object, nb::handle positions_object) {
-    const Array x(x_object, "x", Kind::kFloat32, 3, Access::kWrite), positions(positions_object, "positions", Kind::kInt32, 1);
-    const Array cos(cos_object, "cos", Kind::kFloat32, 2), sin(sin_object, "sin", Kind::kFloat32, 2);
-    sin.expect({cos.size(0), cos.size(1)});
-    positions.expect({x.size(0)});
-    positions.expect_indices(cos.size(0));
-    if (cos.size(1) > x.size(2) / 2) {
-        refuse("cos: expected at most " + std::to_string(x.size(2) / 2) + " columns, found " + std::to_string(cos.size(1)));
-    }
-    const RopeCall call{x.data<float>(), cos.data<const float>(), sin.data<const float>(), positions.data<const int32_t>(),
-                        x.size(1),       x.size(2),               cos.size(1)};
-    nb::gil_scoped_release unlocked;
-    rope(call, x.size(0));
-}
-
-void check_cache(const Array& k_cache, const Array& v_cache, const Array& slots, const Array& positions, int64_t tokens) {
-    v_cache.expect({k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3)});
-    slots.expect({tokens});
-    positions.expect({tokens});
-    slots.expect_indices(k_cache.size(0));
-    positions.expect_indices(k_cache.size(2));
-}
-
-// Floats unless it is an array of half floats.
-Kind cache_kind(nb::handle k_cache) {
-    return is_half(k_cache) ? Kind::kFloat16 : Kind::kFloat32;
-}
-
-void store_row(const float* row, const Array& cache, int64_t place, int64_t size, Kind kind) {
-    if (kind == Kind::kFloat32) {
-        std::memcpy(cache.data<float>() + place, row, static_cast<size_t>(size) * sizeof(float));
-        return;
-    }
-    HalfFloat* out = cache.data<HalfFloat>() + place;
-    for (int64_t i = 0; i < size; ++i) {
-        out[i] = half_of(row[i]);
-    }
-}
-
-void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache_object, nb::handle v_cache_object,
-                   nb::handle slots_object, nb::handle positions_object) {
-    const Kind kind = cache_kind(k_cache_object);
-    const Array k(k_object, "k", Kind::kFloat32, 3), v(v_object, "v", Kind::kFloat32, 3);
-    const Array k_cache(k_cache_object, "k_cache", kind, 4, Access::kWrite);
-    const Array v_cache(v_cache_object, "v_cache", kind, 4, Access::kWrite);
-    const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
-    check_cache(k_cache, v_cache, slots, positions, k.size(0));
-    k.expect({k.size(0), k_cache.size(1), k_cache.size(3)});
-    v.expect({k.size(0), k_cache.size(1), k_cache.size(3)});
-    k_cache.expect_apart(k);
-    v_cache.expect_apart(v);
-    nb::gil_scoped_release unlocked;
-    const int64_t heads = k.size(1), size = k.size(2);
-    for (int64_t i = 0; i < k.size(0) * heads; ++i) {
-        const int64_t t = i / heads, head = slots.data<const int32_t>()[t] * heads + i % heads;
-        const int64_t place = (head * k_cache.size(2) + positions.data<const int32_t>()[t]) * size;
-        store_row(k.data<const float>() + i * size, k_cache, place, size, kind);
-        store_row(v.data<const float>() + i * size, v_cache, place, size, kind);
-    }
-}
-
-void bind_attention(nb::handle q_object, nb::handle k_cache_object, nb::handle v_cache_object, nb::handle slots_object,
-                    nb::handle positions_object, float scale, int64_t window, nb::handle out_object, nb::handle sinks_object,
-                    nb::handle ends_object, nb::handle bias_object) {
-    const Array q(q_object, "q", Kind::kFloat32, 3), out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
-    const Kind kind = cache_kind(k_cache_object);
-    const Array k_cache(k_cache_object, "k_cache", kind, 4), v_cache(v_cache_object, "v_cache", kind, 4);
-    const Array slots(slots_object, "slots", Kind::kInt32, 1), positions(positions_object, "positions", Kind::kInt32, 1);
-    check_cache(k_cache, v_cache, slots, positions, q.size(0));
-    out.expect({q.size(0), q.size(1), q.size(2)});
-    const int64_t kv_heads = k_cache.size(1);
-    if (kv_heads == 0 || q.size(1) % kv_heads != 0 || q.size(2) != k_cache.size(3)) {
-        refuse("q: expected heads a multiple of " + std::to_string(kv_heads) + " and size " + std::to_string(k_cache.size(3)));
-    }
-    if (window < 0) {
-        refuse("window: expected 0 or more, found " + std::to_string(window));
-    }
-    AttentionCall call{};
-    call.q = q.data<const float>();
-    call.k_cache = k_cache.data<const void>();
-    call.v_cache = v_cache.data<const void>();
-    call.is_half = kind == Kind::kFloat16;
-    call.slots = slots.data<const int32_t>();
-    call.positions = positions.data<const int32_t>();
-    call.out = out.data<float>();
-    call.heads = q.size(1);
-    call.kv_heads = kv_heads;
-    call.head_size = q.size(2);
-    call.context = k_cache.size(2);
-    call.window = window;
-    call.scale = scale;
-    std::unique_ptr<Array> sinks;
-    if (!sinks_object.is_none()) {
-        sinks = std::make_unique<Array>(sinks_object, "sinks", Kind::kFloat32, 1);
-        sinks->expect({q.size(1)});
-        call.sinks = sinks->data<const float>();
-    }
-    std::unique_ptr<Array> ends;
-    if (!ends_object.is_none()) {
-        ends = std::make_unique<Array>(ends_object, "ends", Kind::kInt32, 1);
-        ends->expect({q.size(0)});
-        ends->expect_indices(k_cache.size(2) + 1);
-        call.ends = ends->data<const int32_t>();
-        if (window != 0 || std::any_of(call.ends, call.ends + q.size(0), [](int32_t end) { return end < 1; })) {
-            refuse("ends: expected at least 1, and no window");
-        }
-    }
-    std::unique_ptr<Array> bias;
-    if (!bias_object.is_none()) {
-        bias = std::make_unique<Array>(bias_object, "bias", Kind::kFloat32, 2);
-        bias->expect({q.size(1), 2 * k_cache.size(2) - 1});
-        call.bias = bias->data<const float>();
-    }
-    bool has_memory;
-    {
-        nb::gil_scoped_release unlocked;
-        has_memory = attention(call, q.size(0));
-    }
-    expect_memory(has_memory);
-}
-
 void bind_route(nb::handle logits_object, bool renormalize, nb::handle experts_object, nb::handle weights_object) {
     const Array logits(logits_object, "logits", Kind::kFloat32, 2);
     const Array experts(experts_object, "experts", Kind::kInt32, 2, Access::kWrite);
@@ -356,12 +228,10 @@ NB_MODULE(_native, module) {
     module.def("combine", bind_combine, "parts"_a, "weights"_a, "out"_a);
     module.def("rms_norm", bind_rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
     module.def("layer_norm", bind_layer_norm, "x"_a, "weight"_a, "bias"_a, "eps"_a, "out"_a);
-    module.def("rope", bind_rope, "x"_a, "cos"_a, "sin"_a, "positions"_a);
-    module.def("store_kv", bind_store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a);
-    module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a,
-               "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
     module.def("route", bind_route, "logits"_a, "renormalize"_a, "experts"_a, "weights"_a);
     module.def("exp", bind_exp, "x"_a, "out"_a);
+    bind_attention_steps(module);
+    bind_attention_layers(module);
     bind_lookahead(module);
     bind_cache(module);
 }

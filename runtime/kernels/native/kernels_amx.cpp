@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "detect.h"
+
 namespace moec {
 namespace amx {
 namespace {
@@ -64,7 +66,11 @@ void expert_hidden_of_tokens(const MatrixView& gate, const MatrixView& up, const
     (tokens < kLeastTokens ? avx512vnni_kernels()->expert_hidden : expert_hidden)(gate, up, gating, x, tokens, out, begin, end);
 }
 
-constexpr ProductKernels kProducts{linear_of_tokens, expert_hidden_of_tokens};
+#if defined(MOEC_EMULATE_VNNI)
+constexpr ProductKernels kProducts{has_avx2, linear_of_tokens, expert_hidden_of_tokens};
+#else
+constexpr ProductKernels kProducts{has_amx, linear_of_tokens, expert_hidden_of_tokens};
+#endif
 
 }  // namespace
 }  // namespace amx

@@ -6,7 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,9 +43,7 @@ void bind_router_shares(const std::vector<const PackedMatrix*>& matrices, nb::li
         nb::gil_scoped_release unlocked;
         has_memory = router_shares(routers, count, eps, x.data<const float>(), out.data<float>());
     }
-    if (!has_memory) {
-        throw std::bad_alloc();
-    }
+    expect_memory(has_memory);
 }
 
 std::pair<std::vector<int64_t>, std::vector<double>> bind_largest(nb::handle values_object, int64_t count) {

@@ -3,7 +3,7 @@
 //
 // A thread is added per kFlopsPerThread of work, since waking one costs several microseconds. Scratch belongs to the calling
 // thread and only grows: at most 96 x (1.25 K + 5.25 F) bytes for products, threads x 4 x positions floats for attention, threads x
-// E floats for routes.
+// E floats for routes, threads x half of the rotated features for rotations of neighbours.
 
 #include "operations.h"
 
@@ -85,8 +85,7 @@ void split_matrices(const MatrixView* const* matrices, int64_t count, int64_t to
 
 // body(first, last, worker) over parts of the tokens.
 template <class Body>
-void split_tokens(int64_t tokens, double flops, const Body& body) {
-    const int threads = threads_for(flops);
+void split_tokens(int64_t tokens, int threads, const Body& body) {
     const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(tokens, threads * kPartsPerThread);
     parallel_for(parts, threads, [&](int64_t part, int worker) {
         body(part * tokens / parts, (part + 1) * tokens / parts, worker);
@@ -117,7 +116,7 @@ RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t co
     float* steps = memory + tiles * (kColumnsPerTile / int64_t{sizeof(float)});
     float* sums = steps + tiles;
     const RoundedRows rows{codes, steps, sums, columns, rows_side_by_side(used, tokens)};
-    split_tokens(tokens, kFlopsPerRounded * static_cast<double>(tokens) * static_cast<double>(columns),
+    split_tokens(tokens, threads_for(kFlopsPerRounded * static_cast<double>(tokens) * static_cast<double>(columns)),
                  [&](int64_t first, int64_t last, int) {
                      for (int64_t t = first; t < last; ++t) {
                          const float* row = x.base + (x.index != nullptr ? x.index[t] : t) * x.stride;
@@ -179,7 +178,7 @@ bool linears_by_row(const MatrixView* const* matrices, int64_t count, const floa
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out) {
     const KernelTable& kernels = active_kernels();
     const double flops = 2.0 * kRowsPerBlock * static_cast<double>(matrix.columns) * static_cast<double>(count);
-    split_tokens(count, flops, [&](int64_t first, int64_t last, int) {
+    split_tokens(count, threads_for(flops), [&](int64_t first, int64_t last, int) {
         for (int64_t i = first; i < last; ++i) {
             kernels.dequantize_row(matrix, rows[i], out + i * matrix.columns);
         }
@@ -285,7 +284,7 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
 void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out) {
     const KernelTable& kernels = active_kernels();
     const double flops = 2.0 * static_cast<double>(tokens) * static_cast<double>(top_k) * static_cast<double>(size);
-    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
         for (int64_t t = first; t < last; ++t) {
             kernels.combine(parts + t * top_k * size, weights + t * top_k, top_k, size, out + t * size);
         }
@@ -295,7 +294,7 @@ void combine(const float* parts, const float* weights, int64_t tokens, int64_t t
 void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out) {
     const KernelTable& kernels = active_kernels();
     const double flops = 4.0 * static_cast<double>(tokens) * static_cast<double>(size);
-    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
         for (int64_t t = first; t < last; ++t) {
             kernels.rms_norm(x + t * size, weight, eps, size, out + t * size);
         }
@@ -305,21 +304,39 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, in
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t tokens, int64_t size, float* out) {
     const KernelTable& kernels = active_kernels();
     const double flops = 7.0 * static_cast<double>(tokens) * static_cast<double>(size);
-    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
         for (int64_t t = first; t < last; ++t) {
             kernels.layer_norm(x + t * size, weight, bias, eps, size, out + t * size);
         }
     });
 }
 
-void rope(const RopeCall& call, int64_t tokens) {
+// Pairs of neighbours into halves: the first of each, then the second. spare: [half].
+static void part_pairs(float* pairs, int64_t half, float* spare) {
+    for (int64_t i = 0; i < half; ++i) {
+        spare[i] = pairs[2 * i + 1];
+        pairs[i] = pairs[2 * i];
+    }
+    std::copy(spare, spare + half, pairs + half);
+}
+
+bool rope(const RopeCall& call, int64_t tokens) {
     const KernelTable& kernels = active_kernels();
     const double flops = 6.0 * static_cast<double>(tokens) * static_cast<double>(call.heads) * static_cast<double>(call.half);
-    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int) {
+    const int threads = threads_for(flops);  // asked once: another thread may change how many there are
+    float* spare = call.is_interleaved ? scratch.take(threads * call.half) : nullptr;
+    if (call.is_interleaved && spare == nullptr && call.half > 0) {
+        return false;
+    }
+    split_tokens(tokens, threads, [&](int64_t first, int64_t last, int worker) {
         for (int64_t t = first; t < last; ++t) {
+            for (int64_t head = 0; call.is_interleaved && head < call.heads; ++head) {
+                part_pairs(call.x + (t * call.heads + head) * call.head_size, call.half, spare + worker * call.half);
+            }
             kernels.rope(call, t);
         }
     });
+    return true;
 }
 
 bool attention(const AttentionCall& call, int64_t tokens) {
@@ -361,11 +378,12 @@ bool route(const RouteCall& call, int64_t tokens) {
     const KernelTable& kernels = active_kernels();
     const double per_expert = kFlopsPerExp + 4.0 * static_cast<double>(call.top_k);
     const double flops = per_expert * static_cast<double>(tokens) * static_cast<double>(call.expert_count);
-    float* shares = scratch.take(threads_for(flops) * call.expert_count);
+    const int threads = threads_for(flops);
+    float* shares = scratch.take(threads * call.expert_count);
     if (shares == nullptr) {
         return false;
     }
-    split_tokens(tokens, flops, [&](int64_t first, int64_t last, int worker) {
+    split_tokens(tokens, threads, [&](int64_t first, int64_t last, int worker) {
         for (int64_t t = first; t < last; ++t) {
             kernels.route(call, t, shares + worker * call.expert_count);
         }

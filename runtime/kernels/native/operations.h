@@ -39,7 +39,7 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
 void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out);
 void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out);
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t tokens, int64_t size, float* out);
-void rope(const RopeCall& call, int64_t tokens);
+bool rope(const RopeCall& call, int64_t tokens);
 bool attention(const AttentionCall& call, int64_t tokens);
 bool route(const RouteCall& call, int64_t tokens);
 

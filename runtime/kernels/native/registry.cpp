@@ -6,8 +6,6 @@
 #include <atomic>
 #include <cstring>
 
-#include "detect.h"
-
 namespace moec {
 namespace {
 
@@ -21,7 +19,7 @@ const KernelTable* amx_kernels() {
     static const KernelTable table = [] {
         KernelTable amx = *avx512vnni_kernels();
         amx.name = "amx";
-        amx.is_supported = has_amx;
+        amx.is_supported = amx_products()->is_supported;
         amx.linear = amx_products()->linear;
         amx.expert_hidden = amx_products()->expert_hidden;
         return amx;

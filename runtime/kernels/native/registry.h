@@ -82,6 +82,7 @@ struct RopeCall {
     const float* sin;          // [C, half]
     const int32_t* positions;  // [T]
     int64_t heads, head_size, half;
+    bool is_interleaved;  // neighbours are turned against each other, and put into halves first, for good
 };
 
 struct RouteCall {
@@ -115,6 +116,7 @@ struct KernelTable {
 
 // What an instruction set does otherwise than another, from which it has the rest.
 struct ProductKernels {
+    bool (*is_supported)();
     decltype(KernelTable::linear) linear;
     decltype(KernelTable::expert_hidden) expert_hidden;
 };
