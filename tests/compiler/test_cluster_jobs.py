@@ -286,7 +286,7 @@ def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_pa
     compile_tiny(folder, other, "uniform", 8)
     pool = PoolHere(folder, workers=2, threads=1)
     for site in pool._sites:
-        site._memory_bytes, site._open_runtime = 64 << 30, recorded  # this process counts too, whatever ran in it before
+        site._memory_bytes, site._open_runtime = 64 << 30, recorded  # this process counts too
     pairs = [pair for pair in text_pairs(12) if pair[1]]
     engines = [RemoteEngine(pool, path, share) for path, share in ((bundle, 0.5), (other, 0.25))]
     expected = []
