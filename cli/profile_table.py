@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from moec.runtime.statistics import RunStatistics
 
 WAITING, PYTHON = "waiting for experts", "Python and numpy"
+WAITS = "experts_layer"
+"""The kernel in which a token's waits lie, where it is used."""
 
 
 def profile_rows(times: KernelTimes, statistics: RunStatistics) -> list[dict[str, Any]]:
@@ -22,10 +24,13 @@ def profile_rows(times: KernelTimes, statistics: RunStatistics) -> list[dict[str
     if shares is None or rate is None:
         return []
     token_ns = 1e9 / rate
-    longest = sorted(times.elapsed_ns, key=lambda name: -times.elapsed_ns[name])
-    found = [(name, times.calls[name] / tokens, times.elapsed_ns[name] / tokens) for name in longest]
     waiting_ns = shares.stall * token_ns
-    left_ns = token_ns - waiting_ns - times.total_ns / tokens
+    own_ns = {name: elapsed_ns / tokens for name, elapsed_ns in times.elapsed_ns.items()}
+    if WAITS in own_ns:
+        own_ns[WAITS] -= waiting_ns
+    longest = sorted(own_ns, key=lambda name: -own_ns[name])
+    found = [(name, times.calls[name] / tokens, own_ns[name]) for name in longest]
+    left_ns = token_ns - waiting_ns - sum(own_ns.values())
     rows = [*found, (WAITING, None, waiting_ns), (PYTHON, None, left_ns)]
     return [
         {"part": name, "calls_per_token": calls, "ns_per_token": ns, "share": ns / token_ns} for name, calls, ns in rows

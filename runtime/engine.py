@@ -26,11 +26,12 @@ from .bound_experts import bind_experts
 from .budget import MemoryPlan, plan_memory
 from .bundle import Bundle, open_bundle, verify_files
 from .cache_statistics import CacheStats
+from .dense_weights import load_dense
 from .elastic_cache import ElasticCache
 from .eviction import bundle_records, policy_score, warm_order
 from .kv_cache import KVCache
 from .mode_line import mode_line
-from .model import Model, load_dense
+from .model import Model
 from .modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
 from .modes.decoder import LossyDecoder, check_modes
 from .modes.logical_cache import LogicalCache
@@ -112,6 +113,7 @@ class Engine:
         is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
         self._sequence, self._on_host = 0, (self.model.dense_part, self.kv)
         self.model.advisor.set_options(options, self._is_at_hand)
+        self.model.bind_token_experts()
         self._elastic = ElasticCache(manifest, self.memory, options, self.cache) if is_elastic else None
         if opened is not None:
             args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)

@@ -10,15 +10,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from moec.manifests.bundle import DENSE_NAME
-from moec.manifests.errors import ChecksumMismatch
 from moec.manifests.model import ExpertsSpec, ModelSpec
 
 from . import kernels
 from .accelerator.cooperative import CooperativeExperts
-from .address_space import map_anonymous
 from .attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_block
 from .bundle import Bundle
 from .cross_attention import CrossAttention
@@ -35,40 +31,8 @@ from .routing import Router
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .streaming_cache import StreamingCache
+from .token_experts import TokenExperts, bind_token_experts
 from .trace import TraceRecorder
-
-
-def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
-    """16-bit floats as raw bytes to float32."""
-    if float_type == "float16":
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
-    """Dense weights by name: packed matrices as kernels.PackedMatrix, norms as float32 [D].
-
-    Raises ChecksumMismatch if a weight differs from its checksum.
-    """
-    header = bundle.headers[DENSE_NAME]
-    entries = {entry.name: entry for entry in bundle.manifest.dense}
-    weights: dict[str, Any] = {}
-    first = min(tensor.offset_bytes for tensor in header.values())
-    last = max(tensor.offset_bytes + tensor.size_bytes for tensor in header.values())
-    _, memory = map_anonymous(last - first, "the dense weights", huge_pages=True)
-    bundle.read_into(DENSE_NAME, first, memory)
-    for name, tensor in header.items():
-        start, entry = tensor.offset_bytes - first, entries[name]
-        raw = memory[start : start + tensor.size_bytes]
-        if verify and xxhash.xxh3_128_hexdigest(raw.data) != entry.xxh3:
-            raise ChecksumMismatch(
-                f"`{bundle.path / DENSE_NAME}`, `{name}`: bytes differ from their checksum", "copy the bundle again"
-            )
-        if len(entry.shape) == 1:
-            weights[name] = _widen(raw, entry.spec.float_type)
-        else:
-            weights[name] = kernels.PackedMatrix(raw, entry.shape[0], entry.shape[1], entry.spec)
-    return weights
 
 
 def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> dict[bool, np.ndarray]:
@@ -134,6 +98,7 @@ class Model:
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
         self.accelerator: CooperativeExperts | None = None
+        self.token_experts: TokenExperts | None = None
         self._parts = np.empty(0, np.float32)
 
     def absent(self, experts: Sequence[int]) -> list[int]:
@@ -153,6 +118,11 @@ class Model:
     def advice_by_layer(self) -> list[LayerAdvice]:
         """What prefetching was worth so far."""
         return self.prefetch_quality.layers(self._first_expert, self._cache.prefetches)
+
+    def bind_token_experts(self) -> None:
+        """Let tokens alone take one call a layer, where that can be; once it is known what is read ahead."""
+        parts = (self.spec, self._cache, self.experts, self.router_norms(), self._routers, self.advisor)
+        self.token_experts = bind_token_experts(*parts)
 
     def router_norms(self) -> list[Norm]:
         """The norms in front of the routers, of every layer."""
@@ -204,6 +174,7 @@ class Model:
         hidden = self._embed(tokens)
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         state = PassState(0, hidden, chosen, tokens, choice)
+        together = self._token_experts(state)
         if preload := self.advisor.preload(tokens, layers):
             self.prefetch(preload)
         predicted: list[int] | None = None
@@ -214,11 +185,25 @@ class Model:
                 if index in self._cross:
                     self._attend_to_prompt(index, hidden, places.slots, kv)
                 self.times.dense_ns += time.perf_counter_ns() - started_ns
+                if together is not None:
+                    together.run(index, hidden, self.times, self.prefetch_quality, self.trace)
+                    continue
                 state.layer = index
                 predicted = self._experts_layer(state, predicted, places.slots)
         finally:  # between passes this memory is the experts'
             self._parts = np.empty(0, np.float32)
         return hidden
+
+    def _token_experts(self, state: PassState) -> TokenExperts | None:
+        """What computes the experts of this pass in one call a layer; None where they go step by step."""
+        found = self.token_experts
+        if found is None or not found.fits(self.advisor.predictor):
+            return None
+        if len(state.hidden) != 1 or state.choice is not None or self.accelerator is not None:
+            found.forget_guesses()
+            return None
+        found.begin()
+        return found
 
     def _embed(self, tokens: np.ndarray) -> np.ndarray:
         hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)

@@ -115,8 +115,7 @@ class NativeCache(StreamingCache):
         return np.flatnonzero(self._state == RESIDENT)
 
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        if kernels.compiled() is None:  # the reference does not see where experts have moved
-            raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
+        self._require_kernels()
         found = self._reads.begin(layer, indices)
         if found is None:
             raise self._closed_error()
@@ -128,21 +127,43 @@ class NativeCache(StreamingCache):
             raise
         return hits, misses
 
+    def _require_kernels(self) -> None:
+        if kernels.compiled() is None:  # the reference does not see where experts have moved
+            raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
+
     def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
         while True:
             self._start_readers()
             state, found = self._reads.wait(remaining, together)
             if state == "ready":
                 return list(found)
-            if state == "closed":
-                raise self._closed_error()
-            if state == "too large":
-                raise self._too_large_error(remaining[0])
-            if state == "failed":
-                raise self._failures[found[0]]
+            if state != "again":
+                raise self._error(state, found[0] if state == "failed" else remaining[0])
+
+    def _error(self, state: str, index: int) -> Exception:
+        """Why an expert that was asked for did not come."""
+        if state == "closed":
+            return self._closed_error()
+        return self._too_large_error(index) if state == "too large" else self._failures[index]
 
     def _unlease(self, indices: Sequence[int]) -> None:
         self._reads.unlease(indices)
+
+    def bind_layers(self, layers: list[dict[str, Any]], ahead_eps: float, rules: tuple[float, ...]) -> Any:
+        """The extension's `ExpertLayers` over this cache; arguments as it takes them."""
+        extension = kernels.compiled()
+        return None if extension is None else extension.ExpertLayers(self._reads, layers, ahead_eps, rules)
+
+    def begin_token(self) -> None:
+        """A token alone goes through bound layers next. Raises ExecutionError as `stream` does."""
+        self._require_process()
+        self._require_kernels()
+        self._start_readers(are_needed=True)
+
+    def check_end(self, state: str, index: int) -> None:
+        """Raise what `stream` raises, if a bound layer ended without its experts."""
+        if state != "done":
+            raise self._error(state, index)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         self._reads.prefetch(indices)
@@ -181,8 +202,8 @@ class NativeCache(StreamingCache):
 
     # -- readers -----------------------------------------------------------------------------------------------
 
-    def _start_readers(self) -> None:
-        if self._stop is None and self._reads.has_work():
+    def _start_readers(self, are_needed: bool = False) -> None:
+        if self._stop is None and (are_needed or self._reads.has_work()):
             # At the latest when the process ends: a thread that is in the extension cannot end with the interpreter.
             stop = weakref.finalize(self, _stop_readers, self._reads, self._readers, self._process)
             self._readers.start()

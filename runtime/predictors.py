@@ -63,8 +63,12 @@ class PopularityPredictor(Predictor):
         self._popularity, self._model = tables.popularity.astype(np.float64), model
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        following: np.ndarray = self._popularity[self._model.layer_after(state.layer, ahead)]
-        return following
+        return self.of_layer(self._model.layer_after(state.layer, ahead))
+
+    def of_layer(self, layer: int) -> np.ndarray:
+        """Counts, float64 [E]."""
+        counts: np.ndarray = self._popularity[layer]
+        return counts
 
 
 class PathPredictor(Predictor):
@@ -134,7 +138,7 @@ class LookaheadPredictor(Predictor):
         key = (state.layer, tuple(aheads))
         asked = self._asked.get(key)  # the same for every token
         if asked is None:
-            asked = tuple(ahead for ahead in aheads if self._router(state.layer, ahead) is not None)
+            asked = tuple(ahead for ahead in aheads if self.router_ahead(state.layer, ahead) is not None)
             self._asked[key] = asked
         found = dict(zip(asked, self._demands(state, asked), strict=True))
         return [found[ahead] if ahead in found else self._fallback.scores(state, ahead) for ahead in aheads]
@@ -158,7 +162,11 @@ class LookaheadPredictor(Predictor):
             raise ValueError(f"layer {layer} routes nothing")
         return router.rule.demand(router.logits(self._norms[layer](state.hidden)))
 
-    def _router(self, layer: int, ahead: int) -> Router | None:
+    def scores_without_router(self, layer: int, ahead: int) -> np.ndarray:
+        """What is said, [E], whatever the stream is, of a layer whose router cannot be asked."""
+        return self._fallback.of_layer(self._model.layer_after(layer, ahead))
+
+    def router_ahead(self, layer: int, ahead: int) -> Router | None:
         """Of the layer so far ahead; None where none can be asked."""
         following, first = self._model.layer_after(layer, ahead), self._model.first_decoder_layer
         if following <= layer or layer < first <= following:  # an encoder's stream says nothing to a decoder

@@ -33,7 +33,7 @@ def candidates(scores: np.ndarray, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Following:
+class Following:
     """A layer that routes behind a running one: how far ahead, the rank-th of those, and its experts."""
 
     ahead: int
@@ -43,7 +43,7 @@ class _Following:
     top_k: int
 
 
-def _asks_for_all(tokens: int, following: _Following) -> bool:
+def _asks_for_all(tokens: int, following: Following) -> bool:
     """Whether so many tokens will hardly leave an expert of a layer out."""
     return tokens * following.top_k >= CHOICES_FOR_ALL * following.count
 
@@ -68,23 +68,27 @@ class Advisor:
     holds: Callable[[int], bool] = lambda index: False
     static: Mapping[int, np.ndarray] = field(default_factory=dict)
     margins: LearnedMargins = field(default_factory=LearnedMargins)
-    _followings: list[list[_Following]] = field(init=False)
+    _followings: list[list[Following]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._followings = [self._behind(layer) for layer in range(self.spec.num_layers)]
 
-    def _behind(self, running: int) -> list[_Following]:
+    def _behind(self, running: int) -> list[Following]:
         found = []
         for rank, ahead in enumerate(routed_ahead(self.spec, running), 1):
             layer = self.spec.layer_after(running, ahead)
             experts = self.spec.layers[layer].experts
-            found.append(_Following(ahead, rank, layer, experts.count, experts.top_k))
+            found.append(Following(ahead, rank, layer, experts.count, experts.top_k))
         return found
 
     def set_options(self, options: RuntimeOptions, holds: Callable[[int], bool]) -> None:
         """How far, how much and by which rule it looks ahead. holds: whether a stored expert need not be read."""
         self.layers, self.experts = options.prefetch_layers, options.prefetch_experts
         self.rule, self.holds = options.prefetch_rule, holds
+
+    def followings(self, layer: int) -> list[Following]:
+        """What is looked at while a layer runs, nearest first."""
+        return self._followings[layer][: max(self.layers, 1)]
 
     def advise(self, state: PassState) -> tuple[list[int] | None, list[int]]:
         """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
@@ -95,7 +99,7 @@ class Advisor:
         self._learn(state)
         followings = [
             each
-            for each in self._followings[state.layer][: max(self.layers, 1)]
+            for each in self.followings(state.layer)
             if each.rank == 1 or len(state.hidden) == 1 or _asks_for_all(len(state.hidden), each)
         ]
         scores = self._scores(state, followings)
@@ -132,7 +136,7 @@ class Advisor:
         """The experts of a layer that tokens have by themselves, each once."""
         return list(np.unique(self.static[layer][tokens]).tolist())
 
-    def _scores(self, state: PassState, followings: Sequence[_Following]) -> dict[int, np.ndarray]:
+    def _scores(self, state: PassState, followings: Sequence[Following]) -> dict[int, np.ndarray]:
         """By how far ahead, [E] of the layers of which experts would be advised and there is something to say."""
         if self.predictor is None:
             return {}
@@ -146,18 +150,18 @@ class Advisor:
         # Tables are as wide as the largest layer.
         return {each.ahead: own[: each.count] for each, own in zip(asked, found, strict=True) if own is not None}
 
-    def _is_known(self, state: PassState, following: _Following) -> bool:
+    def _is_known(self, state: PassState, following: Following) -> bool:
         """Whether the tokens themselves name the layer's experts: not of the next token's."""
         is_of_token = following.layer > state.layer >= self.spec.first_decoder_layer
         return state.tokens is not None and is_of_token and following.layer in self.static
 
-    def _advised(self, state: PassState, following: _Following) -> int:
+    def _advised(self, state: PassState, following: Following) -> int:
         """Experts of the layer per token that are worth reading ahead."""
         count = advised_experts(state.top_k(following.top_k), following.rank, self.experts)
         return max(count, 1) if self.rule == "first-miss" else count
 
     def _predict(
-        self, state: PassState, following: _Following, scores: np.ndarray | None
+        self, state: PassState, following: Following, scores: np.ndarray | None
     ) -> tuple[list[int] | None, list[int]]:
         """Candidates of the layer, and what is stored of them."""
         layer = following.layer

@@ -22,6 +22,9 @@ _LEAST, _MOST = 0.01, log(1e15)
 # Of the largest score: what stands for the score of one that would not be chosen where that is less, or 0.
 _FLOOR = 1e-9
 
+# What the extension learns by, in the order of its `MarginRules`.
+RULES = (_WRONG, _RIGHT, _FIRST_MARGIN, _LEAST, _MOST, _FLOOR)
+
 
 class LearnedMargins:
     """The least logarithm of a score over that of the first expert that would not be chosen, before one is read ahead.

@@ -44,8 +44,12 @@ class PrefetchQuality:
 
     def observe(self, layer: int, predicted: set[int], demanded: Collection[int]) -> None:
         """Count one layer of one pass."""
-        self.demanded[layer] += len(demanded)
-        self.predicted[layer] += sum(expert in predicted for expert in demanded)
+        self.add(layer, len(demanded), sum(expert in predicted for expert in demanded))
+
+    def add(self, layer: int, demanded: int, predicted: int) -> None:
+        """Count experts of one layer of one pass, and how many of them had been predicted."""
+        self.demanded[layer] += demanded
+        self.predicted[layer] += predicted
 
     def layers(self, first_expert: Sequence[int], prefetches: np.ndarray) -> list[LayerAdvice]:
         """What advice was worth, per layer. first_expert: [L + 1]; prefetches: int64 [2, experts], read and used."""

@@ -19,6 +19,7 @@ from moec.manifests.errors import KernelUnavailable
 from moec.manifests.quant import QuantSpec
 
 from . import attention_layer, bound_layer, latent_layer, packed_matrix, ranking, reference
+from .expert_layers import experts_layer
 from .packed_matrix import Bytes, Floats, Int32s, Int64s, check_array
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "compiled",
     "dequantize_rows",
     "expert_ffn",
+    "experts_layer",
     "experts_of_token",
     "largest",
     "layer_norm",

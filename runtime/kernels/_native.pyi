@@ -1,7 +1,7 @@
 """The C++ extension. Meanings, shapes and errors: `reference`, function by function."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -201,3 +201,31 @@ class ExpertReads:
         self, load: Callable[[list[int]], list[int]], check: Callable[[list[int], list[int]], list[int]] | None
     ) -> None: ...
     def close(self) -> None: ...
+
+class ExpertLayers:
+    """The routed experts of every layer for one token, out of a cache: Model._experts_layer of runtime/model.py.
+
+    layers: of each norm, float32 [D], norm_eps, router, layer, first_expert, top_k, renormalizes, weight_scale,
+    residual_scale, experts, one per row of the router, and ahead, nearest first: of layers that are looked at, how
+    many route up to it, its number, first expert and top_k, its router and norm, [] and []; or None and None where
+    no router can be asked, and what is always likely with its scores. ahead_eps: of all those norms. rules: the
+    constants of runtime/prefetch_margins.py. Raises ValueError.
+    """
+
+    def __init__(
+        self, reads: ExpertReads, layers: list[dict[str, Any]], ahead_eps: float, rules: tuple[float, ...]
+    ) -> None: ...
+    # See kernels.experts_layer.
+    def run(self, at: int, hidden: np.ndarray) -> tuple[str, int, int, int, int]: ...
+    def begin_pass(self) -> None: ...
+    def forget_guesses(self) -> None: ...
+    def margin(self, running: int, layer: int, rank: int) -> float: ...
+    # Of the layer that ran last: experts, what was to be read ahead, float32 [E], float32 [M, E].
+    @property
+    def chosen(self) -> list[int]: ...
+    @property
+    def advice(self) -> list[int]: ...
+    @property
+    def logits(self) -> bytes: ...
+    @property
+    def shares(self) -> bytes: ...

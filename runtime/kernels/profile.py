@@ -17,6 +17,7 @@ TIMED = (
     "combine",
     "dequantize_rows",
     "expert_ffn",
+    "experts_layer",
     "experts_of_token",
     "largest",
     "layer_norm",

@@ -25,9 +25,9 @@ from moec.runtime.batch import generate_many
 from moec.runtime.beam import BeamOptions, beam_search
 from moec.runtime.budget import longest_pass
 from moec.runtime.bundle import open_bundle
+from moec.runtime.dense_weights import load_dense
 from moec.runtime.engine import Engine
 from moec.runtime.kernels import reference
-from moec.runtime.model import load_dense
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import random_matrix
 from tests.kernels.products import inputs, matrix_of

@@ -24,9 +24,9 @@ from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudget
 from moec.runtime import kernels, load
 from moec.runtime.bound_experts import BoundExperts, bind_experts
 from moec.runtime.bundle import Bundle, open_bundle
+from moec.runtime.dense_weights import load_dense
 from moec.runtime.eviction import bundle_records
 from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.model import load_dense
 from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache, open_cache
 from moec.runtime.options import IoMode, Policy, RuntimeOptions
 from moec.runtime.storage import ReadStorage, open_storage, page_bytes

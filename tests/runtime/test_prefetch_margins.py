@@ -13,6 +13,7 @@ from moec.runtime import load
 from moec.runtime.predictors import PassState, Predictor
 from moec.runtime.prefetch import Advisor
 from moec.runtime.prefetch_margins import PRECISION, LearnedMargins
+from moec.runtime.token_experts import TokenExperts
 from tests.manifests.examples import layer_spec, model_spec
 
 EXPERTS, TOP_K = 32, 4
@@ -98,7 +99,7 @@ def test_a_pass_of_many_tokens_in_between_teaches_nothing() -> None:
     assert advisor.margins.margin(0, 1, 1) > before
 
 
-def margins_of(margins: LearnedMargins) -> list[float]:
+def margins_of(margins: LearnedMargins | TokenExperts) -> list[float]:
     return [
         margins.margin(running, layer, rank) for running, layer, rank in ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
     ]
@@ -144,7 +145,7 @@ def test_an_engine_learns_while_it_decodes_and_says_the_same(tiny_bundle: Path) 
     for rule in ("likely", "likely", "spread"):
         with load(tiny_bundle, expert_cache="50%", context=64, prefetch_rule=rule) as engine:
             rows.append(np.concatenate([engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(24)]).tobytes())
-            margins = engine.model.advisor.margins
+            margins = engine.model.advisor.margins if engine.model.token_experts is None else engine.model.token_experts
             learned.append(margins_of(margins))
     assert rows[0] == rows[1] == rows[2] and learned[0] == learned[1]
     fresh = LearnedMargins()

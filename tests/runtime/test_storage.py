@@ -21,7 +21,7 @@ from moec.runtime import kernels
 from moec.runtime.address_space import find_page_maker
 from moec.runtime.bound_experts import bind_experts
 from moec.runtime.bundle import Bundle, open_bundle
-from moec.runtime.model import load_dense
+from moec.runtime.dense_weights import load_dense
 from moec.runtime.options import IoMode
 from moec.runtime.storage import ReadStorage, open_storage
 

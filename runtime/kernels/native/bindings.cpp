@@ -234,4 +234,5 @@ NB_MODULE(_native, module) {
     bind_attention_layers(module);
     bind_lookahead(module);
     bind_cache(module);
+    bind_expert_layers(module);
 }

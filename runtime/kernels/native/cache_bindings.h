@@ -1,4 +1,4 @@
-// What the expert cache has in the extension: `_native.ExpertReads`.
+// The expert cache, and layers that compute out of it: `_native.ExpertReads` and `_native.ExpertLayers`.
 
 #pragma once
 
@@ -7,5 +7,6 @@
 namespace moec {
 
 void bind_cache(nanobind::module_& module);
+void bind_expert_layers(nanobind::module_& module);
 
 }  // namespace moec

@@ -1,8 +1,8 @@
-"""Attention of a layer in one call and in steps: ``python bench/attention_layer.py BUNDLE TEXT --expert-cache 61%``.
+"""A layer's attention or experts in one call and in steps: ``python bench/layer_in_steps.py experts BUNDLE TEXT``.
 
-One engine decodes forced tokens in turns of twenty, every other turn with the steps of `kernels.attend` called one by
-one from Python, which gives the same bits; which comes first changes from pair to pair. Prints medians per token and
-the quotient of the times, paired. A minute for a gigabyte of experts.
+One engine decodes forced tokens in turns of twenty, every other turn with the steps of one part of its layers called
+one by one from Python, which gives the same bits; which comes first changes from pair to pair. Prints medians per token
+and the quotient of the times, paired. A minute for a gigabyte of experts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from native_cache import PROMPT_TOKENS, TURN_TOKENS, WARM_UP_TOKENS, print_turns, turn
 
-from moec.runtime import kernels, load
+from moec.runtime import Engine, kernels, load
 
 
 @contextmanager
-def in_steps() -> Iterator[None]:
+def attention_in_steps(engine: Engine) -> Iterator[None]:
     """Every step by itself, checks of its arguments included."""
     attend = kernels.attend
 
@@ -33,9 +33,23 @@ def in_steps() -> Iterator[None]:
         kernels.attend = attend
 
 
+@contextmanager
+def experts_in_steps(engine: Engine) -> Iterator[None]:
+    """Router, cache, advice, experts and sum, called by Model."""
+    one_call, engine.model.token_experts = engine.model.token_experts, None
+    try:
+        yield
+    finally:
+        engine.model.token_experts = one_call
+
+
+PARTS = {"attention": attention_in_steps, "experts": experts_in_steps}
+
+
 def main() -> None:
     """Read the command line, decode, print."""
-    parser = argparse.ArgumentParser(description="Attention of a layer in one call and in steps, in turns.")
+    parser = argparse.ArgumentParser(description="A part of every layer in one call and in steps, in turns.")
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--expert-cache", help="as of `moec run`; all experts in memory if it is not given")
@@ -52,7 +66,7 @@ def main() -> None:
     position = PROMPT_TOKENS + WARM_UP_TOKENS
     for number in range(options.pairs):
         for name in list(rows) if number % 2 == 0 else reversed(rows):
-            with in_steps() if name == "steps" else nullcontext():
+            with PARTS[options.part](engine) if name == "steps" else nullcontext():
                 rows[name].append(turn(engine, tokens, position, TURN_TOKENS))
             position += TURN_TOKENS
     print_turns(rows, "one call", "steps")

@@ -1,0 +1,197 @@
+// The Python face of a token's experts, layer by layer. Types and meanings: runtime/kernels/_native.pyi.
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bound_reads.h"
+#include "cache_bindings.h"
+#include "expert_layers.h"
+
+namespace moec {
+namespace {
+
+constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
+// The running layer's rank, number, first expert and top-k of a layer ahead; its router and norm, or None twice and what is
+// likely whatever the token, with its scores.
+using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, std::vector<int64_t>, std::vector<double>>;
+
+// Weights of all layers, kept alive.
+class BoundLayers {
+  public:
+    BoundLayers(nb::object reads, nb::list layers, float ahead_eps, const std::tuple<double, double, double, double, double, double>& rules)
+        : reads_(std::move(reads)), cache_(nb::cast<BoundReads&>(reads_)) {
+        std::vector<ExpertLayerView> views;
+        for (nb::handle fields : layers) {
+            views.push_back(view_of(nb::cast<nb::dict>(fields)));
+            expect_size(views.back().router->columns, views[0].router->columns);
+        }
+        if (views.empty()) {
+            refuse("layers: expected at least one");
+        }
+        const auto [wrong, right, first, least, most, floor] = rules;
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), ahead_eps, MarginRules{wrong, right, first, least, most, floor});
+    }
+
+    // How it ended, and the expert that stood in the way; nanoseconds in norm and router, and in experts; of the chosen experts,
+    // those that had been predicted, or -1.
+    std::tuple<const char*, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object) {
+        const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
+        hidden.expect({1, layers_->size()});
+        const size_t index = checked(at);
+        ExpertLayers::Outcome outcome;
+        const auto is_interrupted = [] {
+            nb::gil_scoped_acquire locked;
+            return PyErr_CheckSignals() != 0;
+        };
+        {
+            nb::gil_scoped_release unlocked;
+            outcome = layers_->run(index, hidden.data<float>(), is_interrupted);
+        }
+        if (outcome.end == ExpertLayers::End::kInterrupted) {
+            throw nb::python_error();
+        }
+        expect_memory(outcome.end != ExpertLayers::End::kNoMemory);
+        return {kEnds[static_cast<int>(outcome.end)], outcome.expert, outcome.dense_ns, outcome.experts_ns, outcome.predicted};
+    }
+
+    ExpertLayers& operator*() { return *layers_; }
+
+  private:
+    static void expect_size(int64_t found, int64_t expected) {
+        if (found != expected) {
+            refuse("layers: expected a stream of " + std::to_string(expected) + ", found " + std::to_string(found));
+        }
+    }
+
+    size_t checked(int64_t at) const {
+        if (at < 0 || at >= static_cast<int64_t>(layers_->count())) {
+            refuse("at: expected a layer below " + std::to_string(layers_->count()) + ", found " + std::to_string(at));
+        }
+        return static_cast<size_t>(at);
+    }
+
+    const MatrixView* matrix(nb::handle object) {
+        if (!nb::isinstance<PackedMatrix>(object)) {
+            refuse("router: expected a packed matrix");
+        }
+        held_.append(object);
+        return &nb::cast<const PackedMatrix&>(object).view;
+    }
+
+    const float* vector(nb::handle object, int64_t size) {
+        arrays_.push_back(std::make_unique<Array>(object, "norm", Kind::kFloat32, 1));
+        arrays_.back()->expect({size});
+        return arrays_.back()->data<const float>();
+    }
+
+    void expect_experts(int64_t first, int64_t count) const {
+        if (first < 0 || count < 0 || first + count > cache_->count()) {
+            refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " + std::to_string(first) + " to " +
+                   std::to_string(first + count));
+        }
+    }
+
+    ExpertLayerView view_of(const nb::dict& fields) {
+        ExpertLayerView view{};
+        view.router = matrix(fields["router"]);
+        const int64_t size = view.router->columns;
+        view.norm = vector(fields["norm"], size);
+        view.norm_eps = nb::cast<float>(fields["norm_eps"]);
+        view.layer = nb::cast<int64_t>(fields["layer"]);
+        view.first_expert = nb::cast<int64_t>(fields["first_expert"]);
+        view.top_k = nb::cast<int64_t>(fields["top_k"]);
+        view.renormalizes = nb::cast<bool>(fields["renormalizes"]);
+        view.weight_scale = nb::cast<float>(fields["weight_scale"]);
+        view.residual_scale = nb::cast<float>(fields["residual_scale"]);
+        expect_experts(view.first_expert, view.router->rows);
+        take_experts(view, nb::cast<nb::list>(fields["experts"]));
+        for (const Ahead& ahead : nb::cast<std::vector<Ahead>>(fields["ahead"])) {
+            view.ahead.push_back(ahead_of(ahead, size));
+        }
+        expect_routers_alike(view.ahead);
+        return view;
+    }
+
+    void take_experts(ExpertLayerView& view, const nb::list& experts) {
+        if (view.top_k < 1 || view.top_k > view.router->rows || static_cast<int64_t>(experts.size()) != view.router->rows) {
+            refuse("experts: expected " + std::to_string(view.router->rows) + ", and 1 to as many of them chosen, found " +
+                   std::to_string(experts.size()) + " and " + std::to_string(view.top_k));
+        }
+        for (nb::handle object : experts) {
+            const ExpertView& expert = nb::cast<const Expert&>(object).view;
+            expect_size(expert.up.columns, view.router->columns);
+            if (expert.up.rows != (view.experts.empty() ? expert : *view.experts[0]).up.rows) {
+                refuse("experts: expected as many features of each");
+            }
+            held_.append(object);
+            view.experts.push_back(&expert);
+        }
+    }
+
+    LayerAhead ahead_of(const Ahead& fields, int64_t size) {
+        const auto& [rank, layer, first, top_k, router, norm, experts, scores] = fields;
+        LayerAhead ahead{rank, layer, first, top_k, {nullptr, nullptr}, {experts, scores}};
+        if (!router.is_none()) {
+            ahead.router = {matrix(router), vector(norm, size)};
+            expect_size(ahead.router.matrix->columns, size);
+            expect_experts(first, ahead.router.matrix->rows);
+        }
+        if (top_k < 1 || experts.size() != scores.size()) {
+            refuse("ahead: expected a top-k of at least 1, and a score for each expert");
+        }
+        for (const int64_t expert : experts) {
+            expect_experts(first + expert, 1);
+        }
+        return ahead;
+    }
+
+    static void expect_routers_alike(const std::vector<LayerAhead>& ahead) {
+        int64_t count = 0, rows = 0;
+        for (const LayerAhead& each : ahead) {
+            if (each.router.matrix != nullptr) {
+                rows = count++ == 0 ? each.router.matrix->rows : rows;
+                if (each.router.matrix->rows != rows || count > kMaxMatrices) {
+                    refuse("ahead: expected at most " + std::to_string(kMaxMatrices) + " routers, of as many experts");
+                }
+            }
+        }
+    }
+
+    nb::object reads_;
+    BoundReads& cache_;
+    nb::list held_;
+    std::vector<std::unique_ptr<Array>> arrays_;
+    std::unique_ptr<ExpertLayers> layers_;
+};
+
+nb::bytes bytes_of(const std::vector<float>& values) {
+    return nb::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
+}
+
+}  // namespace
+
+void bind_expert_layers(nb::module_& module) {
+    using namespace nanobind::literals;
+    nb::class_<BoundLayers>(module, "ExpertLayers")
+        .def(nb::init<nb::object, nb::list, float, const std::tuple<double, double, double, double, double, double>&>(), "reads"_a,
+             "layers"_a, "ahead_eps"_a, "rules"_a)
+        .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
+        .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
+        .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
+        .def("margin", [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) { return (*layers).margins().margin(running, layer, rank); },
+             "running"_a, "layer"_a, "rank"_a)
+        // Of the layer that ran last.
+        .def_prop_ro("chosen", [](BoundLayers& layers) { return (*layers).chosen; })
+        .def_prop_ro("advice", [](BoundLayers& layers) { return (*layers).advice; })
+        .def_prop_ro("logits", [](BoundLayers& layers) { return bytes_of((*layers).logits); })
+        .def_prop_ro("shares", [](BoundLayers& layers) { return bytes_of((*layers).shares); });
+}
+
+}  // namespace moec

@@ -1,0 +1,312 @@
+"""The experts of a token in one call a layer: bits, decisions and errors of Model's steps, its specification."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded
+from moec.manifests.model import ModelSpec
+from moec.runtime import Engine, kernels, load
+from moec.runtime.bundle import open_bundle
+from moec.runtime.cache_statistics import CacheStats
+from moec.runtime.native_cache import NativeCache
+from moec.runtime.options import RuntimeOptions
+from moec.runtime.predictors import PopularityPredictor
+from moec.runtime.trace import TraceRecorder
+from tests.gates.bundles import emit_bundle
+from tests.runtime.faulty_source import InTime
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+LAYERS, EXPERTS, TOP_K = 3, 12, 3
+TOKENS = 120
+DECISIONS = ("lookups", "hits", "misses", "evictions", "reads", "rereads", "bytes_read")
+
+pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("token")
+    shape = TinyMixtral(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=7)
+    return emit_bundle(save_tiny_mixtral(root / "model", shape), root / "bundle", mixed=True)
+
+
+def steps_only(engine: Engine) -> None:
+    """Leave this engine the steps that are called one by one."""
+    engine.model.token_experts = None
+
+
+def in_one_call(engine: Engine) -> None:
+    """Leave it as it is."""
+    assert engine.model.token_experts is not None
+
+
+Way = Callable[[Engine], None]
+
+
+class Run:
+    """What an engine made of forced tokens, with a prompt between them, and what it decided."""
+
+    def __init__(self, engine: Engine, way: Way, *, reads_ahead: bool) -> None:
+        way(engine)
+        cache, model = engine.cache, engine.model
+        assert isinstance(cache, NativeCache)
+        if not reads_ahead:  # what is in memory then depends on what was asked for alone, not on what has arrived
+            assert cache._reads.resize(cache.capacity_bytes, 0)
+        model.trace = TraceRecorder(model.times, lambda: cache.stats)
+        drawn = np.random.default_rng(11).integers(4, 200, TOKENS).tolist()
+        rows = []
+        for position, token in enumerate(drawn):
+            if position == 60:  # guesses are forgotten there
+                engine.begin_sequence()
+                rows.append(engine.prefill(drawn[:7]))
+            rows.append(engine.decode([token], [0], [position % 60 + 7 * (position >= 60)]))
+        model.trace.end()
+        self.rows = [np.array(row) for row in rows]
+        self.stats: CacheStats = cache.stats
+        self.decisions = [getattr(self.stats, name) for name in DECISIONS]
+        self.passes = [(each.chosen, each.advice, each.scores) for each in model.trace.passes]
+        self.quality = (dict(model.prefetch_quality.demanded), dict(model.prefetch_quality.predicted))
+        margins = model.advisor.margins if model.token_experts is None else model.token_experts
+        pairs = ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
+        self.margins = [margins.margin(*pair) for pair in pairs]
+        self.times = model.times
+        assert not cache._leases.any()
+        cache.check_invariants()
+
+
+def opened(path: Path, change: Callable[[ModelSpec], ModelSpec] = lambda model: model, **options: Any) -> Engine:
+    """An engine of a bundle whose model is another."""
+    found = open_bundle(path)
+    other = replace(found, manifest=replace(found.manifest, model=change(found.manifest.model)))
+    return Engine(other, RuntimeOptions(**{"context": 80, "cache_state": "cold", "expert_cache": "50%"} | options))
+
+
+def weighed(model: ModelSpec) -> ModelSpec:
+    """Other weights of what experts give, and of the sum."""
+
+    def router(renormalize: bool, scale: float) -> Callable[[Any], Any]:
+        def change(layer: Any) -> Any:
+            spec = replace(layer.experts.router, renormalize=renormalize, scale=scale)
+            return replace(layer, experts=replace(layer.experts, router=spec))
+
+        return change
+
+    changes = (router(False, 2.5), router(True, 1.0), router(False, 1.0))
+    layers = tuple(change(layer) for change, layer in zip(changes, model.layers, strict=True))
+    return replace(model, layers=layers, residual_scale=0.5)
+
+
+@pytest.mark.parametrize("change", [lambda model: model, weighed], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"expert_cache": "40%"},
+        {"prefetch": "off"},
+        {"prefetch_layers": 1},
+        {"prefetch_layers": 3},
+        {"policy": "lru"},
+    ],
+    ids=str,
+)
+def test_one_call_decides_and_computes_as_the_steps_do(
+    bundle: Path, change: Callable[[ModelSpec], ModelSpec], options: dict[str, Any]
+) -> None:
+    runs = []
+    for way in (in_one_call, steps_only):
+        with opened(bundle, change, **options) as engine:
+            runs.append(Run(engine, way, reads_ahead=False))
+    one, steps = runs
+    assert all(np.array_equal(own, other) for own, other in zip(one.rows, steps.rows, strict=True))
+    assert one.decisions == steps.decisions and one.stats.misses > TOKENS
+    assert one.passes == steps.passes and one.quality == steps.quality
+    assert one.margins == pytest.approx(steps.margins, rel=1e-12)
+    if options.get("prefetch") != "off":
+        assert any(advice for _, layers, _ in one.passes for advice in layers) and sum(one.quality[1].values()) > 0
+        assert one.margins != [0.4, 0.8, 0.4, 0.4]
+    assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("expert_cache", ["30%", "60%", "100%"])
+def test_what_is_read_ahead_changes_no_result(bundle: Path, expert_cache: str, threads: int) -> None:
+    rows = []
+    for way in (in_one_call, steps_only):
+        with opened(bundle, expert_cache=expert_cache, cache_state="warm", threads=threads) as engine:
+            run = Run(engine, way, reads_ahead=True)
+            assert run.stats.prefetch_used <= run.stats.prefetch_reads <= run.stats.reads
+            rows.append(run.rows)
+    assert all(np.array_equal(own, other) for own, other in zip(*rows, strict=True))
+
+
+def test_experts_are_read_ahead(bundle: Path) -> None:
+    with opened(bundle) as engine:
+        assert Run(engine, in_one_call, reads_ahead=True).stats.prefetch_used > 0
+
+
+def test_who_takes_one_call(bundle: Path, tmp_path: Path) -> None:
+    """Where the extension does not know a model, a cache or a rule, the steps serve."""
+    plain = {"expert_cache": "50%", "context": 64}
+    others: tuple[dict[str, Any], ...] = (
+        {"policy": "edgemoe"},
+        {"io": "mmap"},
+        {"prefetch": "path"},
+        {"prefetch_rule": "spread"},
+        {"prefetch_experts": 1},
+    )
+    for options in ({}, {"prefetch": "off"}, {"expert_cache": "100%"}, {"policy": "lfu"}):
+        with load(bundle, **(plain | options)) as engine:
+            assert engine.model.token_experts is not None
+    for options in others:
+        with load(bundle, **(plain | options)) as engine:
+            assert engine.model.token_experts is None
+
+    def with_bias(model: ModelSpec) -> ModelSpec:
+        first = model.layers[0]
+        router = replace(first.experts.router, scoring="sigmoid")
+        return replace(model, layers=(replace(first, experts=replace(first.experts, router=router)), *model.layers[1:]))
+
+    with opened(bundle, with_bias) as engine:
+        assert engine.model.token_experts is None
+
+
+def test_another_predictor_is_asked(bundle: Path) -> None:
+    """An engine whose predictor was changed goes step by step, and asks that one."""
+    with load(bundle, expert_cache="50%", context=64) as engine:
+        asked = []
+
+        class Counting(PopularityPredictor):
+            def scores(self, state: Any, ahead: int = 1) -> np.ndarray | None:
+                asked.append(state.layer)
+                return super().scores(state, ahead)
+
+        engine.model.advisor.predictor = Counting(engine.bundle.tables(), engine.model.spec)
+        engine.decode([5], [0], [0])
+        assert set(asked) == {0, 1, 2}
+
+
+def test_damage_is_told_and_what_was_asked_for_is_given_back(bundle: Path, tmp_path: Path, in_time: InTime) -> None:
+    own = Path(shutil.copytree(bundle, tmp_path / "own"))
+    stored = open_bundle(own).manifest.stored_experts
+    for entry in stored[EXPERTS : 2 * EXPERTS]:  # every expert of layer 1
+        content = bytearray((own / entry.file).read_bytes())
+        content[entry.offset_bytes] ^= 1
+        (own / entry.file).write_bytes(content)
+    with load(own, expert_cache="100%", context=64, cache_state="cold", prefetch="off") as engine:
+        in_one_call(engine)
+        for _ in range(2):
+            with pytest.raises(ChecksumMismatch, match="of layer 1: bytes differ"):
+                in_time(lambda: engine.decode([5], [0], [0]))
+            cache = engine.cache
+            assert isinstance(cache, NativeCache) and not cache._leases.any()
+            cache.check_invariants()
+
+
+def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime) -> None:
+    before = kernels.active()
+    with load(bundle, expert_cache="50%", context=64) as engine:
+        in_one_call(engine)
+        cache = engine.cache
+        assert isinstance(cache, NativeCache)
+        try:
+            kernels.select("numpy")
+            with pytest.raises(ExecutionError, match="kernels were changed"):
+                engine.model.forward(*_one_token(engine))
+        finally:
+            kernels.select(before)
+        cache._process = -1
+        with pytest.raises(ExecutionError, match="forked"):
+            engine.model.forward(*_one_token(engine))
+        cache._process = os.getpid()
+        while not cache._reads.resize(4096, 0):
+            pass
+        with pytest.raises(MemoryBudgetExceeded, match="does not fit into the expert cache of 4096"):
+            in_time(lambda: engine.model.forward(*_one_token(engine)))
+        cache.close()
+        with pytest.raises(ExecutionError, match="closed"):
+            in_time(lambda: engine.model.forward(*_one_token(engine)))
+        assert not cache._leases.any()
+
+
+def _one_token(engine: Engine) -> tuple[Any, ...]:
+    place = np.zeros(1, np.int32)
+    return np.array([5], np.int64), place, place, engine.kv
+
+
+class _Interrupted(Exception):
+    """What a handler of the user raises."""
+
+
+def test_a_signal_ends_a_wait(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler's exception comes out, nothing stays leased, and the engine goes on."""
+
+    def raise_it(number: int, frame: object) -> None:
+        raise _Interrupted
+
+    before, gate = signal.signal(signal.SIGUSR1, raise_it), threading.Event()
+    try:
+        with load(bundle, expert_cache="50%", context=64, cache_state="cold", prefetch="off") as engine:
+            in_one_call(engine)
+            cache = engine.cache
+            assert isinstance(cache, NativeCache)
+            load_one = cache._storage.load
+
+            def load_late(*run: int) -> None:
+                gate.wait(30)
+                load_one(*run)
+
+            monkeypatch.setattr(cache._storage, "load", load_late)
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+            with pytest.raises(_Interrupted):
+                engine.model.forward(*_one_token(engine))
+            assert not cache._leases.any()
+            gate.set()
+            found = engine.model.forward(*_one_token(engine))
+            steps_only(engine)
+            assert np.array_equal(engine.model.forward(*_one_token(engine)), found)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_does_not_fit_is_refused(bundle: Path) -> None:
+    with load(bundle, expert_cache="50%", context=64) as engine:
+        layers = engine.model.token_experts
+        assert layers is not None
+        native = layers._native
+        with pytest.raises(ValueError, match="hidden"):
+            native.run(0, np.zeros((2, engine.model.spec.hidden_size), np.float32))
+        for at in (-1, LAYERS):
+            with pytest.raises(ValueError, match="expected a layer below 3"):
+                native.run(at, np.zeros((1, engine.model.spec.hidden_size), np.float32))
+        fields = layers._fields(0, engine.model.experts, engine.model.routers()[0])  # type: ignore[arg-type]
+        short, norms = fields["experts"][:-1], np.ones(3, np.float32)
+        wrong = (
+            ({"experts": short}, "experts: expected 12"),
+            ({"top_k": 13}, "experts: expected 12"),
+            ({"top_k": 0}, "experts: expected 12"),
+            ({"norm": norms}, "norm"),
+            ({"router": None}, "router: expected a packed matrix"),
+            ({"first_expert": 30}, "first_expert: expected experts below 36"),
+            ({"ahead": [(1, 1, 30, 3, fields["router"], fields["norm"], [], [])]}, "first_expert"),
+            ({"ahead": [(1, 1, 12, 3, fields["router"], norms, [], [])]}, "norm"),
+            ({"ahead": [(1, 1, 12, 0, fields["router"], fields["norm"], [], [])]}, "top-k of at least 1"),
+            ({"ahead": [(1, 1, 12, 3, None, None, [99], [1.0])]}, "first_expert"),
+            ({"ahead": [(1, 1, 12, 3, None, None, [1], [])]}, "a score for each"),
+            ({"ahead": [(1, 1, 12, 3, fields["router"], fields["norm"], [], [])] * 9}, "at most 8 routers"),
+        )
+        for change, told in wrong:
+            with pytest.raises(ValueError, match=told):
+                engine.cache.bind_layers([fields | change], 1e-5, (1.0,) * 6)  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="at least one"):
+            engine.cache.bind_layers([], 1e-5, (1.0,) * 6)  # type: ignore[attr-defined]
