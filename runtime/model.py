@@ -31,7 +31,7 @@ from .routing import Router
 from .shared_expert import SharedExpert
 from .statistics import PhaseTimes
 from .streaming_cache import StreamingCache
-from .token_experts import TokenExperts, bind_token_experts
+from .token_experts import ModelLayers, TokenExperts, bind_token_experts
 from .trace import TraceRecorder
 
 
@@ -121,8 +121,8 @@ class Model:
 
     def bind_token_experts(self) -> None:
         """Let tokens alone take one call a layer, where that can be; once it is known what is read ahead."""
-        parts = (self.spec, self._cache, self.experts, self.router_norms(), self._routers, self.advisor)
-        self.token_experts = bind_token_experts(*parts)
+        layers = ModelLayers(self.spec, self.router_norms(), self._routers, self.experts, self.shared_experts)
+        self.token_experts = bind_token_experts(layers, self._cache, self.advisor)
 
     def router_norms(self) -> list[Norm]:
         """The norms in front of the routers, of every layer."""

@@ -149,10 +149,10 @@ class NativeCache(StreamingCache):
     def _unlease(self, indices: Sequence[int]) -> None:
         self._reads.unlease(indices)
 
-    def bind_layers(self, layers: list[dict[str, Any]], ahead_eps: float, rules: tuple[float, ...]) -> Any:
+    def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: tuple[float, ...]) -> Any:
         """The extension's `ExpertLayers` over this cache; arguments as it takes them."""
         extension = kernels.compiled()
-        return None if extension is None else extension.ExpertLayers(self._reads, layers, ahead_eps, rules)
+        return None if extension is None else extension.ExpertLayers(self._reads, layers, size, ahead_eps, rules)
 
     def begin_token(self) -> None:
         """A token alone goes through bound layers next. Raises ExecutionError as `stream` does."""

@@ -25,6 +25,11 @@ class SharedExpert:
         self.expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
         self._router = weights.get("shared_router")
 
+    @property
+    def is_weighed(self) -> bool:
+        """Whether its weight depends on the token."""
+        return self._router is not None
+
     def weights(self, normed: np.ndarray) -> np.ndarray:
         """What its output is multiplied with, [T, 1]."""
         if self._router is None:

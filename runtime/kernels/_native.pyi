@@ -205,18 +205,18 @@ class ExpertReads:
 class ExpertLayers:
     """The routed experts of every layer for one token, out of a cache: Model._experts_layer of runtime/model.py.
 
-    layers: of each norm, float32 [D], norm_eps, router, layer, first_expert, top_k, renormalizes, weight_scale,
-    residual_scale, experts, one per row of the router, and ahead, nearest first: of layers that are looked at, how
-    many route up to it, its number, first expert and top_k, its router and norm, [] and []; or None and None where
-    no router can be asked, and what is always likely with its scores. ahead_eps: of all those norms. rules: the
-    constants of runtime/prefetch_margins.py. Raises ValueError.
+    layers: of each norm, float32 [D], norm_eps, router or None, shared or None, layer, first_expert, top_k,
+    renormalizes, weight_scale, residual_scale, experts, one per row of the router, and ahead, nearest first: of layers
+    that are looked at, how many route up to it, its number, first expert and top_k, its router and norm, [] and []; or
+    None and None where no router can be asked, and what is always likely with its scores. size: D. ahead_eps: of all
+    those norms. rules: the constants of runtime/prefetch_margins.py. Raises ValueError.
     """
 
     def __init__(
-        self, reads: ExpertReads, layers: list[dict[str, Any]], ahead_eps: float, rules: tuple[float, ...]
+        self, reads: ExpertReads, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: tuple[float, ...]
     ) -> None: ...
     # See kernels.experts_layer.
-    def run(self, at: int, hidden: np.ndarray) -> tuple[str, int, int, int, int]: ...
+    def run(self, at: int, hidden: np.ndarray) -> tuple[str, int, int, int, int, int]: ...
     def begin_pass(self) -> None: ...
     def forget_guesses(self) -> None: ...
     def margin(self, running: int, layer: int, rank: int) -> float: ...

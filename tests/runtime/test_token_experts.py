@@ -25,6 +25,7 @@ from moec.runtime.predictors import PopularityPredictor
 from moec.runtime.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.runtime.faulty_source import InTime
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 LAYERS, EXPERTS, TOP_K = 3, 12, 3
@@ -138,6 +139,21 @@ def test_one_call_decides_and_computes_as_the_steps_do(
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
 
 
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v2-tied-half", "granite-scaled", "qwen3-plain-first"])
+def test_families_that_do_more(family: str, tmp_path: Path) -> None:
+    """Layers without routed experts, shared experts, scaled sums."""
+    path = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES[family]), tmp_path / "bundle")
+    runs = []
+    for way in (in_one_call, steps_only):
+        with opened(path, expert_cache="70%") as engine:
+            runs.append(Run(engine, way, reads_ahead=False))
+            has_shared = bool(engine.model.shared_experts)
+    one, steps = runs
+    assert all(np.array_equal(own, other) for own, other in zip(one.rows, steps.rows, strict=True))
+    assert one.decisions == steps.decisions and one.passes == steps.passes and one.quality == steps.quality
+    assert (one.times.shared_ns > 0) == (steps.times.shared_ns > 0) == has_shared
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("expert_cache", ["30%", "60%", "100%"])
 def test_what_is_read_ahead_changes_no_result(bundle: Path, expert_cache: str, threads: int) -> None:
@@ -172,13 +188,16 @@ def test_who_takes_one_call(bundle: Path, tmp_path: Path) -> None:
         with load(bundle, **(plain | options)) as engine:
             assert engine.model.token_experts is None
 
-    def with_bias(model: ModelSpec) -> ModelSpec:
+    def with_sigmoid(model: ModelSpec) -> ModelSpec:
         first = model.layers[0]
         router = replace(first.experts.router, scoring="sigmoid")
         return replace(model, layers=(replace(first, experts=replace(first.experts, router=router)), *model.layers[1:]))
 
-    with opened(bundle, with_bias) as engine:
+    with opened(bundle, with_sigmoid) as engine:
         assert engine.model.token_experts is None
+    tiny = TINY_FAMILIES["qwen2"]  # the weight of its shared expert depends on the token
+    with opened(emit_bundle(save_tiny_family(tmp_path / "model", tiny), tmp_path / "bundle")) as engine:
+        assert engine.model.shared_experts and engine.model.token_experts is None
 
 
 def test_another_predictor_is_asked(bundle: Path) -> None:
@@ -289,24 +308,29 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
         for at in (-1, LAYERS):
             with pytest.raises(ValueError, match="expected a layer below 3"):
                 native.run(at, np.zeros((1, engine.model.spec.hidden_size), np.float32))
-        fields = layers._fields(0, engine.model.experts, engine.model.routers()[0])  # type: ignore[arg-type]
-        short, norms = fields["experts"][:-1], np.ones(3, np.float32)
+        fields = layers._fields(0)
+        short, norms, size = fields["experts"][:-1], np.ones(3, np.float32), engine.model.spec.hidden_size
+        router, norm = fields["router"], fields["norm"]
         wrong = (
             ({"experts": short}, "experts: expected 12"),
             ({"top_k": 13}, "experts: expected 12"),
             ({"top_k": 0}, "experts: expected 12"),
             ({"norm": norms}, "norm"),
-            ({"router": None}, "router: expected a packed matrix"),
+            ({"router": 3}, "router: expected a packed matrix"),
+            ({"router": None}, "experts: expected 0"),
             ({"first_expert": 30}, "first_expert: expected experts below 36"),
-            ({"ahead": [(1, 1, 30, 3, fields["router"], fields["norm"], [], [])]}, "first_expert"),
-            ({"ahead": [(1, 1, 12, 3, fields["router"], norms, [], [])]}, "norm"),
-            ({"ahead": [(1, 1, 12, 0, fields["router"], fields["norm"], [], [])]}, "top-k of at least 1"),
+            ({"ahead": [(1, 1, 30, 3, router, norm, [], [])]}, "first_expert"),
+            ({"ahead": [(1, 1, 12, 3, router, norms, [], [])]}, "norm"),
+            ({"ahead": [(1, 1, 12, 0, router, norm, [], [])]}, "top-k of at least 1"),
             ({"ahead": [(1, 1, 12, 3, None, None, [99], [1.0])]}, "first_expert"),
             ({"ahead": [(1, 1, 12, 3, None, None, [1], [])]}, "a score for each"),
-            ({"ahead": [(1, 1, 12, 3, fields["router"], fields["norm"], [], [])] * 9}, "at most 8 routers"),
+            ({"ahead": [(1, 1, 12, 3, router, norm, [], [])] * 9}, "at most 8 routers"),
         )
+        cache = engine.cache
+        assert isinstance(cache, NativeCache)
         for change, told in wrong:
             with pytest.raises(ValueError, match=told):
-                engine.cache.bind_layers([fields | change], 1e-5, (1.0,) * 6)  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match="at least one"):
-            engine.cache.bind_layers([], 1e-5, (1.0,) * 6)  # type: ignore[attr-defined]
+                cache.bind_layers([fields | change], size, 1e-5, (1.0,) * 6)
+        for other in (0, size + 1):
+            with pytest.raises(ValueError, match=r"size|norm"):
+                cache.bind_layers([fields], other, 1e-5, (1.0,) * 6)

@@ -18,16 +18,13 @@ class Leases {
     Leases(const Leases&) = delete;
     Leases& operator=(const Leases&) = delete;
     ~Leases() {
-        give_back(hits);
-        give_back(misses);
-    }
-
-    void give_back(ExpertReads::Indices& indices) {
-        if (!indices.empty()) {
-            reads_.unlease(indices);
-            indices.clear();
+        for (const ExpertReads::Indices* const indices : {&hits, &misses}) {
+            if (!indices->empty()) {
+                reads_.unlease(*indices);
+            }
         }
     }
+
 
     ExpertReads::Indices hits, misses;
 
@@ -37,24 +34,28 @@ class Leases {
 
 }  // namespace
 
-ExpertLayers::ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, float ahead_eps, const MarginRules& rules)
-    : reads_(reads), layers_(std::move(layers)), ahead_eps_(ahead_eps), size_(layers_[0].router->columns), margins_(rules) {
-    int64_t top_k = 0;
+ExpertLayers::ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
+                           const MarginRules& rules)
+    : reads_(reads), layers_(std::move(layers)), ahead_eps_(ahead_eps), size_(size), margins_(rules) {
+    int64_t ranks = 0;
     for (const ExpertLayerView& layer : layers_) {
-        top_k = std::max(top_k, layer.top_k);
+        ranks = std::max(ranks, layer.top_k + (layer.shared != nullptr));
     }
     for (std::vector<float>* const row : {&normed_, &sum_}) {
         row->resize(static_cast<size_t>(size_));
     }
-    parts_.resize(static_cast<size_t>(top_k * size_));
+    parts_.resize(static_cast<size_t>(ranks * size_));
 }
 
 bool ExpertLayers::route(const ExpertLayerView& layer, const float* hidden) {
     const KernelTable& kernels = active_kernels();
     kernels.rms_norm(hidden, layer.norm, layer.norm_eps, size_, normed_.data());
-    logits.resize(static_cast<size_t>(layer.router->rows));
+    logits.resize(layer.router == nullptr ? 0 : static_cast<size_t>(layer.router->rows));
     chosen.resize(static_cast<size_t>(layer.top_k));
     weights_.resize(static_cast<size_t>(layer.top_k));
+    if (layer.router == nullptr) {
+        return true;
+    }
     float* const rows[] = {logits.data()};
     if (!linears(&layer.router, 1, normed_.data(), 1, rows)) {
         return false;
@@ -113,14 +114,50 @@ bool ExpertLayers::look_ahead(const ExpertLayerView& layer, const float* hidden)
     return true;
 }
 
-bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found) {
+bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome) {
+    const int64_t started_ns = now_ns();
     std::vector<const ExpertView*> experts;
     Indices ranks;
     for (const int64_t index : found) {
         experts.push_back(layer.experts[static_cast<size_t>(index - layer.first_expert)]);
         ranks.push_back(rank_of(layer, index));
     }
-    return experts_of_token(experts.data(), static_cast<int64_t>(experts.size()), normed_.data(), ranks.data(), parts_.data());
+    const int64_t count = static_cast<int64_t>(experts.size());
+    const bool has_memory = experts_of_token(experts.data(), count, normed_.data(), ranks.data(), parts_.data());
+    outcome.experts_ns += now_ns() - started_ns;
+    return has_memory;
+}
+
+// One more rank, behind the routed ones.
+bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome) {
+    if (layer.shared == nullptr) {
+        return true;
+    }
+    const int64_t started_ns = now_ns();
+    weights_.push_back(1.0f);
+    const bool has_memory = experts_of_token(&layer.shared, 1, normed_.data(), &layer.top_k, parts_.data());
+    outcome.shared_ns = now_ns() - started_ns;
+    outcome.dense_ns += outcome.shared_ns;
+    return has_memory;
+}
+
+// What needs no read, while others are read: first what storage can begin, then the hits, and behind them what waits anyway.
+bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome) {
+    const bool looks_behind_hits = !hits.empty() && has_misses;
+    if (!looks_behind_hits && !look_ahead(layer, hidden)) {
+        return false;
+    }
+    if (!hits.empty()) {
+        if (!compute(layer, hits, outcome)) {
+            return false;
+        }
+        reads_.unlease(hits);
+        hits.clear();
+    }
+    if (looks_behind_hits && !look_ahead(layer, hidden)) {
+        return false;
+    }
+    return compute_shared(layer, outcome);
 }
 
 ExpertLayers::End ExpertLayers::compute_missing(const ExpertLayerView& layer, Indices& remaining,
@@ -140,11 +177,9 @@ ExpertLayers::End ExpertLayers::compute_missing(const ExpertLayerView& layer, In
                    : state == ExpertReads::Wait::kTooLarge ? End::kTooLarge
                                                            : End::kClosed;
         }
-        const int64_t started_ns = now_ns();
-        if (!compute(layer, found)) {
+        if (!compute(layer, found, outcome)) {
             return End::kNoMemory;
         }
-        outcome.experts_ns += now_ns() - started_ns;
         const auto is_found = [&found](int64_t index) { return std::find(found.begin(), found.end(), index) != found.end(); };
         remaining.erase(std::remove_if(remaining.begin(), remaining.end(), is_found), remaining.end());
         reads_.unlease(found);
@@ -159,7 +194,7 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::fun
         outcome.end = end;
         return outcome;
     };
-    int64_t started_ns = now_ns();
+    const int64_t started_ns = now_ns();
     advice.clear();
     shares.clear();
     if (!route(layer, hidden)) {
@@ -182,26 +217,14 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::fun
     if (!reads_.begin(layer.layer, asked, leases.hits, leases.misses)) {  // reads start before the hits compute
         return ended(End::kClosed);
     }
-    const bool looks_behind_hits = !leases.hits.empty() && !leases.misses.empty();
-    if (!looks_behind_hits && !look_ahead(layer, hidden)) {
+    if (!compute_present(layer, hidden, leases.hits, !leases.misses.empty(), outcome)) {
         return ended(End::kNoMemory);
-    }
-    if (!leases.hits.empty()) {
-        started_ns = now_ns();
-        if (!compute(layer, leases.hits)) {
-            return ended(End::kNoMemory);
-        }
-        outcome.experts_ns += now_ns() - started_ns;
-        leases.give_back(leases.hits);
-        if (looks_behind_hits && !look_ahead(layer, hidden)) {
-            return ended(End::kNoMemory);
-        }
     }
     const End end = compute_missing(layer, leases.misses, is_interrupted, outcome);
     if (end != End::kDone) {
         return ended(end);
     }
-    combine(parts_.data(), weights_.data(), 1, layer.top_k, size_, sum_.data());
+    combine(parts_.data(), weights_.data(), 1, static_cast<int64_t>(weights_.size()), size_, sum_.data());
     for (int64_t i = 0; i < size_; ++i) {
         hidden[i] += sum_[static_cast<size_t>(i)] * layer.residual_scale;
     }

@@ -23,7 +23,8 @@ struct LayerAhead {
 struct ExpertLayerView {
     const float* norm;  // RMS, [D]
     float norm_eps;
-    const MatrixView* router;  // [E, D]
+    const MatrixView* router;  // [E, D]; null: the layer has no routed experts
+    const ExpertView* shared;  // that every token passes, weighed by 1; may be null
     int64_t layer, first_expert, top_k;
     bool renormalizes;
     float weight_scale, residual_scale;
@@ -35,14 +36,15 @@ class ExpertLayers {
   public:
     using Indices = Residency::Indices;
     enum class End { kDone, kFailed, kTooLarge, kClosed, kInterrupted, kNoMemory };
-    // expert: of kFailed and kTooLarge. predicted: of the chosen, those that had been; -1: nothing had.
+    // expert: of kFailed and kTooLarge. dense_ns: norm, router and shared expert. predicted: of the chosen, those that had been;
+    // -1: nothing had.
     struct Outcome {
         End end = End::kDone;
-        int64_t expert = -1, dense_ns = 0, experts_ns = 0, predicted = -1;
+        int64_t expert = -1, dense_ns = 0, experts_ns = 0, shared_ns = 0, predicted = -1;
     };
 
-    // ahead_eps: of the norms in front of all routers that are looked at.
-    ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, float ahead_eps, const MarginRules& rules);
+    // size: D. ahead_eps: of the norms in front of all routers that are looked at.
+    ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps, const MarginRules& rules);
 
     // hidden += what the layer's experts make of it, float32 [D]. is_interrupted is asked while it waits.
     Outcome run(size_t at, float* hidden, const std::function<bool()>& is_interrupted);
@@ -63,7 +65,9 @@ class ExpertLayers {
   private:
     bool route(const ExpertLayerView& layer, const float* hidden);
     bool look_ahead(const ExpertLayerView& layer, const float* hidden);
-    bool compute(const ExpertLayerView& layer, const Indices& found);
+    bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
+    bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
+    bool compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome);
     End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted, Outcome& outcome);
     int64_t rank_of(const ExpertLayerView& layer, int64_t index) const;
 

@@ -25,23 +25,22 @@ using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::obj
 // Weights of all layers, kept alive.
 class BoundLayers {
   public:
-    BoundLayers(nb::object reads, nb::list layers, float ahead_eps, const std::tuple<double, double, double, double, double, double>& rules)
+    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const std::tuple<double, double, double, double, double, double>& rules)
         : reads_(std::move(reads)), cache_(nb::cast<BoundReads&>(reads_)) {
         std::vector<ExpertLayerView> views;
         for (nb::handle fields : layers) {
-            views.push_back(view_of(nb::cast<nb::dict>(fields)));
-            expect_size(views.back().router->columns, views[0].router->columns);
+            views.push_back(view_of(nb::cast<nb::dict>(fields), size));
         }
-        if (views.empty()) {
-            refuse("layers: expected at least one");
+        if (size < 1) {
+            refuse("size: expected at least 1, found " + std::to_string(size));
         }
         const auto [wrong, right, first, least, most, floor] = rules;
-        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), ahead_eps, MarginRules{wrong, right, first, least, most, floor});
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, MarginRules{wrong, right, first, least, most, floor});
     }
 
-    // How it ended, and the expert that stood in the way; nanoseconds in norm and router, and in experts; of the chosen experts,
-    // those that had been predicted, or -1.
-    std::tuple<const char*, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object) {
+    // How it ended, and the expert that stood in the way; nanoseconds in norm, router and shared expert, in experts, and
+    // in the shared one alone; of the chosen experts, those that had been predicted, or -1.
+    std::tuple<const char*, int64_t, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object) {
         const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
         hidden.expect({1, layers_->size()});
         const size_t index = checked(at);
@@ -58,7 +57,7 @@ class BoundLayers {
             throw nb::python_error();
         }
         expect_memory(outcome.end != ExpertLayers::End::kNoMemory);
-        return {kEnds[static_cast<int>(outcome.end)], outcome.expert, outcome.dense_ns, outcome.experts_ns, outcome.predicted};
+        return {kEnds[static_cast<int>(outcome.end)], outcome.expert, outcome.dense_ns, outcome.experts_ns, outcome.shared_ns, outcome.predicted};
     }
 
     ExpertLayers& operator*() { return *layers_; }
@@ -98,10 +97,8 @@ class BoundLayers {
         }
     }
 
-    ExpertLayerView view_of(const nb::dict& fields) {
+    ExpertLayerView view_of(const nb::dict& fields, int64_t size) {
         ExpertLayerView view{};
-        view.router = matrix(fields["router"]);
-        const int64_t size = view.router->columns;
         view.norm = vector(fields["norm"], size);
         view.norm_eps = nb::cast<float>(fields["norm_eps"]);
         view.layer = nb::cast<int64_t>(fields["layer"]);
@@ -110,8 +107,14 @@ class BoundLayers {
         view.renormalizes = nb::cast<bool>(fields["renormalizes"]);
         view.weight_scale = nb::cast<float>(fields["weight_scale"]);
         view.residual_scale = nb::cast<float>(fields["residual_scale"]);
-        expect_experts(view.first_expert, view.router->rows);
-        take_experts(view, nb::cast<nb::list>(fields["experts"]));
+        if (!nb::handle(fields["router"]).is_none()) {
+            view.router = matrix(fields["router"]);
+            expect_size(view.router->columns, size);
+        }
+        if (!nb::handle(fields["shared"]).is_none()) {
+            view.shared = expert(fields["shared"], size);
+        }
+        take_experts(view, nb::cast<nb::list>(fields["experts"]), size);
         for (const Ahead& ahead : nb::cast<std::vector<Ahead>>(fields["ahead"])) {
             view.ahead.push_back(ahead_of(ahead, size));
         }
@@ -119,19 +122,25 @@ class BoundLayers {
         return view;
     }
 
-    void take_experts(ExpertLayerView& view, const nb::list& experts) {
-        if (view.top_k < 1 || view.top_k > view.router->rows || static_cast<int64_t>(experts.size()) != view.router->rows) {
-            refuse("experts: expected " + std::to_string(view.router->rows) + ", and 1 to as many of them chosen, found " +
+    const ExpertView* expert(nb::handle object, int64_t size) {
+        const ExpertView& view = nb::cast<const Expert&>(object).view;
+        expect_size(view.up.columns, size);
+        held_.append(object);
+        return &view;
+    }
+
+    void take_experts(ExpertLayerView& view, const nb::list& experts, int64_t size) {
+        const int64_t rows = view.router == nullptr ? 0 : view.router->rows, least = view.router == nullptr ? 0 : 1;
+        if (view.top_k < least || view.top_k > rows || static_cast<int64_t>(experts.size()) != rows) {
+            refuse("experts: expected " + std::to_string(rows) + ", and " + std::to_string(least) + " to as many of them chosen, found " +
                    std::to_string(experts.size()) + " and " + std::to_string(view.top_k));
         }
+        expect_experts(view.first_expert, rows);
         for (nb::handle object : experts) {
-            const ExpertView& expert = nb::cast<const Expert&>(object).view;
-            expect_size(expert.up.columns, view.router->columns);
-            if (expert.up.rows != (view.experts.empty() ? expert : *view.experts[0]).up.rows) {
+            view.experts.push_back(expert(object, size));
+            if (view.experts.back()->up.rows != view.experts[0]->up.rows) {
                 refuse("experts: expected as many features of each");
             }
-            held_.append(object);
-            view.experts.push_back(&expert);
         }
     }
 
@@ -180,8 +189,8 @@ nb::bytes bytes_of(const std::vector<float>& values) {
 void bind_expert_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<BoundLayers>(module, "ExpertLayers")
-        .def(nb::init<nb::object, nb::list, float, const std::tuple<double, double, double, double, double, double>&>(), "reads"_a,
-             "layers"_a, "ahead_eps"_a, "rules"_a)
+        .def(nb::init<nb::object, nb::list, int64_t, float, const std::tuple<double, double, double, double, double, double>&>(), "reads"_a,
+             "layers"_a, "size"_a, "ahead_eps"_a, "rules"_a)
         .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
         .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
         .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
