@@ -197,7 +197,7 @@ class Model:
     def _token_experts(self, state: PassState) -> TokenExperts | None:
         """What computes the experts of this pass in one call a layer; None where they go step by step."""
         found = self.token_experts
-        if found is None or not found.fits(self.advisor.predictor):
+        if found is None or not found.fits(self._cache, self.advisor):
             return None
         if len(state.hidden) != 1 or state.choice is not None or self.accelerator is not None:
             found.forget_guesses()

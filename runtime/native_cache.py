@@ -97,6 +97,7 @@ class NativeCache(StreamingCache):
         self._storage = storage
         self._readers = ReaderThreads(readers, self._serve)
         self._stop: Callable[[], object] | None = None  # once they run
+        self._is_closed = False
         self._failures: dict[int, Exception] = {}  # the last of every expert that could not be read
 
     @property
@@ -149,15 +150,19 @@ class NativeCache(StreamingCache):
     def _unlease(self, indices: Sequence[int]) -> None:
         self._reads.unlease(indices)
 
-    def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: tuple[float, ...]) -> Any:
+    def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]) -> Any:
         """The extension's `ExpertLayers` over this cache; arguments as it takes them."""
         extension = kernels.compiled()
-        return None if extension is None else extension.ExpertLayers(self._reads, layers, size, ahead_eps, rules)
+        if extension is None:
+            raise ValueError("layers need native kernels")
+        return extension.ExpertLayers(self._reads, layers, size, ahead_eps, rules)
 
     def begin_token(self) -> None:
         """A token alone goes through bound layers next. Raises ExecutionError as `stream` does."""
         self._require_process()
         self._require_kernels()
+        if self._is_closed:
+            raise self._closed_error()
         self._start_readers(are_needed=True)
 
     def check_end(self, state: str, index: int) -> None:
@@ -195,6 +200,7 @@ class NativeCache(StreamingCache):
     def close(self) -> None:
         if self._is_forked:
             return
+        self._is_closed = True
         if self._stop is None:
             self._reads.close()
         else:

@@ -22,8 +22,15 @@ _LEAST, _MOST = 0.01, log(1e15)
 # Of the largest score: what stands for the score of one that would not be chosen where that is less, or 0.
 _FLOOR = 1e-9
 
-# What the extension learns by, in the order of its `MarginRules`.
-RULES = (_WRONG, _RIGHT, _FIRST_MARGIN, _LEAST, _MOST, _FLOOR)
+RULES = {
+    "wrong": _WRONG,
+    "right": _RIGHT,
+    "first": _FIRST_MARGIN,
+    "least": _LEAST,
+    "most": _MOST,
+    "floor": _FLOOR,
+}
+"""What the extension learns by."""
 
 
 class LearnedMargins:

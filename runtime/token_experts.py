@@ -17,7 +17,7 @@ from moec.manifests.model import ModelSpec
 from . import kernels
 from .native_cache import NativeCache
 from .norms import Norm
-from .predictors import LookaheadPredictor, Predictor
+from .predictors import LookaheadPredictor
 from .prefetch import Advisor, Following
 from .prefetch_margins import RULES
 from .prefetch_quality import PrefetchQuality
@@ -49,13 +49,17 @@ class TokenExperts:
 
     def __init__(self, layers: ModelLayers, cache: NativeCache, advisor: Advisor) -> None:
         self._cache, self._predictor, self._advisor = cache, advisor.predictor, advisor
+        self._bound = _bound_to(cache, advisor)
         self._layers, self._specs = layers, layers.spec.layers
         fields = [self._fields(at) for at in range(layers.spec.num_layers)]
         self._native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES)
 
-    def fits(self, predictor: Predictor | None) -> bool:
-        """Whether they look ahead as this predictor does."""
-        return predictor is self._predictor
+    def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
+        """Whether experts come from this cache and are read ahead as this advisor does, and no layer runs already.
+
+        One does in a handler of a signal, and for another thread.
+        """
+        return self._bound == _bound_to(cache, advisor) and not self._native.is_running
 
     def begin(self) -> None:
         """A token's pass begins. Raises ExecutionError after a fork, or with other kernels than the cache has."""
@@ -146,6 +150,11 @@ def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advi
     if not is_known or not _is_advice_known(spec, advisor) or not isinstance(cache, NativeCache):
         return None
     return TokenExperts(layers, cache, advisor)
+
+
+def _bound_to(cache: StreamingCache, advisor: Advisor) -> tuple[Any, ...]:
+    """What may be replaced behind loading: layers that are bound to another one must not run."""
+    return id(cache), id(advisor.predictor), advisor.rule, advisor.layers, advisor.experts
 
 
 def _is_known(layers: ModelLayers, at: int) -> bool:

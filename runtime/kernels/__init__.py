@@ -2,7 +2,8 @@
 
 Each function runs in the C++ extension, on the best instruction set of this processor, or in numpy (`reference`) where
 the extension is not installed. Scalar and vector kernels give the same bits, for any number of threads and any batch;
-numpy differs in the last bits. The reference documents shapes, dtypes and errors of every function.
+numpy differs in the last bits. The reference documents shapes, dtypes and errors of every function but
+`experts_layer`, whose specification is the model that calls it.
 """
 
 from __future__ import annotations

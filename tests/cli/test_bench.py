@@ -66,6 +66,7 @@ def test_a_profile_divides_a_token_among_kernels_waiting_and_python(
     told = json.loads(invoke(*asked, "--json").stdout)
     rows = {row["part"]: row for row in told["profile"]}
     assert rows["attend"]["calls_per_token"] == 3 and rows["dequantize_rows"]["calls_per_token"] == 1
+    assert rows["experts_layer"]["calls_per_token"] == 3
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
     total_ns = 1e9 / told["measured"]["tokens_per_s"]
     assert rows["waiting for experts"]["share"] == pytest.approx(told["measured"]["decode_shares"]["stall"])

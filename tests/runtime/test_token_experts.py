@@ -22,6 +22,7 @@ from moec.runtime.cache_statistics import CacheStats
 from moec.runtime.native_cache import NativeCache
 from moec.runtime.options import RuntimeOptions
 from moec.runtime.predictors import PopularityPredictor
+from moec.runtime.prefetch_margins import RULES
 from moec.runtime.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.runtime.faulty_source import InTime
@@ -55,6 +56,19 @@ def in_one_call(engine: Engine) -> None:
 Way = Callable[[Engine], None]
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that went in one call."""
+    layers, one_call = list[int](), kernels.experts_layer
+
+    def counted(native: Any, layer: int, hidden: np.ndarray) -> Any:
+        layers.append(layer)
+        return one_call(native, layer, hidden)
+
+    monkeypatch.setattr(kernels, "experts_layer", counted)
+    return layers
+
+
 class Run:
     """What an engine made of forced tokens, with a prompt between them, and what it decided."""
 
@@ -66,24 +80,32 @@ class Run:
             assert cache._reads.resize(cache.capacity_bytes, 0)
         model.trace = TraceRecorder(model.times, lambda: cache.stats)
         drawn = np.random.default_rng(11).integers(4, 200, TOKENS).tolist()
-        rows = []
+        rows, learned = [], []
         for position, token in enumerate(drawn):
-            if position == 60:  # guesses are forgotten there
+            if position == 60:  # guesses are forgotten there: about the first layer it has learned nothing since
                 engine.begin_sequence()
+                learned.append(self.margin(engine, LAYERS - 1, 0))
                 rows.append(engine.prefill(drawn[:7]))
             rows.append(engine.decode([token], [0], [position % 60 + 7 * (position >= 60)]))
+            if position == 60:
+                learned.append(self.margin(engine, LAYERS - 1, 0))
+        self.learned_over_prompt = learned
         model.trace.end()
         self.rows = [np.array(row) for row in rows]
         self.stats: CacheStats = cache.stats
         self.decisions = [getattr(self.stats, name) for name in DECISIONS]
         self.passes = [(each.chosen, each.advice, each.scores) for each in model.trace.passes]
         self.quality = (dict(model.prefetch_quality.demanded), dict(model.prefetch_quality.predicted))
-        margins = model.advisor.margins if model.token_experts is None else model.token_experts
-        pairs = ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
-        self.margins = [margins.margin(*pair) for pair in pairs]
+        self.margins = [self.margin(engine, *pair) for pair in ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))]
         self.times = model.times
         assert not cache._leases.any()
         cache.check_invariants()
+
+    @staticmethod
+    def margin(engine: Engine, running: int, layer: int, rank: int = 1) -> float:
+        model = engine.model
+        margins = model.advisor.margins if model.token_experts is None else model.token_experts
+        return margins.margin(running, layer, rank)
 
 
 def opened(path: Path, change: Callable[[ModelSpec], ModelSpec] = lambda model: model, **options: Any) -> Engine:
@@ -122,13 +144,14 @@ def weighed(model: ModelSpec) -> ModelSpec:
     ids=str,
 )
 def test_one_call_decides_and_computes_as_the_steps_do(
-    bundle: Path, change: Callable[[ModelSpec], ModelSpec], options: dict[str, Any]
+    bundle: Path, change: Callable[[ModelSpec], ModelSpec], options: dict[str, Any], calls: list[int]
 ) -> None:
     runs = []
     for way in (in_one_call, steps_only):
         with opened(bundle, change, **options) as engine:
             runs.append(Run(engine, way, reads_ahead=False))
     one, steps = runs
+    assert calls == list(range(LAYERS)) * TOKENS
     assert all(np.array_equal(own, other) for own, other in zip(one.rows, steps.rows, strict=True))
     assert one.decisions == steps.decisions and one.stats.misses > TOKENS
     assert one.passes == steps.passes and one.quality == steps.quality
@@ -136,11 +159,14 @@ def test_one_call_decides_and_computes_as_the_steps_do(
     if options.get("prefetch") != "off":
         assert any(advice for _, layers, _ in one.passes for advice in layers) and sum(one.quality[1].values()) > 0
         assert one.margins != [0.4, 0.8, 0.4, 0.4]
+    for run in runs:
+        before, behind = run.learned_over_prompt
+        assert before == behind
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
 
 
 @pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v2-tied-half", "granite-scaled", "qwen3-plain-first"])
-def test_families_that_do_more(family: str, tmp_path: Path) -> None:
+def test_families_that_do_more(family: str, tmp_path: Path, calls: list[int]) -> None:
     """Layers without routed experts, shared experts, scaled sums."""
     path = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES[family]), tmp_path / "bundle")
     runs = []
@@ -149,6 +175,7 @@ def test_families_that_do_more(family: str, tmp_path: Path) -> None:
             runs.append(Run(engine, way, reads_ahead=False))
             has_shared = bool(engine.model.shared_experts)
     one, steps = runs
+    assert len(calls) == LAYERS * TOKENS
     assert all(np.array_equal(own, other) for own, other in zip(one.rows, steps.rows, strict=True))
     assert one.decisions == steps.decisions and one.passes == steps.passes and one.quality == steps.quality
     assert (one.times.shared_ns > 0) == (steps.times.shared_ns > 0) == has_shared
@@ -215,7 +242,35 @@ def test_another_predictor_is_asked(bundle: Path) -> None:
         assert set(asked) == {0, 1, 2}
 
 
-def test_damage_is_told_and_what_was_asked_for_is_given_back(bundle: Path, tmp_path: Path, in_time: InTime) -> None:
+def test_a_cache_or_a_rule_that_was_replaced_is_the_one_that_serves(bundle: Path, calls: list[int]) -> None:
+    with load(bundle, expert_cache="50%", context=64) as engine:
+        model, advisor = engine.model, engine.model.advisor
+        for name, value in (("rule", "spread"), ("layers", 1), ("experts", 2)):
+            before = getattr(advisor, name)
+            setattr(advisor, name, value)
+            engine.decode([5], [0], [0])
+            setattr(advisor, name, before)
+        assert not calls
+        engine.decode([5], [0], [0])
+        assert calls == list(range(LAYERS))
+        asked, cache = list[int](), model._cache
+
+        class Counting:
+            def stream(self, layer: int, *arguments: Any, **options: Any) -> Any:
+                asked.append(layer)
+                return cache.stream(layer, *arguments, **options)
+
+            def prefetch(self, indices: Any) -> None:
+                cache.prefetch(indices)
+
+        model._cache = Counting()  # type: ignore[assignment]
+        engine.decode([5], [0], [0])
+        assert asked == list(range(LAYERS)) == calls
+
+
+def test_damage_is_told_and_what_was_asked_for_is_given_back(
+    bundle: Path, tmp_path: Path, in_time: InTime, calls: list[int]
+) -> None:
     own = Path(shutil.copytree(bundle, tmp_path / "own"))
     stored = open_bundle(own).manifest.stored_experts
     for entry in stored[EXPERTS : 2 * EXPERTS]:  # every expert of layer 1
@@ -230,9 +285,10 @@ def test_damage_is_told_and_what_was_asked_for_is_given_back(bundle: Path, tmp_p
             cache = engine.cache
             assert isinstance(cache, NativeCache) and not cache._leases.any()
             cache.check_invariants()
+    assert calls == [0, 1] * 2
 
 
-def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime) -> None:
+def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime, calls: list[int]) -> None:
     before = kernels.active()
     with load(bundle, expert_cache="50%", context=64) as engine:
         in_one_call(engine)
@@ -250,12 +306,21 @@ def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime
         cache._process = os.getpid()
         while not cache._reads.resize(4096, 0):
             pass
+        assert not calls
         with pytest.raises(MemoryBudgetExceeded, match="does not fit into the expert cache of 4096"):
             in_time(lambda: engine.model.forward(*_one_token(engine)))
+        assert calls == [0]
         cache.close()
         with pytest.raises(ExecutionError, match="closed"):
             in_time(lambda: engine.model.forward(*_one_token(engine)))
         assert not cache._leases.any()
+    with load(bundle, expert_cache="50%", context=64, cache_state="cold") as engine:
+        cache = engine.cache
+        assert isinstance(cache, NativeCache)
+        cache.close()
+        with pytest.raises(ExecutionError, match="closed"):
+            engine.model.forward(*_one_token(engine))
+        assert cache._stop is None, "no thread was started for that"
 
 
 def _one_token(engine: Engine) -> tuple[Any, ...]:
@@ -267,16 +332,26 @@ class _Interrupted(Exception):
     """What a handler of the user raises."""
 
 
-def test_a_signal_ends_a_wait(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler's exception comes out, nothing stays leased, and the engine goes on."""
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_signal_comes_through_while_a_layer_waits(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, calls: list[int], decodes: bool
+) -> None:
+    """The handler's exception comes out, nothing stays leased, and the engine goes on; it may decode meanwhile."""
+    engines, gate, found_meanwhile = list[Engine](), threading.Event(), list[np.ndarray]()
 
-    def raise_it(number: int, frame: object) -> None:
-        raise _Interrupted
+    def handle(number: int, frame: object) -> None:
+        if not decodes:
+            raise _Interrupted
+        gate.set()
+        with pytest.raises(ValueError, match="a layer is being computed"):
+            engines[0].model.token_experts.forget_guesses()  # type: ignore[union-attr]
+        found_meanwhile.append(engines[0].model.forward(*_one_token(engines[0])))
 
-    before, gate = signal.signal(signal.SIGUSR1, raise_it), threading.Event()
+    before = signal.signal(signal.SIGUSR1, handle)
     try:
         with load(bundle, expert_cache="50%", context=64, cache_state="cold", prefetch="off") as engine:
             in_one_call(engine)
+            engines.append(engine)
             cache = engine.cache
             assert isinstance(cache, NativeCache)
             load_one = cache._storage.load
@@ -287,11 +362,16 @@ def test_a_signal_ends_a_wait(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
             monkeypatch.setattr(cache._storage, "load", load_late)
             threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-            with pytest.raises(_Interrupted):
-                engine.model.forward(*_one_token(engine))
+            if decodes:
+                found = engine.model.forward(*_one_token(engine))
+                assert np.array_equal(found, found_meanwhile[0])
+            else:
+                with pytest.raises(_Interrupted):
+                    engine.model.forward(*_one_token(engine))
             assert not cache._leases.any()
             gate.set()
             found = engine.model.forward(*_one_token(engine))
+            assert calls[-LAYERS:] == list(range(LAYERS))
             steps_only(engine)
             assert np.array_equal(engine.model.forward(*_one_token(engine)), found)
     finally:
@@ -313,6 +393,9 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
         router, norm = fields["router"], fields["norm"]
         wrong = (
             ({"experts": short}, "experts: expected 12"),
+            ({"experts": [None] * 12}, "experts of the extension"),
+            ({"shared": 3}, "experts of the extension"),
+            ({"norm_eps": "x"}, "norm_eps: found a value of another type"),
             ({"top_k": 13}, "experts: expected 12"),
             ({"top_k": 0}, "experts: expected 12"),
             ({"norm": norms}, "norm"),
@@ -321,7 +404,9 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
             ({"first_expert": 30}, "first_expert: expected experts below 36"),
             ({"ahead": [(1, 1, 30, 3, router, norm, [], [])]}, "first_expert"),
             ({"ahead": [(1, 1, 12, 3, router, norms, [], [])]}, "norm"),
-            ({"ahead": [(1, 1, 12, 0, router, norm, [], [])]}, "top-k of at least 1"),
+            ({"ahead": [(1, 1, 12, 0, router, norm, [], [])]}, "a top-k of 1 to 36"),
+            ({"ahead": [(1, 1, 12, 2**63 - 1, router, norm, [], [])]}, "a top-k of 1 to 36"),
+            ({"ahead": [(0, 1, 12, 3, router, norm, [], [])]}, "a rank of at least 1"),
             ({"ahead": [(1, 1, 12, 3, None, None, [99], [1.0])]}, "first_expert"),
             ({"ahead": [(1, 1, 12, 3, None, None, [1], [])]}, "a score for each"),
             ({"ahead": [(1, 1, 12, 3, router, norm, [], [])] * 9}, "at most 8 routers"),
@@ -330,7 +415,13 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
         assert isinstance(cache, NativeCache)
         for change, told in wrong:
             with pytest.raises(ValueError, match=told):
-                cache.bind_layers([fields | change], size, 1e-5, (1.0,) * 6)
+                cache.bind_layers([fields | change], size, 1e-5, RULES)
+        with pytest.raises(ValueError, match="expected `norm`"):
+            cache.bind_layers([{name: value for name, value in fields.items() if name != "norm"}], size, 1e-5, RULES)
+        with pytest.raises(ValueError, match="a dictionary for each"):
+            cache.bind_layers([3], size, 1e-5, RULES)  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="expected `wrong`"):
+            cache.bind_layers([fields], size, 1e-5, {})
         for other in (0, size + 1):
             with pytest.raises(ValueError, match=r"size|norm"):
-                cache.bind_layers([fields], other, 1e-5, (1.0,) * 6)
+                cache.bind_layers([fields], other, 1e-5, RULES)

@@ -25,7 +25,6 @@ class Leases {
         }
     }
 
-
     ExpertReads::Indices hits, misses;
 
   private:
@@ -141,7 +140,8 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
     return has_memory;
 }
 
-// What needs no read, while others are read: first what storage can begin, then the hits, and behind them what waits anyway.
+// What needs no read, while others are read. Where the layer misses, its hits come before looking ahead, whose reads would wait
+// anyway; the shared expert last, in front of the first wait.
 bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome) {
     const bool looks_behind_hits = !hits.empty() && has_misses;
     if (!looks_behind_hits && !look_ahead(layer, hidden)) {

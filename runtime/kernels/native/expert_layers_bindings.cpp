@@ -22,20 +22,47 @@ constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
 // likely whatever the token, with its scores.
 using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, std::vector<int64_t>, std::vector<double>>;
 
+nb::object field(const nb::dict& fields, const char* name) {
+    if (!fields.contains(name)) {
+        refuse(std::string("fields: expected `") + name + "`");
+    }
+    return nb::borrow(fields[name]);
+}
+
+template <class Value>
+Value value(const nb::dict& fields, const char* name) {
+    Value found;
+    if (!nb::try_cast(field(fields, name), found)) {
+        refuse(std::string(name) + ": found a value of another type");
+    }
+    return found;
+}
+
+BoundReads& reads_of(nb::handle object) {
+    if (!nb::isinstance<BoundReads>(object)) {
+        refuse("reads: expected a cache of the extension");
+    }
+    return nb::cast<BoundReads&>(object);
+}
+
 // Weights of all layers, kept alive.
 class BoundLayers {
   public:
-    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const std::tuple<double, double, double, double, double, double>& rules)
-        : reads_(std::move(reads)), cache_(nb::cast<BoundReads&>(reads_)) {
-        std::vector<ExpertLayerView> views;
-        for (nb::handle fields : layers) {
-            views.push_back(view_of(nb::cast<nb::dict>(fields), size));
-        }
+    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const nb::dict& rules)
+        : reads_(std::move(reads)), cache_(reads_of(reads_)) {
         if (size < 1) {
             refuse("size: expected at least 1, found " + std::to_string(size));
         }
-        const auto [wrong, right, first, least, most, floor] = rules;
-        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, MarginRules{wrong, right, first, least, most, floor});
+        std::vector<ExpertLayerView> views;
+        for (nb::handle fields : layers) {
+            if (!nb::isinstance<nb::dict>(fields)) {
+                refuse("layers: expected a dictionary for each");
+            }
+            views.push_back(view_of(nb::cast<nb::dict>(fields), size));
+        }
+        const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
+        const MarginRules margins{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, margins);
     }
 
     // How it ended, and the expert that stood in the way; nanoseconds in norm, router and shared expert, in experts, and
@@ -44,6 +71,7 @@ class BoundLayers {
         const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
         hidden.expect({1, layers_->size()});
         const size_t index = checked(at);
+        const Turn turn(*this);
         ExpertLayers::Outcome outcome;
         const auto is_interrupted = [] {
             nb::gil_scoped_acquire locked;
@@ -60,9 +88,36 @@ class BoundLayers {
         return {kEnds[static_cast<int>(outcome.end)], outcome.expert, outcome.dense_ns, outcome.experts_ns, outcome.shared_ns, outcome.predicted};
     }
 
-    ExpertLayers& operator*() { return *layers_; }
+    // Not while a layer runs: its results lie in these layers.
+    ExpertLayers& operator*() {
+        expect_rest();
+        return *layers_;
+    }
+
+    // Also true for a handler of a signal that interrupts a wait. Read and written under the interpreter's lock.
+    bool is_running() const { return is_running_; }
 
   private:
+    class Turn {
+      public:
+        explicit Turn(BoundLayers& owner) : owner_(owner) {
+            owner_.expect_rest();
+            owner_.is_running_ = true;
+        }
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+        ~Turn() { owner_.is_running_ = false; }
+
+      private:
+        BoundLayers& owner_;
+    };
+
+    void expect_rest() const {
+        if (is_running_) {
+            refuse("a layer is being computed: an engine is not for several threads at once");
+        }
+    }
+
     static void expect_size(int64_t found, int64_t expected) {
         if (found != expected) {
             refuse("layers: expected a stream of " + std::to_string(expected) + ", found " + std::to_string(found));
@@ -99,23 +154,23 @@ class BoundLayers {
 
     ExpertLayerView view_of(const nb::dict& fields, int64_t size) {
         ExpertLayerView view{};
-        view.norm = vector(fields["norm"], size);
-        view.norm_eps = nb::cast<float>(fields["norm_eps"]);
-        view.layer = nb::cast<int64_t>(fields["layer"]);
-        view.first_expert = nb::cast<int64_t>(fields["first_expert"]);
-        view.top_k = nb::cast<int64_t>(fields["top_k"]);
-        view.renormalizes = nb::cast<bool>(fields["renormalizes"]);
-        view.weight_scale = nb::cast<float>(fields["weight_scale"]);
-        view.residual_scale = nb::cast<float>(fields["residual_scale"]);
-        if (!nb::handle(fields["router"]).is_none()) {
-            view.router = matrix(fields["router"]);
+        view.norm = vector(field(fields, "norm"), size);
+        view.norm_eps = value<float>(fields, "norm_eps");
+        view.layer = value<int64_t>(fields, "layer");
+        view.first_expert = value<int64_t>(fields, "first_expert");
+        view.top_k = value<int64_t>(fields, "top_k");
+        view.renormalizes = value<bool>(fields, "renormalizes");
+        view.weight_scale = value<float>(fields, "weight_scale");
+        view.residual_scale = value<float>(fields, "residual_scale");
+        if (const nb::object router = field(fields, "router"); !router.is_none()) {
+            view.router = matrix(router);
             expect_size(view.router->columns, size);
         }
-        if (!nb::handle(fields["shared"]).is_none()) {
-            view.shared = expert(fields["shared"], size);
+        if (const nb::object shared = field(fields, "shared"); !shared.is_none()) {
+            view.shared = expert(shared, size);
         }
-        take_experts(view, nb::cast<nb::list>(fields["experts"]), size);
-        for (const Ahead& ahead : nb::cast<std::vector<Ahead>>(fields["ahead"])) {
+        take_experts(view, value<nb::list>(fields, "experts"), size);
+        for (const Ahead& ahead : value<std::vector<Ahead>>(fields, "ahead")) {
             view.ahead.push_back(ahead_of(ahead, size));
         }
         expect_routers_alike(view.ahead);
@@ -123,6 +178,9 @@ class BoundLayers {
     }
 
     const ExpertView* expert(nb::handle object, int64_t size) {
+        if (!nb::isinstance<Expert>(object)) {
+            refuse("experts: expected experts of the extension");
+        }
         const ExpertView& view = nb::cast<const Expert&>(object).view;
         expect_size(view.up.columns, size);
         held_.append(object);
@@ -152,8 +210,9 @@ class BoundLayers {
             expect_size(ahead.router.matrix->columns, size);
             expect_experts(first, ahead.router.matrix->rows);
         }
-        if (top_k < 1 || experts.size() != scores.size()) {
-            refuse("ahead: expected a top-k of at least 1, and a score for each expert");
+        if (rank < 1 || layer < 0 || top_k < 1 || top_k > cache_->count() || experts.size() != scores.size()) {
+            refuse("ahead: expected a rank of at least 1, a top-k of 1 to " + std::to_string(cache_->count()) +
+                   ", and a score for each expert");
         }
         for (const int64_t expert : experts) {
             expect_experts(first + expert, 1);
@@ -178,6 +237,7 @@ class BoundLayers {
     nb::list held_;
     std::vector<std::unique_ptr<Array>> arrays_;
     std::unique_ptr<ExpertLayers> layers_;
+    bool is_running_ = false;
 };
 
 nb::bytes bytes_of(const std::vector<float>& values) {
@@ -189,9 +249,10 @@ nb::bytes bytes_of(const std::vector<float>& values) {
 void bind_expert_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<BoundLayers>(module, "ExpertLayers")
-        .def(nb::init<nb::object, nb::list, int64_t, float, const std::tuple<double, double, double, double, double, double>&>(), "reads"_a,
+        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&>(), "reads"_a,
              "layers"_a, "size"_a, "ahead_eps"_a, "rules"_a)
         .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
+        .def_prop_ro("is_running", &BoundLayers::is_running)
         .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
         .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
         .def("margin", [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) { return (*layers).margins().margin(running, layer, rank); },
