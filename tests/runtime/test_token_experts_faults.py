@@ -1,0 +1,184 @@
+"""One call a layer where something is wrong: damage, closing, forks, signals, arguments that do not fit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded
+from moec.runtime import Engine, kernels, load
+from moec.runtime.bundle import open_bundle
+from moec.runtime.native_cache import NativeCache
+from moec.runtime.prefetch_margins import RULES
+from tests.runtime.faulty_source import InTime
+from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
+
+__all__ = ["bundle", "calls"]  # fixtures
+
+pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
+
+
+def test_damage_is_told_and_what_was_asked_for_is_given_back(
+    bundle: Path, tmp_path: Path, in_time: InTime, calls: list[int]
+) -> None:
+    own = Path(shutil.copytree(bundle, tmp_path / "own"))
+    stored = open_bundle(own).manifest.stored_experts
+    for entry in stored[EXPERTS : 2 * EXPERTS]:  # every expert of layer 1
+        content = bytearray((own / entry.file).read_bytes())
+        content[entry.offset_bytes] ^= 1
+        (own / entry.file).write_bytes(content)
+    with load(own, expert_cache="100%", context=64, cache_state="cold", prefetch="off") as engine:
+        in_one_call(engine)
+        for _ in range(2):
+            with pytest.raises(ChecksumMismatch, match="of layer 1: bytes differ"):
+                in_time(lambda: engine.decode([5], [0], [0]))
+            cache = engine.cache
+            assert isinstance(cache, NativeCache) and not cache._leases.any()
+            cache.check_invariants()
+    assert calls == [0, 1] * 2
+
+
+def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime, calls: list[int]) -> None:
+    before = kernels.active()
+    with load(bundle, expert_cache="50%", context=64) as engine:
+        in_one_call(engine)
+        cache = engine.cache
+        assert isinstance(cache, NativeCache)
+        try:
+            kernels.select("numpy")
+            with pytest.raises(ExecutionError, match="kernels were changed"):
+                engine.model.forward(*_one_token(engine))
+        finally:
+            kernels.select(before)
+        cache._process = -1
+        with pytest.raises(ExecutionError, match="forked"):
+            engine.model.forward(*_one_token(engine))
+        cache._process = os.getpid()
+        while not cache._reads.resize(4096, 0):
+            pass
+        assert not calls
+        with pytest.raises(MemoryBudgetExceeded, match="does not fit into the expert cache of 4096"):
+            in_time(lambda: engine.model.forward(*_one_token(engine)))
+        assert calls == [0]
+        cache.close()
+        with pytest.raises(ExecutionError, match="closed"):
+            in_time(lambda: engine.model.forward(*_one_token(engine)))
+        assert not cache._leases.any()
+    with load(bundle, expert_cache="50%", context=64, cache_state="cold") as engine:
+        cache = engine.cache
+        assert isinstance(cache, NativeCache)
+        cache.close()
+        with pytest.raises(ExecutionError, match="closed"):
+            engine.model.forward(*_one_token(engine))
+        assert cache._stop is None, "no thread was started for that"
+
+
+def _one_token(engine: Engine) -> tuple[Any, ...]:
+    place = np.zeros(1, np.int32)
+    return np.array([5], np.int64), place, place, engine.kv
+
+
+class _Interrupted(Exception):
+    """What a handler of the user raises."""
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_signal_comes_through_while_a_layer_waits(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, calls: list[int], decodes: bool
+) -> None:
+    """The handler's exception comes out, nothing stays leased, and the engine goes on; it may decode meanwhile."""
+    engines, gate, found_meanwhile = list[Engine](), threading.Event(), list[np.ndarray]()
+
+    def handle(number: int, frame: object) -> None:
+        if not decodes:
+            raise _Interrupted
+        gate.set()
+        with pytest.raises(ValueError, match="a layer is being computed"):
+            engines[0].model.token_experts.forget_guesses()  # type: ignore[union-attr]
+        found_meanwhile.append(engines[0].model.forward(*_one_token(engines[0])))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with load(bundle, expert_cache="50%", context=64, cache_state="cold", prefetch="off") as engine:
+            in_one_call(engine)
+            engines.append(engine)
+            cache = engine.cache
+            assert isinstance(cache, NativeCache)
+            load_one = cache._storage.load
+
+            def load_late(*run: int) -> None:
+                gate.wait(30)
+                load_one(*run)
+
+            monkeypatch.setattr(cache._storage, "load", load_late)
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+            if decodes:
+                found = engine.model.forward(*_one_token(engine))
+                assert np.array_equal(found, found_meanwhile[0])
+            else:
+                with pytest.raises(_Interrupted):
+                    engine.model.forward(*_one_token(engine))
+            assert not cache._leases.any()
+            gate.set()
+            found = engine.model.forward(*_one_token(engine))
+            assert calls[-LAYERS:] == list(range(LAYERS))
+            steps_only(engine)
+            assert np.array_equal(engine.model.forward(*_one_token(engine)), found)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_does_not_fit_is_refused(bundle: Path) -> None:
+    with load(bundle, expert_cache="50%", context=64) as engine:
+        layers = engine.model.token_experts
+        assert layers is not None
+        native = layers._native
+        with pytest.raises(ValueError, match="hidden"):
+            native.run(0, np.zeros((2, engine.model.spec.hidden_size), np.float32))
+        for at in (-1, LAYERS):
+            with pytest.raises(ValueError, match="expected a layer below 3"):
+                native.run(at, np.zeros((1, engine.model.spec.hidden_size), np.float32))
+        fields = layers._fields(0)
+        short, norms, size = fields["experts"][:-1], np.ones(3, np.float32), engine.model.spec.hidden_size
+        router, norm = fields["router"], fields["norm"]
+        wrong = (
+            ({"experts": short}, "experts: expected 12"),
+            ({"experts": [None] * 12}, "experts of the extension"),
+            ({"shared": 3}, "experts of the extension"),
+            ({"norm_eps": "x"}, "norm_eps: found a value of another type"),
+            ({"top_k": 13}, "experts: expected 12"),
+            ({"top_k": 0}, "experts: expected 12"),
+            ({"norm": norms}, "norm"),
+            ({"router": 3}, "router: expected a packed matrix"),
+            ({"router": None}, "experts: expected 0"),
+            ({"first_expert": 30}, "first_expert: expected experts below 36"),
+            ({"ahead": [(1, 1, 30, 3, router, norm, [], [])]}, "first_expert"),
+            ({"ahead": [(1, 1, 12, 3, router, norms, [], [])]}, "norm"),
+            ({"ahead": [(1, 1, 12, 0, router, norm, [], [])]}, "a top-k of 1 to 36"),
+            ({"ahead": [(1, 1, 12, 2**63 - 1, router, norm, [], [])]}, "a top-k of 1 to 36"),
+            ({"ahead": [(0, 1, 12, 3, router, norm, [], [])]}, "a rank of at least 1"),
+            ({"ahead": [(1, 1, 12, 3, None, None, [99], [1.0])]}, "first_expert"),
+            ({"ahead": [(1, 1, 12, 3, None, None, [1], [])]}, "a score for each"),
+            ({"ahead": [(1, 1, 12, 3, router, norm, [], [])] * 9}, "at most 8 routers"),
+        )
+        cache = engine.cache
+        assert isinstance(cache, NativeCache)
+        for change, told in wrong:
+            with pytest.raises(ValueError, match=told):
+                cache.bind_layers([fields | change], size, 1e-5, RULES)
+        with pytest.raises(ValueError, match="expected `norm`"):
+            cache.bind_layers([{name: value for name, value in fields.items() if name != "norm"}], size, 1e-5, RULES)
+        with pytest.raises(ValueError, match="a dictionary for each"):
+            cache.bind_layers([3], size, 1e-5, RULES)  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="expected `wrong`"):
+            cache.bind_layers([fields], size, 1e-5, {})
+        for other in (0, size + 1):
+            with pytest.raises(ValueError, match=r"size|norm"):
+                cache.bind_layers([fields], other, 1e-5, RULES)
