@@ -13,7 +13,7 @@ import numpy as np
 from moec.manifests.model import ModelSpec
 
 from . import kernels
-from .kernels.attention_layer import norm_stream
+from .kernels.stream_layer import norm_stream
 
 
 class Norm:

@@ -8,22 +8,31 @@ numpy differs in the last bits. The reference documents shapes, dtypes and error
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
-from moec.manifests.errors import KernelUnavailable
 from moec.manifests.quant import QuantSpec
 
 from . import attention_layer, bound_layer, latent_layer, packed_matrix, ranking, reference
 from .expert_layers import experts_layer
+from .extension import (
+    MAX_THREADS,
+    NUMPY,
+    active,
+    available,
+    compiled,
+    loaded,
+    require,
+    select,
+    set_threads,
+    threads,
+)
 from .packed_matrix import Bytes, Floats, Int32s, Int64s, check_array
 
 __all__ = [
+    "MAX_THREADS",
+    "NUMPY",
     "AttentionLayer",
     "Expert",
     "LatentLayer",
@@ -41,6 +50,8 @@ __all__ = [
     "largest",
     "layer_norm",
     "linear",
+    "linears",
+    "require",
     "rms_norm",
     "rope",
     "route",
@@ -51,106 +62,8 @@ __all__ = [
     "threads",
 ]
 
-NUMPY = "numpy"
-MAX_THREADS = 256
-_EXTENSION = "_native"
 _TERNARY_CODE = 243  # in the place of a bitwidth: values of a byte of five codes
 _FLOAT_CODES = {"none": 0, "bfloat16": 1, "float16": 2, "mxfp4": 3}
-
-
-class _State:
-    """The choice of this process: loaded on first use, changed by `select` and `set_threads`."""
-
-    def __init__(self) -> None:
-        self.is_loaded = False
-        self.extension: ModuleType | None = None
-        self.uses_numpy = False
-        self.thread_count = 1
-
-
-_state = _State()
-
-
-def _load_extension() -> ModuleType | None:
-    """The extension, or None if there is none. Raises KernelUnavailable if there is one that does not load."""
-    name = f"{__name__}.{_EXTENSION}"
-    if importlib.util.find_spec(name) is None:
-        foreign = [
-            path.name
-            for folder in __path__
-            for path in Path(folder).glob(f"{_EXTENSION}.*")
-            if path.suffix in (".so", ".pyd")
-        ]
-        if foreign:
-            raise KernelUnavailable(
-                f"the kernel extension `{foreign[0]}` is built for another python", "install moec again"
-            )
-        return None
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise KernelUnavailable(f"the kernel extension does not load: {error}", "install moec again") from error
-
-
-def _extension() -> ModuleType | None:
-    if not _state.is_loaded:
-        _state.extension = _load_extension()
-        _state.is_loaded = True
-    return _state.extension
-
-
-def compiled() -> ModuleType | None:
-    """The extension, whose `ExpertReads` the expert cache is made of; None where numpy computes."""
-    extension = _extension()
-    return None if _state.uses_numpy else extension
-
-
-def available() -> tuple[str, ...]:
-    """Names of the kernels that run here, best first; `numpy` is always the last."""
-    extension = _extension()
-    return (*(extension.available() if extension else ()), NUMPY)
-
-
-def active() -> str:
-    """The kernels in use: `avx2`, `scalar` or `numpy`."""
-    extension = compiled()
-    return str(extension.active()) if extension else NUMPY
-
-
-def require(features: Sequence[str]) -> None:
-    """Raise KernelUnavailable unless these kernels, which a bundle says it needs, are all here."""
-    missing = sorted(set(features) - set(available()))
-    if missing:
-        raise KernelUnavailable(
-            f"the bundle needs `{missing[0][:40]}`, this processor has {', '.join(available())}",
-            "compile for this device",
-        )
-
-
-def select(name: str) -> None:
-    """Use the kernels of this name from now on. Raises KernelUnavailable if this processor or build has none."""
-    names = available()
-    if name not in names:
-        raise KernelUnavailable(f"no kernels `{name[:40]}` here, available: {', '.join(names)}")
-    _state.uses_numpy = name == NUMPY
-    extension = compiled()
-    if extension is not None:
-        extension.select(name)
-
-
-def set_threads(count: int) -> None:
-    """Use up to this many threads per call, 1 to MAX_THREADS; numpy kernels keep numpy's own. Raises ValueError."""
-    if not 1 <= count <= MAX_THREADS:
-        raise ValueError(f"threads: expected 1 to {MAX_THREADS}, found {count}")
-    extension = _extension()
-    if extension is not None:
-        extension.set_threads(count)
-    _state.thread_count = count
-
-
-def threads() -> int:
-    """The thread count that was set; 1 until then."""
-    return _state.thread_count
 
 
 class PackedMatrix(packed_matrix.PackedMatrix):
@@ -164,7 +77,7 @@ class PackedMatrix(packed_matrix.PackedMatrix):
 
     def __init__(self, data: Bytes, rows: int, columns: int, spec: QuantSpec) -> None:
         super().__init__(data, rows, columns, spec)
-        extension = _extension()
+        extension = loaded()
         bitwidth = _TERNARY_CODE if spec.is_ternary else int(spec.bitwidth)
         form = (bitwidth, spec.group_size, spec.symmetric, _FLOAT_CODES[spec.float_type], spec.byte_scales)
         self.native = extension.PackedMatrix(data, rows, columns, *form) if extension else None
@@ -183,7 +96,7 @@ class Expert(reference.Expert):
     __slots__ = ("native",)
 
     def _bind(self) -> None:
-        extension, code = _extension(), reference.ACTIVATIONS.index(self.activation)
+        extension, code = loaded(), reference.ACTIVATIONS.index(self.activation)
         parts = [getattr(matrix, "native", None) for matrix in (self.gate, self.up, self.down)]  # no gate: None
         self.native = extension.Expert(*parts, code, self.limit, list(self.biases)) if extension else None
 
@@ -203,14 +116,14 @@ class AttentionLayer(attention_layer.AttentionLayer):
     """The weights that `attention_layer.AttentionLayer` describes, bound to the extension. Raises ValueError there."""
 
     def __post_init__(self) -> None:
-        self.native = bound_layer.bind(self, _extension())
+        self.native = bound_layer.bind(self, loaded())
 
 
 class LatentLayer(latent_layer.LatentLayer):
     """The same of `latent_layer.LatentLayer`."""
 
     def __post_init__(self) -> None:
-        self.native = bound_layer.bind(self, _extension())
+        self.native = bound_layer.bind(self, loaded())
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:

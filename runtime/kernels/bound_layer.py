@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from .attention_layer import AttentionLayer
-from .latent_layer import LatentLayer
+from .stream_layer import StreamLayer
 
 
-def bind(layer: AttentionLayer | LatentLayer, extension: ModuleType | None) -> Any:
+def bind(layer: StreamLayer, extension: ModuleType | None) -> Any:
     """The class of the extension that has this one's name, made of its fields; None without an extension.
 
     Raises ValueError where shapes do not fit each other.

@@ -14,21 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from .attention_layer import norm_stream
 from .packed_matrix import Floats, Int32s, PackedMatrix
+from .stream_layer import StreamLayer, TokensInCache, product
 
 
 @dataclass(kw_only=True)
-class LatentLayer:
+class LatentLayer(StreamLayer):
     """Weights. None: there is none.
 
-    norm, norm_bias: float32 [D], as of AttentionLayer. query: [H (P + R), D], or of what query_down leaves of D
-    features. latent_down: [Q + R, D]. inner_norms: RMS norms behind query_down and of the latent features, [Q]. key_up,
-    value_up: of each head, [Q, P] and [V, Q]. output: [D, H V]. rotation: cosines and sines, [C, R / 2].
+    query: [H (P + R), D], or of what query_down leaves of D features. latent_down: [Q + R, D]. inner_norms: RMS norms
+    behind query_down and of the latent features, [Q]. key_up, value_up: of each head, [Q, P] and [V, Q]. output:
+    [D, H V]. rotation: cosines and sines, [C, R / 2].
     """
 
-    norm: Floats
-    norm_eps: float
     query: PackedMatrix
     latent_down: PackedMatrix
     inner_norms: tuple[Floats | None, Floats]
@@ -40,61 +38,39 @@ class LatentLayer:
     interleaved: bool
     scale: float
     query_down: PackedMatrix | None = None
-    norm_bias: Floats | None = None
-    residual_scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        """For kernels that keep a form of their own."""
-
-    def attend_in_steps(
-        self,
-        steps: Any,
-        hidden: Floats,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
-        slots: Int32s,
-        positions: Int32s,
-        ends: Int32s | None = None,
-    ) -> None:
-        """`kernels.attend` by single operations, as of AttentionLayer; the cache has one array, [S, 1, C, Q + R]."""
-        count, heads, (rank, plain) = len(hidden), len(self.key_up), (self.key_up[0].rows, self.key_up[0].columns)
-        normed = norm_stream(steps, hidden, self.norm, self.norm_bias, self.norm_eps)
+    def _attend(self, steps: Any, normed: Floats, tokens: TokensInCache) -> Floats:
+        """The cache has one array, [S, 1, C, Q + R]."""
+        count, heads, (rank, plain) = len(normed), len(self.key_up), (self.key_up[0].rows, self.key_up[0].columns)
+        cache, slots, positions = tokens.k_cache, tokens.slots, tokens.positions
         queries = self._queries(steps, normed).reshape(count, heads, self.query.rows // heads)
         query = np.empty((count, heads, self.latent_down.rows), np.float32)
         for head, matrix in enumerate(self.key_up):
-            query[:, head, :rank] = _product(steps, matrix, np.ascontiguousarray(queries[:, head, :plain]))
+            query[:, head, :rank] = product(steps, matrix, np.ascontiguousarray(queries[:, head, :plain]))
         query[:, :, rank:] = self._rotated(steps, queries[:, :, plain:], positions)
 
-        shared = _product(steps, self.latent_down, normed)
+        shared = product(steps, self.latent_down, normed)
         key = np.empty((count, 1, self.latent_down.rows), np.float32)
         latent = np.ascontiguousarray(shared[:, :rank])
         steps.rms_norm(latent, self.inner_norms[1], self.inner_norm_eps, latent)
         key[:, 0, :rank] = latent
         key[:, :, rank:] = self._rotated(steps, shared[:, None, rank:], positions)
-        steps.store_kv(key, key, k_cache, k_cache, slots, positions)
+        steps.store_kv(key, key, cache, cache, slots, positions)
 
         mixed = np.empty_like(query)
-        steps.attention(query, k_cache, k_cache, slots, positions, self.scale, 0, mixed, None, ends)
+        steps.attention(query, cache, cache, slots, positions, self.scale, 0, mixed, None, tokens.ends)
         seen = np.empty((count, heads, self.value_up[0].rows), np.float32)
         for head, matrix in enumerate(self.value_up):
-            seen[:, head] = _product(steps, matrix, np.ascontiguousarray(mixed[:, head, :rank]))
-        steps.linear(self.output, seen.reshape(count, self.output.columns), normed)
-        normed *= np.float32(self.residual_scale)
-        hidden += normed
+            seen[:, head] = product(steps, matrix, np.ascontiguousarray(mixed[:, head, :rank]))
+        return product(steps, self.output, seen.reshape(count, self.output.columns))
 
     def _queries(self, steps: Any, normed: Floats) -> Floats:
         if self.query_down is not None:
-            normed = _product(steps, self.query_down, normed)
+            normed = product(steps, self.query_down, normed)
             steps.rms_norm(normed, self.inner_norms[0], self.inner_norm_eps, normed)
-        return _product(steps, self.query, normed)
+        return product(steps, self.query, normed)
 
     def _rotated(self, steps: Any, heads: np.ndarray, positions: Int32s) -> Floats:
         turned = np.array(heads)
         steps.rope(turned, *self.rotation, positions, self.interleaved)
         return turned
-
-
-def _product(steps: Any, matrix: PackedMatrix, x: Floats) -> Floats:
-    out = np.empty((len(x), matrix.rows), np.float32)
-    steps.linear(matrix, x, out)
-    return out

@@ -15,6 +15,7 @@ import pytest
 from moec.manifests.errors import KernelUnavailable
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
+from moec.runtime.kernels import extension
 from tests.kernels.conftest import need
 from tests.kernels.packer import bits, random_matrix
 
@@ -45,14 +46,14 @@ def test_unknown_kernels_are_refused(name: str) -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Kernels as in a process that has not used them yet."""
-    monkeypatch.setattr(kernels, "_state", kernels._State())
+    monkeypatch.setattr(extension, "_state", extension._State())
     return monkeypatch
 
 
 @pytest.mark.gate("G7")
 def test_without_extension_numpy_runs(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(importlib.util, "find_spec", lambda name: None)
-    fresh.setattr(kernels, "__path__", [str(tmp_path)])
+    fresh.setattr(extension, "FOLDER", tmp_path)
     assert kernels.available() == ("numpy",) and kernels.active() == "numpy"
     packed = random_matrix(33, 128, SPEC)
     out = np.empty((1, 33), np.float32)
@@ -66,7 +67,7 @@ def test_without_extension_numpy_runs(fresh: pytest.MonkeyPatch, tmp_path: Path)
 def test_an_extension_of_another_python_is_an_error(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "_native.cpython-27-somewhere.so").touch()
     fresh.setattr(importlib.util, "find_spec", lambda name: None)
-    fresh.setattr(kernels, "__path__", [str(tmp_path)])
+    fresh.setattr(extension, "FOLDER", tmp_path)
     with pytest.raises(KernelUnavailable, match="cpython-27"):
         kernels.active()
 
@@ -123,6 +124,7 @@ import os, signal
 import numpy as np
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
+from moec.runtime.kernels import extension
 spec = QuantSpec.parse("bf16")
 matrix = kernels.PackedMatrix(np.full(spec.packed_bytes(1024, 1024), 63, np.uint8), 1024, 1024, spec)
 x, out = np.ones((4, 1024), np.float32), np.empty((4, 1024), np.float32)

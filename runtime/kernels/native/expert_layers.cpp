@@ -1,15 +1,12 @@
 #include "expert_layers.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
+
+#include "clock.h"
 
 namespace moec {
 namespace {
-
-int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Experts that this token has asked for, given back whatever happens.
 class Leases {

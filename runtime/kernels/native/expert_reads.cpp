@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "clock.h"
+
 #if defined(__unix__) || defined(__APPLE__)
 #define MOEC_HAS_PREADV 1
 #include <fcntl.h>
@@ -16,10 +18,6 @@ namespace moec {
 namespace {
 
 constexpr std::chrono::milliseconds kLook{100};  // how long a wait may keep Python from its signals
-
-int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 }  // namespace
 

@@ -1,0 +1,106 @@
+"""The C++ extension: whether it is there, which of its kernels are in use, and with how many threads."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from moec.manifests.errors import KernelUnavailable
+
+NUMPY = "numpy"
+MAX_THREADS = 256
+FOLDER = Path(__file__).parent
+_NAME = "_native"
+
+
+class _State:
+    """The choice of this process: loaded on first use, changed by `select` and `set_threads`."""
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+        self.extension: ModuleType | None = None
+        self.uses_numpy = False
+        self.thread_count = 1
+
+
+_state = _State()
+
+
+def _load_extension() -> ModuleType | None:
+    name = f"{__package__}.{_NAME}"
+    if importlib.util.find_spec(name) is None:
+        foreign = [path.name for path in FOLDER.glob(f"{_NAME}.*") if path.suffix in (".so", ".pyd")]
+        if foreign:
+            raise KernelUnavailable(
+                f"the kernel extension `{foreign[0]}` is built for another python", "install moec again"
+            )
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise KernelUnavailable(f"the kernel extension does not load: {error}", "install moec again") from error
+
+
+def loaded() -> ModuleType | None:
+    """The extension, in use or not; None if there is none. Raises KernelUnavailable if one does not load."""
+    if not _state.is_loaded:
+        _state.extension = _load_extension()
+        _state.is_loaded = True
+    return _state.extension
+
+
+def compiled() -> ModuleType | None:
+    """The extension, whose `ExpertReads` the expert cache is made of; None where numpy computes."""
+    extension = loaded()
+    return None if _state.uses_numpy else extension
+
+
+def available() -> tuple[str, ...]:
+    """Names of the kernels that run here, best first; `numpy` is always the last."""
+    extension = loaded()
+    return (*(extension.available() if extension else ()), NUMPY)
+
+
+def active() -> str:
+    """The kernels in use: `avx2`, `scalar` or `numpy`."""
+    extension = compiled()
+    return str(extension.active()) if extension else NUMPY
+
+
+def require(features: Sequence[str]) -> None:
+    """Raise KernelUnavailable unless these kernels, which a bundle says it needs, are all here."""
+    missing = sorted(set(features) - set(available()))
+    if missing:
+        raise KernelUnavailable(
+            f"the bundle needs `{missing[0][:40]}`, this processor has {', '.join(available())}",
+            "compile for this device",
+        )
+
+
+def select(name: str) -> None:
+    """Use the kernels of this name from now on. Raises KernelUnavailable if this processor or build has none."""
+    names = available()
+    if name not in names:
+        raise KernelUnavailable(f"no kernels `{name[:40]}` here, available: {', '.join(names)}")
+    _state.uses_numpy = name == NUMPY
+    extension = compiled()
+    if extension is not None:
+        extension.select(name)
+
+
+def set_threads(count: int) -> None:
+    """Use up to this many threads per call, 1 to MAX_THREADS; numpy kernels keep numpy's own. Raises ValueError."""
+    if not 1 <= count <= MAX_THREADS:
+        raise ValueError(f"threads: expected 1 to {MAX_THREADS}, found {count}")
+    extension = loaded()
+    if extension is not None:
+        extension.set_threads(count)
+    _state.thread_count = count
+
+
+def threads() -> int:
+    """The thread count that was set; 1 until then."""
+    return _state.thread_count
