@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -46,27 +47,30 @@ _FEATURES = {
     "neon": {"asimd"},
 }
 _SYSTEM = Path("/")
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFigures:
-    """How fast a file system reads; is_direct: past the page cache."""
+    """How fast a file system reads so many bytes at once; is_direct: past the page cache."""
 
+    request_bytes: int
     bytes_per_s: int
     latency_ns: int
     block_bytes: int
     is_direct: bool
 
 
-def probe_host(storage: Path, system: Path = _SYSTEM) -> DeviceProfile:
+def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUEST_BYTES) -> DeviceProfile:
     """Measure this machine. `storage`: a file of 8 MiB or more to read, or a folder where a temporary one is made.
 
-    system: the root that /proc and /sys are found under. Raises ProfileError when the place cannot be measured.
+    system: the root that /proc and /sys are found under. request_bytes: as `measure_storage`. Raises ProfileError when
+    the place cannot be measured.
     """
     limit = memory_limit_bytes(system)
     cache = last_level_cache_bytes(system)
     copy_bytes = min(MAX_COPY_BYTES, max(2 * cache, MIN_COPY_BYTES), max(limit // 16, 1 << 20))
-    figures = measure_storage(storage)
+    figures = measure_storage(storage, request_bytes)
     way = "direct reads" if figures.is_direct else "buffered reads after dropping the page cache"
     return DeviceProfile(
         name=HOST_NAME,
@@ -80,7 +84,7 @@ def probe_host(storage: Path, system: Path = _SYSTEM) -> DeviceProfile:
         provenance={
             "memory_budget_bytes": "measured: 7/8 of the least of physical memory and the control group's limit",
             "memory_bytes_per_s": f"measured: copy of {copy_bytes} bytes by one thread, read and written bytes counted",
-            "storage_bytes_per_s": f"measured: median of {READERS} {way} at a time of {REQUEST_BYTES} bytes",
+            "storage_bytes_per_s": f"measured: {READERS} {way} at a time of {figures.request_bytes} bytes",
             "storage_latency_ns": f"measured: median of {way} of {figures.block_bytes} bytes at random places",
             "storage_block_bytes": "measured: fragment size of the file system",
             "threads": "measured: processors this process may use",
@@ -198,16 +202,19 @@ def measure_memory(copy_bytes: int) -> int:
     return max(1, 2 * copy_bytes * 10**9 // best_ns)
 
 
-def measure_storage(place: Path) -> StorageFigures:
-    """Read bandwidth and latency of the file system that holds `place`. Raises ProfileError."""
+def measure_storage(place: Path, request_bytes: int = REQUEST_BYTES) -> StorageFigures:
+    """Read bandwidth and latency of the file system that holds `place`. Raises ProfileError.
+
+    request_bytes: of each large read, rounded up to blocks, at most a quarter of the file that is read.
+    """
     try:
         block_bytes = _block_bytes(place)
         if place.is_file() and place.stat().st_size >= MIN_SAMPLE_BYTES:
-            return _measure_file(place, block_bytes)
+            return _measure_file(place, block_bytes, request_bytes)
         folder = place if place.is_dir() else place.parent
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".moec-probe-") as file:
             _fill(file.fileno())
-            return _measure_file(Path(file.name), block_bytes)
+            return _measure_file(Path(file.name), block_bytes, request_bytes)
     except OSError as error:
         raise ProfileError(
             f"`{place}`: storage cannot be measured there: {error.strerror}", "name a device profile, or another place"
@@ -253,36 +260,50 @@ def _opened(path: Path, block_bytes: int) -> Iterator[tuple[int, bool]]:
         os.close(descriptor)
 
 
-def _measure_file(path: Path, block_bytes: int) -> StorageFigures:
-    size = path.stat().st_size
+def _measure_file(path: Path, block_bytes: int, request_bytes: int) -> StorageFigures:
+    blocks = path.stat().st_size // block_bytes
+    request = max(1, min(-(-request_bytes // block_bytes), blocks // 4))
     # The order is fixed, so that two probes read the same places.
     order = random.Random(0)
     with _opened(path, block_bytes) as (descriptor, is_direct):
-        large = list(range(0, size - REQUEST_BYTES + 1, REQUEST_BYTES))[:256]
-        small = [order.randrange(size // block_bytes) * block_bytes for _ in range(LATENCY_READS)]
+        large = [first * block_bytes for first in range(0, blocks - request + 1, request)][:256]
+        small = [order.randrange(blocks) * block_bytes for _ in range(LATENCY_READS)]
         latencies = _timed_reads(descriptor, small, block_bytes, LATENCY_LIMIT_S, is_direct)
         with ThreadPoolExecutor(READERS) as pool:
             shares = [large[reader::READERS] or large for reader in range(READERS)]
-            read = partial(_timed_reads, descriptor, size=REQUEST_BYTES, limit_s=READ_LIMIT_S, is_direct=is_direct)
-            times = [time_ns for some in pool.map(read, shares) for time_ns in some]
+            size = request * block_bytes
+            read = partial(_timed_reads, descriptor, size=size, limit_s=READ_LIMIT_S, is_direct=is_direct)
+            start = time.perf_counter_ns()
+            count = sum(len(times) for times in pool.map(read, shares))
+            elapsed_ns = max(1, time.perf_counter_ns() - start)
     return StorageFigures(
-        # The median, not the mean: a single stalled read on a shared disk would halve the result.
-        bytes_per_s=max(1, READERS * REQUEST_BYTES * 10**9 // int(statistics.median(times))),
+        request_bytes=size,
+        # All bytes over all of the time: a throttled device answers some reads at once and lets the next ones wait.
+        bytes_per_s=max(1, count * size * 10**9 // elapsed_ns),
         latency_ns=max(1, int(statistics.median(latencies))),
         block_bytes=block_bytes,
         is_direct=is_direct,
     )
 
 
+@contextmanager
+def large_pages(size: int) -> Iterator[memoryview]:
+    """Memory to read into, uint8 [size], that starts on a page, as direct reads ask; a huge one where there are any."""
+    with mmap.mmap(-1, size + _HUGE_PAGE_BYTES) as memory:
+        with suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        anchor = ctypes.c_char.from_buffer(memory)
+        first = -ctypes.addressof(anchor) % _HUGE_PAGE_BYTES
+        del anchor  # a map with views is not closed
+        with memoryview(memory) as whole, whole[first : first + size] as part:
+            yield part
+
+
 def _timed_reads(descriptor: int, offsets: list[int], size: int, limit_s: float, is_direct: bool) -> list[int]:
     """Nanoseconds of each read, at least one, until limit_s is over. Buffered reads drop the page cache before."""
     times: list[int] = []
     deadline = time.perf_counter() + limit_s
-    # An anonymous map starts on a page, as direct reads ask, and a large one on a huge page, where there are any.
-    with mmap.mmap(-1, size) as buffer:
-        if size >= REQUEST_BYTES:
-            with suppress(OSError, AttributeError):
-                buffer.madvise(mmap.MADV_HUGEPAGE)
+    with large_pages(size) as buffer:
         for offset in offsets:
             if not is_direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -11,13 +11,17 @@ from .budget import available_memory_bytes
 
 MOST_BYTES = 4 << 30  # several times any last-level cache
 LEAST_BYTES = 64 << 20
+LARGE_BYTES = (
+    512 << 20
+)  # what some last-level cache may hold: a model above it is read from memory, so nothing smaller tells
 _PASSES = 3
 _PARTS_PER_THREAD = 8
 
 
 def buffer_bytes(working_set_bytes: int) -> int:
-    """What to read for a model of this size: as much as it holds, at most 4 GiB and a quarter of free memory."""
-    return max(LEAST_BYTES, min(MOST_BYTES, working_set_bytes, available_memory_bytes() // 4))
+    """What to read for a model of this size: as much as it has, 4 GiB for a large one; at most half of free memory."""
+    wanted = MOST_BYTES if working_set_bytes > LARGE_BYTES else working_set_bytes
+    return max(LEAST_BYTES, min(wanted, available_memory_bytes() // 2))
 
 
 def read_bytes_per_s(size_bytes: int, threads: int) -> int:

@@ -1,17 +1,24 @@
 """The whole yardstick: ``python -m yardstick FOLDER --results RESULTS``, which `make bench` runs.
 
 Makes what is missing in FOLDER (45 GB): the checkpoint, the bundle at 4.5 bits per weight, the same weights for
-llama.cpp, bundles at 2, 3 and 16 bits; then compares the two engines, then this one with its simpler selves, and prints
-how the bundle routes. About an hour and a half on two cores, as root.
+llama.cpp, bundles at 2, 3 and 16 bits, the trained example. Writes how the yardstick and the example route
+(`routing_*.json`), compares the two engines, then this one with its simpler selves. About an hour and a half on two
+cores, as root; FOLDER is kept for the next run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+from yardstick.checkpoint import text
+from yardstick.routing import routing
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ROUTED_TOKENS = 500
 BUNDLES = {
     "q4": "--uniform 4 --dense-bits 4 --group-size 32",
     "q3": "--uniform 3 --dense-bits 4 --group-size 64",
@@ -26,6 +33,20 @@ def run(*command: str | Path) -> None:
     subprocess.run([str(part) for part in command], check=True)
 
 
+def example_text() -> str:
+    """Held-out problems with their answers, as the example was trained on them."""
+    lines = (EXAMPLES / "data" / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    items = [json.loads(line) for line in lines[:ROUTED_TOKENS]]
+    return "\n".join(f"Question: {item['question']}\nAnswer: {item['answer']}" for item in items)
+
+
+def write_routing(bundle: Path, text: str, path: Path) -> None:
+    """How a bundle routes a text, as JSON, and to the terminal."""
+    told = json.dumps(routing(bundle, text, ROUTED_TOKENS))
+    path.write_text(told + "\n", encoding="utf-8")
+    print(path.name, told, flush=True)
+
+
 def main() -> None:
     """Read the command line; each step is left out if its result is there."""
     parser = argparse.ArgumentParser(description="The yardstick, from nothing to a table.")
@@ -33,8 +54,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args()
     folder, python = options.folder, sys.executable
-    checkpoint, bundle, gguf = folder / "checkpoint", folder / "q4", folder / "q4_0.gguf"
+    checkpoint, gguf = folder / "checkpoint", folder / "q4_0.gguf"
     folder.mkdir(parents=True, exist_ok=True)
+    options.results.mkdir(parents=True, exist_ok=True)
     if not (checkpoint / "tokenizer.json").exists():  # written last
         run(python, "-m", "yardstick.checkpoint", checkpoint)
     for name, formats in BUNDLES.items():
@@ -44,9 +66,12 @@ def main() -> None:
         part = gguf.with_suffix(".part")
         run(python, "-m", "yardstick.gguf_model", checkpoint, part)
         part.rename(gguf)
+    if not (folder / "example").exists():
+        run(python, "-m", "moec.cli.main", "compile", EXAMPLES / "model", "--uniform", "8", "-o", folder / "example")
+    write_routing(folder / "q4", text(), options.results / "routing_yardstick.json")
+    write_routing(folder / "example", example_text(), options.results / "routing_example.json")
     run(python, "-m", "yardstick.compare", folder, "--results", options.results)
     run(python, "-m", "yardstick.own_arms", folder, "--results", options.results)
-    run(python, "-m", "yardstick.routing", bundle, folder / "text.txt")
 
 
 if __name__ == "__main__":

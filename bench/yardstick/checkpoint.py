@@ -1,7 +1,7 @@
 """Write the yardstick's checkpoint: ``python -m yardstick.checkpoint FOLDER`` (in bench/). 13.8 GB, a shard a layer.
 
-The tokenizer is a byte-level BPE of 4,096 tokens trained on this project's own pages, which are also the text that runs
-are fed with; the other rows of the embedding are never looked up, as most rows are in a short run of any model.
+The tokenizer is a byte-level BPE of 4,096 tokens trained on `text.txt`, which is also what runs are fed with; the other
+rows of the embedding are never looked up, as most rows are in a short run of any model.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from yardstick.weights import Shape, Weights
 
-ROOT = Path(__file__).parents[2]
+TEXT = Path(__file__).parent / "text.txt"
 TOKENIZER_TOKENS = 4_096
 END = "</s>"
 
 
 def text() -> str:
-    """Real text: the project's pages, in a fixed order."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
-    return "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    """Real text, the same for every run: pages of this project as they once were."""
+    return TEXT.read_text(encoding="utf-8")
 
 
 def train_tokenizer() -> Tokenizer:

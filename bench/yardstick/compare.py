@@ -2,19 +2,24 @@
 
 FOLDER holds what `make bench` puts there: `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp), `checkpoint`.
 Every condition runs all arms in turn, several rounds; memory limits go upward. Both engines get the same forced tokens
-of real text and the same control group. One JSON file per run lands in RESULTS, `summary.json` and a table at the end.
-llama.cpp with the read-ahead as found takes minutes a run: it runs in the first round alone, not at 90 MB/s.
+of real text and the same control group, in which direct reads are timed before each run: a rate that is not the one
+asked for ends everything. "Cold": the page cache is dropped and nothing is read before the prompt; "warm": llama.cpp's
+second time over the same ids, and experts that are read while loading. One JSON file per run lands in RESULTS,
+`summary.json` and two tables at the end (`overlap.py` makes the second). llama.cpp with the read-ahead as found takes
+minutes a run: it runs in the first round alone, not at 90 MB/s, nor with less memory than a token's experts take.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +28,22 @@ from tokenizers import Tokenizer
 
 from yardstick.checkpoint import text
 from yardstick.limits import drop_caches, read_ahead_path, run_limited
+from yardstick.overlap import COLD, NO_ADVICE, OWN, OWN_HALF, overlap_rows, overlap_table, run_path
 
 CONTEXT = 1024
 SLACK_BYTES = 256 << 20
 BUDGET_MARGIN_BYTES = 64 << 20  # the group's limit lies this far above `--memory`
 TUNED_READ_AHEAD_KIB = 128
+RATE_ERROR = 0.1  # by which direct reads may miss the rate that is asked for
 
-
-OWN, OWN_HALF = "moec", "moec --kv float16"
-AS_FOUND, TUNED = "llama.cpp mmap as found", "llama.cpp mmap 128 KiB"
+OWN_OPTIONS = {
+    OWN: [],
+    OWN_HALF: ["--kv", "float16"],
+    COLD: ["--cache-state", "cold"],
+    NO_ADVICE: ["--prefetch", "off"],
+}
+AS_FOUND, TUNED, WARM = "llama.cpp mmap as found", "llama.cpp mmap 128 KiB", "llama.cpp mmap 128 KiB, warm"
+REPACKED = "llama.cpp repacked"
 SLOWEST_AS_FOUND = 100_000_000  # bytes per second
 
 
@@ -48,10 +60,12 @@ class Condition:
 
 CONDITIONS = (
     Condition("memory", None, 128, 256),
+    Condition("memory32", None, 32, 64),
     Condition("prefill512", None, 512, 8),
     Condition("memory900", None, 900, 64),
     Condition("disk90-25", 0.25, 8, 16, 90_000_000),
     Condition("disk500-25", 0.25, 8, 16, 500_000_000),
+    Condition("cache-8", 0.08, 32, 16),  # less than one token's experts
     Condition("cache-25", 0.25, 32, 64),
     Condition("prefill512-25", 0.25, 512, 4),
     Condition("cache-50", 0.50, 32, 64),
@@ -86,45 +100,56 @@ def arms(condition: Condition) -> Iterator[str]:
     yield OWN
     yield OWN_HALF
     if condition.share is None:
-        yield "llama.cpp repacked"
-    else:
-        yield TUNED
-        if condition.rate is None or condition.rate > SLOWEST_AS_FOUND:
-            yield AS_FOUND
+        yield REPACKED
+        return
+    if condition.rate is None and condition.tokens >= 64:
+        yield from (COLD, NO_ADVICE, WARM)
+    yield TUNED
+    if condition.share >= 0.25 and (condition.rate is None or condition.rate > SLOWEST_AS_FOUND):
+        yield AS_FOUND
+
+
+def arm_command(yard: Yard, condition: Condition, arm: str) -> list[str]:
+    """What runs."""
+    limit = yard.limit_bytes(condition)
+    common = ["--prompt-tokens", str(condition.prompt_tokens), "--tokens", str(condition.tokens)]
+    if arm in OWN_OPTIONS:
+        command = command_line("bench", yard.folder / "q4", *common, *OWN_OPTIONS[arm])
+        command += ["--text", str(yard.folder / "text.txt"), "--context", str(CONTEXT), "--threads", "2"]
+        return command + (
+            ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
+        )
+    gguf = yard.folder / "q4_0.gguf"
+    command = [sys.executable, "-m", "yardstick.peer", str(gguf), str(yard.folder / "ids.json"), *common]
+    return command + ([] if arm == REPACKED else ["--mmap"]) + (["--warm"] if arm == WARM else [])
 
 
 def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
-    """One run of one arm, cold."""
-    limit, gguf = yard.limit_bytes(condition), yard.folder / "q4_0.gguf"
-    common = ["--prompt-tokens", str(condition.prompt_tokens), "--tokens", str(condition.tokens)]
-    if arm in (OWN, OWN_HALF):
-        command = command_line("bench", yard.folder / "q4", *common)
-        command += ["--text", str(yard.folder / "text.txt"), "--context", str(CONTEXT), "--threads", "2"]
-        command += ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
-        command += ["--kv", "float16"] if arm == OWN_HALF else []
-    else:
-        command = [sys.executable, "-m", "yardstick.peer", str(gguf), str(yard.folder / "ids.json"), *common]
-        command += ["--mmap"] if condition.share is not None else []
+    """One run of one arm, on a cold page cache. Raises SystemExit if storage is not as fast as it was asked to be."""
+    limit = yard.limit_bytes(condition)
     ahead = read_ahead_path(yard.folder)
     found = ahead.read_text()
+    probe = [sys.executable, "-m", "yardstick.probes", str(yard.folder / "q4")]
     try:
-        if arm == TUNED:
+        if arm in (TUNED, WARM):
             ahead.write_text(str(TUNED_READ_AHEAD_KIB))
         drop_caches()
-        done = run_limited(command, limit, condition.rate, yard.folder)
+        command = arm_command(yard, condition, arm)
+        done = run_limited(command, limit, condition.rate, yard.folder, before=[] if limit is None else probe)
     finally:
         ahead.write_text(found)
-    if done.status:
-        return {"failed": done.status, "peak_bytes": done.peak_bytes, "limit_bytes": limit}
-    told = json.loads(done.output.splitlines()[-1])
-    return {**told, "limit_bytes": limit, "group_peak_bytes": done.peak_bytes, "limit_hits": done.limit_hits}
+    probed = json.loads(done.before) if done.before else {}
+    if condition.rate is not None and abs(probed["storage_bytes_per_s"] / condition.rate - 1) > RATE_ERROR:
+        raise SystemExit(f"{condition.name}: storage gives {probed['storage_bytes_per_s']:.0f} bytes/s in the group")
+    facts = {"limit_bytes": limit, "probe": probed, "group_peak_bytes": done.peak_bytes, "limit_hits": done.limit_hits}
+    return facts | ({"failed": done.status} if done.status else json.loads(done.output.splitlines()[-1]))
 
 
 def figures(arm: str, told: dict[str, Any]) -> dict[str, float]:
     """Decode and prefill rates, and what a token read."""
     if "failed" in told:
         return {"decode": 0.0, "prefill": 0.0, "read_mib": 0.0}
-    is_own = arm in (OWN, OWN_HALF)
+    is_own = arm in OWN_OPTIONS
     measured = told["measured"] if is_own else told
     rate = measured["tokens_per_s"] if is_own else 1e9 / measured["tpot_mean_ns"]
     return {
@@ -167,12 +192,24 @@ def prepare(folder: Path) -> Yard:
     return Yard(folder, json.loads((folder / "q4" / "moec.json").read_text(encoding="utf-8")))
 
 
-def machine() -> dict[str, str]:
-    """What the figures belong to."""
+def machine(folder: Path) -> dict[str, Any]:
+    """What the figures belong to, and in which state it is."""
+    from moec.runtime.bandwidth import MOST_BYTES, read_bytes_per_s
+
     told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-    wanted = ("Model name", "CPU(s)", "L3 cache")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     found = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
-    return {name: found.get(name, "?").strip() for name in wanted} | {"load": Path("/proc/loadavg").read_text().strip()}
+    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    return {name: found.get(name, "?").strip() for name in ("Model name", "CPU(s)", "L3 cache")} | {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "kernel": os.uname().release,
+        "governor": governor.read_text().strip() if governor.exists() else "none told",
+        "read_ahead_kib": int(read_ahead_path(folder).read_text()),
+        "load": Path("/proc/loadavg").read_text().strip(),
+        "processor_ticks": Path("/proc/stat").read_text().splitlines()[0].split()[1:],  # the eighth: stolen
+        "memory_bytes_per_s": read_bytes_per_s(MOST_BYTES, 2),
+    }
 
 
 def main() -> None:
@@ -186,6 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     yard, rows = prepare(options.folder), list[dict[str, Any]]()
     options.results.mkdir(parents=True, exist_ok=True)
+    states = {"before": machine(yard.folder)}
     for condition in CONDITIONS:
         if options.only and condition.name not in options.only:
             continue
@@ -196,14 +234,16 @@ def main() -> None:
                 if arm == AS_FOUND and turn > 1:
                     continue
                 told = run_arm(yard, condition, arm)
-                name = f"{condition.name}-{arm.replace(' ', '-')}-{turn}.json"
-                (options.results / name).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+                path = run_path(options.results, condition.name, arm, turn)
+                path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
                 found[arm].append(figures(arm, told))
                 print(condition.name, arm, turn, json.dumps(found[arm][-1]), flush=True)
         rows += [summary_row(condition, arm, rounds) for arm, rounds in found.items()]
-        summary = {"machine": machine(), "rounds": options.rounds, "rows": rows}
+        states["after"] = machine(yard.folder)
+        overlap = overlap_rows(options.results)
+        summary = {"machine": states, "rounds": options.rounds, "rows": rows, "overlap": overlap}
         (options.results / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    print(table(rows))
+    print(table(rows), overlap_table(overlap_rows(options.results)), sep="\n\n")
 
 
 if __name__ == "__main__":

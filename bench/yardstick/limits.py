@@ -17,10 +17,14 @@ ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ran: exit status, standard output, largest memory of its group, how often it met the limit."""
+    """A command that ran: exit status, standard output, largest memory of its group, how often it met the limit.
+
+    before: what the command in front of it printed.
+    """
 
     status: int
     output: str
+    before: str
     peak_bytes: int | None
     limit_hits: int | None
 
@@ -43,9 +47,16 @@ def drop_caches() -> None:
 
 
 def run_limited(
-    command: Sequence[str], memory_bytes: int | None = None, read_bytes_per_s: int | None = None, place: Path = Path()
+    command: Sequence[str],
+    memory_bytes: int | None = None,
+    read_bytes_per_s: int | None = None,
+    place: Path = Path(),
+    before: Sequence[str] = (),
 ) -> Finished:
-    """Run a command inside the limits. place: a folder on the device whose reads are bounded."""
+    """Run a command inside the limits. place: a folder on the device whose reads are bounded.
+
+    before: a command that runs first, in the same groups; subprocess.CalledProcessError if it fails.
+    """
     number = _device_folder(place).joinpath("dev").read_text().strip()
     groups = _make_groups(memory_bytes, read_bytes_per_s, number)
 
@@ -54,8 +65,11 @@ def run_limited(
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
     try:
+        first = ""
+        if before:
+            first = subprocess.run(before, stdout=subprocess.PIPE, preexec_fn=enter, text=True, check=True).stdout
         done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=enter, text=True, check=False)
-        return Finished(done.returncode, done.stdout, *_counts(groups))
+        return Finished(done.returncode, done.stdout, first, *_counts(groups))
     finally:
         for group in groups:
             _remove(group)

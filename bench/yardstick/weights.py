@@ -1,7 +1,7 @@
 """The weights, tensor by tensor from a seed and a name, so that any of them can be made alone.
 
 Random weights route at random: every expert alike, nothing shared between neighbouring tokens. Four choices give the
-routing of a trained model, as far as a cache can tell (statistics.py measures it):
+routing of a trained model, as far as a cache can tell (routing.py measures it):
 
 - all embeddings share a direction u, which routers still see a little: some experts are popular;
 - queries and keys map u to one vector, so attention falls with distance as the rotary embedding turns it, and the first
@@ -52,8 +52,8 @@ class Routing:
     attended: float = 2.5
     sharpness: float = 6.0
     first: float = 2.5
-    later: float = 0.55
-    experts: float = 0.35
+    later: float = 0.5
+    experts: float = 0.25
 
 
 class Weights:

@@ -19,7 +19,7 @@ from .conftest import Invoke
 def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
     """A shipped profile in place of the probe, which takes seconds."""
     profile = load_profile("raspberry-pi-4b-sd")
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: profile)
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
     monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     return profile
 
@@ -27,7 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
 def test_ceiling_first_then_measurement_then_ratio(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:
     result = invoke("bench", mixed_bundle, "--tokens", 6, "--expert-cache", "40%", "--prompt", "Hello")
     assert result.exit_code == 0, result.stderr
-    places = [result.stdout.index(part) for part in ("ceiling", "mode: streaming", "per token (TPOT)", "ratio")]
+    places = [result.stdout.index(part) for part in ("ceiling", "mode: streaming", "per token (TPOT)", "ratio  ")]
     assert places == sorted(places)
 
 
@@ -36,14 +36,31 @@ def test_json_holds_all_of_it(invoke: Invoke, mixed_bundle: Path, host: DevicePr
     values = json.loads(invoke(*arguments, "--policies", "all").stdout)
     ceiling, measured = values["ceiling"], values["measured"]
     assert measured["tokens"] == 10 and measured["prompt_tokens"] == 5
-    assert values["ratio"] == pytest.approx(ceiling["tpot_ns"] / measured["tpot_p50_ns"])
+    read_ns = measured["decode_bytes_read_per_token"] / values["host"]["storage_bytes_per_s"] * 1e9
+    assert ceiling["run_ns"] == pytest.approx(max(ceiling["compute_ns"], read_ns), abs=1) and read_ns > 0
+    assert values["ratio"] == pytest.approx(ceiling["run_ns"] * measured["tokens_per_s"] / 1e9)
     assert ceiling["tpot_ns"] == max(ceiling["compute_ns"], ceiling["storage_ns"]) > 0
+    assert ceiling["is_calibrated"] == bool(open_bundle(mixed_bundle).tables().popularity.any())
     rows = values["policies"]
     assert {row["policy"] for row in rows} == {*SCORES, "popularity", "optimum"}
     for share in {row["share"] for row in rows}:
         part = {row["policy"]: row for row in rows if row["share"] == share}
         assert part["optimum"]["lookups"] == measured["lookups"]
         assert part["optimum"]["misses"] <= min(row["misses"] for row in part.values()) + 2  # sizes differ a little
+
+
+def test_storage_is_asked_for_as_much_at_once_as_the_largest_expert_has(
+    invoke: Invoke, mixed_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def probed(storage: Path, request_bytes: int) -> DeviceProfile:
+        asked.append(request_bytes)
+        return load_profile("laptop")
+
+    monkeypatch.setattr("moec.profiles.probe.probe_host", probed)
+    assert invoke("bench", mixed_bundle, "--tokens", 2).exit_code == 0
+    assert asked == [max(entry.size_bytes for entry in open_bundle(mixed_bundle).manifest.experts)]
 
 
 def test_advice_is_told_layer_by_layer(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:

@@ -24,7 +24,7 @@ TEXT = "one byte of this text is one token, so it is long enough for a few dozen
 def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
     """A shipped profile in place of the probe, which takes seconds."""
     profile = load_profile("laptop")
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: profile)
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
     monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     return profile
 

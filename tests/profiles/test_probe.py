@@ -56,6 +56,36 @@ def test_an_existing_file_is_read_and_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_requests_are_as_large_as_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sizes, really_read = tmp_path / "model.safetensors", list[int](), os.preadv
+    path.write_bytes(os.urandom(probe.MIN_SAMPLE_BYTES))
+
+    def read(descriptor: int, buffers: Any, offset: int) -> int:
+        sizes.append(len(buffers[0]))
+        return really_read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    figures = probe.measure_storage(path, 1_000_000)
+    assert figures.request_bytes == max(sizes) == -(-1_000_000 // figures.block_bytes) * figures.block_bytes
+    sizes.clear()
+    assert probe.measure_storage(path, 1 << 30).request_bytes == max(sizes) == probe.MIN_SAMPLE_BYTES // 4
+
+
+def test_a_device_that_makes_some_reads_wait_is_not_judged_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, really_read = tmp_path / "model.safetensors", os.preadv
+    path.write_bytes(os.urandom(probe.MIN_SAMPLE_BYTES))
+
+    def read(descriptor: int, buffers: Any, offset: int) -> int:
+        if len(buffers[0]) == 1 << 20 and offset >> 20 & 2:  # every other read of each reader
+            time.sleep(0.05)
+        return really_read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    assert probe.measure_storage(path, 1 << 20).bytes_per_s < probe.MIN_SAMPLE_BYTES / 0.1
+
+
 def test_a_file_system_without_direct_reads_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really_open = os.open
 

@@ -1,0 +1,106 @@
+"""How near a time per token comes to the machine's own: ``python -m yardstick.overlap RESULTS``, a Markdown table.
+
+Read from the runs that `compare.py` left. C: time per token with everything in memory, the same tokens (`memory32`). I:
+bytes per token of the run without prefetch over what direct reads gave in the same group in front of that round's run.
+Where I > C, storage should be busy; where C >= I, what was read should be hidden behind computing. Every figure belongs
+to a round; the table has medians and spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+OWN, OWN_HALF = "moec", "moec --kv float16"
+COLD, NO_ADVICE = "moec, cold start", "moec --prefetch off"
+SHARES = ("cache-25", "cache-50", "cache-75")
+COLUMNS = (
+    "compute_ms",
+    "reads_ms",
+    "over_longer",
+    "storage_busy",
+    "hidden",
+    "bytes_with_prefetch",
+    "precision",
+    "recall",
+)
+
+
+def run_path(results: Path, condition: str, arm: str, turn: int) -> Path:
+    """Where a run is written."""
+    return results / f"{condition}-{arm.replace(',', '').replace(' ', '-')}-{turn}.json"
+
+
+def runs(results: Path, condition: str, arm: str) -> list[dict[str, Any]]:
+    """In the order of the rounds."""
+    found: list[dict[str, Any]] = []
+    for turn in range(1, 100):
+        path = run_path(results, condition, arm, turn)
+        if not path.exists():
+            return found
+        found.append(json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def overlap_of(run: dict[str, Any], without: dict[str, Any], memory: dict[str, Any]) -> dict[str, float]:
+    """Of one round: a run, the one without prefetch, the one in memory. hidden: (C + I - T) / I."""
+    measured, read = run["measured"], without["measured"]["decode_bytes_read_per_token"]
+    compute_s, token_s = (1 / each["measured"]["tokens_per_s"] for each in (memory, run))
+    reads_s = read / run["probe"]["storage_bytes_per_s"]
+    return {
+        "compute_ms": compute_s * 1e3,
+        "reads_ms": reads_s * 1e3,
+        "over_longer": token_s / max(compute_s, reads_s),
+        "storage_busy": measured["decode_shares"]["storage_busy"],
+        "hidden": (compute_s + reads_s - token_s) / reads_s,
+        "bytes_with_prefetch": measured["decode_bytes_read_per_token"] / read,
+        "precision": measured["prefetch_precision"],
+        "recall": measured["prefetch_recall"],
+    }
+
+
+def overlap_rows(results: Path) -> list[dict[str, Any]]:
+    """Median, least and most of every column, for each share and both kinds of keys and values."""
+    rows = []
+    for condition in SHARES:
+        for arm in (OWN, OWN_HALF):
+            parts = (runs(results, condition, arm), runs(results, condition, NO_ADVICE), runs(results, "memory32", arm))
+            rounds = [overlap_of(*each) for each in zip(*parts, strict=False)]
+            if rounds:
+                values = {name: [each[name] for each in rounds] for name in COLUMNS}
+                spread = {name: [statistics.median(found), min(found), max(found)] for name, found in values.items()}
+                rows.append({"condition": condition, "arm": arm, **spread})
+    return rows
+
+
+def overlap_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    head = (
+        "C, ms",
+        "I, ms",
+        "T / max(C, I)",
+        "storage busy",
+        "hidden of I",
+        "bytes over those without",
+        "right",
+        "found",
+    )
+    lines = [f"| condition | arm | {' | '.join(head)} |", "|" + "---|" * (len(head) + 2)]
+    for row in rows:
+        cells = ["{:.2f} ({:.2f} to {:.2f})".format(*row[name]) for name in COLUMNS]
+        lines.append(f"| {row['condition']} | {row['arm']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="How near a time per token comes to the machine's own.")
+    parser.add_argument("results", type=Path)
+    print(overlap_table(overlap_rows(parser.parse_args().results)))
+
+
+if __name__ == "__main__":
+    main()
