@@ -295,11 +295,11 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
     from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
 
-    from .engines import BundleEngine, fitting_engine
+    from .engines import BundleEngine, with_fitting_slots
 
     bundle = open_bundle(path, allow_partial=True)
     options = RuntimeOptions(slots=CERTIFY_SLOTS, memory=str(memory_bytes) if memory_bytes else None)
-    with fitting_engine(lambda fitting: Engine(bundle, fitting), options) as engine:
+    with with_fitting_slots(lambda fitting: Engine(bundle, fitting), options) as engine:
         if memory_bytes:  # what it takes must be there to be counted, where another one shares the memory
             engine.cache.finish_warming()
         yield BundleEngine(engine)

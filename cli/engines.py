@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from .runtime_options import open_engine
 
 if TYPE_CHECKING:
     from moec.runtime.engine import Engine
+
+R = TypeVar("R")
 
 
 class BundleEngine:
@@ -98,19 +100,19 @@ def bundle_engine(
 
     Raises as open_engine.
     """
-    opened = fitting_engine(lambda fitting: open_engine(path, fitting, kernels), options, shrinks)
+    opened = with_fitting_slots(lambda fitting: open_engine(path, fitting, kernels), options, shrinks)
     with opened as engine:
         yield BundleEngine(engine)
 
 
-def fitting_engine(load: Callable[[RuntimeOptions], Engine], options: RuntimeOptions, shrinks: bool = True) -> Engine:
-    """Load an engine; shrinks: with half the slots, and half again, where they do not fit into the budget.
+def with_fitting_slots(use: Callable[[RuntimeOptions], R], options: RuntimeOptions, shrinks: bool = True) -> R:
+    """What `use` makes of the options; shrinks: with half the slots, and half again, where they exceed the budget.
 
-    Raises as `load`.
+    Raises as `use`.
     """
     while True:
         try:
-            return load(options)
+            return use(options)
         except MemoryBudgetExceeded:
             if not shrinks or options.slots == 1:
                 raise

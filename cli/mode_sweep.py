@@ -116,8 +116,14 @@ def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
     """
     if not options.modes.is_lossless:
         raise OptionError("`--modes` sets the modes itself", f"leave out {', '.join(options.modes.parts())}")
-    cache = DEFAULT_CACHE if options.memory is None and options.expert_cache is None else options.expert_cache
-    return replace(options, slots=1, expert_cache=cache)
+    return replace(with_missing_experts(options), slots=1)
+
+
+def with_missing_experts(options: RuntimeOptions) -> RuntimeOptions:
+    """The cache of a sweep: one that misses, where no size was asked for."""
+    if options.memory is None and options.expert_cache is None:
+        return replace(options, expert_cache=DEFAULT_CACHE)
+    return options
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +84,12 @@ def run_command(
     from moec.runtime.sampling import SamplingOptions
 
     sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    options = build_options(values, bundle=bundle)
     search = _beam_options(beams, length_penalty, sampling, stop)
+    options = build_options(values, beams, bundle)
     if system is not None and not chat:
         raise OptionError("`--system` has no effect without `--chat`", "add `--chat`")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with open_engine(bundle, replace(options, slots=beams), values["kernels"]) as engine:
+    with open_engine(bundle, options, values["kernels"]) as engine:
         output.say(engine.mode)
         say_mode_cost(bundle, engine)
         tokens = _chat_tokens(engine, text, system) if chat else engine.encode(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -193,20 +194,19 @@ def runtime_options(command: F) -> F:
 def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = None) -> RuntimeOptions:
     """Options of a run from the values of `runtime_options`. Raises OptionError.
 
-    bundle: whose tuning counts where the command line is silent.
+    bundle: whose tuning counts where the command line is silent. If there is one, raises as `open_engine`, too.
     """
     if bundle is not None:
-        values = {**values, **_without_given(_tuned(bundle))}
         if values.get("dynamic_precision") == "auto":
             if values.get("big_little") is not None or values.get("cache_routing") is not None:
                 raise OptionError(
                     "`--dynamic-precision auto` takes thresholds that were measured without other modes",
                     "name them: `--dynamic-precision T1,T2`",
                 )
-            values["dynamic_precision"] = _chosen_thresholds(bundle, values["mode_loss"])
+            values = {**values, "dynamic_precision": _chosen_thresholds(bundle, values["mode_loss"])}
         elif _was_given("mode_loss"):
             raise OptionError("`--mode-loss` is what `auto` may cost", "add `--dynamic-precision auto`")
-    return RuntimeOptions(
+    options = RuntimeOptions(
         memory=values["memory"],
         expert_cache=values["expert_cache"],
         context=values["context"],
@@ -224,6 +224,16 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
         verify=not values["no_verify"],
         **{name: values[name] for name in (*MODE_NAMES, *ACCELERATOR_NAMES) if name in values},
     )
+    return options if bundle is None else _with_tuned(options, bundle)
+
+
+def _with_tuned(options: RuntimeOptions, bundle: Path) -> RuntimeOptions:
+    """With what `moec tune` found, where the command line is silent."""
+    from .mode_sweep import with_missing_experts
+    from .tuned_options import tuned_options
+
+    planned = with_missing_experts(options) if _was_given("modes") else options
+    return replace(options, **_without_given(tuned_options(bundle, planned)))
 
 
 def _without_given(tuned: dict[str, Any]) -> dict[str, Any]:
@@ -237,25 +247,6 @@ def _without_given(tuned: dict[str, Any]) -> dict[str, Any]:
 def _was_given(name: str) -> bool:
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def _tuned(bundle: Path) -> dict[str, Any]:
-    """What `moec tune` found for this bundle on this machine; a file that is for another is named and left aside."""
-    from moec.profiles.probe import machine_sha256
-    from moec.runtime.tuning import bundle_sha256, read_tuning, tuning_path
-
-    try:
-        tuning = read_tuning(bundle)
-        if tuning is None:
-            return {}
-        if tuning.bundle != bundle_sha256(bundle):
-            raise ValueError("was made for another compile of the bundle")
-        if tuning.machine != machine_sha256():
-            raise ValueError("was made on another machine")
-    except (ValueError, OSError) as problem:
-        output.say(f"warning: `{tuning_path(bundle)}` {problem}; it is left aside, `moec tune` makes a new one")
-        return {}
-    return tuning.options
 
 
 def _chosen_thresholds(bundle: Path, text: str) -> str:

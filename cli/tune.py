@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from .mode_sweep import modes_of
 from .paths import bundle_argument, file_option
 from .runtime_options import build_options, bundle_folder, open_engine, refuse_given, runtime_options
 from .traces import open_traces, replayed_bundle
+from .tuned_options import made_elsewhere, planned_cache_bytes
 
 if TYPE_CHECKING:
     from moec.runtime.bundle import Bundle
@@ -71,8 +73,12 @@ def tune_command(
 
     That is prefetchers, by which rule, how far and how much they read ahead, readers, and thread counts. Each is
     decoded in turn with what is best so far, three times; it is kept if it is at least 3 % faster in the median. What
-    is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `eval` and `bench` find it on this machine. None
-    of these options changes a result of a lossless run. Close other programs first.
+    is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `generate`, `eval` and `bench` find it. None of
+    these options changes a result of a lossless run. Close other programs first.
+
+    The file counts on this machine, as long as the bundle lies on this storage, for runs whose expert cache is within
+    20 % of the one that it was made with, each while a short text is decoded. Other runs name it in a warning and leave
+    it aside.
 
     With --trace and --held-out nothing is timed. What recency, uses and nearness of the layer count in HOBBIT's score
     is fitted to traces of `moec bench --trace-out`, so that misses read the fewest bytes, and compared on the held-out
@@ -107,12 +113,14 @@ def _time(
     """Decode the same tokens with every alternative, and keep what pays."""
     from moec.runtime.bundle import open_bundle
 
+    cache_bytes = planned_cache_bytes(folder, options)
     if text_path is not None:
         sequence = sequence_of(open_bundle(folder), text_path, 16, tokens)
     else:
         sequence = continuation(folder, options, kernels, DEFAULT_PROMPT, tokens)
 
     def seconds(tried: RuntimeOptions) -> float:
+        gc.collect()  # what the engine before still holds would be missing from this one's budget
         with open_engine(folder, tried, kernels) as engine:
             engine.cache.finish_warming()
             return 1 / (measure_decode(engine, sequence, len(sequence) - tokens)[0].tokens_per_s or 1e-9)
@@ -120,13 +128,14 @@ def _time(
     top_k = max(layer.experts.top_k for layer in open_bundle(folder).manifest.model.layers)
     best, trials = search(options, top_k, seconds)
     kept = {name: getattr(best, name) for name in TUNED if getattr(best, name) != getattr(options, name)}
-    path, kept = _write(folder, POLICY_OPTIONS, kept, trials)
+    path, kept = _write(folder, cache_bytes, POLICY_OPTIONS, kept, trials)
     if as_json:
-        output.data_json({"path": str(path), "options": kept, "trials": trials})
+        told = {"path": str(path), "expert_cache_bytes": cache_bytes}
+        output.data_json({**told, "options": kept, "trials": trials})
         return
     rows = [(t["option"], t["value"], f"{t['gain']:+.1%}", "kept" if t["kept"] else "") for t in trials]
     output.data(output.table(rows, ("option", "value", "speed", "")))
-    output.say(f"wrote `{path}`")
+    output.say(_written(path, cache_bytes))
 
 
 def _fit(
@@ -138,16 +147,15 @@ def _fit(
     as_json: bool,
 ) -> None:
     """Fit the policy's weights, say what they are worth, keep them if they pay in the cache in use."""
-    from moec.runtime.budget import plan_memory
     from moec.runtime.bundle import open_bundle
 
+    in_use = planned_cache_bytes(folder, options)  # before traces are read, which a run does not do
     opened = open_bundle(folder)
     replayed = replayed_bundle(opened)
     traces = open_traces(training, opened), open_traces(held_out, opened)
     by_path = dict(zip((*training, *held_out), chain(*traces), strict=True))
     setting = {} if modes is None else _setting(modes, opened, by_path)
     fit = PolicyFit(opened, replayed, *traces, setting)
-    in_use = plan_memory(opened.manifest, options).cache_bytes
     capacities = {capacity for share in SHARES if (capacity := replayed.capacity_bytes(share)) is not None}
     if in_use < replayed.total_bytes:
         capacities.add(in_use)
@@ -160,14 +168,19 @@ def _fit(
         output.say("nothing is kept: add `--policy hobbit --policy-weights` of the size in use to runs with this mode")
         return
     kept, trials = _choose(fit, [row for row in rows if row.capacity_bytes == in_use], options)
-    path, kept = _write(folder, TUNED, kept, trials)
+    path, kept = _write(folder, in_use, TUNED, kept, trials)
     if as_json:
-        output.data_json({"path": str(path), "options": kept, "trials": trials, "rows": fit_plain(rows)})
+        told = {"path": str(path), "expert_cache_bytes": in_use}
+        output.data_json({**told, "options": kept, "trials": trials, "rows": fit_plain(rows)})
         return
     output.data(fit_table(rows, replayed.total_bytes))
     if in_use >= replayed.total_bytes:
         output.say("all experts fit, so no policy is kept; name the size in use with `--expert-cache` or `--memory`")
-    output.say(f"wrote `{path}`")
+    output.say(_written(path, in_use))
+
+
+def _written(path: Path, cache_bytes: int) -> str:
+    return f"wrote `{path}`, for an expert cache of {output.human_bytes(cache_bytes)}"
 
 
 def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, str]:
@@ -213,22 +226,23 @@ def _choose(
 
 
 def _write(
-    folder: Path, others: tuple[str, ...], kept: dict[str, str | int], trials: list[dict[str, Any]]
+    folder: Path, cache_bytes: int, others: tuple[str, ...], kept: dict[str, str | int], trials: list[dict[str, Any]]
 ) -> tuple[Path, dict[str, str | int]]:
     """Write what is kept beside what an earlier tuning found of the other options; the place and all of them."""
     from moec.profiles.probe import machine_sha256
+    from moec.profiles.storage_identity import storage_sha256
     from moec.runtime.tuning import Tuning, bundle_sha256, read_tuning, write_tuning
 
-    machine, digest = machine_sha256(), bundle_sha256(folder)
     try:
         before = read_tuning(folder)
     except ValueError:
         before = None
-    if before is not None and (before.machine, before.bundle) == (machine, digest):
+    if before is not None and made_elsewhere(before, folder) is None and before.fits_cache(cache_bytes):
         kept = {name: value for name, value in before.options.items() if name in others} | kept
         trials = [trial for trial in before.trials if trial.get("option") in others] + trials
+    made = Tuning(machine_sha256(), storage_sha256(folder), bundle_sha256(folder), cache_bytes, kept, trials)
     try:
-        return write_tuning(folder, Tuning(machine, digest, kept, trials)), kept
+        return write_tuning(folder, made), kept
     except OSError as error:
         raise InputError(f"the tuning of `{folder}` cannot be written: {error.strerror}", "check the folder") from error
 

@@ -1,11 +1,14 @@
-"""`NAME.tune.json`: options measured to pay for one bundle on one machine. It lies beside the bundle, never inside."""
+"""`NAME.tune.json`: options measured to pay for one bundle on one machine, its storage, and one size of expert cache.
+
+It lies beside the bundle, never inside.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from .options import (
 SUFFIX = ".tune.json"
 FORMAT_VERSION = 1
 MAX_BYTES = 1 << 20
+CACHE_TOLERANCE = 0.2
+"""What pays depends on how often experts are missed: options hold for caches that differ by no more than this share."""
 # What may be tuned, and what each may be. All of it is lossless.
 _NUMBERS = {
     "readers": MAX_READERS,
@@ -40,13 +45,21 @@ _NUMBERS = {
 class Tuning:
     """options: those that differ from the defaults and paid. trials: every comparison that was made.
 
-    machine: digest of the machine (profiles.probe.machine_sha256). bundle: SHA-256 of the bundle's manifest file.
+    machine: digest of the machine (profiles.probe.machine_sha256). storage: of what the bundle lies on
+    (profiles.storage_identity.storage_sha256). bundle: SHA-256 of the bundle's manifest file. expert_cache_bytes: the
+    capacity of the cache that it was measured with, while a short text is decoded.
     """
 
     machine: str
+    storage: str
     bundle: str
+    expert_cache_bytes: int
     options: dict[str, str | int]
     trials: list[dict[str, Any]] = field(default_factory=list)
+
+    def fits_cache(self, cache_bytes: int) -> bool:
+        """Whether a cache of that capacity is near enough to the measured one."""
+        return abs(cache_bytes - self.expert_cache_bytes) <= CACHE_TOLERANCE * self.expert_cache_bytes
 
 
 def tuning_path(bundle: Path) -> Path:
@@ -87,8 +100,10 @@ def read_tuning(bundle: Path) -> Tuning | None:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(plain, dict) or plain.pop("format_version", None) != FORMAT_VERSION:
         raise ValueError(f"is not of version {FORMAT_VERSION}")
-    if set(plain) != {"machine", "bundle", "options", "trials"} or not isinstance(plain["options"], dict):
+    if set(plain) != {each.name for each in fields(Tuning)} or not isinstance(plain["options"], dict):
         raise ValueError("lacks a field, or has one too many")
+    if type(plain["expert_cache_bytes"]) is not int or plain["expert_cache_bytes"] < 0:
+        raise ValueError("has an expert cache of no size")
     if not isinstance(plain["trials"], list) or not all(isinstance(trial, dict) for trial in plain["trials"]):
         raise ValueError("has trials that are no list of objects")
     for name, value in plain["options"].items():

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 
 from yardstick.checkpoint import text
 from yardstick.limits import drop_caches, read_ahead_path, run_limited
-from yardstick.overlap import COLD, NO_ADVICE, OWN, OWN_HALF, overlap_rows, overlap_table, run_path
+from yardstick.overlap import COLD, NO_ADVICE, OWN, OWN_HALF, overlap_rows, overlap_table, run_path, runs
 
 CONTEXT = 1024
 SLACK_BYTES = 256 << 20
@@ -168,9 +168,26 @@ def summary_row(condition: Condition, arm: str, rounds: list[dict[str, float]]) 
         "decode_tokens_per_s": statistics.median(decode),
         "decode_least": min(decode),
         "decode_most": max(decode),
+        "rounds": len(rounds),
         "prefill_tokens_per_s": statistics.median(each["prefill"] for each in rounds),
         "read_mib_per_token": statistics.median(each["read_mib"] for each in rounds),
     }
+
+
+def summary_rows(results: Path) -> list[dict[str, Any]]:
+    """Of all runs that lie in a folder, those of earlier calls among them."""
+    found = []
+    for condition in CONDITIONS:
+        for arm in arms(condition):
+            rounds = [figures(arm, told) for told in runs(results, condition.name, arm)]
+            found += [summary_row(condition, arm, rounds)] if rounds else []
+    return found
+
+
+def write_summary(results: Path, states: list[dict[str, Any]]) -> None:
+    """states: of the machine, before and behind the runs."""
+    told = {"machine": states, "rows": summary_rows(results), "overlap": overlap_rows(results)}
+    (results / "summary.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -221,29 +238,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of conditions")
     parser.add_argument("--arms", nargs="*", help="names of arms, where not all are to run")
     options = parser.parse_args()
-    yard, rows = prepare(options.folder), list[dict[str, Any]]()
+    yard, states = prepare(options.folder), [machine(options.folder)]
     options.results.mkdir(parents=True, exist_ok=True)
-    states = {"before": machine(yard.folder)}
     for condition in CONDITIONS:
         if options.only and condition.name not in options.only:
             continue
         chosen = [arm for arm in arms(condition) if not options.arms or arm in options.arms]
-        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in chosen}
         for turn in range(1, options.rounds + 1):
-            for arm in found:
+            for arm in chosen:
                 if arm == AS_FOUND and turn > 1:
                     continue
                 told = run_arm(yard, condition, arm)
                 path = run_path(options.results, condition.name, arm, turn)
                 path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-                found[arm].append(figures(arm, told))
-                print(condition.name, arm, turn, json.dumps(found[arm][-1]), flush=True)
-        rows += [summary_row(condition, arm, rounds) for arm, rounds in found.items()]
-        states["after"] = machine(yard.folder)
-        overlap = overlap_rows(options.results)
-        summary = {"machine": states, "rounds": options.rounds, "rows": rows, "overlap": overlap}
-        (options.results / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    print(table(rows), overlap_table(overlap_rows(options.results)), sep="\n\n")
+                print(condition.name, arm, turn, json.dumps(figures(arm, told)), flush=True)
+        write_summary(options.results, [*states, machine(yard.folder)])
+    print(table(summary_rows(options.results)), overlap_table(overlap_rows(options.results)), sep="\n\n")
 
 
 if __name__ == "__main__":

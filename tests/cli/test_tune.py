@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from moec.cli import tune
 from moec.cli.main import cli
+from moec.cli.output import human_bytes
+from moec.cli.runtime_options import open_engine
+from moec.cli.tuned_options import planned_cache_bytes
 from moec.manifests.errors import MoecError
 from moec.profiles.device import load_profile
 from moec.profiles.probe import machine_sha256
-from moec.runtime.options import RuntimeOptions
+from moec.profiles.storage_identity import storage_sha256
+from moec.runtime.budget import plan_memory
+from moec.runtime.bundle import open_bundle
+from moec.runtime.engine import Engine, load
+from moec.runtime.options import RuntimeOptions, parse_cache
 from moec.runtime.tuning import Tuning, bundle_sha256, read_tuning, tuning_path, write_tuning
 
 
 @pytest.fixture
 def bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(mixed_bundle, tmp_path / "bundle"))
+
+
+def tuning_of(bundle: Path, options: dict[str, str | int], cache: str = "50%") -> Tuning:
+    """As `moec tune --expert-cache 50%` would have made it here."""
+    cache_bytes = parse_cache(cache, open_bundle(bundle).manifest.cost.expert_padded_bytes)
+    return Tuning(machine_sha256(), storage_sha256(bundle), bundle_sha256(bundle), cache_bytes, options)
 
 
 def slower(**slow: float) -> Callable[[RuntimeOptions], float]:
@@ -84,50 +99,150 @@ def test_the_file_lies_beside_the_bundle_and_is_used(bundle: Path, tmp_path: Pat
     assert sorted(path.name for path in bundle.iterdir()) == before
     found = read_tuning(bundle)
     assert found is not None and found.trials == told["trials"] and len(found.trials) >= 4
+    assert replace(found, options={}, trials=[]) == tuning_of(bundle, {}) and told["expert_cache_bytes"] > 0
 
     write_tuning(bundle, replace(found, options={"readers": 5, "prefetch": "path"}))
     assert "prefetch path" in mode(bundle) and "readers 5" in mode(bundle)
     assert "readers 1" in mode(bundle, "--readers", "1"), "the command line comes first"
 
 
-def mode(bundle: Path, *more: str) -> str:
-    arguments = ["run", str(bundle), "--prompt", "ab", "--max-new-tokens", "1", "--expert-cache", "50%", *more]
+def test_no_engine_takes_memory_from_the_next(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[weakref.ref[Engine]] = []
+
+    def open_alone(*asked: Any) -> Engine:
+        assert [engine for engine in opened if engine() is not None] == []
+        engine = open_engine(*asked)
+        opened.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(tune, "open_engine", open_alone)
+    arguments = ["tune", str(bundle), "--expert-cache", "50%", "--tokens", "2"]
+    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    assert len(opened) > 20
+
+
+def mode(bundle: Path, *more: str, cache: tuple[str, str] = ("--expert-cache", "50%")) -> str:
+    arguments = ["run", str(bundle), "--prompt", "ab", "--max-new-tokens", "1", *cache, *more]
     done = CliRunner().invoke(cli, arguments, standalone_mode=False)
     assert done.exception is None
     return done.stderr
 
 
-@pytest.mark.parametrize("field", ["machine", "bundle"])
-def test_a_file_for_something_else_is_named_and_left_aside(bundle: Path, field: str) -> None:
-    tuning = Tuning(machine_sha256(), bundle_sha256(bundle), {"readers": 5})
-    write_tuning(bundle, replace(tuning, **{field: "0" * 64}))
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ("machine", "was made on another machine"),
+        ("storage", "was made on other storage than the bundle lies on"),
+        ("bundle", "was made for another compile of the bundle"),
+    ],
+)
+def test_a_file_for_something_else_is_named_and_left_aside(bundle: Path, field: str, reason: str) -> None:
+    write_tuning(bundle, replace(tuning_of(bundle, {"readers": 5}), **{field: "0" * 64}))
     told = mode(bundle)
-    assert "warning" in told and "bundle.tune.json" in told and "readers 2" in told
+    assert f"warning: `{tuning_path(bundle)}` {reason}; it is left aside, `moec tune` makes a new one" in told
+    assert "readers 2" in told
+
+
+def test_a_file_for_another_size_of_cache_is_named_and_left_aside(bundle: Path) -> None:
+    tuning = tuning_of(bundle, {"readers": 5})
+    write_tuning(bundle, tuning)
+    for near in ("41%", "59%"):
+        told = mode(bundle, cache=("--expert-cache", near))
+        assert "readers 5" in told and "warning" not in told
+    sizes = {share: human_bytes(tuning_of(bundle, {}, share).expert_cache_bytes) for share in ("39%", "50%", "61%")}
+    for far in ("39%", "61%"):
+        told = mode(bundle, cache=("--expert-cache", far))
+        assert f"was made with an expert cache of {sizes['50%']}, this run has {sizes[far]}; it is left aside" in told
+        assert f"`moec tune {bundle} --expert-cache {far}` makes a new one" in told and "readers 2" in told
+
+
+def test_the_size_of_a_cache_that_a_budget_leaves_counts(bundle: Path) -> None:
+    write_tuning(bundle, tuning_of(bundle, {"readers": 5}, "100%"))
+    assert "readers 5" in mode(bundle, cache=("--memory", "2GiB")), "all experts fit"
+    write_tuning(bundle, tuning_of(bundle, {"readers": 5}))
+    told = mode(bundle, cache=("--memory", "2GiB"))
+    assert f"--expert-cache {tuning_of(bundle, {}, '100%').expert_cache_bytes}` makes" in told and "readers 2" in told
+
+
+def test_a_sweep_of_modes_has_a_cache_of_its_own(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "one item of some text"}\n')
+    arguments = ["eval", str(bundle), "--data", str(tmp_path / "data.jsonl"), "--modes", "big-little gamma=0,k=1"]
+    for cache, is_left in (("25%", False), ("100%", True)):
+        write_tuning(bundle, tuning_of(bundle, {"readers": 5}, cache))
+        done = CliRunner().invoke(cli, arguments, standalone_mode=False)
+        assert done.exception is None and ("is left aside" in done.stderr) == is_left
+        assert ("readers 5" in done.stderr) != is_left
+
+
+def test_what_the_rest_of_a_budget_does_not_use_yet_counts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda: 64 << 20)
+    budget = str(plan_memory(open_bundle(bundle).manifest, RuntimeOptions(memory="2GiB")).floor_bytes)
+    with load(bundle, memory=budget) as engine:
+        cache_bytes = engine.decoding_cache_bytes(0)
+    assert planned_cache_bytes(bundle, RuntimeOptions(memory=budget)) == cache_bytes > 1.25 * engine.memory.cache_bytes
+    write_tuning(bundle, replace(tuning_of(bundle, {"readers": 5}), expert_cache_bytes=cache_bytes))
+    assert "readers 5" in mode(bundle, cache=("--memory", budget))
+    assert "readers 5" in mode(bundle, "--context", "64", cache=("--memory", budget)), "what a long text takes is free"
+    told = mode(bundle, cache=("--expert-cache", str(engine.memory.cache_bytes)))
+    assert "is left aside" in told and "readers 2" in told, "a budget gives more than it promises"
+
+
+def test_the_cache_is_planned_beside_the_slots_of_the_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda: 64 << 20)
+    budget = str(plan_memory(open_bundle(bundle).manifest, RuntimeOptions(memory="2GiB")).floor_bytes)
+    one, four = (planned_cache_bytes(bundle, RuntimeOptions(memory=budget, slots=slots)) for slots in (1, 4))
+    assert four == one, "slots that do not fit give way"
+    asked: list[int] = []
+
+    def planned(folder: Path, options: RuntimeOptions) -> int:
+        asked.append(options.slots)
+        return planned_cache_bytes(folder, options)
+
+    monkeypatch.setattr("moec.cli.tuned_options.planned_cache_bytes", planned)
+    write_tuning(bundle, tuning_of(bundle, {"readers": 5}))
+    assert "readers 5" in mode(bundle, "--beams", "3")
+    assert asked == [3]
+
+
+def damaged(options: object, **fields: object) -> str:
+    whole = {"format_version": 1, "machine": "", "storage": "", "bundle": "", "expert_cache_bytes": 1, "trials": []}
+    return json.dumps({**whole, "options": options, **fields})
+
+
+WITHOUT_STORAGE = (
+    '{"format_version": 1, "machine": "", "bundle": "", "expert_cache_bytes": 1, "options": {}, "trials": []}'
+)
+WITHOUT_CACHE = '{"format_version": 1, "machine": "", "storage": "", "bundle": "", "options": {}, "trials": []}'
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        "",
-        "[]",
-        '{"format_version": 2}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {"io": "mmap"}, "trials": []}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {"readers": true}, "trials": []}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {"prefetch": "magic"}, "trials": []}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {"prefetch_rule": "all"}, "trials": []}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": []}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {}, "trials": [1]}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {"policy": "fifo"}, "trials": []}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {"policy_weights": "1,0,0,0"}, "trials": []}',
-        '{"format_version": 1, "machine": "", "bundle": "", "options": {"policy": "hobbit", "policy_weights": "1"},'
-        ' "trials": []}',
+        ("", "is not JSON"),
+        ("[]", "is not of version 1"),
+        ('{"format_version": 2}', "is not of version 1"),
+        (WITHOUT_STORAGE, "lacks a field"),
+        (WITHOUT_CACHE, "lacks a field"),
+        (damaged([]), "lacks a field"),
+        (damaged({}, trials=[1]), "has trials that are no list"),
+        (damaged({}, expert_cache_bytes="1"), "has an expert cache of no size"),
+        (damaged({}, expert_cache_bytes=True), "has an expert cache of no size"),
+        (damaged({}, expert_cache_bytes=-1), "has an expert cache of no size"),
+        (damaged({"io": "mmap"}), "has the option `io`"),
+        (damaged({"readers": True}), "has the option `readers`"),
+        (damaged({"prefetch": "magic"}), "has the option `prefetch`"),
+        (damaged({"prefetch_rule": "all"}), "has the option `prefetch_rule`"),
+        (damaged({"policy": "fifo"}), "has the option `policy`"),
+        (damaged({"policy_weights": "1,0,0,0"}), "has weights of a policy that takes none"),
+        (damaged({"policy": "hobbit", "policy_weights": "1"}), "has the option `policy_weights`"),
     ],
 )
-def test_a_damaged_file_is_left_aside(bundle: Path, text: str) -> None:
+def test_a_damaged_file_is_left_aside(bundle: Path, text: str, message: str) -> None:
     tuning_path(bundle).write_text(text)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=message):
         read_tuning(bundle)
-    assert "warning" in mode(bundle)
+    told = mode(bundle)
+    assert "warning" in told and message in told and "`moec tune` makes a new one" in told
 
 
 def traced(bundle: Path, folder: Path, name: str, text: str) -> Path:
@@ -142,11 +257,11 @@ def traced(bundle: Path, folder: Path, name: str, text: str) -> Path:
 def test_weights_are_fitted_and_compared_on_other_traces(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: load_profile("laptop"))
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
     monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     training = traced(bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = [traced(bundle, tmp_path, name, f"{name} is another text, for comparing them") for name in "bc"]
-    write_tuning(bundle, Tuning(machine_sha256(), bundle_sha256(bundle), {"readers": 5, "policy": "lfu"}))
+    write_tuning(bundle, tuning_of(bundle, {"readers": 5, "policy": "lfu"}))
     arguments = ["tune", str(bundle), "--expert-cache", "50%", "--trace", str(training)]
     for path in held_out:
         arguments += ["--held-out", str(path)]
@@ -173,12 +288,17 @@ def test_weights_are_fitted_and_compared_on_other_traces(
     assert found.options.get("policy") == (kept[0]["value"].split()[0] if kept else None)
     table = CliRunner().invoke(cli, arguments, standalone_mode=False)
     assert table.exception is None and "gap closed" in table.stdout
+    write_tuning(bundle, tuning_of(bundle, {"readers": 5}, "30%"))
+    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    found = read_tuning(bundle)
+    assert found is not None and "readers" not in found.options, "what paid in another cache does not stay"
+    assert found.expert_cache_bytes == tuning_of(bundle, {}).expert_cache_bytes
 
 
 def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     two_version_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage: load_profile("laptop"))
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
     monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     training = traced(two_version_bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = traced(two_version_bundle, tmp_path, "b", "b is another text, for comparing them")
@@ -227,6 +347,6 @@ def test_a_fit_without_what_it_needs_is_refused(bundle: Path, more: list[str], m
 
 def test_a_fitted_policy_is_used_unless_the_command_line_names_one(bundle: Path) -> None:
     options: dict[str, str | int] = {"policy": "hobbit", "policy_weights": "0.25,0.5,0,0.25"}
-    write_tuning(bundle, Tuning(machine_sha256(), bundle_sha256(bundle), options))
+    write_tuning(bundle, tuning_of(bundle, options))
     assert "policy hobbit 0.25,0.5,0,0.25," in mode(bundle)
     assert "policy lru," in mode(bundle, "--policy", "lru"), "a policy and its weights are one choice"

@@ -1,0 +1,76 @@
+"""What `moec tune` found, where it holds: for the same compile, machine and storage, and a cache of about that size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import output
+
+if TYPE_CHECKING:
+    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.tuning import Tuning
+
+
+def tuned_options(bundle: Path, options: RuntimeOptions) -> dict[str, Any]:
+    """Options that were kept for runs like this one; a file that is for others is named and left aside.
+
+    Raises as `planned_cache_bytes`.
+    """
+    from moec.runtime.tuning import read_tuning, tuning_path
+
+    of_size = ""
+    try:
+        tuning = read_tuning(bundle)
+        if tuning is None:
+            return {}
+        if (problem := made_elsewhere(tuning, bundle)) is None:
+            cache_bytes = planned_cache_bytes(bundle, options)
+            if tuning.fits_cache(cache_bytes):
+                return tuning.options
+            then, now = output.human_bytes(tuning.expert_cache_bytes), output.human_bytes(cache_bytes)
+            problem = f"was made with an expert cache of {then}, this run has {now}"
+            of_size = f" {bundle} --expert-cache {options.expert_cache or cache_bytes}"
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    output.say(f"warning: `{tuning_path(bundle)}` {problem}; it is left aside, `moec tune{of_size}` makes a new one")
+    return {}
+
+
+def made_elsewhere(tuning: Tuning, bundle: Path) -> str | None:
+    """Why a tuning says nothing of a bundle as it lies here, whatever the cache; None if it does. Raises OSError."""
+    from moec.profiles.probe import machine_sha256
+    from moec.profiles.storage_identity import storage_sha256
+    from moec.runtime.tuning import bundle_sha256
+
+    if tuning.bundle != bundle_sha256(bundle):
+        return "was made for another compile of the bundle"
+    if tuning.machine != machine_sha256():
+        return "was made on another machine"
+    if tuning.storage != storage_sha256(bundle):
+        return "was made on other storage than the bundle lies on"
+    return None
+
+
+def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
+    """The expert cache of a run while it decodes a short text, beside as many slots as fit. Raises as `open_engine`.
+
+    What an accelerator takes of the host's memory is told when it is opened, and not counted here.
+    """
+    from moec.runtime.budget import plan_memory
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.elastic_cache import BudgetRoom
+
+    # Imports the engine: what a run imports takes its share of the memory.
+    from .engines import with_fitting_slots
+    from .runtime_options import bundle_folder
+
+    manifest = open_bundle(bundle_folder(bundle)).manifest
+
+    def cache_bytes(fitting: RuntimeOptions) -> int:
+        plan = plan_memory(manifest, fitting)
+        if fitting.expert_cache is not None:
+            return plan.cache_bytes
+        return BudgetRoom(manifest, plan, fitting).capacity_bytes(1, [0] * fitting.slots)
+
+    return with_fitting_slots(cache_bytes, options)
