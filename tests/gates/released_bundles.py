@@ -1,0 +1,262 @@
+"""Tiny bundles to keep, each packed into one file, and the logits that the code which wrote them gives on numpy.
+
+`python -m tests.gates.released_bundles FOLDER [NAME ...]` writes all of them, or those, as `format-VERSION-NAME.moec`
+beside a `.json`. Weights are random; between them the bundles have every format and nearly every field.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations, count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.durable import Disk, publish_directory
+from moec.compiler.emit import emit, finish
+from moec.compiler.families import Lowering, lower
+from moec.compiler.low_versions import with_low_versions
+from moec.compiler.packing import pack
+from moec.compiler.plan import CompilePlan
+from moec.compiler.quantized import QuantizedMatrix
+from moec.compiler.uniform import uniform_plan
+from moec.manifests.bundle import FORMAT_VERSION
+from moec.manifests.model import ExpertKey, UnitKey
+from moec.manifests.quant import QuantSpec
+from moec.manifests.router import RouterSpec, StaticRouting
+from moec.runtime import kernels, load
+from moec.runtime.archive import pack_bundle
+from moec.runtime.kernels import reference
+from tests.gates.bundles import DEVICE
+from tests.tiny_compile import compile_tiny, save_texts
+from tests.tiny_families import LONGROPE, TinyFamily, save_tiny_family
+from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_qwen3_moe
+from tests.tiny_switch import TinySwitch, save_tiny_switch
+
+TEXT = "What it said, it says."
+TOKENS = np.random.default_rng(12).integers(4, VOCABULARY, 10).tolist()
+STEP = 24  # of so many logits of a token one is kept
+TOLERANCE = 1e-5  # of the largest logit; sets of kernels differ by 3e-7
+NOISE, TRIALS = 1e-6, 12  # of activations; the order of sums changes them by a tenth of that
+LEAST_CHANGE = 1e-3  # of the largest logit, by what a second run is for
+LARGE_BITWIDTH = 8  # formats from here on occur once in a bundle
+LOSSLESS = {"expert_cache": "1MiB", "context": 64}
+LOW = {**LOSSLESS, "cache_state": "cold", "prefetch": "off", "policy": "lru", "dynamic_precision": "0,1"}
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
+    "topk_group": 1, "routed_scaling_factor": 1.5, "num_hidden_layers": 2, "rope_theta": None,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+_SINKS = {"num_local_experts": 3, "head_dim": 16, "sliding_window": 5, "swiglu_limit": 0.5, "num_hidden_layers": 2}
+_VERSIONS = {
+    "moe_intermediate_size": 64, "num_experts": 4, "shared_expert_intermediate_size": 32, "num_hidden_layers": 2,
+}  # fmt: skip
+_NORMS = {
+    "num_local_experts": 3, "num_hidden_layers": 2, "attention_bias": True, "lm_head_bias": True,
+    "router_jitter_noise": 0.2, "rope_theta": None, "max_position_embeddings": 256,
+    "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128},
+}  # fmt: skip
+_ENCODER = {
+    "d_model": 32, "d_ff": 32, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 2, "expert_capacity": 4,
+    "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "router_bias": True,
+}  # fmt: skip
+_FORMATS = (
+    "q2g32b", "q1g32", "q1.6g64s", "q3g32b", "mxfp4", "q4g32b", "q8s", "q1.6s", "q1g32b", "q3s", "q2s", "q8g32",
+)  # fmt: skip
+
+
+def compiled(root: Path, seed: int) -> Path:
+    """Qwen3-MoE through the whole pipeline: counts of calibration, formats by search, a certificate."""
+    shape = TinyMixtral(
+        layers=3, hidden_size=32, width=32, heads=2, kv_heads=1, head_size=16, experts=3, tied=True, seed=seed
+    )
+    model, texts = save_tiny_qwen3_moe(root / "tiny", shape), save_texts(root / "texts")
+    compile_tiny(model, root / "bundle", "bits_per_weight", 3.5, data=str(texts), bits=(2, 3, 4, 8, 16), dense_bits=4)
+    return root / "bundle"
+
+
+def latent(root: Path, seed: int) -> Path:
+    """DeepSeek-V3: latent attention, a stretched rotary embedding, groups, corrections, shared and plain experts."""
+    return _emit(root, save_tiny_family(root / "model", TinyFamily("DeepseekV3", {**_SMALL, **_LATENT}, seed=seed)))
+
+
+def sinks(root: Path, seed: int) -> Path:
+    """gpt-oss in half precision: windows, attention sinks, biases of everything, clamped experts."""
+    return _emit(
+        root, save_tiny_family(root / "model", TinyFamily("GptOss", {**_SMALL, **_SINKS}, "float16", seed=seed))
+    )
+
+
+def norms(root: Path, seed: int) -> Path:
+    """Phi-3.5-MoE: layer norms, sparsemixer, a bias of the head, a long rotary form; a layer with static routing."""
+    folder = save_tiny_family(root / "model", TinyFamily("Phimoe", {**_SMALL, **_NORMS}, seed=seed))
+    return _emit(root, folder, _with_static_layer)
+
+
+def encoder(root: Path, seed: int) -> Path:
+    """Switch Transformers: an encoder with a capacity, relative positions, attention over it, no gates."""
+    return _emit(root, save_tiny_switch(root / "model", TinySwitch(_ENCODER, seed=seed)))
+
+
+def versions(root: Path, seed: int) -> Path:
+    """Qwen2-MoE with an expert left out, low versions of others, and the stream scaled as Granite's."""
+    folder = save_tiny_family(root / "model", TinyFamily("Qwen2Moe", {**_SMALL, **_VERSIONS}, seed=seed))
+
+    def scale(lowering: Lowering) -> Lowering:
+        scales = {"embedding_scale": 1.5, "residual_scale": 0.75, "logits_scale": 0.5}
+        return replace(lowering, model=replace(lowering.model, **scales))
+
+    def change_plan(plan: CompilePlan) -> CompilePlan:
+        left_out = dict.fromkeys(plan.model.units_of(ExpertKey(0, 3)), QuantSpec.parse("q0"))
+        return with_low_versions(replace(plan, units={**plan.units, **left_out}), QuantSpec.parse("q2g32"))
+
+    return _emit(root, folder, scale, change_plan)
+
+
+def _with_static_layer(lowering: Lowering) -> Lowering:
+    """The last layer is told which experts each token takes; its router weighs them."""
+    *before, last = lowering.model.layers
+    order = np.tile(np.arange(last.experts.count), (lowering.model.vocab_size, 1))
+    taken = np.random.default_rng(47).permuted(order, axis=1)[:, : last.experts.top_k]
+    router = RouterSpec("softmax", True, static=StaticRouting(tuple(taken.reshape(-1).tolist())))
+    layers = (*before, replace(last, experts=replace(last.experts, router=router)))
+    return replace(lowering, model=replace(lowering.model, layers=layers))
+
+
+def _emit(
+    root: Path,
+    folder: Path,
+    change: Callable[[Lowering], Lowering] = lambda lowering: lowering,
+    change_plan: Callable[[CompilePlan], CompilePlan] = lambda plan: plan,
+) -> Path:
+    """A checkpoint with its units in one format after the other, dense weights in 2 bits."""
+    checkpoint = open_checkpoint(str(folder))
+    lowering = change(lower(checkpoint))
+    plan = uniform_plan(lowering.model, 4, 32, 2, lowering.float_type)
+    shapes = {unit: plan.model.unit_shape(unit.layer, unit.projection) for unit in plan.units}
+    specs, units = [QuantSpec(16, float_type=lowering.float_type), *map(QuantSpec.parse, _FORMATS)], {}
+    for unit, (_, columns) in shapes.items():
+        units[unit] = spec = next(spec for spec in specs if spec.fits(columns))
+        specs.remove(spec)
+        if spec.bitwidth < LARGE_BITWIDTH:
+            specs.append(spec)
+    plan = change_plan(replace(plan, units=units))
+
+    def floats(unit: UnitKey, spec: QuantSpec) -> np.ndarray | None:
+        """Weights of 4-bit floats, which no quantizer rounds to."""
+        if not spec.is_mxfp4:
+            return None
+        draw, (rows, columns) = torch.Generator().manual_seed(46), shapes[unit]
+        codes = torch.randint(0, 16, (rows, columns), generator=draw, dtype=torch.uint8)
+        exponents = torch.randint(121, 125, (rows, spec.groups(columns)), generator=draw, dtype=torch.uint8)
+        return pack(QuantizedMatrix(spec, codes, exponents, None))
+
+    disk, partial = Disk(), root / "bundle.partial"
+    manifest = emit(checkpoint, lowering, plan, partial, device=DEVICE, disk=disk, packed_units=floats)
+    finish(partial, manifest, b"{}\n", b"# test\n", disk)
+    publish_directory(disk, partial, root / "bundle")
+    return root / "bundle"
+
+
+MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
+    "compiled": (compiled, [LOSSLESS]),
+    "latent": (latent, [LOSSLESS]),
+    "sinks": (sinks, [LOSSLESS]),
+    "norms": (norms, [LOSSLESS, {**LOSSLESS, "context": 256}]),
+    "encoder": (encoder, [LOSSLESS]),
+    "versions": (versions, [LOSSLESS, LOW]),
+}
+"""How each is made, and the options of its runs."""
+
+
+def logits_of(bundle: Path, options: dict[str, Any], prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+    """Of every token one logit in STEP, beginning with another one each time: float32 [T x V / STEP].
+
+    The first pass takes the prompt, and where modes decide, which they do behind it, its first token.
+    """
+    with load(bundle, **options) as engine:
+        engine.begin_sequence()
+        (known,) = engine.begin_texts([0], [prompt])
+        first = len(known) if engine.is_lossless else 1
+        rows = [*engine.model.logits(engine.prefill(known[:first]))]
+        for at, token in enumerate([*known, *tokens][first:], first):
+            rows += [*engine.decode([token], [0], [at])]
+    return np.concatenate([row[at % STEP :: STEP] for at, row in enumerate(rows)])
+
+
+def differ(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, as a share of the largest logit."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def _uses_all(bundle: Path, prompt: Sequence[int]) -> bool:
+    """Whether every expert has a part in the logits."""
+    with load(bundle, **LOSSLESS, cache_state="cold", prefetch="off") as engine:
+        stored = [entry for entry in engine.bundle.manifest.experts if not entry.is_pruned]
+        engine.begin_sequence()
+        (known,) = engine.begin_texts([0], [prompt])
+        engine.prefill([*known, *TOKENS])
+        return engine.cache.stats.misses == len(stored)
+
+
+def _are_apart(said: Sequence[np.ndarray]) -> bool:
+    """Whether each run says something else: low versions were taken, the long form was."""
+    return all(differ(one, other) > LEAST_CHANGE for one, other in combinations(said, 2))
+
+
+def _is_steady(bundle: Path, options: dict[str, Any], prompt: Sequence[int], expected: np.ndarray) -> bool:
+    """Whether logits stay where activations change in their last bits: then none is about to be rounded to 8 bits the
+    other way, and no token to have another expert, which would change logits by a hundredth.
+    """
+    draw, exact = np.random.default_rng(0), reference.round_activations
+
+    def disturbed(x: np.ndarray) -> np.ndarray:
+        return exact(x * draw.uniform(1 - NOISE, 1 + NOISE, x.shape).astype(np.float32))
+
+    with patch.object(reference, "round_activations", disturbed):
+        return all(differ(logits_of(bundle, options, prompt, TOKENS), expected) <= TOLERANCE for _ in range(TRIALS))
+
+
+def write(name: str, folder: Path) -> None:
+    """One bundle of the first seed that will do, and what it says."""
+    make, runs = MODELS[name]
+    for seed in count():
+        with TemporaryDirectory() as root:
+            bundle = make(Path(root), seed)
+            with load(bundle, **LOSSLESS) as engine:
+                prompt = engine.encode(TEXT)
+            said = [(options, logits_of(bundle, options, prompt, TOKENS)) for options in runs]
+            is_steady = all(_is_steady(bundle, options, prompt, logits) for options, logits in said)
+            if is_steady and _uses_all(bundle, prompt) and _are_apart([logits for _, logits in said]):
+                target = folder / f"format-{FORMAT_VERSION}-{name}.moec"
+                pack_bundle(bundle, target)
+                break
+    plain = [{"options": options, "logits": base64.b64encode(logits).decode()} for options, logits in said]
+    expected = {"text": TEXT, "prompt": prompt, "tokens": TOKENS, "runs": plain}
+    target.with_suffix(".json").write_text(json.dumps(expected) + "\n")
+    print(f"{target}: seed {seed}")
+
+
+if __name__ == "__main__":
+    kernels.select(kernels.NUMPY)
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    for chosen in sys.argv[2:] or MODELS:
+        write(chosen, Path(sys.argv[1]))

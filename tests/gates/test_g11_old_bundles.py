@@ -1,0 +1,141 @@
+"""G11: bundles of every format version open and say what they said, on every set of kernels.
+
+That versions nobody knows are refused is shown in tests/manifests/test_codec.py and tests/gates/test_g10_hostile.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from moec.cli.main import cli
+from moec.manifests.bundle import FORMAT_VERSION, MANIFEST_NAME
+from moec.manifests.codec import encode_manifest, manifest_schema
+from moec.manifests.quant import BITWIDTHS, BYTE_SCALES_BITWIDTHS, PRUNED
+from moec.runtime import kernels, load
+from moec.runtime.archive import unpack_bundle
+from moec.runtime.bundle import open_bundle
+from tests.gates.damage import plain_manifest, seal
+from tests.gates.released_bundles import LOSSLESS, TOLERANCE, differ, logits_of
+from tests.manifests.examples import get, put
+
+pytestmark = pytest.mark.gate("G11")
+Unpacked = Callable[[str], Path]
+RELEASED = Path(__file__).parent / "released"
+NAMES = sorted(path.stem for path in RELEASED.glob("*.moec"))
+# What a reader would compute that takes a field for its default, or for a value close by; `...`: for missing.
+MISREAD: list[tuple[str, str, Any]] = [
+    ("compiled", "model.norm_eps", 1e-5),
+    ("compiled", "model.layers[2].attention.rope.theta", 10_100.0),
+    ("compiled", "model.layers[2].experts.router.renormalize", True),
+    ("latent", "model.layers[0].attention.latent.norm_eps", 1e-5),
+    ("latent", "model.layers[1].attention.rope.interleaved", False),
+    ("latent", "model.layers[1].attention.rope.frequencies", []),
+    ("latent", "model.layers[0].attention.scale", 0.0),
+    ("latent", "model.layers[1].experts.router.scale", 1.0),
+    ("latent", "model.layers[1].experts.router.correction", []),
+    ("latent", "model.layers[1].experts.router.kept_groups", 2),
+    ("sinks", "model.layers[0].attention.sliding_window", 6),
+    ("sinks", "model.layers[0].attention.rope.magnitude", 1.0),
+    ("sinks", "model.layers[1].experts.limit", 0.55),
+    ("norms", "model.norm_eps", 2e-5),
+    ("norms", "model.layers[0].experts.router.margin", ...),
+    ("norms", "model.layers[1].experts.router.static", ...),
+    ("norms", "model.layers[0].attention.rope.long.magnitude", 1.0),
+    ("encoder", "model.layers[0].experts.router.capacity", ...),
+    ("encoder", "model.encoder.start_token_id", 1),
+    ("encoder", "model.layers[0].attention.relative_bias.max_distance", 64),
+    ("versions", "model.embedding_scale", 1.0),
+    ("versions", "model.residual_scale", 1.0),
+    ("versions", "model.logits_scale", 1.0),
+]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpacked:
+    """The folder of the bundle of a name, unpacked when it is first asked for."""
+    root = tmp_path_factory.mktemp("released")
+    return cache(lambda name: unpack_bundle(RELEASED / f"{name}.moec", root / name).path)
+
+
+@pytest.fixture(params=kernels.available())
+def each_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One set of kernels after the other is in use."""
+    before = kernels.active()
+    kernels.select(request.param)
+    yield
+    kernels.select(before)
+
+
+def said_by(name: str) -> dict[str, Any]:
+    """What is written beside a bundle: text, tokens, and the logits of its runs."""
+    said: dict[str, Any] = json.loads((RELEASED / f"{name}.json").read_bytes())
+    for run in said["runs"]:
+        run["logits"] = np.frombuffer(base64.b64decode(run["logits"]), "<f4")
+    return said
+
+
+def errors(bundle: Path, said: dict[str, Any]) -> list[float]:
+    """Of each run, by how much it says something else."""
+    return [
+        differ(logits_of(bundle, run["options"], said["prompt"], said["tokens"]), run["logits"]) for run in said["runs"]
+    ]
+
+
+@pytest.mark.usefixtures("each_set")
+@pytest.mark.parametrize("name", NAMES)
+def test_it_says_what_it_said(name: str, unpacked: Unpacked) -> None:
+    assert max(errors(unpacked(name), said_by(name))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_takes_it(name: str, unpacked: Unpacked) -> None:
+    """`verify` and `inspect`, the tokenizer and the schema; and its manifest would be written so today."""
+    bundle = unpacked(name)
+    for command in ("verify", "inspect"):
+        result = CliRunner().invoke(cli, [command, str(bundle), "--json"])
+        assert result.exit_code == 0 and json.loads(result.stdout), result.stderr
+    with load(bundle, **LOSSLESS) as engine:
+        assert engine.encode(said_by(name)["text"]) == said_by(name)["prompt"]
+    raw, manifest = (bundle / MANIFEST_NAME).read_bytes(), open_bundle(bundle).manifest
+    if manifest.format_version == FORMAT_VERSION:
+        jsonschema.validate(json.loads(raw), manifest_schema())
+        assert encode_manifest(manifest) == raw
+
+
+def test_every_version_and_every_format_is_kept(unpacked: Unpacked) -> None:
+    """What is new needs a bundle that has it: tests/gates/released/README.md."""
+    assert {path.stem for path in RELEASED.glob("*.json")} == set(NAMES)
+    kept = [open_bundle(bundle).manifest for bundle in map(unpacked, NAMES)]
+    assert {manifest.format_version for manifest in kept} == set(range(1, FORMAT_VERSION + 1))
+    entries = [entry for manifest in kept for entry in manifest.stored_experts]
+    specs = {spec for entry in entries for spec in (entry.gate, entry.up, entry.down) if spec is not None}
+    assert {spec.bitwidth for spec in specs} == {*BITWIDTHS, PRUNED}
+    assert {spec.bitwidth for spec in specs if spec.byte_scales} == set(BYTE_SCALES_BITWIDTHS)
+    assert {spec.float_type for spec in specs} == {"none", "bfloat16", "float16", "mxfp4"}
+    assert any(manifest.low_experts for manifest in kept)
+
+
+@pytest.mark.parametrize(("name", "path", "value"), MISREAD)
+def test_the_gate_sees_a_field_that_is_misread(
+    name: str, path: str, value: Any, unpacked: Unpacked, tmp_path: Path
+) -> None:
+    source, bundle = unpacked(f"format-{FORMAT_VERSION}-{name}"), tmp_path / name
+    shutil.copytree(source, bundle, copy_function=os.link)
+    plain = plain_manifest(bundle)
+    assert get(plain, path) != value
+    put(plain, path, value)
+    (bundle / MANIFEST_NAME).unlink()
+    seal(bundle, plain)
+    assert max(errors(bundle, said_by(source.name))) > 10 * TOLERANCE
