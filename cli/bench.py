@@ -106,7 +106,6 @@ def bench_command(
     moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
     moec bench mixtral-moec --memory 4GiB --profile
     """
-    from moec.profiles.probe import probe_host
     from moec.runtime.bundle import open_bundle
     from moec.runtime.kernels.profile import timed_kernels
     from moec.runtime.statistics import reset_peak_memory
@@ -114,7 +113,6 @@ def bench_command(
     opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
     options = _options(values, bundle, tokens, modes, profile, is_traced=trace_out is not None or policies != "none")
     _check_little(opened.path, trace_out, trace_little)
-    host = probe_host(_probed_place(opened), request_bytes=max(entry.size_bytes for entry in opened.manifest.experts))
     if text_path is None:
         sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)
     else:
@@ -124,7 +122,7 @@ def bench_command(
         _print_sweep(speed_sweep(bundle, modes, options, kernels, sequence, prompt_length), options, as_json)
         return
     gc.collect()  # an engine that made the sequence is not the one that is measured
-    host = _with_read_bandwidth(host, opened, options.threads or host.threads)
+    host = _measured_host(opened, options.threads)
     reset_peak_memory()
     with open_engine(bundle, options, kernels) as engine:
         say_mode_cost(bundle, engine)
@@ -139,8 +137,7 @@ def bench_command(
     if trace_out is not None:
         _write_trace(trace_out, trace, bundle, options, kernels, sequence, prompt_length, trace_little)
     simulated = _simulate(opened, trace) if policies == "all" else []
-    ceiling["run_ns"] = run_ceiling_ns(ceiling, host, statistics)
-    _tell(engine, statistics, ceiling, simulated, {"tokens": tokens, "host": host.to_plain()}, kernel_times, as_json)
+    _tell(engine, statistics, ceiling, simulated, host, kernel_times, as_json)
 
 
 def _options(
@@ -184,11 +181,12 @@ def _tell(
     statistics: RunStatistics,
     ceiling: dict[str, Any],
     simulated: list[dict[str, Any]],
-    conditions: dict[str, Any],
+    host: DeviceProfile,
     kernel_times: KernelTimes | None,
     as_json: bool,
 ) -> None:
     """The measurement for people, or with its conditions as JSON. kernel_times: None where they were not asked for."""
+    ceiling["run_ns"] = run_ceiling_ns(ceiling, host, statistics)
     profile = [] if kernel_times is None else profile_rows(kernel_times, statistics)
     ratio = None if statistics.tokens_per_s is None else ceiling["run_ns"] * statistics.tokens_per_s / 1e9
     advice, counts = engine.model.advice_by_layer(), engine.mode_counts
@@ -204,7 +202,7 @@ def _tell(
     if profile:
         told["profile"] = profile
     told["prefetch_by_layer"] = [each.to_plain() for each in advice]
-    output.data_json({**told, **conditions})
+    output.data_json({**told, "tokens": statistics.tokens, "host": host.to_plain()})
 
 
 def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: bool) -> None:
@@ -241,18 +239,25 @@ def _print_measurement(
         output.data(f"\n{_policies_table(simulated)}")
 
 
-def _probed_place(bundle: Bundle) -> Path:
-    """What the storage probe reads: the largest file of the bundle, or a file of its own beside the bundle."""
-    from moec.profiles.probe import MIN_SAMPLE_BYTES
+def _probed_host(bundle: Bundle) -> DeviceProfile:
+    """This machine, its storage by reads of the largest expert's size in the largest file of the bundle.
+
+    Where no file is large enough, in one made beside the bundle.
+    """
+    from moec.profiles.probe import MIN_SAMPLE_BYTES, probe_host
 
     largest = max(bundle.manifest.files, key=lambda entry: entry.size_bytes)
-    return bundle.path / largest.name if largest.size_bytes >= MIN_SAMPLE_BYTES else bundle.path.resolve().parent
+    is_large = largest.size_bytes >= MIN_SAMPLE_BYTES
+    place = bundle.path / largest.name if is_large else bundle.path.resolve().parent
+    return probe_host(place, request_bytes=max(entry.size_bytes for entry in bundle.manifest.experts))
 
 
-def _with_read_bandwidth(host: DeviceProfile, bundle: Bundle, threads: int) -> DeviceProfile:
-    """The host with the rate at which that many threads read memory, which is what decoding does."""
+def _measured_host(bundle: Bundle, threads: int | None) -> DeviceProfile:
+    """This machine, its memory by as many threads reading as will decode. threads: None for all processors."""
     from moec.runtime.bandwidth import buffer_bytes, read_bytes_per_s
 
+    host = _probed_host(bundle)
+    threads = threads or host.threads
     size = buffer_bytes(sum(entry.size_bytes for entry in bundle.manifest.files))
     told = f"measured: {threads} threads reading {size} bytes, best of three"
     return replace(

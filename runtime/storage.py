@@ -168,6 +168,11 @@ class ReadStorage:
         try:
             for name in sorted({entry.file for entry in self._entries}):
                 files[name] = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC | flag)
+                if not flag and hasattr(os, "posix_fadvise"):
+                    # What is read ahead of an expert is in no range that is dropped: it would stay in the page cache.
+                    # Pages that others have read ahead ask for more, whoever comes to them.
+                    os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_RANDOM)
             if flag:
                 first = self._entries[0]
                 probe = mmap.mmap(-1, mmap.PAGESIZE)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ ROOMS = Path(moec.manifests.__file__).parent.parent
 HEAVY = {"torch", "transformers", "datasets", "optimum", "evaluate", "safetensors", "rouge_score", "matplotlib"}
 # tokenizers imports huggingface_hub only where a hub name is asked for; numpy and tokenizers bring nothing else.
 ALLOWED = {"moec", "numpy", "tokenizers", "xxhash"}
+RUNTIME_IMPORT_S = 0.25
+ENGINE_IMPORT_S = 1.0  # of a processor, measured .34 without bytecode; torch alone takes 1.1
 PROBE = """
 import json, sys, time
 before = set(sys.modules)
@@ -30,8 +34,14 @@ print(json.dumps({{"foreign": foreign, "seconds": seconds, "extra": globals().ge
 
 def probe(code: str) -> dict[str, object]:
     """Foreign top-level modules that `code` loads in a fresh interpreter, and how long it took."""
+    found: dict[str, object] = json.loads(fresh(PROBE.format(code=code)).splitlines()[-1])
+    return found
+
+
+def fresh(program: str) -> str:
+    """What a program prints in a fresh interpreter."""
     done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(code=code)],
+        [sys.executable, "-c", program],
         check=False,
         capture_output=True,
         text=True,
@@ -39,8 +49,7 @@ def probe(code: str) -> dict[str, object]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([p for p in sys.path if p])},
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return done.stdout
 
 
 def foreign(code: str) -> set[str]:
@@ -50,6 +59,30 @@ def foreign(code: str) -> set[str]:
     print(f"{code.splitlines()[0]}: {found['seconds']:.3f} s, loads {names}")
     # Import hooks of editable installs and of coverage are there before the code; compiled parts of rooms are ours.
     return {name for name in names if not name.startswith("_")}
+
+
+def seconds(code: str) -> tuple[float, float]:
+    """What a fresh interpreter takes for `code`, ending it included: by the clock, and of a processor."""
+    start = time.perf_counter()
+    processor = float(fresh(f"{code}\nimport time\nprint(time.process_time())"))
+    return time.perf_counter() - start, processor
+
+
+def more_seconds(code: str) -> tuple[float, float]:
+    """How much more that is than with no code: medians of three."""
+    runs = [(*seconds(code), *seconds("")) for _ in range(3)]
+    clock, processor = (statistics.median(run[at] - run[at + 2] for run in runs) for at in (0, 1))
+    print(f"{code}: {clock:.3f} s more than a bare start, {processor:.3f} s of a processor")
+    return clock, processor
+
+
+@pytest.mark.gate("G7")
+def test_an_import_of_the_runtime_takes_no_time_to_speak_of() -> None:
+    """The engine, with numpy and tokenizers, comes when it is asked for; its time is a processor's, which other work
+    does not lengthen.
+    """
+    assert more_seconds("import moec.runtime")[0] <= RUNTIME_IMPORT_S
+    assert more_seconds("from moec.runtime import load")[1] <= ENGINE_IMPORT_S
 
 
 @pytest.mark.gate("G7")

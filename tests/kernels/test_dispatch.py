@@ -119,15 +119,16 @@ def test_thread_counts_change_while_calls_run() -> None:
         assert np.array_equal(bits(running.result()), bits(expected))
 
 
-FORK = """
-import os, signal
+PRODUCT = """
+import os, signal, time
 import numpy as np
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
-from moec.runtime.kernels import extension
 spec = QuantSpec.parse("bf16")
 matrix = kernels.PackedMatrix(np.full(spec.packed_bytes(1024, 1024), 63, np.uint8), 1024, 1024, spec)
 x, out = np.ones((4, 1024), np.float32), np.empty((4, 1024), np.float32)
+"""
+FORK = f"""{PRODUCT}
 kernels.set_threads(3)
 kernels.linear(matrix, x, out)
 expected = out.copy()
@@ -153,3 +154,24 @@ def test_a_child_process_computes_too() -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
+
+
+IDLE = f"""{PRODUCT}
+kernels.linear(matrix, x, out)
+before = len(os.listdir("/proc/self/task"))
+kernels.set_threads(3)
+kernels.linear(matrix, x, out)
+assert len(os.listdir("/proc/self/task")) == before + 2, "two threads help"
+start = time.process_time()
+time.sleep(1)
+print(time.process_time() - start)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted as Linux lists them")
+def test_threads_without_work_sleep() -> None:
+    """They watch for the next product for a fraction of a millisecond, and no longer."""
+    need("scalar")
+    finished = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert float(finished.stdout) < 0.05, "seconds of a processor in a second without work"

@@ -23,7 +23,7 @@ from moec.runtime.bound_experts import bind_experts
 from moec.runtime.bundle import Bundle, open_bundle
 from moec.runtime.dense_weights import load_dense
 from moec.runtime.options import IoMode
-from moec.runtime.storage import ReadStorage, open_storage
+from moec.runtime.storage import ReadStorage, open_storage, resident_bytes
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
 every_mode = pytest.mark.parametrize("io", MODES)
@@ -97,6 +97,28 @@ def test_neighbours_come_in_one_read(tiny_bundle: Path, io: IoMode, monkeypatch:
         monkeypatch.setattr(os, "preadv", short)
         storage.load(*run)
         assert all(storage.block(index).tobytes() == file_bytes(bundle, index) for index in run)
+    storage.close()
+
+
+def cached_bytes(bundle: Bundle) -> int:
+    """What the page cache has of the expert files."""
+    names = {entry.file for entry in bundle.manifest.experts}
+    return sum(resident_bytes(np.memmap(bundle.path / name, np.uint8, "r")) for name in names)
+
+
+def test_buffered_reads_leave_nothing_in_the_page_cache(own_bundle: Path) -> None:
+    """Neither what was read nor what the system reads ahead of it, as it does for who reads a header."""
+    bundle = open_bundle(own_bundle)
+    for path in own_bundle.glob("experts-*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(bundle):
+        pytest.skip("NOT RUN: a file system that keeps what it is told to drop")
+    storage = open_storage(open_bundle(own_bundle), "buffered", verify=True)
+    for index in range(len(bundle.manifest.experts)):
+        storage.load(index)
+        assert cached_bytes(bundle) == 0
     storage.close()
 
 

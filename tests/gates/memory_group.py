@@ -1,0 +1,101 @@
+"""A control group that bounds the memory of one process, page cache counted. Linux, as root.
+
+Both hierarchies are known: version 1 (`memory`) and version 2 (`memory.max`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SYSTEM = Path("/")
+_WITH_SWAP = "memory.memsw.limit_in_bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """The files of one group, as its version names them."""
+
+    path: Path
+    is_version_2: bool
+
+    @property
+    def processes(self) -> Path:
+        """Whose number is written there is in the group from then on."""
+        return self.path / "cgroup.procs"
+
+    @property
+    def usage(self) -> Path:
+        """Bytes that are charged now."""
+        return self.path / ("memory.current" if self.is_version_2 else "memory.usage_in_bytes")
+
+    def limit(self, size_bytes: int) -> None:
+        """Whoever would take more loses page cache, and is killed where none is left; nothing is swapped."""
+        names = ("memory.max", "memory.swap.max") if self.is_version_2 else ("memory.limit_in_bytes", _WITH_SWAP)
+        (self.path / names[0]).write_text(str(size_bytes))
+        with contextlib.suppress(FileNotFoundError):  # the system counts no swap
+            (self.path / names[1]).write_text("0" if self.is_version_2 else str(size_bytes))
+
+    def times_full(self) -> int:
+        """How often the limit stood in the way, of page cache too."""
+        if self.is_version_2:
+            return self._counts("memory.events")["max"]
+        return int((self.path / "memory.failcnt").read_text())
+
+    def kills(self) -> int:
+        """Processes that the system ended for want of memory."""
+        return self._counts("memory.events" if self.is_version_2 else "memory.oom_control")["oom_kill"]
+
+    def _counts(self, name: str) -> dict[str, int]:
+        pairs = (line.split() for line in (self.path / name).read_text().splitlines())
+        return {key: int(value) for key, value in pairs}
+
+
+@contextlib.contextmanager
+def memory_group(limit_bytes: int | None = None) -> Iterator[MemoryGroup]:
+    """A group of its own; the test is skipped where none can be made."""
+    with contextlib.ExitStack() as made:
+        try:
+            parent = parent_group()
+            group = MemoryGroup(parent.path / f"moec-g6-{os.getpid()}", parent.is_version_2)
+            group.path.mkdir()
+            made.callback(_remove, group.path)
+            if limit_bytes is not None:
+                group.limit(limit_bytes)
+        except OSError as error:
+            pytest.skip(f"NOT RUN: no control groups of memory here: {error}")
+        yield group
+
+
+def _remove(path: Path) -> None:
+    for _ in range(50):  # the last thread of a process leaves its group behind the process's end
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            return
+        time.sleep(0.1)
+    path.rmdir()
+
+
+def parent_group(system: Path = SYSTEM) -> MemoryGroup:
+    """Where groups can be made: the one that this process is in, under version 2 the nearest above whose children have
+    the controller of memory. Raises OSError where there is none.
+    """
+    root, own = system / "sys/fs/cgroup", ""
+    for line in (system / "proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        if "memory" in names.split(","):
+            inside = root / "memory" / path.lstrip("/")  # a container may not see its own name
+            return MemoryGroup(inside if inside.exists() else root / "memory", is_version_2=False)
+        own = path if names == "" else own
+    parts = [part for part in own.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        above = root.joinpath(*parts[:depth])
+        if "memory" in (above / "cgroup.subtree_control").read_text().split():
+            return MemoryGroup(above, is_version_2=True)
+    raise OSError("no group gives its children the controller of memory")

@@ -1,0 +1,62 @@
+"""What a layer asks for is read before what was advised, by the cache in the extension and by the one in Python."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from moec.runtime import kernels, load
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.native_cache import NativeCache
+from moec.runtime.options import Policy
+from moec.runtime.residency import QUEUED
+from moec.runtime.streaming_cache import StreamingCache
+from tests.runtime.faulty_source import InTime, each, wait_for
+
+ADVISED = [6, 9, 13, 16]
+"""Of three layers of six experts those that are no neighbours: each is read alone."""
+
+
+@pytest.mark.parametrize("policy, kind", [("lrfu", NativeCache), ("edgemoe", ExpertCache)])
+@pytest.mark.parametrize(
+    "layer, asked, order",
+    [
+        (0, [0, 3], [6, 0, 3, 9, 13, 16]),
+        (2, [16], [6, 16, 9]),  # advised itself; the other one of its layer was guessed wrong
+    ],
+)
+def test_demand_overtakes_advice(
+    tiny_bundle: Path,
+    in_time: InTime,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Policy,
+    kind: type[StreamingCache],
+    layer: int,
+    asked: list[int],
+    order: list[int],
+) -> None:
+    """Advice is queued behind a read that is held; demand comes after it."""
+    if kind is NativeCache and kernels.compiled() is None:
+        pytest.skip("no extension")
+    with load(tiny_bundle, expert_cache="100%", context=8, readers=1, cache_state="cold", policy=policy) as engine:
+        assert isinstance(engine.cache, kind)
+        cache, gate, reads, read = engine.cache, threading.Event(), list[int](), engine._storage.load
+
+        def held(*run: int) -> None:
+            reads.extend(run)
+            gate.wait(30)
+            read(*run)
+
+        monkeypatch.setattr(engine._storage, "load", held)
+        cache.prefetch(ADVISED)
+        in_time(lambda: wait_for(lambda: bool(reads)))
+        assert reads == ADVISED[:1] and all(cache._state[index] == QUEUED for index in ADVISED[1:])
+        asking = threading.Thread(target=lambda: each(cache.stream(layer, asked)))
+        asking.start()
+        in_time(lambda: wait_for(lambda: all(cache._leases[index] for index in asked)))
+        gate.set()
+        in_time(asking.join)
+        in_time(lambda: wait_for(lambda: len(reads) == len(order)))
+        assert reads == order
