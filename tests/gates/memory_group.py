@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 SYSTEM = Path("/")
-_WITH_SWAP = "memory.memsw.limit_in_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,10 @@ class MemoryGroup:
 
     def limit(self, size_bytes: int) -> None:
         """Whoever would take more loses page cache, and is killed where none is left; nothing is swapped."""
-        names = ("memory.max", "memory.swap.max") if self.is_version_2 else ("memory.limit_in_bytes", _WITH_SWAP)
-        (self.path / names[0]).write_text(str(size_bytes))
+        names = ("max", "swap.max") if self.is_version_2 else ("limit_in_bytes", "swappiness")
+        (self.path / f"memory.{names[0]}").write_text(str(size_bytes))
         with contextlib.suppress(FileNotFoundError):  # the system counts no swap
-            (self.path / names[1]).write_text("0" if self.is_version_2 else str(size_bytes))
+            (self.path / f"memory.{names[1]}").write_text("0")
 
     def times_full(self) -> int:
         """How often the limit stood in the way, of page cache too."""

@@ -46,7 +46,7 @@ def test_version_2_has_groups_where_children_have_the_controller(tmp_path: Path)
     [
         (
             False,
-            {"memory.limit_in_bytes": "4096", "memory.memsw.limit_in_bytes": "4096"},
+            {"memory.limit_in_bytes": "4096", "memory.swappiness": "0"},
             {"memory.failcnt": "3\n", "memory.oom_control": "under_oom 0\noom_kill 1\n"},
         ),
         (
