@@ -1,9 +1,10 @@
 """How near a time per token comes to the machine's own: ``python -m yardstick.overlap RESULTS``, a Markdown table.
 
 Read from the runs that `compare.py` left. C: time per token with everything in memory, the same tokens (`memory32`). I:
-bytes per token of the run without prefetch over what direct reads gave in the same group in front of that round's run.
-Where I > C, storage should be busy; where C >= I, what was read should be hidden behind computing. Every figure belongs
-to a round; the table has medians and spread.
+bytes per token of the round's run without prefetch over what storage gives, which is the larger of two rates: of that
+run while a read was under way, and of direct reads in the same group in front of it (virtual disks answer a process
+that does nothing else later than one that computes, or earlier). Where I > C, storage should be busy; where C >= I,
+what was read should be hidden behind computing. Every figure belongs to a round; the table has medians and spread.
 """
 
 from __future__ import annotations
@@ -45,13 +46,21 @@ def runs(results: Path, condition: str, arm: str) -> list[dict[str, Any]]:
     return found
 
 
+def storage_rate(run: dict[str, Any]) -> float:
+    """Bytes per second: the larger of the run's own, while it read, and of the probe in front of it."""
+    measured = run["measured"]
+    read_per_s = measured["decode_bytes_read_per_token"] * measured["tokens_per_s"]
+    return max(read_per_s / measured["decode_shares"]["storage_busy"], run["probe"]["storage_bytes_per_s"])
+
+
 def overlap_of(run: dict[str, Any], without: dict[str, Any], memory: dict[str, Any]) -> dict[str, float]:
     """Of one round: a run, the one without prefetch, the one in memory. hidden: (C + I - T) / I."""
     measured, read = run["measured"], without["measured"]["decode_bytes_read_per_token"]
     compute_s, token_s = (1 / each["measured"]["tokens_per_s"] for each in (memory, run))
-    reads_s = read / run["probe"]["storage_bytes_per_s"]
+    reads_s = read / storage_rate(without)
     return {
         "compute_ms": compute_s * 1e3,
+        "storage_gb_per_s": storage_rate(without) / 1e9,
         "reads_ms": reads_s * 1e3,
         "over_longer": token_s / max(compute_s, reads_s),
         "storage_busy": measured["decode_shares"]["storage_busy"],
