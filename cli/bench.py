@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -301,10 +302,15 @@ def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, 
 
 
 def run_ceiling_ns(ceiling: dict[str, Any], host: DeviceProfile, statistics: RunStatistics) -> int:
-    """The least time per token for what a run has read, waste included: computing or storage, whichever is longer."""
-    from moec.profiles.predict import storage_ns
+    """The least time per token for what a run has read, waste included: computing or storage, whichever is longer.
 
-    return max(int(ceiling["compute_ns"]), storage_ns(host, statistics.decode_bytes_read_per_token, 0))
+    Storage gives what the probe found, or what it gave while the run read if that is more: virtual disks may answer a
+    process that only reads at half the rate.
+    """
+    read, shares, rate = statistics.decode_bytes_read_per_token, statistics.decode_shares, host.storage_bytes_per_s
+    if shares is not None and shares.storage_busy and statistics.tokens_per_s:
+        rate = max(rate, int(read * statistics.tokens_per_s / shares.storage_busy))
+    return max(int(ceiling["compute_ns"]), math.ceil(read / rate * 1e9))
 
 
 def _dense_bytes_per_token(bundle: Bundle) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moec.cli.bench import predict
+from moec.cli.bench import predict, run_ceiling_ns
 from moec.profiles.device import DeviceProfile, load_profile
 from moec.runtime.bundle import open_bundle
 from moec.runtime.eviction import SCORES
+from moec.runtime.statistics import DecodeShares, RunRecorder
 
 from .conftest import Invoke
 
@@ -36,8 +38,10 @@ def test_json_holds_all_of_it(invoke: Invoke, mixed_bundle: Path, host: DevicePr
     values = json.loads(invoke(*arguments, "--policies", "all").stdout)
     ceiling, measured = values["ceiling"], values["measured"]
     assert measured["tokens"] == 10 and measured["prompt_tokens"] == 5
-    read_ns = measured["decode_bytes_read_per_token"] / values["host"]["storage_bytes_per_s"] * 1e9
-    assert ceiling["run_ns"] == pytest.approx(max(ceiling["compute_ns"], read_ns), abs=1) and read_ns > 0
+    read = measured["decode_bytes_read_per_token"]
+    own_rate = read * measured["tokens_per_s"] / measured["decode_shares"]["storage_busy"]
+    read_ns = read / max(own_rate, values["host"]["storage_bytes_per_s"]) * 1e9
+    assert ceiling["run_ns"] == pytest.approx(max(ceiling["compute_ns"], read_ns), rel=1e-6, abs=1) and read_ns > 0
     assert values["ratio"] == pytest.approx(ceiling["run_ns"] * measured["tokens_per_s"] / 1e9)
     assert ceiling["tpot_ns"] == max(ceiling["compute_ns"], ceiling["storage_ns"]) > 0
     assert ceiling["is_calibrated"] == bool(open_bundle(mixed_bundle).tables().popularity.any())
@@ -47,6 +51,25 @@ def test_json_holds_all_of_it(invoke: Invoke, mixed_bundle: Path, host: DevicePr
         part = {row["policy"]: row for row in rows if row["share"] == share}
         assert part["optimum"]["lookups"] == measured["lookups"]
         assert part["optimum"]["misses"] <= min(row["misses"] for row in part.values()) + 2  # sizes differ a little
+
+
+@pytest.mark.parametrize(
+    "read, busy, expected_ns",
+    [
+        (0, 0.0, 500),  # nothing is read: computing
+        (4_000, 0.5, 2_000),  # 2 GB/s found by the probe, of 4 kB
+        (4_000, 0.125, 1_000),  # 4 GB/s in the run itself
+    ],
+)
+def test_the_ceiling_of_a_run_is_what_storage_gives_for_what_it_read(read: int, busy: float, expected_ns: int) -> None:
+    host = replace(load_profile("laptop"), storage_bytes_per_s=2_000_000_000)
+    run = replace(
+        RunRecorder(1).finish(),
+        tokens_per_s=125_000.0,
+        decode_bytes_read_per_token=float(read),
+        decode_shares=DecodeShares(0.0, 0.0, 0.0, 1.0, busy),
+    )
+    assert run_ceiling_ns({"compute_ns": 500}, host, run) == expected_ns
 
 
 def test_storage_is_asked_for_as_much_at_once_as_the_largest_expert_has(
