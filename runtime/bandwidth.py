@@ -11,9 +11,8 @@ from .budget import available_memory_bytes
 
 MOST_BYTES = 4 << 30  # several times any last-level cache
 LEAST_BYTES = 64 << 20
-LARGE_BYTES = (
-    512 << 20
-)  # what some last-level cache may hold: a model above it is read from memory, so nothing smaller tells
+LARGE_BYTES = 512 << 20
+"""What some last-level caches nearly hold: a larger model is read from memory, so that no smaller buffer tells."""
 _PASSES = 3
 _PARTS_PER_THREAD = 8
 
