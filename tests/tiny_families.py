@@ -18,7 +18,7 @@ _COMMON = {
     "max_position_embeddings": 128, "initializer_range": INITIALIZER_RANGE, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "rope_theta": 10_000.0,
 }  # fmt: skip
-_YARN = {
+YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
@@ -90,7 +90,7 @@ TINY_FAMILIES = {
         {
             **_LATENT, "q_lora_rank": 48, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
             "num_experts_per_tok": 3, "n_shared_experts": 2, "rope_theta": None, "routed_scaling_factor": 4.0,
-            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
         seed=6,
     ),
@@ -105,7 +105,7 @@ TINY_FAMILIES = {
         "DeepseekV3",
         {
             **_LATENT, "n_group": 1, "topk_group": 1, "rope_theta": None, "norm_topk_prob": False,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
         seed=9,
     ),
@@ -161,7 +161,7 @@ TINY_FAMILIES = {
         {
             "num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 16, "rope_theta": None,
             "num_hidden_layers": 4,
-            "rope_parameters": {**_YARN, "truncate": False},
+            "rope_parameters": {**YARN, "truncate": False},
         },
         shard_size="100KB", seed=22,
     ),

@@ -38,7 +38,7 @@ from moec.runtime.archive import pack_bundle
 from moec.runtime.kernels import reference
 from tests.gates.bundles import DEVICE
 from tests.tiny_compile import compile_tiny, save_texts
-from tests.tiny_families import LONGROPE, TinyFamily, save_tiny_family
+from tests.tiny_families import LONGROPE, YARN, TinyFamily, save_tiny_family
 from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_qwen3_moe
 from tests.tiny_switch import TinySwitch, save_tiny_switch
 
@@ -55,15 +55,11 @@ _SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 2,
     "tie_word_embeddings": True,
 }  # fmt: skip
-_YARN = {
-    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
 _LATENT = {
     "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
     "topk_group": 1, "routed_scaling_factor": 1.5, "num_hidden_layers": 2, "rope_theta": None,
-    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 }  # fmt: skip
 _SINKS = {"num_local_experts": 3, "head_dim": 16, "sliding_window": 5, "swiglu_limit": 0.5, "num_hidden_layers": 2}
 _VERSIONS = {
