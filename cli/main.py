@@ -6,7 +6,6 @@ Exit codes: 0 done; 1 something the user can act on; 2 usage; 3 a damaged bundle
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
 import traceback
@@ -128,9 +127,11 @@ def _fault() -> int:
 
 def version() -> str:
     """The installed version; `unknown` in a tree that was never installed."""
+    from importlib import metadata  # a seventh of what starting the command line takes, and seldom asked
+
     try:
-        return importlib.metadata.version("moec")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("moec")
+    except metadata.PackageNotFoundError:
         return "unknown"
 
 

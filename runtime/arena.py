@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from .address_space import find_page_maker, find_page_mover, map_anonymous
 
 HUGE_PAGE_BYTES = 2 << 20
+# Whoever maps or unmaps memory waits until a range is cleared: ranges of 32 MiB held loading up for half a second.
+_CLEARED_AT_ONCE = HUGE_PAGE_BYTES
 # Linux; other systems refuse or lack them, and go without.
 _HUGE, _NOT_HUGE = getattr(mmap, "MADV_HUGEPAGE", 14), getattr(mmap, "MADV_NOHUGEPAGE", 15)
 _COLD = 20  # Linux 5.4; the module has no name for it
-_CLEARED_AT_ONCE = 32 << 20
 
 
 class Arena:

@@ -21,7 +21,7 @@ from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, O
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from . import kernels
-from .accelerator.opening import open_accelerator, start_cooperation
+from .accelerator import open_accelerator
 from .bound_experts import bind_experts
 from .budget import MemoryPlan, plan_memory
 from .bundle import Bundle, open_bundle, verify_files
@@ -116,12 +116,13 @@ class Engine:
         self.model.bind_token_experts()
         self._elastic = ElasticCache(manifest, self.memory, options, self.cache) if is_elastic else None
         if opened is not None:
+            from .accelerator.opening import start_cooperation
+
             args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)
             self.model.accelerator = start_cooperation(*args)
             self.place_dense(on_device=self.model.accelerator.dense is not None)
-        # Low versions come with a miss.
-        order = [index for index in warm_order(records).tolist() if index < count] * (options.cache_state == "warm")
-        warm = self.model.absent_first(order)
+        order = warm_order(records).tolist() if options.cache_state == "warm" else []
+        warm = self.model.absent_first([index for index in order if index < count])  # low versions come with a miss
         self.cache.warm(warm)
         self.lossy = None
         if not modes.is_lossless:

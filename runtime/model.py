@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moec.manifests.model import ExpertsSpec, ModelSpec
 
 from . import kernels
-from .accelerator.cooperative import CooperativeExperts
 from .attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_block
 from .bundle import Bundle
 from .cross_attention import CrossAttention
@@ -33,6 +32,9 @@ from .statistics import PhaseTimes
 from .streaming_cache import StreamingCache
 from .token_experts import ModelLayers, TokenExperts, bind_token_experts
 from .trace import TraceRecorder
+
+if TYPE_CHECKING:
+    from .accelerator.cooperative import CooperativeExperts
 
 
 def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> dict[bool, np.ndarray]:

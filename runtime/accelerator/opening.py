@@ -55,22 +55,20 @@ class OpenedAccelerator:
     dense_note: str
 
 
-def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> OpenedAccelerator | None:
-    """The accelerator that the options name, its context created; None without one. Call before the budget is split.
+def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) -> OpenedAccelerator:
+    """The accelerator of that name, its context created. Call before the budget is split.
 
     Raises MissingDependency without torch, AcceleratorUnavailable, MemoryBudgetExceeded with the device's floor.
     """
-    if options.accelerator is None:
-        return None
     try:
         import torch
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"`--accelerator {options.accelerator}` needs the package `torch`, which is not installed",
+            f"`--accelerator {name}` needs the package `torch`, which is not installed",
             'pip install "moec[cuda]"',
         ) from error
-    is_cpu = options.accelerator == TORCH_CPU
-    device = torch.device("cpu") if is_cpu else _cuda(torch.device(options.accelerator))
+    is_cpu = name == TORCH_CPU
+    device = torch.device("cpu") if is_cpu else _cuda(torch.device(name))
     given = None if options.accelerator_memory is None else parse_bytes(options.accelerator_memory)
     if not is_cpu:
         torch.zeros(1, device=device)  # the driver's share of this process's memory is there from now on
@@ -78,8 +76,7 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
         free = torch.cuda.mem_get_info(device)[0]
         if given is not None and given > free:
             raise AcceleratorUnavailable(
-                f"`--accelerator-memory {options.accelerator_memory}` is {given} bytes, `{options.accelerator}` has "
-                f"{free} free",
+                f"`--accelerator-memory {options.accelerator_memory}` is {given} bytes, `{name}` has {free} free",
                 "ask for less, or leave it out for 7/8 of what is free",
             )
         given = free * 7 // 8 if given is None else given
@@ -99,7 +96,7 @@ def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> Opene
             place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, dense)
         note = "" if fits else f"dense weights, with keys and values, would take {dense / 2**20:.1f} MiB and do not fit"
         dense = dense if fits else 0
-    return OpenedAccelerator(options.accelerator, device, memory_bytes, host_bytes, sizes, total, dense, note)
+    return OpenedAccelerator(name, device, memory_bytes, host_bytes, sizes, total, dense, note)
 
 
 def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:

@@ -102,6 +102,12 @@ def test_engine_loads_numpy_and_tokenizers_only() -> None:
 
 
 @pytest.mark.gate("G7")
+def test_nothing_of_accelerators_is_loaded_without_one() -> None:
+    names = "[name for name in sys.modules if name.startswith('moec.runtime.accelerator.')]"
+    assert fresh(f"import sys\nfrom moec.runtime import load\nprint({names})").strip() == "[]"
+
+
+@pytest.mark.gate("G7")
 def test_runtime_works_without_the_extension() -> None:
     """A finder that hides `_native` stands for an install without a compiler; numpy takes over and computes."""
     code = """
