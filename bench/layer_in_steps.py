@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from native_cache import PROMPT_TOKENS, TURN_TOKENS, WARM_UP_TOKENS, print_turns, turn
+from turns import FIRST_POSITION, TURN_TOKENS, Rows, begin, print_turns, turn
 
 from moec.runtime import Engine, kernels, load
 
@@ -58,18 +58,15 @@ def main() -> None:
     limit = {} if options.expert_cache is None else {"expert_cache": options.expert_cache}
     engine = load(options.bundle, context=2048, **limit)
     tokens = engine.encode(options.text.read_text(encoding="utf-8"))
-    engine.begin_sequence()
-    engine.prefill(tokens[:PROMPT_TOKENS])
-    engine.cache.finish_warming()
-    turn(engine, tokens, PROMPT_TOKENS, WARM_UP_TOKENS)
-    rows: dict[str, list[tuple[float, ...]]] = {"one call": [], "steps": []}
-    position = PROMPT_TOKENS + WARM_UP_TOKENS
+    begin(engine, tokens)
+    rows: Rows = {"one call": [], "steps": []}
+    position = FIRST_POSITION
     for number in range(options.pairs):
         for name in list(rows) if number % 2 == 0 else reversed(rows):
             with PARTS[options.part](engine) if name == "steps" else nullcontext():
-                rows[name].append(turn(engine, tokens, position, TURN_TOKENS))
+                rows[name].append(turn(engine, tokens, position))
             position += TURN_TOKENS
-    print_turns(rows, "one call", "steps")
+    print_turns(rows, "steps")
 
 
 if __name__ == "__main__":
