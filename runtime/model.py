@@ -175,7 +175,8 @@ class Model:
         """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D]."""
         hidden = self._embed(tokens)
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
-        state = PassState(0, hidden, chosen, tokens, choice)
+        sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
+        state = PassState(0, hidden, chosen, tokens, choice, sequences)
         together = self._token_experts(state)
         if preload := self.advisor.preload(tokens, layers):
             self.prefetch(preload)

@@ -28,6 +28,7 @@ class PassState:
 
     hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
     tokens: int64 [T], None where a recorded pass is replayed. choice: what lossy modes make of the routers' choice.
+    sequences: how many the tokens belong to.
     logits: float32 [T, E], of the running layer, None where it routes nothing. foreseen: of the layers ahead that were
     asked, the scores [E], nearest first.
     """
@@ -37,6 +38,7 @@ class PassState:
     chosen: list[np.ndarray]
     tokens: np.ndarray | None = None
     choice: PassChoice | None = None
+    sequences: int = 1
     logits: np.ndarray | None = None
     foreseen: list[np.ndarray] = field(default_factory=list)
 
