@@ -15,7 +15,7 @@ from moec.manifests.errors import OptionError
 from moec.runtime.modes.settings import HALF
 
 from . import output
-from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
+from .measurement import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
 from .mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
 from .paths import bundle_argument, file_option
 from .profile_table import profile_rows, profile_table
@@ -112,7 +112,8 @@ def bench_command(
     from moec.runtime.statistics import reset_peak_memory
 
     opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
-    options = _options(values, bundle, tokens, modes, profile, is_traced=trace_out is not None or policies != "none")
+    is_traced = trace_out is not None or policies != "none"
+    options = _options(values, bundle, tokens, modes, profile, is_traced)
     _check_little(opened.path, trace_out, trace_little)
     if text_path is None:
         sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)
@@ -133,11 +134,12 @@ def bench_command(
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
         with timed_kernels() if profile else nullcontext() as kernel_times:
-            statistics, tracer = measure_decode(engine, sequence, prompt_length, kernel_times=kernel_times)
-        trace = recorded_trace(engine, tracer, prompt_length, host)
-    if trace_out is not None:
+            tracer = new_tracer(engine) if is_traced else None
+            statistics = measure_decode(engine, sequence, prompt_length, kernel_times=kernel_times, tracer=tracer)
+        trace = None if tracer is None else recorded_trace(engine, tracer, prompt_length, host)
+    if trace is not None and trace_out is not None:
         _write_trace(trace_out, trace, bundle, options, kernels, sequence, prompt_length, trace_little)
-    simulated = _simulate(opened, trace) if policies == "all" else []
+    simulated = [] if trace is None or policies != "all" else _simulate(opened, trace)
     _tell(engine, statistics, ceiling, simulated, host, kernel_times, as_json)
 
 

@@ -13,7 +13,7 @@ from moec.manifests.errors import OptionError
 from moec.runtime.modes.decoder import LossyDecoder, check_modes, confidence
 from moec.runtime.modes.settings import HALF, parse_modes
 
-from .measurement import measure_decode
+from .measurement import measure_decode, new_tracer
 from .runtime_options import open_engine
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def with_little_model(
         if engine.lossy is None:
             return trace
         engine.lossy = witness = _Witness(engine.lossy)
-        _, tracer = measure_decode(engine, sequence, prompt_tokens, title="asking the little model")
+        tracer = new_tracer(engine)
+        measure_decode(engine, sequence, prompt_tokens, title="asking the little model", tracer=tracer)
     passes = tracer.passes[: trace.prompt_passes] + tracer.passes[trace.prompt_passes :: 2]
     told = [None] * trace.prompt_passes + witness.found
     noted = zip(trace.passes, passes, told, strict=True)

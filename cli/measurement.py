@@ -82,6 +82,14 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
     return hidden
 
 
+def new_tracer(engine: Engine) -> TraceRecorder:
+    """For `measure_decode`: notes what a trace is made of."""
+    from moec.runtime.trace import TraceRecorder
+
+    first_decoder_layer = engine.model.spec.first_decoder_layer
+    return TraceRecorder(engine.model.times, lambda: engine.cache.stats, first_decoder_layer)
+
+
 def measure_decode(
     engine: Engine,
     sequence: list[int],
@@ -89,22 +97,23 @@ def measure_decode(
     logits: list[np.ndarray] | None = None,
     title: str = "measuring",
     kernel_times: KernelTimes | None = None,
-) -> tuple[RunStatistics, TraceRecorder]:
-    """Time a prefill and the forced decode of the rest. Returns the statistics, and what its trace is made of.
+    tracer: TraceRecorder | None = None,
+) -> RunStatistics:
+    """Time a prefill and the forced decode of the rest.
 
-    logits: takes those of every step [1, V], if it is there. kernel_times: begun anew behind the prefill.
+    logits: takes those of every step [1, V], if it is there. kernel_times: begun anew behind the prefill. tracer: takes
+    every pass, at about 2 ms a token on the yardstick where experts are streamed.
     """
     from moec.runtime.statistics import RunRecorder
-    from moec.runtime.trace import TraceRecorder
 
-    first_decoder_layer = engine.model.spec.first_decoder_layer
-    tracer = engine.model.trace = TraceRecorder(engine.model.times, lambda: engine.cache.stats, first_decoder_layer)
+    engine.model.trace = tracer
     recorder = RunRecorder(prompt_tokens)
     with output.Progress(title) as progress:
         text: list[int] = []
         for end in range(prompt_tokens, len(sequence)):
             before, times = engine.cache.stats.copy(), engine.model.times.copy()
-            tracer.begin()
+            if tracer is not None:
+                tracer.begin()
             started_ns = time.perf_counter_ns()
             done = len(text)
             if end == prompt_tokens:
@@ -114,7 +123,8 @@ def measure_decode(
                 text.append(sequence[end - 1])
                 found = engine.decode(text[-1:], [0], [done])
             elapsed_ns = time.perf_counter_ns() - started_ns
-            tracer.end()
+            if tracer is not None:
+                tracer.end()
             recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
             if logits is not None:
                 logits.append(found)
@@ -122,4 +132,4 @@ def measure_decode(
                 kernel_times.clear()
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)
     engine.model.trace = None
-    return recorder.finish(engine.model.prefetch_quality.recall), tracer
+    return recorder.finish(engine.model.prefetch_quality.recall)

@@ -326,7 +326,7 @@ def speed_sweep(
             output.say(engine.mode)
             engine.check_tokens(sequence, room=0)
             engine.cache.finish_warming()
-            statistics, _ = measure_decode(engine, sequence, prompt_tokens, logits)
+            statistics = measure_decode(engine, sequence, prompt_tokens, logits)
             counts = engine.mode_counts
         found = logits[1:]  # the first is the prompt's
         log_p = log_p or [log_softmax(row) for row in found]

@@ -123,7 +123,7 @@ def _time(
         gc.collect()  # what the engine before still holds would be missing from this one's budget
         with open_engine(folder, tried, kernels) as engine:
             engine.cache.finish_warming()
-            return 1 / (measure_decode(engine, sequence, len(sequence) - tokens)[0].tokens_per_s or 1e-9)
+            return 1 / (measure_decode(engine, sequence, len(sequence) - tokens).tokens_per_s or 1e-9)
 
     top_k = max(layer.experts.top_k for layer in open_bundle(folder).manifest.model.layers)
     best, trials = search(options, top_k, seconds)

@@ -58,7 +58,7 @@ def main() -> None:
         counts = [layer.experts.count for layer in bundle.manifest.model.layers]
         layers = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
         engine.model._cache = WholeLayers(engine.cache, layers)  # type: ignore[assignment]
-        statistics, _ = measure_decode(engine, sequence, 1)
+        statistics = measure_decode(engine, sequence, 1)
     print(json.dumps({"measured": statistics.to_plain(), "mode": engine.mode}))
 
 

@@ -119,7 +119,7 @@ def main() -> None:
         engine.cache.finish_warming()
         if engine.lossy is not None:
             engine.lossy = ReplayedDecoder(engine.lossy, engine, Shares.of_counts(chosen.row["decisions"]))
-        statistics, _ = measure_decode(engine, sequence, chosen.prompt_tokens)
+        statistics = measure_decode(engine, sequence, chosen.prompt_tokens)
         counts = engine.mode_counts
     told = {"measured": statistics.to_plain(), "mode": engine.mode}
     print(json.dumps({**told, "decisions": None if counts is None else counts.to_plain()}))

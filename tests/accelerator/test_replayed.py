@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.cli.measurement import measure_decode
+from moec.cli.measurement import measure_decode, new_tracer
 from moec.cli.simulated_device import AcceleratorRates, parse_accelerator, shared_device
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
@@ -122,7 +122,8 @@ def test_decisions_and_places_are_those_of_a_run(two_version_bundle: Path, modes
     )  # fmt: skip
     with Engine(opened, device) as engine:
         engine.cache.finish_warming()
-        _, tracer = measure_decode(engine, TOKENS, PROMPT_TOKENS)
+        tracer = new_tracer(engine)
+        measure_decode(engine, TOKENS, PROMPT_TOKENS, tracer=tracer)
         trace = recorded_trace(engine, tracer, PROMPT_TOKENS, load_profile("laptop"))
         counts = engine.mode_counts
         accelerator = engine.model.accelerator

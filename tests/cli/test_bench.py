@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from moec.profiles.device import DeviceProfile, load_profile
 from moec.runtime.bundle import open_bundle
 from moec.runtime.eviction import SCORES
 from moec.runtime.statistics import DecodeShares, RunRecorder
+from moec.runtime.trace import TraceRecorder
 
 from .conftest import Invoke
 
@@ -84,6 +86,22 @@ def test_storage_is_asked_for_as_much_at_once_as_the_largest_expert_has(
     monkeypatch.setattr("moec.profiles.probe.probe_host", probed)
     assert invoke("bench", mixed_bundle, "--tokens", 2).exit_code == 0
     assert asked == [max(entry.size_bytes for entry in open_bundle(mixed_bundle).manifest.experts)]
+
+
+def test_passes_are_noted_only_for_who_reads_them(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noting them takes part of the time that is measured."""
+    noted, add_layer = list[int](), TraceRecorder.add_layer
+
+    def counted(recorder: TraceRecorder, layer: int, *rest: Any) -> None:
+        noted.append(layer)
+        add_layer(recorder, layer, *rest)
+
+    monkeypatch.setattr(TraceRecorder, "add_layer", counted)
+    arguments = ("bench", mixed_bundle, "--tokens", 4, "--expert-cache", "50%", "--prompt", "Hello")
+    assert invoke(*arguments).exit_code == 0 and not noted
+    assert invoke(*arguments, "--policies", "all").exit_code == 0 and noted
 
 
 def test_advice_is_told_layer_by_layer(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.cli.measurement import measure_decode
+from moec.cli.measurement import measure_decode, new_tracer
 from moec.cli.simulate import _with_rule
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
@@ -153,7 +153,8 @@ def test_a_trace_recorded_to_the_first_miss_is_replayed_as_it_was(bundle: Path) 
     opened = open_bundle(bundle)
     with Engine(opened, options) as engine:
         engine.cache.finish_warming()
-        _, tracer = measure_decode(engine, TOKENS[:40], 20)
+        tracer = new_tracer(engine)
+        measure_decode(engine, TOKENS[:40], 20, tracer=tracer)
         trace = recorded_trace(engine, tracer, 20, load_profile("laptop"))
     replayed = replayed_bundle(opened)
     assert any(each.scores is not None for each in trace.passes) and trace.header.prefetch_rule == "first-miss"

@@ -11,7 +11,7 @@ import pytest
 
 from moec.cli.little_model import with_little_model
 from moec.cli.lossy_replay import LossyReplay
-from moec.cli.measurement import measure_decode
+from moec.cli.measurement import measure_decode, new_tracer
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
 from moec.profiles.device import load_profile
@@ -36,7 +36,8 @@ def run(path: Path, **options: Any) -> tuple[Trace, dict[str, Any] | None, dict[
     chosen = RuntimeOptions(expert_cache=CACHE, context=64, readers=1, **options)
     with Engine(open_bundle(path), chosen) as engine:
         engine.cache.finish_warming()
-        _, tracer = measure_decode(engine, TOKENS, PROMPT_TOKENS)
+        tracer = new_tracer(engine)
+        measure_decode(engine, TOKENS, PROMPT_TOKENS, tracer=tracer)
         trace = recorded_trace(engine, tracer, PROMPT_TOKENS, load_profile("laptop"))
         counts = engine.mode_counts
         return trace, None if counts is None else counts.to_plain(), engine.cache.stats.counts()
