@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -138,14 +137,13 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop the reader, close files, give the accelerator's memory back."""
+        """Stop the readers, close files, give the accelerator's memory back; the rest is freed with the engine."""
         self.cache.close()
+        self.model.advisor.holds = bool  # no method of the engine: it would live until a collection of cycles
         if self.model.accelerator is not None:
             self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
             self.model.accelerator.close()

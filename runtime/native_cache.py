@@ -202,7 +202,7 @@ class NativeCache(StreamingCache):
             return
         self._is_closed = True
         if self._stop is None:
-            self._reads.close()
+            _stop_readers(self._reads, self._readers, self._process)
         else:
             self._stop()
 

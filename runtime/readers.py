@@ -22,9 +22,14 @@ class ReaderThreads:
             self._threads.append(thread)
 
     def join(self) -> None:
-        """Wait until all have ended."""
+        """Wait until all have ended, for good: what owns them is not kept alive by their loop."""
         for thread in self._threads:
             thread.join()
+        self._loop = _ended
+
+
+def _ended() -> None:
+    """The loop of threads that were joined."""
 
 
 class BusyClock:

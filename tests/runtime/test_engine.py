@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -256,3 +257,28 @@ def test_memory_is_made_ready_for_a_warm_start(
     monkeypatch.setattr(ReadStorage, "made_ready", noted)
     with load(tiny_bundle, cache_state=cache_state, io="buffered"):
         assert asked == [cache_state == "warm"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_cache": "50%"},
+        {"expert_cache": "100%", "cache_state": "cold"},
+        {"expert_cache": "50%", "policy": "edgemoe", "prefetch_rule": "first-miss"},
+        {"expert_cache": "50%", "io": "mmap"},
+        {"expert_cache": "50%", "dynamic_precision": "0.6,0.6"},
+    ],
+)
+def test_a_closed_engine_is_freed_at_once(tiny_bundle: Path, options: dict[str, str]) -> None:
+    """Its memory is there for the next one, without a collection of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = load(tiny_bundle, context=CONTEXT, **options)
+        list(engine.generate(PROMPT, max_new_tokens=4))
+        parts = [weakref.ref(part) for part in (engine, engine.model, engine.cache, engine._storage)]
+        engine.close()
+        del engine
+        assert [type(part()) for part in parts if part() is not None] == []
+    finally:
+        gc.enable()
