@@ -99,8 +99,7 @@ def bench_command(
     The bundle first continues the prompt by itself, past any end token; a fresh engine is then timed on exactly those
     tokens, so that every setting computes the same. With --text the tokens come from a file: what a bundle of random
     weights says by itself soon repeats, and every cache serves it. The ceiling is what memory and storage could do at
-    best: bytes of a token over the bandwidths measured just before. What a cache will miss is expected from calibration
-    at first; the ratio at the end counts what the run has read.
+    best, with the misses that calibration expects; the ratio at the end counts what the run has read.
 
     \b
     moec bench mixtral-moec --expert-cache 50%

@@ -22,20 +22,22 @@ class RouterStack:
 
     matrices: list[kernels.PackedMatrix]
     norms: list[np.ndarray]
+    biases: list[np.ndarray | None]
     eps: float
 
     def shares(self, hidden: np.ndarray) -> np.ndarray:
         """The share of every expert. float32 [1, D] -> [M, E]."""
         out = np.empty((len(self.matrices), self.matrices[0].rows), np.float32)
-        kernels.router_shares(self.matrices, self.norms, self.eps, hidden, out)
+        kernels.router_shares(self.matrices, self.norms, self.eps, hidden, out, self.biases)
         return out
 
 
 def stack_routers(routers: Sequence[Router], norms: Sequence[Norm]) -> RouterStack | None:
     """Routers and the norms in front of them as one, where they are of that kind; None where they are not."""
     matrices = [matrix for router in routers if (matrix := router.matrix) is not None]
-    is_plain = all(router.rule.is_softmax and router.bias is None for router in routers)
+    is_plain = all(router.rule.is_softmax for router in routers)
     is_plain = is_plain and all(norm.bias is None and norm.eps == norms[0].eps for norm in norms)
     if not is_plain or not matrices or len(matrices) < len(routers) or len({each.rows for each in matrices}) > 1:
         return None
-    return RouterStack(matrices, [norm.weight for norm in norms], norms[0].eps)
+    biases = [router.bias for router in routers]
+    return RouterStack(matrices, [norm.weight for norm in norms], biases, norms[0].eps)

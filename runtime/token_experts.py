@@ -120,6 +120,7 @@ class TokenExperts:
             "norm": layers.norms[at].weight,
             "norm_eps": layers.norms[at].eps,
             "router": None if router is None else _native(router.matrix),
+            "router_bias": None if router is None else router.bias,
             "shared": None if shared is None else _native(shared.expert),
             "layer": at,
             "first_expert": first,
@@ -137,9 +138,11 @@ class TokenExperts:
         place = (following.rank, layer, self._advisor.first_expert[layer], top_k)
         scores = self._known(at, following)
         if scores is not None:
-            return *place, None, None, *kernels.largest(scores, top_k + 1)
-        router = self._layers.routers[layer]
-        return *place, None if router is None else _native(router.matrix), self._layers.norms[layer].weight, [], []
+            return *place, None, None, None, *kernels.largest(scores, top_k + 1)
+        router, norm = self._layers.routers[layer], self._layers.norms[layer].weight
+        if router is None:
+            raise ValueError(f"layer {layer} routes nothing")
+        return *place, _native(router.matrix), norm, router.bias, [], []
 
 
 def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:
@@ -162,7 +165,7 @@ def _is_known(layers: ModelLayers, at: int) -> bool:
     spec, router, shared = layers.spec.layers[at], layers.routers[at], layers.shared.get(at)
     if spec.cross is not None or spec.experts.router.capacity or (shared is not None and shared.is_weighed):
         return False
-    return router is None or (router.rule.is_softmax and router.matrix is not None and router.bias is None)
+    return router is None or (router.rule.is_softmax and router.matrix is not None)
 
 
 def _is_advice_known(spec: ModelSpec, advisor: Advisor) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moec.manifests.quant import QuantSpec
 
-from . import attention_layer, bound_layer, latent_layer, packed_matrix, ranking, reference
+from . import attention_layer, bound_layer, latent_layer, lookahead, packed_matrix, reference
 from .expert_layers import experts_layer
 from .extension import (
     MAX_THREADS,
@@ -283,17 +283,19 @@ def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats
 
 
 def router_shares(
-    matrices: Sequence[PackedMatrix], norms: Sequence[Floats], eps: float, x: Floats, out: Floats
+    matrices: Sequence[PackedMatrix],
+    norms: Sequence[Floats],
+    eps: float,
+    x: Floats,
+    out: Floats,
+    biases: Sequence[Floats | None] = (),
 ) -> None:
-    """out[i] = softmax(rms_norm(x, norms[i], eps) W_i^T): what routers would give one token, each behind its own norm.
-
-    matrices: M of 1 to 8, of E rows and D columns; norms[i]: [D]; x: [1, D]; out: [M, E], written. Raises ValueError.
-    """
+    """What routers would give one token, each behind its own norm: see lookahead.router_shares. Raises ValueError."""
     native = compiled()
     if native is None:
-        reference.router_shares(matrices, norms, eps, x, out)
+        lookahead.router_shares(matrices, norms, eps, x, out, biases)
     else:
-        native.router_shares([matrix.native for matrix in matrices], list(norms), eps, x, out)
+        native.router_shares([matrix.native for matrix in matrices], list(norms), eps, x, out, list(biases))
 
 
 def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
@@ -303,6 +305,6 @@ def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
     """
     native = compiled()
     if native is None or values.dtype != np.float32:
-        return ranking.largest(values, count)
+        return lookahead.largest(values, count)
     found: tuple[list[int], list[float]] = native.largest(values, count)
     return found

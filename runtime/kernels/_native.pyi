@@ -132,7 +132,14 @@ def attention(
     bias: Floats | None = None,
 ) -> None: ...
 def route(logits: Floats, renormalize: bool, experts: Int32s, weights: Floats) -> None: ...
-def router_shares(matrices: list[PackedMatrix], norms: list[Floats], eps: float, x: Floats, out: Floats) -> None: ...
+def router_shares(
+    matrices: list[PackedMatrix],
+    norms: list[Floats],
+    eps: float,
+    x: Floats,
+    out: Floats,
+    biases: list[Floats | None] = ...,
+) -> None: ...
 def exp(x: Floats, out: Floats) -> None:
     """out[i] = exp(x[i]), [n] each: the exponential that attention, routes and silu are made of."""
 

@@ -376,24 +376,3 @@ def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats
     if renormalize:
         weights /= weights.sum(axis=1, keepdims=True)
     return experts.astype(np.int32), weights
-
-
-def router_shares(
-    matrices: Sequence[PackedMatrix], norms: Sequence[Floats], eps: float, x: Floats, out: Floats
-) -> None:
-    """out[i] = softmax(rms_norm(x, norms[i], eps) W_i^T). matrices: M of 1 to 8, [E, D]; norms[i]: [D]; x: [1, D].
-
-    out: [M, E], written. Raises ValueError.
-    """
-    require(0 < len(matrices) <= 8 and len(norms) == len(matrices), "matrices: expected 1 to 8 and as many norms")
-    check_array(x, "x", np.float32, 2)
-    check_array(out, "out", np.float32, 2)
-    for at, (matrix, norm) in enumerate(zip(matrices, norms, strict=True)):
-        check_shape(x, "x", (1, matrix.columns))
-        check_shape(out, "out", (len(matrices), matrix.rows))
-        normed = np.empty_like(x)
-        rms_norm(x, norm, eps, normed)
-        linear(matrix, normed, out[at : at + 1])
-    out -= out.max(axis=1, keepdims=True)
-    np.exp(out, out=out)
-    out /= out.sum(axis=1, keepdims=True)

@@ -14,13 +14,16 @@ from tests.kernels.test_hostile import zeros
 EPS = 1e-5
 
 
-def one_by_one(parts: list[kernels.PackedMatrix], norms: list[np.ndarray], x: np.ndarray) -> np.ndarray:
-    """Norm, product and softmax, the last added up in order of the experts."""
+def one_by_one(
+    parts: list[kernels.PackedMatrix], norms: list[np.ndarray], x: np.ndarray, biases: list[np.ndarray | None]
+) -> np.ndarray:
+    """Norm, product, bias and softmax, the last added up in order of the experts."""
     rows = []
-    for matrix, norm in zip(parts, norms, strict=True):
+    for matrix, norm, bias in zip(parts, norms, biases, strict=True):
         normed, logits = np.empty_like(x), np.empty((1, matrix.rows), np.float32)
         kernels.rms_norm(x, norm, EPS, normed)
         kernels.linear(matrix, normed, logits)
+        logits += 0 if bias is None else bias
         shares = np.exp((logits[0] - logits[0].max()).astype(np.float64))
         rows.append(shares / shares.sum())
     return np.array(rows)
@@ -37,9 +40,13 @@ def test_shares_are_those_of_norm_product_and_softmax(
     parts = [matrix_of(random_matrix(experts, 256, QuantSpec.parse(text))) for text in formats]
     norms = [1 + inputs(1, 256, seed)[0] / 4 for seed in range(len(parts))]
     x, out = inputs(1, 256), np.full((len(parts), experts), np.float32(np.nan))
+    biases: list[np.ndarray | None] = [None] * len(parts)
     kernels.router_shares(parts, norms, EPS, x, out)
-    assert out == pytest.approx(one_by_one(parts, norms, x), rel=1e-5, abs=1e-9)
+    assert out == pytest.approx(one_by_one(parts, norms, x, biases), rel=1e-5, abs=1e-9)
     assert out.sum(axis=1) == pytest.approx(np.ones(len(parts)), rel=1e-5)
+    biases[-1] = inputs(1, experts, 5)[0]
+    kernels.router_shares(parts, norms, EPS, x, out, biases)
+    assert out == pytest.approx(one_by_one(parts, norms, x, biases), rel=1e-5, abs=1e-9)
 
 
 @gate
@@ -49,7 +56,7 @@ def test_every_instruction_set_gives_the_same_bits(pair: tuple[str, str]) -> Non
     for name in pair:
         kernels.select(name)
         found.append(np.full((2, 48), np.float32(np.nan)))
-        kernels.router_shares(parts, norms, EPS, x, found[-1])
+        kernels.router_shares(parts, norms, EPS, x, found[-1], [None, inputs(1, 48, 9)[0]])
     assert np.array_equal(bits(found[0]), bits(found[1]))
 
 
@@ -71,6 +78,9 @@ def test_what_does_not_fit_is_refused(every: str) -> None:
     ):
         with pytest.raises(ValueError):
             kernels.router_shares(matrices, norms, EPS, x, out)
+    for biases in ([zeros(1, 4)[0]] * 2, [zeros(1, 5)[0]], [zeros(1, 4)[0].astype(np.float64)]):
+        with pytest.raises(ValueError, match="biases"):
+            kernels.router_shares([matrix], [norm], EPS, zeros(1, 64), zeros(1, 4), biases)
     if every != "numpy":
         x = zeros(1, 64)
         with pytest.raises(ValueError, match="separate"):

@@ -23,6 +23,9 @@ from tests.runtime.one_call import LAYERS, bundle, calls, in_one_call, steps_onl
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
 TOKENS = 120
+FAMILIES_THAT_DO_MORE = (
+    "deepseek-v2", "deepseek-v2-tied-half", "granite-scaled", "qwen3-plain-first", "gpt-oss", "gpt-oss-top1-half",
+)  # fmt: skip
 DECISIONS = ("lookups", "hits", "misses", "evictions", "reads", "rereads", "bytes_read")
 
 __all__ = ["bundle", "calls"]  # fixtures
@@ -129,9 +132,9 @@ def test_one_call_decides_and_computes_as_the_steps_do(
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
 
 
-@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v2-tied-half", "granite-scaled", "qwen3-plain-first"])
+@pytest.mark.parametrize("family", FAMILIES_THAT_DO_MORE)
 def test_families_that_do_more(family: str, tmp_path: Path, calls: list[int]) -> None:
-    """Layers without routed experts, shared experts, scaled sums."""
+    """Layers without routed experts, shared experts, scaled sums, biases of routers and experts."""
     path = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES[family]), tmp_path / "bundle")
     runs = []
     for way in (in_one_call, steps_only):

@@ -56,6 +56,7 @@ bool ExpertLayers::route(const ExpertLayerView& layer, const float* hidden) {
     if (!linears(&layer.router, 1, normed_.data(), 1, rows)) {
         return false;
     }
+    add_bias(logits.data(), layer.router_bias, layer.router->rows);
     const RouteCall call{logits.data(), chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
     if (!moec::route(call, 1)) {
         return false;

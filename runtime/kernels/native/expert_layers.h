@@ -24,6 +24,7 @@ struct ExpertLayerView {
     const float* norm;  // RMS, [D]
     float norm_eps;
     const MatrixView* router;  // [E, D]; null: the layer has no routed experts
+    const float* router_bias;  // [E]; may be null
     const ExpertView* shared;  // that every token passes, weighed by 1; may be null
     int64_t layer, first_expert, top_k;
     bool renormalizes;

@@ -18,9 +18,10 @@ namespace moec {
 namespace {
 
 constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
-// The running layer's rank, number, first expert and top-k of a layer ahead; its router and norm, or None twice and what is
-// likely whatever the token, with its scores.
-using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, std::vector<int64_t>, std::vector<double>>;
+// The running layer's rank, number, first expert and top-k of a layer ahead; its router, norm and bias or None, or None for
+// all three and what is likely whatever the token, with its scores.
+using Ahead =
+    std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, nb::object, std::vector<int64_t>, std::vector<double>>;
 
 nb::object field(const nb::dict& fields, const char* name) {
     if (!fields.contains(name)) {
@@ -139,8 +140,11 @@ class BoundLayers {
         return &nb::cast<const PackedMatrix&>(object).view;
     }
 
-    const float* vector(nb::handle object, int64_t size) {
-        arrays_.push_back(std::make_unique<Array>(object, "norm", Kind::kFloat32, 1));
+    // Null for None.
+    const float* bias(nb::handle object, int64_t size) { return object.is_none() ? nullptr : vector(object, size, "router_bias"); }
+
+    const float* vector(nb::handle object, int64_t size, const char* name = "norm") {
+        arrays_.push_back(std::make_unique<Array>(object, name, Kind::kFloat32, 1));
         arrays_.back()->expect({size});
         return arrays_.back()->data<const float>();
     }
@@ -165,6 +169,7 @@ class BoundLayers {
         if (const nb::object router = field(fields, "router"); !router.is_none()) {
             view.router = matrix(router);
             expect_size(view.router->columns, size);
+            view.router_bias = bias(field(fields, "router_bias"), view.router->rows);
         }
         if (const nb::object shared = field(fields, "shared"); !shared.is_none()) {
             view.shared = expert(shared, size);
@@ -203,11 +208,12 @@ class BoundLayers {
     }
 
     LayerAhead ahead_of(const Ahead& fields, int64_t size) {
-        const auto& [rank, layer, first, top_k, router, norm, experts, scores] = fields;
-        LayerAhead ahead{rank, layer, first, top_k, {nullptr, nullptr}, {experts, scores}};
+        const auto& [rank, layer, first, top_k, router, norm, router_bias, experts, scores] = fields;
+        LayerAhead ahead{rank, layer, first, top_k, {nullptr, nullptr, nullptr}, {experts, scores}};
         if (!router.is_none()) {
-            ahead.router = {matrix(router), vector(norm, size)};
-            expect_size(ahead.router.matrix->columns, size);
+            const MatrixView* const gate = matrix(router);
+            ahead.router = {gate, vector(norm, size), bias(router_bias, gate->rows)};
+            expect_size(gate->columns, size);
             expect_experts(first, ahead.router.matrix->rows);
         }
         if (rank < 1 || layer < 0 || top_k < 1 || top_k > cache_->count() || experts.size() != scores.size()) {

@@ -27,6 +27,12 @@ static void softmax(const KernelTable& kernels, float* row, int64_t size) {
     }
 }
 
+void add_bias(float* logits, const float* bias, int64_t experts) {
+    for (int64_t e = 0; bias != nullptr && e < experts; ++e) {
+        logits[e] += bias[e];
+    }
+}
+
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out) {
     const KernelTable& kernels = active_kernels();
     const int64_t size = routers[0].matrix->columns, experts = routers[0].matrix->rows;
@@ -45,6 +51,7 @@ bool router_shares(const NormedRouter* routers, int64_t count, float eps, const 
         return false;
     }
     for (int64_t i = 0; i < count; ++i) {
+        add_bias(rows[i], routers[i].bias, experts);
         softmax(kernels, rows[i], experts);
     }
     return true;

@@ -43,12 +43,15 @@ bool rope(const RopeCall& call, int64_t tokens);
 bool attention(const AttentionCall& call, int64_t tokens);
 bool route(const RouteCall& call, int64_t tokens);
 
+// To the logits of a router, [E], if it has one.
+void add_bias(float* logits, const float* bias, int64_t experts);
 // A router behind an RMS norm of its own.
 struct NormedRouter {
     const MatrixView* matrix;  // [E, D]
     const float* norm;         // [D]
+    const float* bias;         // [E]; may be null
 };
-// out[i] = softmax(rms_norm(x) W_i^T) of one token, rows of E. The routers agree in D and E, at most kMaxMatrices.
+// out[i] = softmax(rms_norm(x) W_i^T + bias_i) of one token, rows of E. The routers agree in D and E, at most kMaxMatrices.
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
 // The indices of the largest values, at most `count`, largest first; ties: lowest index first; what is no number is last.
 std::vector<int64_t> largest(const float* values, int64_t size, int64_t count);

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.runtime import kernels
-from moec.runtime.kernels import ranking
+from moec.runtime.kernels import lookahead
 
 pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
 
@@ -19,7 +19,7 @@ values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, float("inf"), float("-inf"),
 def test_as_numpy_has_it(found: list[float], count: int) -> None:
     array = np.array(found, np.float32)
     order, largest = kernels.largest(array, count)
-    expected, their = ranking.largest(array, count)
+    expected, their = lookahead.largest(array, count)
     assert order == expected and np.array_equal(largest, their, equal_nan=True)
     assert kernels.largest(array.astype(np.float64), count)[0] == expected
 
