@@ -16,12 +16,12 @@ from turns import FIRST_POSITION, TURN_TOKENS, begin, decode_in_turns, print_tur
 from moec.runtime import Engine, load
 
 
-def setting(text: str) -> dict[str, Any]:
-    """`readers=2,prefetch=off` as keywords of `load`."""
+def setting(text: str) -> tuple[str, dict[str, Any]]:
+    """`readers=2,prefetch=off` itself, and as keywords of `load`."""
     pairs = [part.split("=", 1) for part in text.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise argparse.ArgumentTypeError(f"`{text}` is not NAME=VALUE with commas between")
-    return {name: int(value) if value.isdecimal() else value for name, value in pairs}
+    return text, {name: int(value) if value.isdecimal() else value for name, value in pairs}
 
 
 def main() -> None:
@@ -29,19 +29,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Options side by side, in turns.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("settings", nargs="+", metavar="NAME=VALUE,...", help="options of one engine")
+    parser.add_argument("settings", nargs="+", type=setting, metavar="NAME=VALUE,...", help="options of one engine")
     parser.add_argument("--rounds", type=int, default=14)
     options = parser.parse_args()
     context = FIRST_POSITION + options.rounds * TURN_TOKENS
     engines = dict[str, Engine]()
-    for text in options.settings:
-        engines[text] = load(options.bundle, **({"context": context} | setting(text)))
-    tokens = engines[options.settings[0]].encode(options.text.read_text(encoding="utf-8"))
+    for name, keywords in options.settings:
+        engines[name] = load(options.bundle, **({"context": context} | keywords))
+    base = options.settings[0][0]
+    tokens = engines[base].encode(options.text.read_text(encoding="utf-8"))
     if len(tokens) < context:
         parser.error(f"{options.text} has {len(tokens)} tokens, {context} are needed: take fewer `--rounds`")
     for engine in engines.values():
         begin(engine, tokens)
-    print_turns(decode_in_turns(engines, tokens, options.rounds), options.settings[0])
+    print_turns(decode_in_turns(engines, tokens, options.rounds), base)
 
 
 if __name__ == "__main__":
