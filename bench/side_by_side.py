@@ -17,11 +17,12 @@ from moec.runtime import Engine, load
 
 
 def setting(text: str) -> tuple[str, dict[str, Any]]:
-    """`readers=2,prefetch=off` itself, and as keywords of `load`."""
+    """`readers=2,prefetch=off` itself, and as keywords of `load`; `true` and `false` are what they say."""
     pairs = [part.split("=", 1) for part in text.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise argparse.ArgumentTypeError(f"`{text}` is not NAME=VALUE with commas between")
-    return text, {name: int(value) if value.isdecimal() else value for name, value in pairs}
+    words: dict[str, Any] = {"true": True, "false": False}
+    return text, {name: int(value) if value.isdecimal() else words.get(value, value) for name, value in pairs}
 
 
 def main() -> None:
@@ -32,6 +33,8 @@ def main() -> None:
     parser.add_argument("settings", nargs="+", type=setting, metavar="NAME=VALUE,...", help="options of one engine")
     parser.add_argument("--rounds", type=int, default=14)
     options = parser.parse_args()
+    if options.rounds < 2 or len(dict(options.settings)) < len(options.settings):
+        parser.error("two rounds at least, and no setting twice")
     context = FIRST_POSITION + options.rounds * TURN_TOKENS
     engines = dict[str, Engine]()
     for name, keywords in options.settings:

@@ -40,7 +40,7 @@ def turn(engine: Engine, tokens: list[int], first: int, count: int = TURN_TOKENS
 
 
 def decode_in_turns(engines: Mapping[str, Engine], tokens: list[int], rounds: int) -> Rows:
-    """Each engine decodes the same tokens, round by round; the first of a round comes second in the next, and so on."""
+    """Each engine decodes the same tokens, round by round; the first of a round comes last in the next."""
     rows: Rows = {name: [] for name in engines}
     names = list(engines)
     for number in range(rounds):

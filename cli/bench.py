@@ -138,7 +138,7 @@ def bench_command(
         trace = None if tracer is None else recorded_trace(engine, tracer, prompt_length, host)
     if trace is not None and trace_out is not None:
         _write_trace(trace_out, trace, bundle, options, kernels, sequence, prompt_length, trace_little)
-    simulated = [] if trace is None or policies != "all" else _simulate(opened, trace)
+    simulated = _simulate(opened, trace) if trace is not None and policies == "all" else []
     _tell(engine, statistics, ceiling, simulated, host, kernel_times, as_json)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from .address_space import find_page_maker, find_page_mover, map_anonymous
 
 HUGE_PAGE_BYTES = 2 << 20
-# Whoever maps or unmaps memory waits until a range is cleared: ranges of 32 MiB held loading up for half a second.
+# Whoever maps or unmaps memory waits until a range is cleared: ranges of 32 MiB hold loading up for half a second.
 _CLEARED_AT_ONCE = HUGE_PAGE_BYTES
 # Linux; other systems refuse or lack them, and go without.
 _HUGE, _NOT_HUGE = getattr(mmap, "MADV_HUGEPAGE", 14), getattr(mmap, "MADV_NOHUGEPAGE", 15)

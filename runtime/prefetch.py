@@ -157,14 +157,17 @@ class Advisor:
         return state.tokens is not None and is_of_token and following.layer in self.static
 
     def _tokens_in(self, state: PassState, layer: int) -> int:
-        """How many tokens come to a layer: those of the running pass or, where it is one of the next, its own.
+        """How many tokens are taken to come to a layer: those of the running pass, or of the next if it is one of its.
 
-        These are one for each sequence, or more of a prompt where the running pass was as long as any.
+        Behind a prompt that is one, unless the pass was as long as any: then more of it. Passes of several sequences,
+        evaluations and tokens side by side, are followed by their like; a decoder behind an encoder begins with a token
+        of each.
         """
         count = len(state.hidden)
         if state.layer < self.spec.first_decoder_layer <= layer:
             return min(count, state.sequences)
-        return count if layer > state.layer or count >= MAX_PASS_TOKENS else min(count, state.sequences)
+        is_behind_prompt = layer <= state.layer and state.sequences == 1 and count < MAX_PASS_TOKENS
+        return 1 if is_behind_prompt else count
 
     def _advised(self, state: PassState, following: Following) -> int:
         """Experts of the layer that are worth reading ahead."""

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import moec.manifests
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 ROOMS = Path(moec.manifests.__file__).parent.parent
 HEAVY = {"torch", "transformers", "datasets", "optimum", "evaluate", "safetensors", "rouge_score", "matplotlib"}
@@ -102,9 +104,11 @@ def test_engine_loads_numpy_and_tokenizers_only() -> None:
 
 
 @pytest.mark.gate("G7")
-def test_nothing_of_accelerators_is_loaded_without_one() -> None:
+def test_nothing_of_accelerators_is_loaded_without_one(tmp_path: Path) -> None:
+    bundle = emit_bundle(save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=1)), tmp_path / "bundle")
     names = "[name for name in sys.modules if name.startswith('moec.runtime.accelerator.')]"
-    assert fresh(f"import sys\nfrom moec.runtime import load\nprint({names})").strip() == "[]"
+    opened = f"load({str(bundle)!r}, context=16).close()"
+    assert fresh(f"import sys\nfrom moec.runtime import load\n{opened}\nprint({names})").strip() == "[]"
 
 
 @pytest.mark.gate("G7")

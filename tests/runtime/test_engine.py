@@ -259,23 +259,26 @@ def test_memory_is_made_ready_for_a_warm_start(
         assert asked == [cache_state == "warm"]
 
 
+@pytest.mark.parametrize("new_tokens", [0, 4])
 @pytest.mark.parametrize(
     "options",
     [
         {"expert_cache": "50%"},
-        {"expert_cache": "100%", "cache_state": "cold"},
+        {"expert_cache": "100%", "cache_state": "cold"},  # no reader starts before the first token
+        {"memory": "4GiB"},
         {"expert_cache": "50%", "policy": "edgemoe", "prefetch_rule": "first-miss"},
         {"expert_cache": "50%", "io": "mmap"},
         {"expert_cache": "50%", "dynamic_precision": "0.6,0.6"},
     ],
 )
-def test_a_closed_engine_is_freed_at_once(tiny_bundle: Path, options: dict[str, str]) -> None:
+def test_a_closed_engine_is_freed_at_once(tiny_bundle: Path, options: dict[str, str], new_tokens: int) -> None:
     """Its memory is there for the next one, without a collection of cycles."""
     gc.collect()
     gc.disable()
     try:
         engine = load(tiny_bundle, context=CONTEXT, **options)
-        list(engine.generate(PROMPT, max_new_tokens=4))
+        if new_tokens:
+            list(engine.generate(PROMPT, max_new_tokens=new_tokens))
         parts = [weakref.ref(part) for part in (engine, engine.model, engine.cache, engine._storage)]
         engine.close()
         del engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from moec.runtime.options import Policy, Prefetch, PrefetchRule
 from moec.runtime.prefetch import advised_experts
 from moec.runtime.storage import ReadStorage, page_bytes
 from moec.runtime.streaming_cache import StreamingCache
-from tests.runtime.faulty_source import InTime, wait_for
 
 CONTEXT = 64
 PROMPT = [(7 * at * at + 5 * at + 3) % 250 + 3 for at in range(40)]
@@ -79,13 +79,17 @@ def test_a_prompt_token_by_token_would_read_them_again(
         assert engine.cache.stats.rereads > len(engine.bundle.manifest.experts)
 
 
-def test_a_rule_that_reads_for_the_next_token_reads_for_one(
-    tiny_bundle: Path, read_by_python: Counter[int], in_time: InTime
-) -> None:
+def test_a_rule_that_reads_for_the_next_token_reads_for_one(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its first layer, behind the prompt's last."""
+    advised, prefetch = list[list[int]](), ExpertCache.prefetch
+
+    def noted(cache: ExpertCache, indices: Sequence[int]) -> None:
+        advised.append(list(indices))
+        prefetch(cache, indices)
+
+    monkeypatch.setattr(ExpertCache, "prefetch", noted)
     with open_small(tiny_bundle, "edgemoe", ExpertCache, "lookahead", rule="spread") as engine:
         top_k = engine.bundle.manifest.model.layers[0].experts.top_k
         engine.prefill(PROMPT)
-        in_time(lambda: wait_for(lambda: engine.cache.stats.rereads > 0))
-    twice = {index for index, count in read_by_python.items() if count > 1}
-    assert 0 < len(twice) <= advised_experts(top_k, 1) and twice <= set(range(engine.model.first_expert[1]))
+    assert len(advised[-1]) == advised_experts(top_k, 1) and len(advised) == len(engine.model.spec.layers)
+    assert set(advised[-1]) <= set(range(engine.model.first_expert[1]))
