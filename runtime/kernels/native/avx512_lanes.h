@@ -42,6 +42,8 @@ template <int Count>
 inline Ints shift_right(Ints a) { return _mm512_srli_epi32(a, Count); }
 template <int Count>
 inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, Count); }
+template <int Count>
+inline Ints shift_right_signed(Ints a) { return _mm512_srai_epi32(a, Count); }
 inline Ints mask(Ints a, uint32_t bits) { return _mm512_and_si512(a, _mm512_set1_epi32(static_cast<int32_t>(bits))); }
 inline Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 inline Ints add_int(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
@@ -66,4 +68,5 @@ inline Products no_products() { return _mm512_setzero_si512(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm512_dpbusd_epi32(sum, codes, x); }
 inline Ints sum_products(Products sum) { return sum; }
 constexpr int kByteCentre = 0;  // codes of 8 bits are multiplied as they are
+constexpr bool kMultipliesFractions = true;  // bytes of three-valued formats as they are (generic_tile_sums.h)
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_products(sum, codes, x); }

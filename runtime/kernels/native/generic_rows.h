@@ -24,7 +24,7 @@ MOEC_INLINE Floats exp_lanes(Floats x) {
     p = fma(p, r, broadcast(5.0000001201e-1f));
     p = add(fma(p, mul(r, r), r), broadcast(1.0f));
     const Ints exponent = sub_int(bits_of(shifted), bits_of(magic));
-    const Ints half = halve_signed(exponent), rest = sub_int(exponent, half), bias = broadcast_int(127);
+    const Ints half = shift_right_signed<1>(exponent), rest = sub_int(exponent, half), bias = broadcast_int(127);
     p = mul(p, float_of(shift_left<23>(add_int(half, bias))));
     return mul(p, float_of(shift_left<23>(add_int(rest, bias))));
 }

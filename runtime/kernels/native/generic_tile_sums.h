@@ -69,6 +69,45 @@ MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
     }
 }
 
+// A three-valued code c that shares a byte is the first digit of a fraction x of 256, and y what is left of it for the digits behind:
+// 3 x = 256 c + y. So sum c q = (3 sum x q - sum y q) / 256, without a code: two products in the place of one and of the comparisons
+// that make a digit. At most 8 x 4 x 255 x 127 x 3, either way.
+struct FractionSums {
+    Products fractions, rests;
+};
+
+MOEC_INLINE FractionSums no_fractions() {
+    return {no_products(), no_products()};
+}
+
+// The bytes of a plane behind so many digits.
+template <int Plane, int Digits, int Vector>
+MOEC_INLINE Ints fractions_behind(const uint8_t* tile) {
+    Ints fractions = load_lanes(tile + Plane * kPlaneBytes + Vector * (kPlaneBytes / kVectorsPerBlock));
+    unroll<Digits>([&](auto) MOEC_INLINE_LAMBDA { fractions = without_digits(fractions); });
+    return fractions;
+}
+
+// The products of one quad of a tile's codes, straight from memory. Quad: of the 32 columns that are summed; QuadOfTile: of the tile.
+template <int Bitwidth, int Quad, int QuadOfTile, int Vector>
+MOEC_INLINE void add_codes(TileSum<Bitwidth>& sum, FractionSums& sums, const uint8_t* tile, Ints x) {
+    constexpr int kPlane = QuadOfTile / kTernaryDigits, kDigit = QuadOfTile % kTernaryDigits;
+    if constexpr (kMultipliesFractions && Bitwidth == kTernary && kPlane < kTernaryPlanes) {
+        sums.fractions = add_products(sums.fractions, fractions_behind<kPlane, kDigit, Vector>(tile), x);
+        sums.rests = add_products(sums.rests, fractions_behind<kPlane, kDigit + 1, Vector>(tile), x);
+    } else {
+        add_quad<Bitwidth, Quad>(sum, quad_of<Bitwidth, QuadOfTile, Vector>(tile), x);
+    }
+}
+
+template <int Bitwidth>
+MOEC_INLINE void add_fractions(TileSum<Bitwidth>& sum, const FractionSums& sums) {
+    if constexpr (kMultipliesFractions && Bitwidth == kTernary) {
+        const Ints once = sum_products(sums.fractions), thrice = add_int(once, add_int(once, once));
+        sum.narrow = add_int(sum.narrow, shift_right_signed<8>(sub_int(thrice, sum_products(sums.rests))));
+    }
+}
+
 // The dot product as floats, exact; in symmetric formats that of the codes less their centre. total: sum of q over the tile.
 template <int Bitwidth, bool IsSymmetric>
 MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {

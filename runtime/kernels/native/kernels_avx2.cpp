@@ -30,6 +30,7 @@ inline Products no_products() { return _mm256_setzero_si256(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x)); }
 inline Ints sum_products(Products sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 constexpr int kByteCentre = 128;  // taken from codes of 8 bits, so that a pair is at most 32,512
+constexpr bool kMultipliesFractions = false;
 // sum + (code - 128) * x over the four bytes of a lane.
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
     const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));

@@ -40,6 +40,7 @@ inline uint32x4_t sum_rows(int16x8_t first, int16x8_t second) {
 }
 inline Ints sum_products(Products sum) { return {sum_rows(sum.rows[0], sum.rows[1]), sum_rows(sum.rows[2], sum.rows[3])}; }
 constexpr int kByteCentre = 128;  // taken from codes of 8 bits: a product is at most 16,256, two of them 32,512
+constexpr bool kMultipliesFractions = false;
 // (code - 128) * x, summed over the four bytes of a lane.
 inline uint32x4_t centred_products(uint32x4_t codes, uint32x4_t x) {
     const int8x16_t centred = signed_bytes(veorq_u32(codes, vdupq_n_u32(0x80808080u))), bytes = signed_bytes(x);

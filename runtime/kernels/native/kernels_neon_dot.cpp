@@ -35,6 +35,7 @@ inline Products add_products(Products sum, Ints codes, Ints x) {
 }
 inline Ints sum_products(Products sum) { return sum; }
 constexpr int kByteCentre = 128;  // taken from codes of 8 bits, which the instruction takes as signed
+constexpr bool kMultipliesFractions = false;
 // sum + (code - 128) * x over the four bytes of a lane.
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
     const uint32x4_t sign = vdupq_n_u32(0x80808080u);

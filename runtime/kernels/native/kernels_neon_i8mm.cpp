@@ -36,6 +36,7 @@ inline Products add_products(Products sum, Ints codes, Ints x) {
 }
 inline Ints sum_products(Products sum) { return sum; }
 constexpr int kByteCentre = 0;  // codes of 8 bits are multiplied as they are
+constexpr bool kMultipliesFractions = true;  // bytes of three-valued formats as they are (generic_tile_sums.h)
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_products(sum, codes, x); }
 
 #include "generic_lanes.h"

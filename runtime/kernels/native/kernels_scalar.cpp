@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kLanes = 8;
 constexpr int kByteCentre = 0;     // codes of 8 bits are multiplied as they are
+constexpr bool kMultipliesFractions = false;
 
 struct Floats {
     float v[kLanes];
@@ -123,8 +124,10 @@ inline Ints mask(const Ints& a, uint32_t bits) { return each<Ints>([&](int i) { 
 inline Ints either(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] | b.v[i]; }); }
 inline Ints add_int(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] + b.v[i]; }); }
 inline Ints sub_int(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] - b.v[i]; }); }
-inline Ints halve_signed(const Ints& a) {
-    return each<Ints>([&](int i) { return (a.v[i] >> 1) | (a.v[i] & 0x80000000u); });
+template <int Count>
+inline Ints shift_right_signed(const Ints& a) {
+    constexpr uint32_t kSign = 0x80000000u;
+    return each<Ints>([&](int i) { return ((a.v[i] ^ kSign) >> Count) - (kSign >> Count); });
 }
 inline Ints broadcast_int(uint32_t x) { return each<Ints>([=](int) { return x; }); }
 inline Ints bits_of(const Floats& a) { return each<Ints>([&](int i) { return to_bits(a.v[i]); }); }

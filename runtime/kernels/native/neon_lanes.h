@@ -93,9 +93,10 @@ inline Ints either(Ints a, Ints b) { return {vorrq_u32(a.low, b.low), vorrq_u32(
 inline Ints without(Ints a, Ints b) { return {vbicq_u32(a.low, b.low), vbicq_u32(a.high, b.high)}; }
 inline Ints add_int(Ints a, Ints b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
 inline Ints sub_int(Ints a, Ints b) { return {vsubq_u32(a.low, b.low), vsubq_u32(a.high, b.high)}; }
-inline Ints halve_signed(Ints a) {
-    return {vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a.low), 1)),
-            vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a.high), 1))};
+template <int Count>
+inline Ints shift_right_signed(Ints a) {
+    return {vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a.low), Count)),
+            vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a.high), Count))};
 }
 inline Ints bits_of(Floats a) { return {vreinterpretq_u32_f32(a.low), vreinterpretq_u32_f32(a.high)}; }
 inline Floats float_of(Ints a) { return {vreinterpretq_f32_u32(a.low), vreinterpretq_f32_u32(a.high)}; }

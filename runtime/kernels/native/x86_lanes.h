@@ -60,7 +60,8 @@ inline Ints mask(Ints a, uint32_t bits) { return _mm256_and_si256(a, _mm256_set1
 inline Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 inline Ints add_int(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints sub_int(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
-inline Ints halve_signed(Ints a) { return _mm256_srai_epi32(a, 1); }
+template <int Count>
+inline Ints shift_right_signed(Ints a) { return _mm256_srai_epi32(a, Count); }
 inline Ints broadcast_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int32_t>(x)); }
 inline Ints bits_of(Floats a) { return _mm256_castps_si256(a); }
 inline Floats float_of(Ints a) { return _mm256_castsi256_ps(a); }
