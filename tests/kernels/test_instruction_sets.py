@@ -105,7 +105,7 @@ def test_lines_are_asked_for_ahead() -> None:
     if extension is None or extension.origin is None:
         pytest.skip("the kernel extension is not built")
     listing = subprocess.run(["objdump", "-d", extension.origin], capture_output=True, text=True, check=True).stdout
-    instruction = "prfm" if platform.machine() == "aarch64" else "prefetcht0"
+    instruction = "prfm" if platform.machine() == "aarch64" else "prefetcht1"
     sets = set(kernels.available()) - {"scalar", "numpy"}
     assert ("amx" in sets) <= ("tdpbssd" in listing and "tdpbsud" in listing)  # equal sums could come without tiles
     # Some forty in each set: one for every line of a tile in every format, and those of whole panels.

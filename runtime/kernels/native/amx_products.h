@@ -12,6 +12,7 @@ static_assert(kVectorsPerBlock == 1 && kRoundedTokens == 16, "a row of sums is o
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above, or packed in the matrix
 };
 
 // The codes of a vector of rows in two neighbouring quads, less the centre. out: of the first, in the panel.
@@ -90,8 +91,8 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
             inputs += (group_tiles - tiles) * kTileInputs;
         }
     };
-    const uint8_t* asked = step.next.begin;  // by the first call of a step
-    const int64_t ask = token == 0 ? (step.next.end - step.next.begin + all - 1) / all : 0;
+    const uint8_t* asked = step.next->begin;  // by the first call of a step
+    const int64_t ask = token == 0 ? (step.next->end - step.next->begin + all - 1) / all : 0;
     while (multiplied < kAhead && multiplied < all) {
         multiply();
     }
@@ -136,10 +137,7 @@ MultiplyBytePanels panels_product() {
     return multiply_byte_panel<IsSymmetric, Tokens>;
 }
 
-// What comes next is asked for tile by tile: all at once, it would fill the buffers that inputs come through.
-inline void ask_at_once(const NextBytes&) {}
-
-inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step) {
+inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step, int) {
     const int groups = step.count / kRoundedTokens, whole = groups * kRoundedTokens;
     if (groups > 0) {
         by_tokens[kRoundedTokens](step, 0, groups);

@@ -6,3 +6,4 @@ constexpr int kFloatTokens = 12;    // tokens, with a 16-bit matrix: as many cha
 constexpr int kPanelBlocks = 1;     // blocks of a quantized matrix, over several tokens
 constexpr int kBytePanelColumns = 512;
 constexpr int kRoundedTokens = 16;  // and those tokens: their sums are half of the registers
+constexpr bool multiplies_packed(int) { return false; }  // codes are brought to bytes before they are multiplied

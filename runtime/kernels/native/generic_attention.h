@@ -47,6 +47,7 @@ template <int Queries, class Element>
 void score_positions(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t first, int64_t end, float scale) {
     constexpr int kRows = Queries == 1 ? 4 : 2;
     for (; first + kRows <= end; first += kRows) {
+        ask_for_cached(keys + first * size + kCachedAhead<Element>, kRows * size);
         score_rows<Queries, kRows>(queries, keys, size, first, scale);
     }
     for (; first < end; ++first) {
@@ -120,6 +121,7 @@ void attention_over(const Element* k_cache, const Element* v_cache, const Attent
     }
     end = end > first ? end : first;
     score(queries, count, keys, size, first, end, call.scale);
+    ask_for_cached(values + first * size, kCachedAhead<Element>);  // comes while scores become shares
     for (int i = 0; i < count; ++i) {
         const AttentionQuery& query = queries[i];
         const int64_t before = first < query.end ? first : query.end;

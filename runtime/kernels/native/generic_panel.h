@@ -2,10 +2,12 @@
 // Included inside the namespace of an instruction set, after generic_tile_sums.h; an instruction set that multiplies otherwise
 // includes the same names of its own instead (neon_pair_panel.h). No include guard, for that reason.
 
-// 16 rows x up to 256 columns: codes as bytes, [tile][quad][row][4], and per tile 16 scales and 16 minima.
+// 16 rows x up to 256 columns: codes as bytes, [tile][quad][row][4], unless they are multiplied as they are packed, and per tile 16
+// scales and 16 minima.
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above, or packed in the matrix
 };
 
 // The codes of one vector of rows in two neighbouring quads, with the centre of symmetric formats in them. out: of the first, in the
@@ -25,7 +27,11 @@ MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* c
         Ints weights[kVectors];
         unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
-            weights[decltype(v)::value] = load_lanes(codes[B] + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock));
+            if constexpr (multiplies_packed(Bitwidth)) {
+                weights[decltype(v)::value] = quad_of<Bitwidth, Q, V>(codes[B]);
+            } else {
+                weights[decltype(v)::value] = load_lanes(codes[B] + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock));
+            }
         });
         unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int I = decltype(i)::value;

@@ -15,5 +15,5 @@ struct PanelStep {
     int64_t first;
     int count;
     float* acc;
-    NextBytes next;  // of the last block
+    const NextBytes* next;  // [Blocks]
 };

@@ -8,10 +8,12 @@
 // Accuracy class: bit-equal across instruction sets, thread counts and batches.
 // One token: straight from the codes, one row block after the other, so that a matrix is a single stream of memory; lines are
 // asked for kPrefetchBytes ahead, because the processor's own prefetching stops at every page. More tokens: the codes of
-// 16 rows x 256 columns are brought to bytes once per 96 tokens and multiplied by kRoundedTokens tokens at a time, which is
-// 4 for eight lanes; the accumulators rest in memory between tiles, which changes no bit.
+// 16 rows x 256 columns are brought to bytes once per 96 tokens, or by every group of tokens where that costs nothing
+// (multiplies_packed), and multiplied by kRoundedTokens tokens at a time, which is 4 for eight lanes; the accumulators rest in
+// memory between tiles, which changes no bit.
 
-// 2 to 4 KiB measure alike on Zen 3, 1 and 8 KiB lose up to a tenth; on Granite Rapids 1 and 2 KiB are best.
+// 2 to 4 KiB measure alike on Zen 3, 1 and 8 KiB lose up to a tenth; on Granite Rapids 1 and 2 KiB are best; on Zen 4 lines of the
+// next page but one, 4 KiB ahead, halve the rate.
 constexpr int kPrefetchBytes = 2048;
 
 // 16 rows times one vector. acc: [16], written.
@@ -38,19 +40,22 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
             const int8_t* codes = x.codes + (t + P) * kColumnsPerTile;
             const Floats step = broadcast(x.steps[t + P]), total = broadcast(x.sums[t + P]);
             TileSum<Bitwidth> products[kVectorsPerBlock];
+            FractionSums fractions[kVectorsPerBlock];
             unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
                 products[decltype(v)::value] = first_sum<Bitwidth, IsSymmetric>(total);
+                fractions[decltype(v)::value] = no_fractions();
             });
             unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
                 constexpr int Q = decltype(quad)::value;
                 const Ints input = broadcast_bytes(codes + Q * kColumnsPerLane);
                 unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
                     constexpr int V = decltype(v)::value;
-                    add_quad<Bitwidth, Q>(products[V], quad_of<Bitwidth, P * kQuadsPerTile + Q, V>(tile), input);
+                    add_codes<Bitwidth, Q, P * kQuadsPerTile + Q, V>(products[V], fractions[V], tile, input);
                 });
             });
             unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
                 constexpr int V = decltype(v)::value;
+                add_fractions(products[V], fractions[V]);
                 sum[V] = add_tile<Bitwidth, IsSymmetric>(sum[V], step, scale[V], minimum[V], products[V], total);
             });
         });
@@ -68,20 +73,26 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
         Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
         load_scales<Bitwidth, IsSymmetric, HasByteScales>(cursor.group, steps, scale, minimum);
         const uint8_t* tile = tile_at(cursor);
-        unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
-            constexpr int V = decltype(v)::value;
-            unroll<kParts>([&](auto part) MOEC_INLINE_LAMBDA {
-                constexpr int P = decltype(part)::value;
+        unroll<kParts>([&](auto part) MOEC_INLINE_LAMBDA {
+            constexpr int P = decltype(part)::value;
+            panel.tiles[t + P] = multiplies_packed(Bitwidth) ? tile : out + P * kQuadsPerTile * kPlaneBytes;
+            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int V = decltype(v)::value;
                 store(panel.scales[t + P] + V * kLanes, scale[V]);
                 store(panel.scales[t + P] + kRowsPerBlock + V * kLanes, minimum[V]);
             });
-            unroll<kParts * kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
-                constexpr int Q = 2 * decltype(pair)::value;
-                store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock),
-                                                                   quad_of<Bitwidth, Q, V>(tile), quad_of<Bitwidth, Q + 1, V>(tile));
-            });
         });
-        out += kParts * kQuadsPerTile * kPlaneBytes;
+        if constexpr (!multiplies_packed(Bitwidth)) {
+            unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+                constexpr int V = decltype(v)::value;
+                unroll<kParts * kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
+                    constexpr int Q = 2 * decltype(pair)::value;
+                    store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock),
+                                                                       quad_of<Bitwidth, Q, V>(tile), quad_of<Bitwidth, Q + 1, V>(tile));
+                });
+            });
+            out += kParts * kQuadsPerTile * kPlaneBytes;
+        }
     }
 }
 
@@ -162,14 +173,12 @@ inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedForma
     const int64_t all = matrix.columns / kColumnsPerTile;
     for (int64_t tile = 0; tile < all; tile += kPanelTiles) {
         const int64_t tiles = all - tile < kPanelTiles ? all - tile : kPanelTiles;
-        NextBytes next{};
+        NextBytes next[kPanelBlocks];  // of this block or of the next step's: comes from memory while this panel is multiplied
         for (int b = 0; b < blocks; ++b) {
-            // What comes next, of this block or of the next step's, comes from memory while this panel is multiplied.
             const bool ends = tile + tiles == all;
-            next = bytes_of_panel(matrix, ends ? block + blocks + b : block + b, ends ? 0 : tile + tiles);
-            ask_at_once(next);
+            next[b] = bytes_of_panel(matrix, ends ? block + blocks + b : block + b, ends ? 0 : tile + tiles);
             format.unpack(matrix, block + b, tile, tiles, panels[b]);
         }
-        multiply_panels(by_tokens, {panels, tile, tiles, x, first, count, acc, next});
+        multiply_panels(by_tokens, {panels, tile, tiles, x, first, count, acc, next}, blocks);
     }
 }

@@ -7,3 +7,4 @@ constexpr int kPanelBlocks = 1;    // blocks of a quantized matrix, over several
 constexpr int kBytePanelColumns = 256;
 constexpr int kRoundedTokens = 4;  // and those tokens
 constexpr int kWeighedSums = 8;    // vectors of sums of several queries while values are weighed
+constexpr bool multiplies_packed(int) { return false; }  // codes are brought to bytes before they are multiplied

@@ -31,6 +31,9 @@ MOEC_INLINE void weigh_vectors(const AttentionQuery* queries, const Element* val
         });
     });
     for (int64_t p = first; p < end; ++p) {
+        if constexpr (Vectors > 1) {
+            ask_for_cached(values + p * size + feature + kCachedAhead<Element>, Vectors * kLanes);
+        }
         Floats row[Vectors];
         unroll<Vectors>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(v)::value;

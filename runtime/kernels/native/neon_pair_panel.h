@@ -6,6 +6,7 @@
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above, or packed in the matrix
 };
 
 // The codes of one vector of rows in two neighbouring quads, those of a row side by side. out: of the first, in the panel.
