@@ -66,7 +66,7 @@ gates: $(READY)  ## Run the tests of the gates alone, slow ones included
 oracles: $(READY)  ## Hold every family against its oracle, and nothing else
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m oracle
 
-bench: $(READY)  ## The yardstick beside llama.cpp: an hour and a half, 45 GB in build/yardstick, root
+bench: $(READY)  ## The yardstick beside llama.cpp and ik_llama.cpp: two hours, 50 GB in build/yardstick, root
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation -e ".[dev,bench]"
 	cd bench && ../$(BIN)/python -m yardstick ../build/yardstick --results ../build/yardstick/results

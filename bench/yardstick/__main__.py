@@ -1,9 +1,9 @@
 """The whole yardstick: ``python -m yardstick FOLDER --results RESULTS``, which `make bench` runs.
 
-Makes what is missing in FOLDER (45 GB): the checkpoint, the bundle at 4.5 bits per weight, the same weights for
-llama.cpp, bundles at 2, 3 and 16 bits, the trained example. Writes how the yardstick and the example route
-(`routing_*.json`), compares the two engines, then this one with its simpler selves. About an hour and a half on two
-cores, as root; FOLDER is kept for the next run.
+Makes what is missing in FOLDER (50 GB): the checkpoint, the bundle at 4.5 bits per weight, the same weights for
+llama.cpp, its fork built for this machine, bundles at 2, 3 and 16 bits, the trained example. Writes how the yardstick
+and the example route (`routing_*.json`), compares the engines, then this one with its simpler selves. About two hours
+on two cores, as root; FOLDER is kept for the next run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 
 from yardstick.checkpoint import text
+from yardstick.compare import FORKS_FILE
+from yardstick.fork import build
+from yardstick.gguf_model import FORKS, NATIVE
 from yardstick.routing import routing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,7 +57,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args()
     folder, python = options.folder, sys.executable
-    checkpoint, gguf = folder / "checkpoint", folder / "q4_0.gguf"
+    checkpoint = folder / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
     options.results.mkdir(parents=True, exist_ok=True)
     if not (checkpoint / "tokenizer.json").exists():  # written last
@@ -62,10 +65,12 @@ def main() -> None:
     for name, formats in BUNDLES.items():
         if not (folder / name).exists():
             run(python, "-m", "moec.cli.main", "compile", checkpoint, *formats.split(), "-o", folder / name)
-    if not gguf.exists():
-        part = gguf.with_suffix(".part")
-        run(python, "-m", "yardstick.gguf_model", checkpoint, part)
-        part.rename(gguf)
+    for name, architecture in (("q4_0.gguf", NATIVE), (FORKS_FILE, FORKS)):
+        part = (folder / name).with_suffix(".part")
+        if not (folder / name).exists():
+            run(python, "-m", "yardstick.gguf_model", checkpoint, part, "--architecture", architecture)
+            part.rename(folder / name)
+    build(folder)
     if not (folder / "example").exists():
         run(python, "-m", "moec.cli.main", "compile", EXAMPLES / "model", "--uniform", "8", "-o", folder / "example")
     write_routing(folder / "q4", text(), options.results / "routing_yardstick.json")

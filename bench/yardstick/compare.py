@@ -1,7 +1,8 @@
-"""moec beside llama.cpp on one machine: ``python -m yardstick.compare FOLDER --results RESULTS``.
+"""moec beside llama.cpp and ik_llama.cpp, its fork: ``python -m yardstick.compare FOLDER --results RESULTS``.
 
-FOLDER holds what `make bench` puts there: `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp), `checkpoint`.
-Every condition runs all arms in turn, several rounds; memory limits go upward. Both engines get the same forced tokens
+FOLDER holds what `make bench` puts there: `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp) and FORKS_FILE
+(for its fork, which is built there too), `checkpoint`.
+Every condition runs all arms in turn, several rounds; memory limits go upward. All engines get the same forced tokens
 of real text and the same control group, in which direct reads are timed before each run: a rate that is not the one
 asked for ends everything. "Cold": the page cache is dropped and nothing is read before the prompt; "warm": llama.cpp's
 second time over the same ids, and experts that are read while loading. One JSON file per run lands in RESULTS,
@@ -27,6 +28,7 @@ from commands import command_line
 from tokenizers import Tokenizer
 
 from yardstick.checkpoint import text
+from yardstick.fork import LIBRARY_VARIABLE, library_path
 from yardstick.limits import drop_caches, read_ahead_path, run_limited
 from yardstick.overlap import COLD, NO_ADVICE, OWN, OWN_HALF, overlap_rows, overlap_table, run_path, runs
 
@@ -44,6 +46,8 @@ OWN_OPTIONS = {
 }
 AS_FOUND, TUNED, WARM = "llama.cpp mmap as found", "llama.cpp mmap 128 KiB", "llama.cpp mmap 128 KiB, warm"
 REPACKED = "llama.cpp repacked"
+FORK_REPACKED, FORK_TUNED = "ik_llama.cpp repacked", "ik_llama.cpp mmap 128 KiB"
+FORKS_FILE = "q4_0-qwen3moe.gguf"  # why it has one of its own: gguf_model.py
 SLOWEST_AS_FOUND = 100_000_000  # bytes per second
 
 
@@ -100,11 +104,11 @@ def arms(condition: Condition) -> Iterator[str]:
     yield OWN
     yield OWN_HALF
     if condition.share is None:
-        yield REPACKED
+        yield from (REPACKED, FORK_REPACKED)
         return
     if condition.rate is None and condition.tokens >= 64:
         yield from (COLD, NO_ADVICE, WARM)
-    yield TUNED
+    yield from (TUNED, FORK_TUNED)
     if condition.share >= 0.25 and (condition.rate is None or condition.rate > SLOWEST_AS_FOUND):
         yield AS_FOUND
 
@@ -119,9 +123,10 @@ def arm_command(yard: Yard, condition: Condition, arm: str) -> list[str]:
         return command + (
             ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
         )
-    gguf = yard.folder / "q4_0.gguf"
+    gguf = yard.folder / (FORKS_FILE if arm in (FORK_REPACKED, FORK_TUNED) else "q4_0.gguf")
     command = [sys.executable, "-m", "yardstick.peer", str(gguf), str(yard.folder / "ids.json"), *common]
-    return command + ([] if arm == REPACKED else ["--mmap"]) + (["--warm"] if arm == WARM else [])
+    command += ["--engine", arm.split()[0]]
+    return command + ([] if arm in (REPACKED, FORK_REPACKED) else ["--mmap"]) + (["--warm"] if arm == WARM else [])
 
 
 def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
     found = ahead.read_text()
     probe = [sys.executable, "-m", "yardstick.probes", str(yard.folder / "q4")]
     try:
-        if arm in (TUNED, WARM):
+        if arm in (TUNED, WARM, FORK_TUNED):
             ahead.write_text(str(TUNED_READ_AHEAD_KIB))
         drop_caches()
         command = arm_command(yard, condition, arm)
@@ -238,6 +243,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of conditions")
     parser.add_argument("--arms", nargs="*", help="names of arms, where not all are to run")
     options = parser.parse_args()
+    if library_path(options.folder).exists():
+        os.environ[LIBRARY_VARIABLE] = str(library_path(options.folder).resolve())
     yard, states = prepare(options.folder), [machine(options.folder)]
     options.results.mkdir(parents=True, exist_ok=True)
     for condition in CONDITIONS:

@@ -2,6 +2,9 @@
 
 The weights come from the checkpoint that `moec compile` reads. Matrices go to Q4_0 by the `gguf` package's rounding;
 routers and norms stay float32, as llama.cpp's converter leaves them. There is no vocabulary: runs are fed ids.
+`--architecture qwen3moe` is for ik_llama.cpp, which does not know OLMoE: the same matrices, but queries and keys are
+normed head by head and the chosen experts' weights add up to one. It reads and multiplies the same bytes for a token,
+and says something else.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ _LAYER_NAMES = {
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.gate",
 }
+NATIVE, FORKS = "olmoe", "qwen3moe"  # architectures
 _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
 
@@ -69,11 +73,21 @@ def is_quantized(name: str) -> bool:
     return not name.endswith(("norm", "ffn_gate_inp"))
 
 
-def write(folder: Path, target: Path) -> None:
+class ByHeads(Checkpoint):
+    """The same with the norms of queries and keys cut to one head's."""
+
+    def tensor(self, name: str) -> np.ndarray:
+        """As the checkpoint has it, but for those norms."""
+        whole = super().tensor(name)
+        head_size = self.config["hidden_size"] // self.config["num_attention_heads"]
+        return whole[:head_size] if name.endswith(("q_norm.weight", "k_norm.weight")) else whole
+
+
+def write(folder: Path, target: Path, architecture: str) -> None:
     """Write the file, one tensor in memory at a time."""
-    checkpoint = Checkpoint(folder)
+    checkpoint = (ByHeads if architecture == FORKS else Checkpoint)(folder)
     config = checkpoint.config
-    writer = gguf.GGUFWriter(target, "olmoe")
+    writer = gguf.GGUFWriter(target, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -82,6 +96,8 @@ def write(folder: Path, target: Path) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if architecture == FORKS:
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_vocab_size(config["vocab_size"])
@@ -114,8 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the yardstick's weights as a Q4_0 GGUF file.")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("file", type=Path)
+    parser.add_argument("--architecture", choices=(NATIVE, FORKS), default=NATIVE)
     options = parser.parse_args()
-    write(options.checkpoint, options.file)
+    write(options.checkpoint, options.file, options.architecture)
 
 
 if __name__ == "__main__":
