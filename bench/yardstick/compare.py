@@ -1,6 +1,6 @@
 """moec beside llama.cpp and ik_llama.cpp, its fork: ``python -m yardstick.compare FOLDER --results RESULTS``.
 
-FOLDER holds what `make bench` puts there: `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp) and FORKS_FILE
+FOLDER holds what `make bench` puts there: `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp) and FORK_GGUF
 (for its fork, which is built there too), `checkpoint`.
 Every condition runs all arms in turn, several rounds; memory limits go upward. All engines get the same forced tokens
 of real text and the same control group, in which direct reads are timed before each run: a rate that is not the one
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ OWN_OPTIONS = {
 AS_FOUND, TUNED, WARM = "llama.cpp mmap as found", "llama.cpp mmap 128 KiB", "llama.cpp mmap 128 KiB, warm"
 REPACKED = "llama.cpp repacked"
 FORK_REPACKED, FORK_TUNED = "ik_llama.cpp repacked", "ik_llama.cpp mmap 128 KiB"
-FORKS_FILE = "q4_0-qwen3moe.gguf"  # why it has one of its own: gguf_model.py
+FORK_GGUF = "q4_0-qwen3moe.gguf"  # why it has one of its own: gguf_model.py
 SLOWEST_AS_FOUND = 100_000_000  # bytes per second
 
 
@@ -100,7 +101,7 @@ class Yard:
 
 
 def arms(condition: Condition) -> Iterator[str]:
-    """moec, also with keys and values in 16 bits as llama.cpp has them, and llama.cpp as people run it there."""
+    """moec, also with keys and values in 16 bits as its peers have them; llama.cpp and its fork as people run them."""
     yield OWN
     yield OWN_HALF
     if condition.share is None:
@@ -123,7 +124,7 @@ def arm_command(yard: Yard, condition: Condition, arm: str) -> list[str]:
         return command + (
             ["--expert-cache", "100%"] if limit is None else ["--memory", str(limit - BUDGET_MARGIN_BYTES)]
         )
-    gguf = yard.folder / (FORKS_FILE if arm in (FORK_REPACKED, FORK_TUNED) else "q4_0.gguf")
+    gguf = yard.folder / (FORK_GGUF if arm in (FORK_REPACKED, FORK_TUNED) else "q4_0.gguf")
     command = [sys.executable, "-m", "yardstick.peer", str(gguf), str(yard.folder / "ids.json"), *common]
     command += ["--engine", arm.split()[0]]
     return command + ([] if arm in (REPACKED, FORK_REPACKED) else ["--mmap"]) + (["--warm"] if arm == WARM else [])
@@ -206,6 +207,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def prepare_fork(folder: Path) -> tuple[str, ...]:
+    """Say where the fork's library is; its arms, if that or its file has not been made."""
+    is_installed = find_spec("ik_llama_cpp") is not None
+    if not (is_installed and library_path(folder).exists() and (folder / FORK_GGUF).exists()):
+        print(f"ik_llama.cpp is left out: `python -m yardstick {folder}` makes what it needs", file=sys.stderr)
+        return FORK_REPACKED, FORK_TUNED
+    os.environ[LIBRARY_VARIABLE] = str(library_path(folder).resolve())
+    return ()
+
+
 def prepare(folder: Path) -> Yard:
     """Write the text and its ids."""
     tokenizer = Tokenizer.from_file(str(folder / "checkpoint" / "tokenizer.json"))
@@ -236,21 +247,20 @@ def machine(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line, run, write."""
-    parser = argparse.ArgumentParser(description="moec beside llama.cpp on the yardstick.")
+    parser = argparse.ArgumentParser(description="moec beside llama.cpp and its fork on the yardstick.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="names of conditions")
     parser.add_argument("--arms", nargs="*", help="names of arms, where not all are to run")
     options = parser.parse_args()
-    if library_path(options.folder).exists():
-        os.environ[LIBRARY_VARIABLE] = str(library_path(options.folder).resolve())
+    left_out = prepare_fork(options.folder)
     yard, states = prepare(options.folder), [machine(options.folder)]
     options.results.mkdir(parents=True, exist_ok=True)
     for condition in CONDITIONS:
         if options.only and condition.name not in options.only:
             continue
-        chosen = [arm for arm in arms(condition) if not options.arms or arm in options.arms]
+        chosen = [arm for arm in arms(condition) if arm not in left_out and (not options.arms or arm in options.arms)]
         for turn in range(1, options.rounds + 1):
             for arm in chosen:
                 if arm == AS_FOUND and turn > 1:

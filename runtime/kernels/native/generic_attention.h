@@ -121,7 +121,8 @@ void attention_over(const Element* k_cache, const Element* v_cache, const Attent
     }
     end = end > first ? end : first;
     score(queries, count, keys, size, first, end, call.scale);
-    ask_for_cached(values + first * size, kCachedAhead<Element>);  // comes while scores become shares
+    const int64_t values_size = (end - first) * size;  // the first of them come while scores become shares
+    ask_for_cached(values + first * size, values_size < kCachedAhead<Element> ? values_size : kCachedAhead<Element>);
     for (int i = 0; i < count; ++i) {
         const AttentionQuery& query = queries[i];
         const int64_t before = first < query.end ? first : query.end;

@@ -1,10 +1,12 @@
-// Products of panels of bytes with several rounded tokens at once. Included inside the namespace of an instruction set, after
+// Products of panels with several rounded tokens at once. Included inside the namespace of an instruction set, after
 // the header of its panels; the tiles of AMX have the same names of their own (amx_products.h). No include guard, for that
 // reason.
 
 #include "generic_panel_step.h"
 
-// At most `bytes` of what will be read next.
+static_assert(kChunkTokens % kRowsSideBySide == 0 && kRowsSideBySide % kRoundedTokens == 0, "groups lie within rows that stand side by side");
+
+// The next lines of what will be read next, of so many bytes or a few more.
 MOEC_INLINE void ask_for_some(NextBytes& next, int64_t bytes) {
     const uint8_t* const end = next.end - next.begin < bytes ? next.end : next.begin + bytes;
     for (; next.begin < end; next.begin += kPlaneBytes) {
@@ -60,7 +62,8 @@ MultiplyBytePanels panels_product() {
     return multiply_byte_panels<Bitwidth, IsSymmetric, Blocks, Tokens>;
 }
 
-constexpr int kAskSteps = 4;  // at least: all of a panel at once would fill the buffers that inputs and sums come through
+// Parts, at least, in which a panel's successor is asked for: all at once, it would fill the buffers that inputs and sums come through.
+constexpr int kAskSteps = 4;
 
 // All tokens, in groups of nearly equal size of those that stand side by side.
 inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step, int blocks) {
@@ -68,9 +71,9 @@ inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep
     for (int b = 0; b < blocks; ++b) {
         next[b] = step.next[b];
     }
-    const int64_t groups_at_least = (step.count + kRoundedTokens - 1) / kRoundedTokens;
-    const int64_t parts = groups_at_least >= kAskSteps ? 1 : (kAskSteps + groups_at_least - 1) / groups_at_least;
-    const int64_t ask_bytes = (next[0].end - next[0].begin) / (groups_at_least * parts) + 1;
+    const int64_t all_groups = (step.count + kRoundedTokens - 1) / kRoundedTokens;
+    const int64_t parts = all_groups >= kAskSteps ? 1 : (kAskSteps + all_groups - 1) / all_groups;
+    const int64_t ask_bytes = (next[0].end - next[0].begin) / (all_groups * parts) + 1;
     for (int token = 0; token < step.count;) {
         const int beside = kRowsSideBySide - token % kRowsSideBySide, left = step.count - token < beside ? step.count - token : beside;
         const int groups = (left + kRoundedTokens - 1) / kRoundedTokens, tokens = (left + groups - 1) / groups;

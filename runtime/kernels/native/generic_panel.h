@@ -1,5 +1,5 @@
-// Panels of codes that have been brought to bytes, and their products with several tokens, four columns of a token at a time.
-// Included inside the namespace of an instruction set, after generic_tile_sums.h; an instruction set that multiplies otherwise
+// Panels of codes that have been brought to bytes, or are read as they are packed, and their products with several tokens, four
+// columns of a token at a time. Included inside the namespace of an instruction set, after generic_tile_sums.h; an instruction set that multiplies otherwise
 // includes the same names of its own instead (neon_pair_panel.h). No include guard, for that reason.
 
 // 16 rows x up to 256 columns: codes as bytes, [tile][quad][row][4], unless they are multiplied as they are packed, and per tile 16
@@ -28,6 +28,7 @@ MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* c
         unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int B = decltype(v)::value / kVectorsPerBlock, V = decltype(v)::value % kVectorsPerBlock;
             if constexpr (multiplies_packed(Bitwidth)) {
+                static_assert(parts_of(Bitwidth) == 1, "a tile of codes is one of activations");
                 weights[decltype(v)::value] = quad_of<Bitwidth, Q, V>(codes[B]);
             } else {
                 weights[decltype(v)::value] = load_lanes(codes[B] + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock));

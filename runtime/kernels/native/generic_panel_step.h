@@ -6,8 +6,8 @@ struct NextBytes {
     const uint8_t *begin, *end;
 };
 
-// Blocks (kPanelBlocks or 1) panels, of tiles from first_tile on, and `count` <= 96 of the rows, from `first` on, that they are
-// multiplied with. acc: [Blocks, count, 16], read and written.
+// Blocks (kPanelBlocks or 1) panels, of tiles from first_tile on, and `count` <= 96 of the rows, from `first` on, a multiple of
+// kRowsSideBySide, that they are multiplied with. acc: [Blocks, count, 16], read and written.
 struct PanelStep {
     const BytePanel* panels;
     int64_t first_tile, tiles;

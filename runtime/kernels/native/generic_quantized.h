@@ -12,8 +12,8 @@
 // (multiplies_packed), and multiplied by kRoundedTokens tokens at a time, which is 4 for eight lanes; the accumulators rest in
 // memory between tiles, which changes no bit.
 
-// 2 to 4 KiB measure alike on Zen 3, 1 and 8 KiB lose up to a tenth; on Granite Rapids 1 and 2 KiB are best; on Zen 4 lines of the
-// next page but one, 4 KiB ahead, halve the rate.
+// 2 to 4 KiB measure alike on Zen 3, 1 and 8 KiB lose up to a tenth; on Granite Rapids 1 and 2 KiB are best; on Zen 4 the
+// same place of the next page, 4 KiB ahead, nearly halves the rate of 2 to 4 bits.
 constexpr int kPrefetchBytes = 2048;
 
 // 16 rows times one vector. acc: [16], written.

@@ -62,7 +62,7 @@ template <int Bitwidth, int Quad>
 MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
     if constexpr (Bitwidth == 8) {
         sum.wide = add_byte_products(sum.wide, codes, x);
-    } else if constexpr (Bitwidth == kMxfp4 && Quad >= kQuadsPerTile / 2) {
+    } else if constexpr (Bitwidth == kMxfp4 && !kHasWideProducts && Quad >= kQuadsPerTile / 2) {
         sum.second_half = add_products(sum.second_half, codes, x);
     } else {
         sum.narrow = add_products(sum.narrow, codes, x);
@@ -114,7 +114,7 @@ MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
     if constexpr (Bitwidth == 8) {
         const Floats dot = to_float(sum.wide);
         return IsSymmetric || kByteCentre == 0 ? dot : fma(broadcast(static_cast<float>(kByteCentre)), total, dot);
-    } else if constexpr (Bitwidth == kMxfp4) {
+    } else if constexpr (Bitwidth == kMxfp4 && !kHasWideProducts) {
         return to_float(add_int(sum_products(sum.narrow), sum_products(sum.second_half)));
     } else if constexpr (IsSymmetric && !kHasWideProducts) {
         return to_float(sub_int(sum_products(sum.narrow), centre_product<Bitwidth>(total)));

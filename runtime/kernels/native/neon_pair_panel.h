@@ -6,7 +6,7 @@
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
-    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above, or packed in the matrix
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above
 };
 
 // The codes of one vector of rows in two neighbouring quads, those of a row side by side. out: of the first, in the panel.
@@ -36,6 +36,7 @@ MOEC_INLINE void add_dot(TileSum<Bitwidth>& sum, Ints dot) {
 template <int Bitwidth, int Blocks, int Tokens>
 MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x, TileSum<Bitwidth> (*products)[kVectorsPerBlock]) {
     static_assert(Blocks == 1 && kVectorsPerBlock == 2, "sixteen rows are eight pairs");
+    static_assert(!multiplies_packed(Bitwidth), "pairs of quads come from a panel");
     constexpr int kTokenPairs = (Tokens + 1) / 2, kRowPairs = 4, kPairColumns = 2 * kColumnsPerLane;
     int32x4_t sums[kTokenPairs][kVectorsPerBlock][kRowPairs];
     unroll<kTokenPairs * kVectorsPerBlock * kRowPairs>([&](auto i) MOEC_INLINE_LAMBDA {
