@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,12 @@ class Network:
         stands at padded places is meaningless. cache: of `new_cache`, to fill. prompts: what an encoder reads of each
         row, where the model has one.
         """
-        return self._states(input_ids=padded(rows)[0], past_key_values=cache, use_cache=cache is not None)
+        return self._states(cache, input_ids=padded(rows)[0], use_cache=cache is not None)
 
     def hidden_with_graph(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """`hidden` with the graph that gradients of anything behind the embeddings go back through."""
         embedded = self.model.get_input_embeddings()(padded(rows)[0]).detach().requires_grad_()
-        return self._states(inputs_embeds=embedded, use_cache=False)
+        return self._states(None, inputs_embeds=embedded, use_cache=False)
 
     def new_cache(self) -> Any:
         """A cache for `hidden` to fill."""
@@ -88,10 +89,10 @@ class Network:
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Hidden states [B, D] of one more token per row; tokens and positions [B], mask [B, cached + 1] of 0 and 1."""
         states = self._states(
+            cache,
             input_ids=tokens.unsqueeze(1),
             position_ids=positions.unsqueeze(1),
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
         )
         return states[:, 0]
@@ -110,9 +111,18 @@ class Network:
         """The most likely next token of each row of [N, D]."""
         return [token for chunk in self.logit_chunks(hidden) for token in chunk.argmax(-1).tolist()]
 
-    def _states(self, **inputs: Any) -> Tensor:
-        states: Tensor = self.backbone(**inputs).last_hidden_state
+    def _states(self, cache: Any, **inputs: Any) -> Tensor:
+        """Final hidden states [B, T, D] of the backbone. cache: keys and values to extend, or None."""
+        states: Tensor = self.backbone(**{cache_argument(self.backbone): cache}, **inputs).last_hidden_state
         return states
+
+
+def cache_argument(module: Any) -> str:
+    """Return the name under which the forward pass of a transformers module takes its cache.
+
+    Releases of transformers before 5.24 call it `past_key_values`; later ones warn of that name.
+    """
+    return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
 
 
 RowStates = list[tuple[Tensor, Tensor]]

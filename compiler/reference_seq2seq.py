@@ -61,10 +61,10 @@ class Seq2SeqNetwork(Network):
         ids, real = padded(prompts)
         states = self.model.get_encoder()(input_ids=ids, attention_mask=real).last_hidden_state
         return self._states(
+            cache,
             input_ids=padded(rows)[0],
             encoder_hidden_states=states,
             encoder_attention_mask=real,
-            past_key_values=cache,
             use_cache=cache is not None,
         )
 
@@ -102,11 +102,11 @@ class Seq2SeqNetwork(Network):
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """As Network.step; a decoder with biases by distance needs no positions."""
         states = self._states(
+            cache,
             input_ids=tokens.unsqueeze(1),
             attention_mask=mask,
             encoder_hidden_states=cache.real.unsqueeze(-1).float(),  # its shape alone matters: keys are in the cache
             encoder_attention_mask=cache.real,
-            past_key_values=cache,
             use_cache=True,
         )
         return states[:, 0]

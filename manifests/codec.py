@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from .bundle import FORMAT_VERSION, BundleManifest
 from .errors import ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
+from .limits import MAX_MANIFEST_BYTES
 from .optional_fields import is_left_out, is_optional
 from .quant import SHORT_FORM, QuantSpec
 
-MAX_MANIFEST_BYTES = 256 << 20
 DIGEST_FIELD = "manifest_sha256"
 _END = b"\n}\n"
 _MAX_INTEGER = 1 << 63

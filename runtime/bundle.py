@@ -20,8 +20,9 @@ from moec.manifests.bundle import (
     BundleManifest,
     expert_tensor_name,
 )
-from moec.manifests.codec import MAX_MANIFEST_BYTES, decode_manifest
+from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid
+from moec.manifests.limits import MAX_MANIFEST_BYTES
 from moec.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, HeaderError, TensorEntry, read_header
 
 CHUNK_BYTES = 4 << 20

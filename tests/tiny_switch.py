@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
 from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import logging as transformers_logging
 
+from moec.compiler.reference_network import cache_argument
 from tests.tiny_models import INITIALIZER_RANGE, VOCABULARY, tiny_tokenizer
 
 START = 0
@@ -95,12 +101,11 @@ class Oracle:
     @torch.no_grad()
     def logits(self, prompt: list[int], tokens: list[int]) -> np.ndarray:
         """After each of the tokens, [T, V] float32."""
-        states, past, rows = self.encoded(prompt), None, []
+        states, rows = self.encoded(prompt), []
+        cache = {cache_argument(self.model): EncoderDecoderCache(DynamicCache(), DynamicCache())}
         for token in tokens:
-            out = self.model(
-                encoder_outputs=states, decoder_input_ids=torch.tensor([[token]]), past_key_values=past, use_cache=True
-            )
-            past = out.past_key_values
+            last = torch.tensor([[token]])
+            out = self.model(encoder_outputs=states, decoder_input_ids=last, use_cache=True, **cache)
             rows.append(out.logits[0].numpy())
         return np.concatenate(rows)
 
@@ -108,12 +113,10 @@ class Oracle:
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The likeliest tokens one after the other; the cache of `generate` is wrong for stacks of unequal height."""
         ends = self.model.config.eos_token_id
-        states, past, found = self.encoded(prompt), None, [START]
+        states, found = self.encoded(prompt), [START]
+        cache = {cache_argument(self.model): EncoderDecoderCache(DynamicCache(), DynamicCache())}
         while len(found) <= count and found[-1] not in (ends if isinstance(ends, list) else [ends]):
-            out = self.model(
-                encoder_outputs=states, decoder_input_ids=torch.tensor([found[-1:]]), past_key_values=past,
-                use_cache=True,
-            )  # fmt: skip
-            past = out.past_key_values
+            last = torch.tensor([found[-1:]])
+            out = self.model(encoder_outputs=states, decoder_input_ids=last, use_cache=True, **cache)
             found.append(int(out.logits[0, -1].argmax()))
         return found[1:]
