@@ -2,18 +2,21 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# The exact versions that are tested. Without them, pip takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=-c %)
 READY := $(VENV)/.ready
 LINKS := build/links
 ROOMS := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format typecheck contracts gates oracles bench schema docs clean links
+.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs clean links
 
 help:  ## Show this list
-	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(READY)  ## Make .venv and install everything into it
 
@@ -30,11 +33,10 @@ $(BIN)/python:
 
 # Torch comes first: what follows then finds it there and leaves it alone. The stamp is renewed when the settings or
 # the native sources change; an install that is complete takes seconds.
-$(READY): pyproject.toml $(NATIVE) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.11" "nanobind>=2.4" ninja cmake
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    --no-build-isolation -e ".[dev]"
+$(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
+	$(PIP_INSTALL) "$(TORCH)"
+	$(PIP_INSTALL) "scikit-build-core>=0.11" "nanobind>=2.4" ninja cmake
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation $(BUILD_DIR:%=-C build-dir=%) -e ".[dev]"
 	@touch $@
 
 links:
@@ -47,6 +49,39 @@ demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show 
 # Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
 test: $(READY) lint typecheck contracts  ## Set up and run the whole fast suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# Other versions than the tested ones, each in a new environment of its own; no linters, whose newest rules prove nothing.
+OTHER_VERSIONS = rm -rf .venv-$(1) && $(MAKE) tests VENV=.venv-$(1) BUILD_DIR='build/$(1)/{wheel_tag}' CONSTRAINTS=$(2)
+
+test-newest:  ## Run the suite with the newest versions that pyproject.toml allows (torch apart)
+	$(call OTHER_VERSIONS,newest,)
+
+test-oldest: build/oldest.txt  ## Run the suite with the oldest versions that pyproject.toml allows (torch apart)
+	$(call OTHER_VERSIONS,oldest,build/oldest.txt)
+
+tests: $(READY)
+	@$(BIN)/python -m pip list --disable-pip-version-check
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --no-annotate --no-header
+# What torch's other builds need is left out: each names its own exact versions.
+WITHOUT_CUDA = grep -vE '^(nvidia|cuda|triton)'
+
+$(BIN)/uv: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
+update-dependencies: $(BIN)/uv  ## Write constraints.txt anew: the newest versions, for every Python and extra
+	@mkdir -p build
+	echo "$(TORCH)" > build/torch.txt
+	$(UV_COMPILE) -c build/torch.txt --universal --python-version 3.10 --upgrade --extra dev --extra bench > build/newest.txt
+	{ echo "# Exact versions of everything that make installs. Written by: make update-dependencies"; \
+	    $(WITHOUT_CUDA) build/newest.txt; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+build/oldest.txt: pyproject.toml $(BIN)/uv
+	@mkdir -p build
+	echo "$(TORCH)" > build/torch.txt
+	$(UV_COMPILE) -c build/torch.txt --resolution lowest-direct --extra dev | $(WITHOUT_CUDA) > $@
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .
@@ -67,8 +102,7 @@ oracles: $(READY)  ## Hold every family against its oracle, and nothing else
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m oracle
 
 bench: $(READY)  ## The yardstick beside llama.cpp and ik_llama.cpp: two hours, 50 GB in build/yardstick, root
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    --no-build-isolation -e ".[dev,bench]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation -e ".[dev,bench]"
 	cd bench && ../$(BIN)/python -m yardstick ../build/yardstick --results ../build/yardstick/results
 
 schema: $(READY)  ## Write manifests/schema.json from the dataclasses

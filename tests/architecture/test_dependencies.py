@@ -1,0 +1,71 @@
+"""constraints.txt pins one tested version of every package that `make` installs, inside the range of pyproject.toml."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+SUPPORTED_PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
+
+def _ranges() -> Iterator[Requirement]:
+    """Yield what pyproject.toml asks for, its own extras and what builds it apart."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for extra in (project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()):
+        for line in extra:
+            requirement = Requirement(line)
+            if requirement.name != "moec":
+                yield requirement
+
+
+def _pins() -> list[Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if not line.startswith("#")]
+
+
+def _pinned_version(name: str, python: str) -> str | None:
+    """Return the version of a package that one Python gets on Linux, None if it gets any."""
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    found = [
+        str(pin.specifier).removeprefix("==")
+        for pin in _pins()
+        if pin.name.replace("_", "-") == name.replace("_", "-")
+        and (pin.marker is None or pin.marker.evaluate({**environment, "platform_machine": "x86_64"}))
+    ]
+    assert len(found) <= 1, f"{name} is pinned twice for Python {python}: {found}"
+    return found[0] if found else None
+
+
+def test_every_pin_is_exact() -> None:
+    pins = _pins()
+    assert len(pins) > 50
+    assert [str(pin) for pin in pins if not str(pin.specifier).startswith("==")] == []
+
+
+@pytest.mark.parametrize("python", SUPPORTED_PYTHONS)
+def test_every_dependency_is_pinned_inside_its_range(python: str) -> None:
+    environment = {"python_version": python, "sys_platform": "linux", "extra": ""}
+    asked = [need for need in _ranges() if need.marker is None or need.marker.evaluate(environment)]
+    assert len(asked) > 20
+    wrong = []
+    for need in asked:
+        version = _pinned_version(need.name, python)
+        if version is None or not need.specifier.contains(version, prereleases=True):
+            wrong.append(f"{need} has the pin {version}")
+    assert wrong == [], "run `make update-dependencies`"
+
+
+def test_every_range_has_a_floor() -> None:
+    """`make test-oldest` installs the floors: a range without one would test nothing."""
+    missing = [str(need) for need in _ranges() if not any(part.operator == ">=" for part in need.specifier)]
+    assert missing == []
