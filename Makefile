@@ -57,7 +57,7 @@ test-newest:  ## Run the suite with the newest versions that pyproject.toml allo
 	$(call OTHER_VERSIONS,newest,)
 
 test-oldest: build/oldest.txt  ## Run the suite with the oldest versions that pyproject.toml allows (torch apart)
-	$(call OTHER_VERSIONS,oldest,build/oldest.txt)
+	$(call OTHER_VERSIONS,oldest,$(abspath build/oldest.txt))
 
 tests: $(READY)
 	@$(BIN)/python -m pip list --disable-pip-version-check
