@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest, ExpertEntry
     from moec.runtime.bundle import Bundle
 
-MAX_QUALITY_BYTES = 64 << 20
-
 
 @click.command("inspect", short_help="Show what is in a bundle: shape, formats, sizes, quality.")
 @bundle_argument
@@ -166,16 +164,18 @@ def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:
 def read_quality(folder: Path) -> dict[str, Any] | None:
     """`quality.json` of a bundle whose file list was checked; None if it has none. Raises ManifestInvalid."""
     from moec.manifests.bundle import QUALITY_NAME
-    from moec.manifests.codec import load_strict_json
     from moec.manifests.errors import ManifestInvalid
+    from moec.manifests.input_file import UnreadableFile, read_input
+    from moec.manifests.limits import MAX_QUALITY_BYTES, QUALITY_JSON
+    from moec.manifests.strict_json import load_strict_json
 
     path = folder / QUALITY_NAME
     if not path.is_file():
         return None
     try:
-        if path.stat().st_size > MAX_QUALITY_BYTES:
-            raise ValueError("it is too large")
-        quality = load_strict_json(path.read_bytes())
+        quality = load_strict_json(read_input(path, MAX_QUALITY_BYTES), QUALITY_JSON)
+    except UnreadableFile as problem:
+        raise ManifestInvalid(f"`{path}` {problem}", "copy the bundle again") from problem
     except ValueError as problem:
         raise ManifestInvalid(f"`{path}` is not strict JSON: {problem}", "copy the bundle again") from problem
     if not isinstance(quality, dict):

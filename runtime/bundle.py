@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,9 +123,11 @@ def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
         raise BundleIncomplete(f"`{manifest_path}` is not certified", "run the compile again with `--resume`")
     _check_file_list(path, manifest)
     headers = {}
-    for name in sorted({DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.stored_experts)}):
+    tensors = Counter({DENSE_NAME: len(manifest.dense), TABLES_NAME: len(_TABLES)})
+    tensors.update(entry.file for entry in manifest.stored_experts)
+    for name, count in sorted(tensors.items()):
         try:
-            headers[name] = read_header(path / name)
+            headers[name] = read_header(path / name, count)
         except HeaderError as error:
             raise ManifestInvalid(f"`{path / name}`: {error}", "copy the bundle again") from error
         start = min((entry.offset_bytes for entry in headers[name].values()), default=0)
