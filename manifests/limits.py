@@ -121,3 +121,9 @@ MAX_PATH_KEYS = 1 << 24
 
 MAX_TABLE_BYTES = 1 << 31
 """Size of one tensor of `tables.safetensors`, bytes: `transitions` of 60 layers of 2,048 experts takes half."""
+
+MAX_CHUNK_BYTES = 64 << 20
+"""Raw size of one chunk of an archive, bytes; also the window of a compressed one."""
+
+MAX_CHUNKS = 1 << 20
+"""Chunks of an archive: 8 TiB in chunks of 8 MiB. The index takes 40 bytes for each."""
