@@ -121,6 +121,12 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
 
+    @property
+    def tokenizer_file_bytes(self) -> int:
+        """Size of `tokenizer.json`, 0 without one."""
+        path = self.root / TOKENIZER_NAME
+        return path.stat().st_size if path.is_file() else 0
+
     def weight_files(self) -> tuple[str, ...]:
         """Names of the files that hold tensors, sorted."""
         return tuple(sorted({ref.file for ref in self.tensors.values()}))

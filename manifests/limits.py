@@ -119,8 +119,8 @@ MAX_PATH_KEYS = 1 << 24
 3,801,088 pairs of experts, of which a calibration of 100,000 tokens sees a part.
 """
 
-MAX_TABLE_BYTES = 1 << 31
-"""Size of one tensor of `tables.safetensors`, bytes: `transitions` of 60 layers of 2,048 experts takes half."""
+MAX_PATH_SUCCESSORS = 1 << 26
+"""Rows of `path.experts` in `tables.safetensors`: 384 MiB of memory for `--prefetch path`."""
 
 MAX_CHUNK_BYTES = 64 << 20
 """Raw size of one chunk of an archive, bytes; also the window of a compressed one."""
