@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest, ExpertEntry
     from moec.runtime.bundle import Bundle
 
-MAX_QUALITY_BYTES = 64 << 20
-
 
 @click.command("inspect", short_help="Show what is in a bundle: shape, formats, sizes, quality.")
 @bundle_argument
@@ -46,14 +44,15 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
 
 def describe(bundle: Bundle) -> dict[str, Any]:
     """Everything `inspect` tells, as plain values."""
+    from moec.profiles.memory_floor import memory_option
     from moec.runtime import kernels
-    from moec.runtime.budget import plan_memory
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.budget import nominal_memory
 
     manifest = bundle.manifest
     model, cost = manifest.model, manifest.cost
     layer = model.layers[model.expert_layers[-1]]
-    plan = plan_memory(manifest, RuntimeOptions(expert_cache="100%"))
+    floor = nominal_memory(manifest).floor_bytes
+    memory = {"floor_bytes": floor, "option": f"--memory {memory_option(floor)}", "context": model.default_context}
     return {
         "name": manifest.name,
         "producer": manifest.producer,
@@ -82,7 +81,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "bits": [[average_bits(manifest, entry) for entry in row] for row in rows_by_layer(manifest)],
         },
         "sizes": _sizes(manifest),
-        "memory": {"floor_bytes": plan.floor_bytes, "context": plan.context},
+        "memory": memory,
         "calibration": None if manifest.calibration is None else _calibration(manifest),
         "options": manifest.options,
         "kernels": {"active": kernels.active(), "available": list(kernels.available())},
@@ -166,16 +165,18 @@ def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:
 def read_quality(folder: Path) -> dict[str, Any] | None:
     """`quality.json` of a bundle whose file list was checked; None if it has none. Raises ManifestInvalid."""
     from moec.manifests.bundle import QUALITY_NAME
-    from moec.manifests.codec import load_strict_json
     from moec.manifests.errors import ManifestInvalid
+    from moec.manifests.input_file import UnreadableFile, read_input
+    from moec.manifests.limits import MAX_QUALITY_BYTES, QUALITY_JSON
+    from moec.manifests.strict_json import load_strict_json
 
     path = folder / QUALITY_NAME
     if not path.is_file():
         return None
     try:
-        if path.stat().st_size > MAX_QUALITY_BYTES:
-            raise ValueError("it is too large")
-        quality = load_strict_json(path.read_bytes())
+        quality = load_strict_json(read_input(path, MAX_QUALITY_BYTES), QUALITY_JSON)
+    except UnreadableFile as problem:
+        raise ManifestInvalid(f"`{path}` {problem}", "copy the bundle again") from problem
     except ValueError as problem:
         raise ManifestInvalid(f"`{path}` is not strict JSON: {problem}", "copy the bundle again") from problem
     if not isinstance(quality, dict):
@@ -210,7 +211,7 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
         ("read per token", f"{size(sizes['expected_read_bytes_per_token'])} expected from a cold cache"),
         (
             "memory floor",
-            f"{size(facts['memory']['floor_bytes'])} for a context of {facts['memory']['context']}, of it "
+            f"`{facts['memory']['option']}` for a context of {facts['memory']['context']}, of it "
             f"{size(sizes['minimum_expert_bytes'])} for experts",
         ),
         ("kernels", f"{facts['kernels']['active']} (available: {', '.join(facts['kernels']['available'])})"),

@@ -327,11 +327,13 @@ def open_engine(path: Path, options: RuntimeOptions, kernels: str | None = None)
     """
     folder = bundle_folder(path)
     from moec.runtime import kernels as runtime_kernels
+    from moec.runtime.budget import require_memory_for_manifest
     from moec.runtime.bundle import open_bundle
     from moec.runtime.engine import Engine
 
     if kernels is not None:
         runtime_kernels.select(kernels)
+    require_memory_for_manifest(folder, options)
     return Engine(open_bundle(folder), options)
 
 

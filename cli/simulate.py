@@ -258,19 +258,11 @@ def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
 def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
     """What the device's memory leaves for experts at the default context; None if it cannot hold the rest."""
     from moec.profiles.predict import recommended_cache_bytes
-    from moec.runtime.budget import scratch_bytes
+    from moec.runtime.budget import nominal_memory
 
-    cost, model = bundle.manifest.cost, bundle.manifest.model
-    context = model.default_context
     try:
-        return recommended_cache_bytes(
-            profile,
-            dense_bytes=cost.dense_packed_bytes,
-            kv_bytes=model.kv_bytes_per_position * context,
-            scratch_bytes=scratch_bytes(bundle.manifest, 1, context),
-            minimum_expert_bytes=cost.minimum_expert_bytes,
-            total_expert_bytes=cost.expert_padded_bytes,
-        )
+        fixed = nominal_memory(bundle.manifest)
+        return recommended_cache_bytes(profile, fixed, bundle.manifest.cost.expert_padded_bytes)
     except DoesNotFit:
         return None
 

@@ -100,12 +100,12 @@ def shared_device(
     """
     import numpy as np
 
+    from moec.profiles.memory_floor import longest_pass
     from moec.runtime.accelerator.device import COPY_SLOTS
     from moec.runtime.accelerator.image import entry_bytes
     from moec.runtime.accelerator.latency import LatencyModel
     from moec.runtime.accelerator.placement import LIBRARY_BYTES, place_experts, working_bytes
     from moec.runtime.accelerator.replayed import ReplayedDevice, traced_cpu_line
-    from moec.runtime.budget import longest_pass
     from moec.runtime.eviction import bundle_records
 
     manifest, header = bundle.manifest, trace.header

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from moec.manifests.bundle import FileEntry
-from moec.manifests.codec import load_strict_json
 from moec.manifests.errors import CheckpointError
+from moec.manifests.limits import COMPANION_JSON, MAX_COMPANION_BYTES
 from moec.manifests.safetensors_header import ITEM_BYTES, HeaderError, TensorEntry, read_header
+from moec.manifests.strict_json import load_strict_json
 
 from .checkpoint_url import PLAIN_NAME, fetch, is_url, url_name
 from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
@@ -41,7 +42,6 @@ COMPANION_PATTERNS = (
 )
 _PATTERNS = ("*.safetensors", INDEX_NAME, *COMPANION_PATTERNS)
 """The files of a model that are copied from elsewhere."""
-_MAX_COMPANION_BYTES = 256 << 20
 _READ_BYTES = 8 << 20
 DIGESTS_AT_ONCE = 2  # one hashes while another reads
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -113,13 +113,19 @@ class Checkpoint:
         """The content of one companion file. Raises CheckpointError."""
         path = self.root / name
         try:
-            if path.stat().st_size > _MAX_COMPANION_BYTES:
+            if path.stat().st_size > MAX_COMPANION_BYTES:
                 raise CheckpointError(
-                    f"`{path}` has more than {_MAX_COMPANION_BYTES} bytes", "remove it from the folder"
+                    f"`{path}` has more than {MAX_COMPANION_BYTES} bytes", "remove it from the folder"
                 )
             return path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+
+    @property
+    def tokenizer_file_bytes(self) -> int:
+        """Size of `tokenizer.json`, 0 without one."""
+        path = self.root / TOKENIZER_NAME
+        return path.stat().st_size if path.is_file() else 0
 
     def weight_files(self) -> tuple[str, ...]:
         """Names of the files that hold tensors, sorted."""
@@ -220,9 +226,9 @@ def _download(hub_id: str) -> Path:
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:
     """A JSON object from a small file. Raises CheckpointError."""
     try:
-        if path.stat().st_size > _MAX_COMPANION_BYTES:
-            raise CheckpointError(f"`{path}` has more than {_MAX_COMPANION_BYTES} bytes, expected JSON", remedy)
-        plain = load_strict_json(path.read_bytes())
+        if path.stat().st_size > MAX_COMPANION_BYTES:
+            raise CheckpointError(f"`{path}` has more than {MAX_COMPANION_BYTES} bytes, expected JSON", remedy)
+        plain = load_strict_json(path.read_bytes(), COMPANION_JSON)
     except FileNotFoundError as error:
         raise CheckpointError(f"no `{path.name}` in `{path.parent}`", remedy) from error
     except OSError as error:

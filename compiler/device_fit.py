@@ -12,6 +12,7 @@ from moec.manifests.errors import DoesNotFit
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
+from moec.profiles.memory_floor import FixedMemory, kv_bytes, process_bytes, scratch_bytes, tables_bytes
 from moec.profiles.predict import default_objective, expected_misses, recommended_cache_bytes
 
 from .families import Lowering
@@ -41,37 +42,48 @@ def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple
     return experts, round(touched)
 
 
-def _recommended_cache(profile: DeviceProfile, plan: CompilePlan, experts: list[tuple[int, float]]) -> int:
+def fixed_memory(plan: CompilePlan, tokenizer_file_bytes: int) -> FixedMemory:
+    """What `moec run` with default options takes besides cached experts: the numbers of the runtime's own plan.
+
+    tokenizer_file_bytes: size of `tokenizer.json`.
+    """
     model = plan.model
+    sizes: list[list[int]] = [[] for _ in model.layers]
+    for key in model.expert_keys():
+        sizes[key.layer].append(plan.expert_padded_bytes(key))
     minimum = max(
-        sum(
-            sorted((plan.expert_padded_bytes(k) for k in model.expert_keys() if k.layer == index), reverse=True)[:top_k]
-        )
-        for index, top_k in enumerate(layer.experts.top_k for layer in model.layers)
+        sum(sorted(of_layer, reverse=True)[: layer.experts.top_k])
+        for of_layer, layer in zip(sizes, model.layers, strict=True)
     )
-    context = model.default_context
-    return recommended_cache_bytes(
-        profile,
+    entries = len(model.expert_keys()) + len(plan.low_experts)
+    return FixedMemory(
+        process_bytes=process_bytes(model, entries, tokenizer_file_bytes),
         dense_bytes=plan.dense_packed_bytes,
-        kv_bytes=model.kv_bytes_per_position * context,
-        scratch_bytes=8 * model.vocab_size + 32 * model.hidden_size * context,
+        kv_bytes=kv_bytes(model, model.default_context),
+        scratch_bytes=scratch_bytes(model, 1, model.default_context),
+        tables_bytes=tables_bytes(model),
         minimum_expert_bytes=minimum,
-        total_expert_bytes=sum(size for size, _ in experts),
     )
 
 
 def choose_objective(
-    profile: DeviceProfile, asked: Objective | None, plain: CompilePlan, popularity: np.ndarray | None
+    profile: DeviceProfile,
+    asked: Objective | None,
+    plain: CompilePlan,
+    popularity: np.ndarray | None,
+    tokenizer_file_bytes: int = 0,
 ) -> bool:
     """Whether bytes count by reads: the asked objective, or the profile's for this model with all experts at 8 bits.
 
     Of a probed profile the rounded numbers count, so that two probes of one machine agree.
+    tokenizer_file_bytes: as of `fixed_memory`.
     """
     steady = profile.rounded()
     eight = replace(plain, units={unit: QuantSpec(8) for unit in plain.units})
     experts, touched = _costs(eight, popularity)
     try:
-        cache = _recommended_cache(steady, eight, experts)
+        fixed = fixed_memory(eight, tokenizer_file_bytes)
+        cache = recommended_cache_bytes(steady, fixed, sum(size for size, _ in experts))
     except DoesNotFit:
         # Smaller formats may fit yet; `summarise_device` judges the plan that is found.
         cache = 0
@@ -81,12 +93,15 @@ def choose_objective(
     return reads_decide(objective, compute_ns, missed, steady.storage_bytes_per_s)
 
 
-def summarise_device(profile: DeviceProfile, plan: CompilePlan) -> DeviceSummary:
+def summarise_device(profile: DeviceProfile, plan: CompilePlan, tokenizer_file_bytes: int = 0) -> DeviceSummary:
     """The device's part of the manifest. Raises DoesNotFit if the plan's memory floor exceeds the budget.
+
+    tokenizer_file_bytes: as of `fixed_memory`.
 
     A probed host leaves budget and cache to the run (0): free memory differs from minute to minute, bundles must not.
     """
-    cache = _recommended_cache(profile, plan, _costs(plan, None)[0])
+    total = sum(plan.expert_padded_bytes(key) for key in plan.model.expert_keys())
+    cache = recommended_cache_bytes(profile, fixed_memory(plan, tokenizer_file_bytes), total)
     if profile.is_probed:
         return DeviceSummary(profile.name, profile.sha256, 0, 0)
     return DeviceSummary(profile.name, profile.sha256, profile.memory_budget_bytes, cache)

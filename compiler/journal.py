@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from moec.manifests.codec import load_strict_json
 from moec.manifests.errors import OptionError
+from moec.manifests.limits import WORK_JSON
+from moec.manifests.strict_json import load_strict_json
 
 from .durable import Disk, StreamingFile, disk_errors
 
@@ -130,7 +131,7 @@ class Journal:
         if data is None:
             data = json.dumps(compute(), allow_nan=False).encode()
             self.put(stage, data)
-        return load_strict_json(data)
+        return load_strict_json(data, WORK_JSON)
 
     def arrays(self, stage: str, compute: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """The stage's arrays by name, computed and stored if they are not there yet."""

@@ -154,7 +154,7 @@ def _make_high_plan(stage: _Stage) -> CompilePlan:
             model, spec.bitwidth, options.uniform_group, dense, stage.lowering.float_type, quantizer,
             options.is_uniform_symmetric and spec.bitwidth < 16, spec,
         )  # fmt: skip
-        summarise_device(stage.request.profile, plan)
+        summarise_device(stage.request.profile, plan, stage.checkpoint.tokenizer_file_bytes)
         return plan
     if stage.journal is None:
         raise RuntimeError("a plan is made with a journal")
@@ -180,7 +180,7 @@ def _make_high_plan(stage: _Stage) -> CompilePlan:
     progress = stage.request.talk.progress(f"quantizing with {options.quantizer}")
     stage.store.prepare(stage.specs, progress, None if stage.cluster is None else stage.cluster.quantize)
     plan = _search(stage)
-    summarise_device(stage.request.profile, plan)
+    summarise_device(stage.request.profile, plan, stage.checkpoint.tokenizer_file_bytes)
     if options.comparisons and data and can_compare(plan, stage.specs):
         stage.comparison = compare_with_baselines(
             plan, stage.specs, stage.trials, stage.store, options.target, stage.request.talk
@@ -213,7 +213,7 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     stage.trials = StreamedTrials(lowering, inputs, found, progress, journal, threads, tasks, bundles)
     stage.trials.require_baselines()
     plan = _search(stage)
-    summarise_device(stage.request.profile, plan)
+    summarise_device(stage.request.profile, plan, stage.checkpoint.tokenizer_file_bytes)
     return plan
 
 
@@ -266,7 +266,8 @@ def _search(stage: _Stage) -> CompilePlan:
         predict = partial(_predict_units, stage)
         stage.sensitivity = measure_sensitivity(trials, plain, stage.specs, dense, options.sensitivity, predict, talk)
     popularity = None if stage.statistics is None else stage.statistics.popularity
-    reads = choose_objective(stage.request.profile, options.objective, plain, popularity)
+    tokenizer_bytes = stage.checkpoint.tokenizer_file_bytes
+    reads = choose_objective(stage.request.profile, options.objective, plain, popularity, tokenizer_bytes)
     weights = byte_weights(stage.lowering.model, popularity, reads)
     stage.space = build_space(plain, store, stage.sensitivity, weights, stage.specs, dense)
     if stage.prunes:
@@ -316,7 +317,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
         stage.lowering,
         plan,
         partial,
-        device=summarise_device(request.profile, plan),
+        device=summarise_device(request.profile, plan, stage.checkpoint.tokenizer_file_bytes),
         disk=request.disk,
         options={**request.options.to_plain(), "quantizer": plan.quantizer},
         calibration=None if stage.statistics is None else calibration_summary(stage.statistics, stage.splits),

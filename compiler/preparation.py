@@ -110,7 +110,8 @@ def prepare(request: CompileRequest) -> Prepared:
     if request.cluster is not None:
         check_cluster(kind, lowering.model)
     if kind != "uniform":
-        summarise_device(request.profile, smallest_plan(lowering, options, found.specs))
+        smallest = smallest_plan(lowering, options, found.specs)
+        summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
         _choose_way(found)
     return found
 

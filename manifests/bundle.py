@@ -257,8 +257,10 @@ class BundleManifest:
         if len(self.experts) != count or tuple(entry.key for entry in self.experts) != self.model.expert_keys():
             raise ValueError(f"experts: expected all {count} of the model once each, in order")
         self._check_entries("experts", self.experts, experts_file_name, file_sizes)
-        for index, layer in enumerate(self.model.layers):
-            kept = [not entry.is_pruned for entry in self.experts if entry.layer == index]
+        kept_by_layer: list[list[bool]] = [[] for _ in self.model.layers]
+        for entry in self.experts:
+            kept_by_layer[entry.layer].append(not entry.is_pruned)
+        for index, (layer, kept) in enumerate(zip(self.model.layers, kept_by_layer, strict=True)):
             if not all(kept) and (not layer.experts.can_lose_experts or sum(kept) < layer.experts.top_k):
                 raise ValueError(
                     f"experts: layer {index} leaves {kept.count(False)} of {len(kept)} out, and its router needs "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import types
@@ -12,13 +13,16 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from .bundle import FORMAT_VERSION, BundleManifest
 from .errors import ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
-from .limits import MAX_MANIFEST_BYTES
+from .limits import MANIFEST_JSON
 from .optional_fields import is_left_out, is_optional
 from .quant import SHORT_FORM, QuantSpec
+from .strict_json import load_strict_json, shown
 
 DIGEST_FIELD = "manifest_sha256"
 _END = b"\n}\n"
 _MAX_INTEGER = 1 << 63
+_PIECES = 1 << 16
+"""Pieces of the canonical form that are compared at once: 1 MiB or less."""
 T = TypeVar("T")
 
 
@@ -67,7 +71,7 @@ def from_plain(declared: Any, value: Any, path: str = "") -> Any:
         return from_plain(next(arg for arg in get_args(declared) if arg is not type(None)), value, path)
     if origin is Literal:
         if value not in get_args(declared) or not isinstance(value, str):
-            raise DecodeError(path, f"expected one of {list(get_args(declared))}, found {str(value)[:40]!r}")
+            raise DecodeError(path, f"expected one of {list(get_args(declared))}, found {shown(value)}")
         return value
     return _scalar(declared, value, path)
 
@@ -130,43 +134,33 @@ def canonical_json(value: Any) -> bytes:
 def encode_manifest(manifest: BundleManifest) -> bytes:
     """The bytes of `moec.json`; the last field is the digest of the rest."""
     canonical = canonical_json(to_plain(manifest))
-    return _with_digest(canonical, hashlib.sha256(canonical).hexdigest())
+    return canonical.removesuffix(_END) + _digest_end(hashlib.sha256(canonical).hexdigest())
 
 
-def _with_digest(canonical: bytes, digest: str) -> bytes:
-    """The canonical form of an object, with one more field at its end: written anew, it takes as long as reading it."""
-    return canonical.removesuffix(_END) + f',\n "{DIGEST_FIELD}": "{digest}"'.encode() + _END
+def _digest_end(digest: str) -> bytes:
+    """Return what stands in place of `_END` where the digest is the last field: written anew, all takes far longer."""
+    return f',\n "{DIGEST_FIELD}": "{digest}"'.encode() + _END
 
 
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        raise ValueError("a field occurs twice")
-    return dict(pairs)
+def _canonical_digest(plain: dict[str, Any], data: bytes) -> tuple[str, bool]:
+    """Return the digest of the canonical form of `plain`, and whether `data` is that form with its digest at the end.
 
-
-def _reject_constant(name: str) -> float:
-    raise ValueError(f"`{name}` is not a number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"`{text[:40]}` is too large for a number")
-    return number
-
-
-def load_strict_json(data: bytes) -> Any:
-    """Parse JSON; duplicate fields, NaN, infinities and bad UTF-8 are errors. Raises ValueError for all of them."""
-    try:
-        return json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_reject_duplicates,
-            parse_constant=_reject_constant,
-            parse_float=_finite,
-        )
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    The form is made in parts and compared: whole it would take another 250 MiB for the largest manifest.
+    Raises ValueError if there is no such form.
+    """
+    encoder = json.JSONEncoder(indent=1, ensure_ascii=False, allow_nan=False)
+    pieces = encoder.iterencode(plain)
+    digest, done, is_same = hashlib.sha256(), 0, True
+    end = b""
+    while part := "".join(itertools.islice(pieces, _PIECES)).encode():
+        part = end + part
+        part, end = part[: 1 - len(_END)], part[1 - len(_END) :]
+        digest.update(part)
+        is_same = is_same and data.startswith(part, done)
+        done += len(part)
+    digest.update(end + b"\n")
+    found = digest.hexdigest()
+    return found, is_same and data[done:] == _digest_end(found)
 
 
 def decode_manifest(data: bytes, place: str) -> BundleManifest:
@@ -174,10 +168,8 @@ def decode_manifest(data: bytes, place: str) -> BundleManifest:
 
     Raises ManifestInvalid, UnknownFormatVersion, ChecksumMismatch.
     """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestInvalid(f"`{place}` has {len(data)} bytes, more than the limit {MAX_MANIFEST_BYTES}")
     try:
-        plain = load_strict_json(data)
+        plain = load_strict_json(data, MANIFEST_JSON)
     except ValueError as error:
         raise ManifestInvalid(f"`{place}` is not strict JSON: {error}", "copy the bundle again") from error
     if not isinstance(plain, dict) or type(plain.get("format_version")) is not int:
@@ -189,12 +181,12 @@ def decode_manifest(data: bytes, place: str) -> BundleManifest:
         )
     digest = plain.pop(DIGEST_FIELD, None)
     try:
-        canonical = canonical_json(plain)
-    except (ValueError, RecursionError) as error:  # half a surrogate pair; nested too deeply to be written again
+        found, is_canonical = _canonical_digest(plain, data)
+    except ValueError as error:  # half a surrogate pair
         raise ManifestInvalid(f"`{place}` has no canonical form: {error}", "copy the bundle again") from error
-    if digest != hashlib.sha256(canonical).hexdigest():
+    if digest != found:
         raise ChecksumMismatch(f"`{place}`: {DIGEST_FIELD} does not match its content", "copy the bundle again")
-    if _with_digest(canonical, digest) != data:
+    if not is_canonical:
         raise ManifestInvalid(f"`{place}` is not in canonical form, {DIGEST_FIELD} last", "copy the bundle again")
     try:
         return from_plain(BundleManifest, plain)  # type: ignore[no-any-return]

@@ -1,6 +1,129 @@
-"""Upper bounds of what a file made by a stranger can ask for. Each is checked before the memory for it is taken."""
+"""Upper bounds of what a file made by a stranger can ask for. Each is checked before the memory for it is taken.
+
+The table in docs/format.md, Limits, lists them.
+"""
 
 from __future__ import annotations
 
-MAX_MANIFEST_BYTES = 16 << 20
-"""Size of `moec.json`, bytes."""
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLimits:
+    """Bounds of one JSON file or line, counted in its bytes before it is parsed.
+
+    size_bytes: of the whole.
+    containers: lists and objects. An empty one takes 64 bytes of memory for 3 of the file.
+    values: everything else in addition; at least one for each comma.
+    texts: texts, names of fields included.
+    depth: lists and objects inside one another.
+    """
+
+    size_bytes: int
+    containers: int
+    values: int
+    texts: int
+    depth: int = 32
+
+
+MAX_MANIFEST_BYTES = 64 << 20
+"""Size of `moec.json`, bytes. Measured: 3.6 MB for 60 layers of 256 experts, 7.3 MB if all have low versions, 31.2 MB
+for 65,535 experts with low versions. Static routing takes 12 bytes per number: 28 MB for 3 layers, 129,280 tokens x 6.
+"""
+
+MAX_MANIFEST_CONTAINERS = 1 << 18
+"""Lists and objects in `moec.json`. Measured: 131,117 for 65,535 experts in one layer with low versions, 136,472 in 256
+layers.
+"""
+
+MAX_MANIFEST_VALUES = 1 << 22
+"""Values in `moec.json`. Measured: 1,192,504 for 65,535 experts with low versions, 2,327,040 for static routing."""
+
+MAX_MANIFEST_TEXTS = 1 << 22
+"""Texts in `moec.json`, names of fields included: 15 for each expert."""
+
+MANIFEST_JSON = JsonLimits(MAX_MANIFEST_BYTES, MAX_MANIFEST_CONTAINERS, MAX_MANIFEST_VALUES, MAX_MANIFEST_TEXTS)
+"""`moec.json`."""
+
+MAX_QUALITY_BYTES = 16 << 20
+"""Size of `quality.json`, bytes; the example's has 4 kB, a search over thousands of trials some hundred."""
+
+QUALITY_JSON = JsonLimits(MAX_QUALITY_BYTES, containers=1 << 17, values=1 << 20, texts=1 << 20)
+"""`quality.json`, and `NAME.modes.json` next to a bundle."""
+
+MAX_TUNE_BYTES = 1 << 20
+"""Size of `NAME.tune.json`, bytes."""
+
+TUNE_JSON = JsonLimits(MAX_TUNE_BYTES, containers=1 << 14, values=1 << 16, texts=1 << 17)
+"""`NAME.tune.json`."""
+
+MAX_TRACE_BYTES = 1 << 30
+"""Size of a routing trace, bytes."""
+
+MAX_TRACE_LINE_BYTES = 64 << 20
+"""Size of one line of a routing trace, bytes."""
+
+TRACE_LINE_JSON = JsonLimits(MAX_TRACE_LINE_BYTES, containers=1 << 14, values=1 << 24, texts=1 << 16)
+"""One line of a routing trace: three lists for each of at most 4,096 layers, and four layers ahead of each."""
+
+MAX_HEADER_BYTES = 32 << 20
+"""Size of the header of a safetensors file of unknown tensors, bytes: 250,000 tensors with names of 70 characters.
+The largest models have some hundred tensors per file, 92,160 if 60 layers of 256 experts lie in one.
+"""
+
+HEADER_BYTES_PER_TENSOR = 512
+"""Bytes of a header for each tensor that is expected: a name of 200 characters, and numbers of 15 digits."""
+
+HEADER_BYTES_BESIDES = 16 << 10
+"""Bytes of a header in addition to those of its tensors: padding to 4096, and metadata that other programs write."""
+
+_HEADER_CONTAINERS_PER_TENSOR = 3
+_HEADER_VALUES_PER_TENSOR = 4 + 16  # what an entry has, and 16 dimensions
+_HEADER_TEXTS_PER_TENSOR = 5
+_METADATA_ENTRIES = 1 << 10
+_SHORTEST_TENSOR_BYTES = 49  # {"a":{"dtype":"U8","shape":[],"data_offsets":[0,0]}}
+
+
+def header_json(tensors: int | None = None) -> JsonLimits:
+    """Bounds of a safetensors header.
+
+    tensors: how many the file holds by what is known of it; None if nothing is.
+    """
+    size_bytes = MAX_HEADER_BYTES
+    most = MAX_HEADER_BYTES // _SHORTEST_TENSOR_BYTES
+    if tensors is not None:
+        size_bytes = min(MAX_HEADER_BYTES, HEADER_BYTES_BESIDES + HEADER_BYTES_PER_TENSOR * tensors)
+        most = tensors
+    return JsonLimits(
+        size_bytes,
+        containers=2 + _HEADER_CONTAINERS_PER_TENSOR * most,
+        values=_METADATA_ENTRIES + _HEADER_VALUES_PER_TENSOR * most,
+        texts=2 * _METADATA_ENTRIES + _HEADER_TEXTS_PER_TENSOR * most,
+    )
+
+
+MAX_COMPANION_BYTES = 64 << 20
+"""Size of a JSON file of a checkpoint, bytes: an index of 400,000 tensors."""
+
+COMPANION_JSON = JsonLimits(MAX_COMPANION_BYTES, containers=1 << 16, values=1 << 21, texts=1 << 22, depth=64)
+"""`config.json`, an index of weights, and what else a checkpoint has as JSON."""
+
+MAX_WORK_BYTES = 1 << 30
+"""Size of a JSON value in a work folder, bytes. This user's own compile wrote it, and its digest is checked."""
+
+WORK_JSON = JsonLimits(MAX_WORK_BYTES, containers=1 << 24, values=1 << 27, texts=1 << 26, depth=64)
+"""Values in a work folder."""
+
+MAX_PATH_KEYS = 1 << 24
+"""Rows of `path.keys` in `tables.safetensors`: 512 MiB of memory for `--prefetch path`. 60 layers of 256 experts have
+3,801,088 pairs of experts, of which a calibration of 100,000 tokens sees a part.
+"""
+
+MAX_PATH_SUCCESSORS = 1 << 26
+"""Rows of `path.experts` in `tables.safetensors`: 384 MiB of memory for `--prefetch path`."""
+
+MAX_CHUNK_BYTES = 64 << 20
+"""Raw size of one chunk of an archive, bytes; also the window of a compressed one."""
+
+MAX_CHUNKS = 1 << 20
+"""Chunks of an archive: 8 TiB in chunks of 8 MiB. The index takes 40 bytes for each."""

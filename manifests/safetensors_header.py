@@ -7,9 +7,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from .codec import load_strict_json
+from .limits import header_json
+from .strict_json import load_strict_json, shown
 
-MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 16
 DATA_ALIGNMENT_BYTES = 4096
 """Where the data of a bundle's files starts: at a multiple of this."""
@@ -33,22 +33,26 @@ class TensorEntry:
     size_bytes: int
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path, tensors: int | None = None) -> dict[str, TensorEntry]:
     """Tensors of a safetensors file by name, in file order. Reads the header only.
 
+    tensors: how many the file should hold, which bounds the header; None if nothing tells.
     Raises HeaderError if the header is damaged, ranges overlap, leave holes or pass the end of the file; OSError.
     """
+    limits = header_json(tensors)
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
             raise HeaderError(f"{file_bytes} bytes are too few for a header")
         (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+        if header_bytes > file_bytes - 8:
             raise HeaderError(f"header of {header_bytes} bytes does not fit into the file of {file_bytes}")
+        if header_bytes > limits.size_bytes:
+            raise HeaderError(f"header of {header_bytes} bytes, more than the limit of {limits.size_bytes}")
         raw = file.read(header_bytes)
     try:
-        plain = load_strict_json(raw)
+        plain = load_strict_json(raw, limits)
     except ValueError as error:
         raise HeaderError(f"header is not strict JSON: {error}") from error
     if not isinstance(plain, dict):
@@ -71,7 +75,7 @@ def _entry(name: str, value: object, data_start: int) -> TensorEntry:
         raise HeaderError(f"tensor `{name[:80]}` has other fields than dtype, shape, data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise HeaderError(f"tensor `{name[:80]}` has unknown dtype {str(dtype)[:20]!r}")
+        raise HeaderError(f"tensor `{name[:80]}` has unknown dtype {shown(dtype)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
             raise HeaderError(f"tensor `{name[:80]}` has a shape or offsets out of range")

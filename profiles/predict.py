@@ -13,11 +13,9 @@ from typing import Literal
 from moec.manifests.errors import DoesNotFit
 
 from .device import DeviceProfile
+from .memory_floor import FixedMemory, memory_option
 
 Objective = Literal["tpot", "bytes-per-token", "size"]
-# Interpreter, numpy, tokenizers, kernels and a tokenizer resident: 40 MiB at planning and 6 MiB of growth, measured on
-# x86-64; rounded up.
-PROCESS_BYTES = 64 << 20
 # Between 8-bit and 2-bit experts lies a factor of 4: above it, no choice of formats makes storage cease to decide.
 STORAGE_BOUND_RATIO = 4
 _NS_PER_S = 10**9
@@ -63,29 +61,27 @@ def expected_misses(experts: Iterable[tuple[int, float]], cache_bytes: int) -> t
     return missed_bytes, reads
 
 
-def recommended_cache_bytes(
-    profile: DeviceProfile,
-    *,
-    dense_bytes: int,
-    kv_bytes: int,
-    scratch_bytes: int,
-    minimum_expert_bytes: int,
-    total_expert_bytes: int,
-    process_bytes: int = PROCESS_BYTES,
-) -> int:
+def recommended_cache_bytes(profile: DeviceProfile, fixed: FixedMemory, total_expert_bytes: int) -> int:
     """What the budget leaves for experts, at most all of them.
 
-    minimum_expert_bytes: one layer's top-k experts. Raises DoesNotFit with the floor when the budget is under it.
+    fixed: everything else of a run with default options.
+    Raises DoesNotFit with the floor when the budget is under it.
     """
-    fixed = process_bytes + dense_bytes + kv_bytes + scratch_bytes
-    floor = fixed + minimum_expert_bytes
-    if floor > profile.memory_budget_bytes:
+    if fixed.floor_bytes > profile.memory_budget_bytes:
+        parts = {
+            "the process": fixed.process_bytes,
+            "dense weights": fixed.dense_bytes,
+            "context": fixed.kv_bytes,
+            "one pass": fixed.scratch_bytes,
+            "one layer's experts": fixed.minimum_expert_bytes,
+        }
         raise DoesNotFit(
-            f"device `{profile.name}` has a memory budget of {profile.memory_budget_bytes} bytes, this model needs "
-            f"{floor} (dense weights {dense_bytes}, context {kv_bytes}, one layer's experts {minimum_expert_bytes})",
+            f"device `{profile.name}` has a memory budget of {profile.memory_budget_bytes >> 20}MiB, this model needs "
+            f"{memory_option(fixed.floor_bytes)} "
+            f"({', '.join(f'{name} {memory_option(size)}' for name, size in parts.items())})",
             "ask for fewer bits, fewer `--dense-bits`, or a device with more memory",
         )
-    return min(total_expert_bytes, profile.memory_budget_bytes - fixed)
+    return min(total_expert_bytes, profile.memory_budget_bytes - fixed.fixed_bytes)
 
 
 def default_objective(

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
-from .budget import LOGITS_ROWS_PER_SLOT
 from .engine import Engine
 
 STOP_WINDOW_TOKENS = 16

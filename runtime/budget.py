@@ -4,55 +4,48 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from moec.manifests.bundle import BundleManifest
+import numpy as np
+
+from moec.manifests.bundle import MANIFEST_NAME, TABLES_NAME, BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.model import ModelSpec
-from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.profiles.memory_floor import (
+    PROCESS_BYTES,
+    PROCESS_SLACK_BYTES,
+    FixedMemory,
+    kv_bytes,
+    memory_option,
+    process_bytes,
+    scratch_bytes,
+    tables_bytes,
+)
 from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
 
-from .kv_cache import kv_bytes
+from .kv_cache import KV_TYPES
 from .options import RuntimeOptions, parse_bytes, parse_cache
+from .text import TOKENIZER_NAME
 
-# Rows whose logits are computed at once for each slot; the rest of a pass waits, so that a large vocabulary fits.
-LOGITS_ROWS_PER_SLOT = 4
-# Growth of interpreter, allocator and thread stacks beyond the parts that are counted: 6 MiB measured on the example
-# (a prompt of 395 tokens and 64 decoded ones, 2 threads), more than doubled.
-PROCESS_SLACK_BYTES = 16 << 20
-# What process and slack count for where it must not matter what they have: more than `moec run` takes (51 to 62 MiB
-# here), so that lossy decisions go by a cache that is not larger than the real one.
-NOMINAL_PROCESS_BYTES = 72 << 20
-# The same with torch loaded for an accelerator: 240 MiB measured with its CPU build; not measured with CUDA's.
-NOMINAL_TORCH_PROCESS_BYTES = 320 << 20
+_MANIFEST_FACTOR = 5
+"""Peak memory while a manifest is read, by its bytes. Measured: 156 MiB for 31.2 MB."""
+
+_SMALL_MANIFEST_BYTES = 4 << 20
+"""Smaller ones are read in what every process has, and the refusal that follows names the whole floor."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan(FixedMemory):
     """All bytes of one run. floor_bytes is the least `--memory` that works; cache_bytes is the experts' share.
 
     logical_cache_bytes: the share that lossy decisions go by, the same for the same options wherever they run; without
     any, it is what this machine has free.
     """
 
-    process_bytes: int
-    dense_bytes: int
-    kv_bytes: int
-    scratch_bytes: int
-    minimum_expert_bytes: int
     cache_bytes: int
     budget_bytes: int | None
     context: int
-    accelerator_bytes: int = 0
     logical_cache_bytes: int = 0
-
-    @property
-    def floor_bytes(self) -> int:
-        return self.fixed_bytes + self.minimum_expert_bytes
-
-    @property
-    def fixed_bytes(self) -> int:
-        parts = self.process_bytes + self.dense_bytes + self.kv_bytes + self.scratch_bytes
-        return parts + self.accelerator_bytes
 
     def to_plain(self) -> dict[str, int | None]:
         """For `--json`."""
@@ -71,54 +64,59 @@ def available_memory_bytes() -> int:
     return max(0, min(available))
 
 
-def longest_pass(model: ModelSpec, slots: int, context: int) -> int:
-    """Most tokens that go through a layer at once: an encoder takes a prompt whole, however long."""
-    tokens = min(MAX_PASS_TOKENS, slots * context)
-    return tokens if model.encoder is None else max(tokens, context)
-
-
-def scratch_bytes(manifest: BundleManifest, slots: int, context: int) -> int:
-    """Largest working memory of one pass: residual, norms, attention, expert parts and logits, float32."""
-    model = manifest.model
-    tokens, vocabulary = longest_pass(model, slots, context), model.vocab_size
-    # Cosines and sines of every position, once per kind of rotary embedding.
-    kinds = {layer.attention.rope for layer in model.layers}
-    positions = sum(4 * context * spec.rotary_size for spec in kinds if spec is not None)
-    # Biases by distance, once for encoder and decoder each.
-    for layer in {0, model.first_decoder_layer}:
-        attention = model.layers[layer].attention
-        positions += 8 * context * attention.num_heads if attention.relative_bias is not None else 0
-    # Norms and biases are kept in float32, beside the 16 bits they came as.
-    vectors = sum(4 * entry.shape[0] for entry in manifest.dense if len(entry.shape) == 1)
-    routers = [layer.experts.router for layer in model.layers]
-    vectors += sum(4 * len(router.static.experts) for router in routers if router.static is not None)
-    # A slot's keys that a beam puts aside.
-    aside = max(4 * a.cache_heads * a.cache_size * context for a in model.cached_attentions) if slots > 1 else 0
-    # They are there twice while a maximum or a softmax is taken.
-    logits = 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots
-    return pass_bytes(manifest, tokens) + logits + positions + vectors + aside
-
-
-def pass_bytes(manifest: BundleManifest, tokens: int) -> int:
-    """The part of `scratch_bytes` that grows with the tokens of a pass."""
-    model, widest = manifest.model, 0
-    for layer in model.layers:
-        attention, experts = layer.attention, layer.experts
-        if attention.latent is None:
-            heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
-        else:
-            heads = attention.num_heads * (2 * attention.cache_size + 2 * attention.head_size)
-        ranks, width = (
-            experts.top_k + (layer.shared is not None),
-            max(experts.width, layer.shared.width if layer.shared else 0),
-        )
-        widest = max(widest, heads, ranks * model.hidden_size + 2 * width)
-    return 4 * tokens * (5 * model.hidden_size + widest)
-
-
 def chosen_context(model: ModelSpec, options: RuntimeOptions) -> int:
     """Longest sequence of a run."""
     return options.context or model.default_context
+
+
+def require_memory_for_manifest(bundle: Path, options: RuntimeOptions) -> None:
+    """Refuse a large manifest that could not be read inside the budget. Call before it is opened.
+
+    Whatever such a manifest holds, the floor of its run is above this. Raises MemoryBudgetExceeded, OptionError.
+    """
+    try:
+        size = (bundle / MANIFEST_NAME).stat().st_size
+    except OSError:  # `open_bundle` says what is wrong
+        return
+    need = PROCESS_BYTES + _MANIFEST_FACTOR * size
+    if size > _SMALL_MANIFEST_BYTES and options.memory is not None and parse_bytes(options.memory) < need:
+        raise MemoryBudgetExceeded(
+            f"`--memory {options.memory}` is less than the {memory_option(need)} that reading a manifest of {size} "
+            "bytes takes",
+            "`moec inspect` says what a run takes",
+        )
+
+
+def nominal_process_bytes(manifest: BundleManifest, options: RuntimeOptions) -> int:
+    """Return what the process counts for, by the manifest alone: the same on every machine."""
+    sizes = {entry.name: entry.size_bytes for entry in manifest.files}
+    return process_bytes(
+        manifest.model,
+        len(manifest.experts) + len(manifest.low_experts),
+        sizes.get(TOKENIZER_NAME, 0),
+        has_accelerator=options.accelerator is not None,
+    )
+
+
+def nominal_memory(
+    manifest: BundleManifest, options: RuntimeOptions | None = None, accelerator_bytes: int = 0
+) -> FixedMemory:
+    """Return what a run takes by the manifest alone: what `moec inspect` prints, and `--memory` has to be at least.
+
+    options: None for the defaults.
+    """
+    options = options or RuntimeOptions()
+    model, context = manifest.model, chosen_context(manifest.model, options)
+    tables = next((entry.size_bytes for entry in manifest.files if entry.name == TABLES_NAME), 0)
+    return FixedMemory(
+        process_bytes=nominal_process_bytes(manifest, options),
+        dense_bytes=manifest.cost.dense_packed_bytes,
+        kv_bytes=kv_bytes(model, context, options.slots, np.dtype(KV_TYPES[options.kv]).itemsize),
+        scratch_bytes=scratch_bytes(model, options.slots, context),
+        tables_bytes=tables_bytes(model, tables if options.prefetch == "path" else 0),
+        minimum_expert_bytes=manifest.cost.minimum_expert_bytes,
+        accelerator_bytes=accelerator_bytes,
+    )
 
 
 def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_bytes: int = 0) -> MemoryPlan:
@@ -133,40 +131,50 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
         raise OptionError(
             f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"
         )
-    fixed = {
-        "process_bytes": resident_set_bytes() + PROCESS_SLACK_BYTES,
-        "dense_bytes": cost.dense_packed_bytes,
-        "kv_bytes": kv_bytes(model, options.kv, context, options.slots),
-        "scratch_bytes": scratch_bytes(manifest, options.slots, context),
-        "minimum_expert_bytes": cost.minimum_expert_bytes,
-        "context": context,
-        "accelerator_bytes": accelerator_bytes,
-    }
+    nominal = nominal_memory(manifest, options, accelerator_bytes)
+    # Whoever loads an engine into a larger process has that process to count.
+    taken = max(nominal.process_bytes, resident_set_bytes() + PROCESS_SLACK_BYTES)
+    fixed: dict[str, Any] = {**asdict(nominal), "process_bytes": taken, "context": context}
     bare = MemoryPlan(cache_bytes=0, budget_bytes=None, **fixed)
-    budget = parse_bytes(options.memory) if options.memory else None
+    budget = parse_bytes(options.memory) if options.memory is not None else None
     if options.expert_cache is not None:
         cache = parse_cache(options.expert_cache, cost.expert_padded_bytes)
-        if budget is not None and bare.fixed_bytes + cache > budget:
+        if cache < cost.minimum_expert_bytes:
+            least = memory_option(cost.minimum_expert_bytes)
             raise MemoryBudgetExceeded(
-                f"`--expert-cache {options.expert_cache}` needs a budget of {bare.fixed_bytes + cache} bytes, "
-                f"`--memory` gives {budget}",
-                "give one of the two",
+                f"`--expert-cache {options.expert_cache}` is under the floor of {least}", f"--expert-cache {least}"
+            )
+        if budget is not None and bare.fixed_bytes + cache > budget:
+            least = memory_option(bare.fixed_bytes + cache)
+            raise MemoryBudgetExceeded(
+                f"`--expert-cache {options.expert_cache}` needs a budget of {least}, "
+                f"`--memory {options.memory}` is less",
+                f"give one of the two, or --memory {least}",
             )
     else:
         if budget is None:
             budget = resident_set_bytes() + available_memory_bytes() * 7 // 8
         cache = budget - bare.fixed_bytes
-    if cache < cost.minimum_expert_bytes:
-        what = f"the budget of {budget} bytes" if options.expert_cache is None else f"an expert cache of {cache} bytes"
-        least = bare.floor_bytes if options.expert_cache is None else cost.minimum_expert_bytes
-        raise MemoryBudgetExceeded(
-            f"{what} is under the floor of {least} bytes for a context of {context}",
-            "raise it, or shorten `--context`" if options.expert_cache is None else "raise it",
-        )
+        if cache < cost.minimum_expert_bytes:
+            raise _under_floor(bare, options, budget)
     logical = cache
     if options.expert_cache is None and options.memory is not None:
-        nominal = NOMINAL_PROCESS_BYTES if options.accelerator is None else NOMINAL_TORCH_PROCESS_BYTES
-        logical = max(cache + fixed["process_bytes"] - nominal, cost.minimum_expert_bytes)
+        logical = max(cache + taken - nominal.process_bytes, cost.minimum_expert_bytes)
     held = {"cache_bytes": cache, "logical_cache_bytes": logical}
     held = {name: min(size, cost.expert_padded_bytes) for name, size in held.items()}
     return MemoryPlan(**held, budget_bytes=budget, **fixed)
+
+
+def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int) -> MemoryBudgetExceeded:
+    """Return the refusal of a budget, with the option that would do."""
+    least = memory_option(bare.floor_bytes)
+    if options.memory is not None:
+        return MemoryBudgetExceeded(
+            f"`--memory {options.memory}` is under the floor of {least} for a context of {bare.context}",
+            f"--memory {least}, or a shorter `--context`",
+        )
+    return MemoryBudgetExceeded(
+        f"this machine's free memory, {budget >> 20}MiB of it usable, is under the floor of {least} for a context of "
+        f"{bare.context}",
+        f"free memory, shorten `--context`, or take the risk with --memory {least}",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from moec.manifests.bundle import (
 )
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid
-from moec.manifests.limits import MAX_MANIFEST_BYTES
+from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_PATH_KEYS, MAX_PATH_SUCCESSORS
 from moec.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, HeaderError, TensorEntry, read_header
 
 CHUNK_BYTES = 4 << 20
@@ -34,18 +35,39 @@ _DTYPES = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """What calibration counted. popularity uint32 [L, E]; transitions uint32 [L-1, E, E];
-    path_keys int32 [N, 3] rows (layer, expert two layers back, expert one layer back), sorted;
-    path_offsets int64 [N+1] into path_experts uint16 and path_counts uint32.
+class PathTables:
+    """The dictionary of activation paths.
+
+    transitions: uint32 [L-1, E, E].
+    keys: int64 [N], rising: (layer x E + expert two layers back) x E + expert one layer back.
+    offsets: int64 [N+1] into experts and counts.
+    experts: uint16 [P].
+    counts: uint32 [P].
     """
 
-    popularity: np.ndarray
     transitions: np.ndarray
-    path_keys: np.ndarray
-    path_offsets: np.ndarray
-    path_experts: np.ndarray
-    path_counts: np.ndarray
+    keys: np.ndarray
+    offsets: np.ndarray
+    experts: np.ndarray
+    counts: np.ndarray
+
+    def rows(self, layer: int, before: Sequence[int], last: int) -> list[int | None]:
+        """The rows of keys (layer, one of `before`, `last`), in that order; None where there is none."""
+        count = self.transitions.shape[1]
+        wanted = (layer * count + np.asarray(before, np.int64)) * count + last
+        found = np.searchsorted(self.keys, wanted)
+        is_there = np.zeros(len(wanted), bool)
+        inside = found < len(self.keys)
+        is_there[inside] = self.keys[found[inside]] == wanted[inside]
+        return [row if is_known else None for row, is_known in zip(found.tolist(), is_there.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What calibration counted. popularity: uint32 [L, E]. paths: None where they were not asked for."""
+
+    popularity: np.ndarray
+    paths: PathTables | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +100,12 @@ class Bundle:
                     raise BundleIncomplete(f"`{self.path / file}` ended while reading at byte {source.tell()}")
                 done += count
 
-    def tables(self) -> Tables:
-        """The calibration tables. Raises ManifestInvalid if shapes or indices contradict the model."""
-        return _read_tables(self)
+    def tables(self, has_paths: bool = True) -> Tables:
+        """The calibration tables, with the path dictionary or without.
+
+        Raises ManifestInvalid if shapes or indices contradict the model.
+        """
+        return _read_tables(self, has_paths)
 
 
 def _read_direct(path: Path, offset_bytes: int, data: np.ndarray) -> int:
@@ -122,9 +147,11 @@ def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
         raise BundleIncomplete(f"`{manifest_path}` is not certified", "run the compile again with `--resume`")
     _check_file_list(path, manifest)
     headers = {}
-    for name in sorted({DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.stored_experts)}):
+    tensors = Counter({DENSE_NAME: len(manifest.dense), TABLES_NAME: len(_TABLES)})
+    tensors.update(entry.file for entry in manifest.stored_experts)
+    for name, count in sorted(tensors.items()):
         try:
-            headers[name] = read_header(path / name)
+            headers[name] = read_header(path / name, count)
         except HeaderError as error:
             raise ManifestInvalid(f"`{path / name}`: {error}", "copy the bundle again") from error
         start = min((entry.offset_bytes for entry in headers[name].values()), default=0)
@@ -181,7 +208,7 @@ def _check_headers(bundle: Bundle) -> None:
             )
 
 
-def _read_tables(bundle: Bundle) -> Tables:
+def _read_tables(bundle: Bundle, has_paths: bool) -> Tables:
     header = bundle.headers[TABLES_NAME]
     layers = bundle.manifest.model.layers
     experts = max(layer.experts.count for layer in layers)
@@ -198,36 +225,52 @@ def _read_tables(bundle: Bundle) -> Tables:
             raise ManifestInvalid(f"{place}: no tensor `{name}` of type and shape {dtype} {shape}", _COMPILE_AGAIN)
         return bundle.read_tensor_bytes(TABLES_NAME, entry).view(_DTYPES[dtype]).reshape(entry.shape)
 
-    tables = Tables(
-        read("popularity", "U32", len(layers), experts),
-        read("transitions", "U32", len(layers) - 1, experts, experts),
-        read("path.keys", "I32", None, 3),
-        read("path.offsets", "I64", None),
-        read("path.experts", "U16", None),
-        read("path.counts", "U32", None),
+    popularity = read("popularity", "U32", len(layers), experts)
+    for name, most in (("path.keys", MAX_PATH_KEYS), ("path.experts", MAX_PATH_SUCCESSORS)):
+        entry = header.get(name)
+        if entry is not None and entry.shape and entry.shape[0] > most:
+            raise ManifestInvalid(f"{place}: `{name}` has {entry.shape[0]} rows, more than {most}", _COMPILE_AGAIN)
+    if not has_paths:
+        return Tables(popularity)
+    keys = _packed_keys(read("path.keys", "I32", None, 3), len(layers), experts)
+    paths = (
+        None
+        if keys is None
+        else PathTables(
+            read("transitions", "U32", len(layers) - 1, experts, experts),
+            keys,
+            read("path.offsets", "I64", None),
+            read("path.experts", "U16", None),
+            read("path.counts", "U32", None),
+        )
     )
-    offsets = tables.path_offsets
-    consistent = (
-        len(offsets) == len(tables.path_keys) + 1
+    if paths is None or not _is_consistent(paths, experts):
+        raise ManifestInvalid(f"{place}: the path dictionary contradicts itself or the model", _COMPILE_AGAIN)
+    return Tables(popularity, paths)
+
+
+def _packed_keys(rows: np.ndarray, layers: int, experts: int) -> np.ndarray | None:
+    """Rows (layer, expert, expert), int32 [N, 3], as int64 [N]; None if one is out of range."""
+    if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= layers or rows[:, 1:].max() >= experts):
+        return None
+    keys = rows[:, 0].astype(np.int64)
+    for column in (1, 2):
+        keys *= experts
+        keys += rows[:, column]
+    return keys
+
+
+def _is_consistent(paths: PathTables, experts: int) -> bool:
+    """Whether keys rise, each once, offsets fit to them, and successors are experts."""
+    offsets = paths.offsets
+    return (
+        len(offsets) == len(paths.keys) + 1
         and offsets[0] == 0
         and bool(np.all(offsets[1:] >= offsets[:-1]))
-        and offsets[-1] == len(tables.path_experts) == len(tables.path_counts)
-        and (len(tables.path_experts) == 0 or int(tables.path_experts.max()) < experts)
-        and _is_increasing(tables.path_keys)
+        and offsets[-1] == len(paths.experts) == len(paths.counts)
+        and (len(paths.experts) == 0 or int(paths.experts.max()) < experts)
+        and bool(np.all(paths.keys[1:] > paths.keys[:-1]))
     )
-    if not consistent:
-        raise ManifestInvalid(f"{place}: the path dictionary contradicts itself or the model", _COMPILE_AGAIN)
-    return tables
-
-
-def _is_increasing(rows: np.ndarray) -> bool:
-    """Whether every row is above the one before it, the first column counting most. rows: int [N, 3]."""
-    low, high = rows[:-1], rows[1:]
-    is_above, is_equal = np.zeros(len(low), bool), np.ones(len(low), bool)
-    for column in range(rows.shape[1]):
-        is_above |= is_equal & (high[:, column] > low[:, column])
-        is_equal &= high[:, column] == low[:, column]
-    return bool(is_above.all())
 
 
 def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = None) -> None:

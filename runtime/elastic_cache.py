@@ -15,8 +15,9 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 from moec.profiles.freed_memory import give_back_freed_memory
+from moec.profiles.memory_floor import longest_pass, pass_bytes
 
-from .budget import MemoryPlan, longest_pass, pass_bytes
+from .budget import MemoryPlan
 from .kv_cache import KV_TYPES
 from .options import RuntimeOptions
 from .streaming_cache import StreamingCache
@@ -33,7 +34,7 @@ class BudgetRoom:
         self._plan, self._element_bytes = plan, np.dtype(KV_TYPES[options.kv]).itemsize
         attentions = manifest.model.cached_attentions
         self._heads = Counter((a.cache_arrays * a.cache_heads, a.cache_size) for a in attentions)
-        self._token_bytes = pass_bytes(manifest, 1)
+        self._token_bytes = pass_bytes(manifest.model, 1)
         self._longest_pass = longest_pass(manifest.model, options.slots, plan.context)
         self._experts_bytes = manifest.cost.expert_padded_bytes
 

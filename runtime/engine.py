@@ -22,7 +22,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from . import kernels
 from .accelerator import open_accelerator
 from .bound_experts import bind_experts
-from .budget import MemoryPlan, plan_memory
+from .budget import MemoryPlan, plan_memory, require_memory_for_manifest
 from .bundle import Bundle, open_bundle, verify_files
 from .cache_statistics import CacheStats
 from .dense_weights import load_dense
@@ -72,6 +72,7 @@ def load(path: str | Path, **options: Any) -> Engine:
         chosen = RuntimeOptions(**options)
     except TypeError as error:
         raise OptionError(f"unknown option: {error}", "see moec.runtime.RuntimeOptions") from error
+    require_memory_for_manifest(Path(path), chosen)
     return Engine(open_bundle(Path(path)), chosen)
 
 
@@ -84,16 +85,21 @@ class Engine:
         kernels.require(manifest.required_cpu_features)
         if options.verify:
             verify_files(bundle, (TOKENIZER_NAME, TABLES_NAME))
-        self.tokenizer = load_tokenizer(bundle.path)
         opened = open_accelerator(manifest, options)  # first: what it takes of the memory counts
-        self.memory: MemoryPlan = plan_memory(manifest, options, 0 if opened is None else opened.host_bytes)
+        host_bytes = 0 if opened is None else opened.host_bytes
+        plan_memory(manifest, options, host_bytes)  # by the size of the tokenizer, before it is loaded
+        self.tokenizer = load_tokenizer(bundle.path)
+        self.memory: MemoryPlan = plan_memory(manifest, options, host_bytes)  # by what it has become
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
-        tables = bundle.tables()
         modes, stored = options.modes, manifest.stored_experts
         check_modes(modes, manifest.model, len(manifest.low_experts))
         sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
         count = len(manifest.experts)
         self._holds_all = int(sizes[:count].sum()) <= self.memory.cache_bytes
+        # What is read ahead may not depend on what this process takes, where decisions go by it.
+        held_bytes = self.memory.logical_cache_bytes if modes.reads_cache else self.memory.cache_bytes
+        is_guessing = int(sizes[:count].sum()) > held_bytes
+        tables = bundle.tables(has_paths=is_guessing and options.prefetch == "path")
         self._records = records = bundle_records(bundle, tables, stored)
         pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
         self._storage = open_storage(bundle, options.io, options.verify, self.memory.cache_bytes)
@@ -103,9 +109,7 @@ class Engine:
             self.cache = open_cache(self._storage, bound, sizes, self.memory.cache_bytes, records, options, pin_limit)
             self.kv = KVCache(manifest.model, options.slots, self.memory.context, options.kv)
             self.model = Model(bundle, dense, bound.experts, self.cache, self.memory.context)
-        # What is read ahead may not depend on what this process takes either, where decisions go by it.
-        held_bytes = self.memory.logical_cache_bytes if modes.reads_cache else self.memory.cache_bytes
-        if int(sizes[:count].sum()) > held_bytes:
+        if is_guessing:
             self.model.advisor.predictor = make_predictor(
                 options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
             )

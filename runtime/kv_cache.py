@@ -16,11 +16,6 @@ from .options import KvType
 KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
 
 
-def kv_bytes(model: ModelSpec, kv: KvType, context: int, slots: int) -> int:
-    """Bytes of the keys and values of so many sequences. kv: what each number is kept as."""
-    return model.kv_bytes_per_position * context * slots * np.dtype(KV_TYPES[kv]).itemsize // 4
-
-
 class KVCache:
     """[S, Hkv, C, Dh] keys and values per layer, float32 or float16; S slots (sequences), C context positions.
 

@@ -82,9 +82,10 @@ class PathPredictor(Predictor):
     """
 
     def __init__(self, tables: Tables, model: ModelSpec) -> None:
-        self._tables, self._model = tables, model
-        self._popularity = PopularityPredictor(tables, model)
-        self._rows = {tuple(key): row for row, key in enumerate(tables.path_keys.tolist())}
+        if tables.paths is None:
+            raise ValueError("the path dictionary was not read")
+        self._paths, self._model = tables.paths, model
+        self._popularity, self._experts = PopularityPredictor(tables, model), tables.popularity.shape[1]
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
         following, routed = self._model.layer_after(state.layer, ahead), self._model.expert_layers
@@ -94,7 +95,7 @@ class PathPredictor(Predictor):
             return self._popularity.scores(state, ahead)
         if any(state.layer < layer < following for layer in routed):
             return None
-        total = np.zeros(self._tables.popularity.shape[1])
+        total = np.zeros(self._experts)
         for token in range(len(state.chosen[past[-1]])):
             before = state.chosen[past[-2]][token].tolist() if len(past) > 1 else []
             total += self._token_scores(following, before, past[-1], state.chosen[past[-1]][token].tolist())
@@ -102,20 +103,19 @@ class PathPredictor(Predictor):
 
     def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
         """Of the experts of layer `following`, for one token that chose these in `layer` and those before it."""
-        tables = self._tables
-        scores = np.zeros(tables.popularity.shape[1])
+        paths = self._paths
+        scores = np.zeros(self._experts)
         for last in chosen:
-            for first in before:
-                row = self._rows.get((following, first, last))
+            for row in paths.rows(following, before, last):
                 if row is None:
                     continue
-                part = slice(tables.path_offsets[row], tables.path_offsets[row + 1])
-                counts = tables.path_counts[part].astype(np.float64)
+                part = slice(paths.offsets[row], paths.offsets[row + 1])
+                counts = paths.counts[part].astype(np.float64)
                 if counts.sum() >= MINIMUM_PAIR_COUNT:
-                    scores[tables.path_experts[part]] += counts / counts.sum()
+                    scores[paths.experts[part]] += counts / counts.sum()
         if not scores.any():
             for last in chosen:
-                counts = tables.transitions[layer, last].astype(np.float64)
+                counts = paths.transitions[layer, last].astype(np.float64)
                 scores += counts / max(counts.sum(), 1)
         return scores
 

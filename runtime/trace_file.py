@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from moec.manifests.errors import InputError
+from moec.manifests.limits import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, TRACE_LINE_JSON
+from moec.manifests.strict_json import load_strict_json, shown
 
 from .options import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
 from .trace import PassScores, Trace, TracedPass, TraceHeader
@@ -22,8 +24,6 @@ from .trace_scores import read_scores, scores_plain
 FORMAT = "moec-trace"
 FORMAT_VERSION = 3
 READ_VERSIONS = (1, 2, 3)
-MAX_TRACE_BYTES = 1 << 30
-MAX_LINE_BYTES = 64 << 20
 MAX_LAYERS = 4096
 MAX_EXPERTS = 1 << 16
 MAX_TOKENS = 1 << 20
@@ -67,9 +67,9 @@ def read_trace(path: Path) -> Trace:
             raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
         with path.open("rb") as file:
             line = 1
-            plain = _object(file.readline(MAX_LINE_BYTES + 1))
+            plain = _object(file.readline(MAX_TRACE_LINE_BYTES + 1))
             header, passes = _header(plain), list[TracedPass]()
-            while data := file.readline(MAX_LINE_BYTES + 1):
+            while data := file.readline(MAX_TRACE_LINE_BYTES + 1):
                 line += 1
                 passes.append(_pass(_object(data), header, plain["version"]))
         trace = Trace(header, tuple(passes))
@@ -77,7 +77,7 @@ def read_trace(path: Path) -> Trace:
             raise ValueError("expected passes of one token behind the prompt")
     except OSError as error:
         raise InputError(f"the trace `{path}` cannot be read: {error.strerror}", "check the path") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         place = f", line {line}" if line else ""
         remedy = "record it with `moec bench BUNDLE --trace-out FILE`"
         raise InputError(f"`{path}`{place} is not of a routing trace: {error}", remedy) from error
@@ -95,14 +95,14 @@ def _pass_plain(each: TracedPass) -> dict[str, Any]:
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    if len(data) > MAX_LINE_BYTES:
-        raise ValueError(f"expected at most {MAX_LINE_BYTES} bytes in a line")
+    if len(data) > MAX_TRACE_LINE_BYTES:
+        raise ValueError(f"expected at most {MAX_TRACE_LINE_BYTES} bytes in a line")
     try:
-        plain = json.loads(data.decode("utf-8"))
+        plain = load_strict_json(data, TRACE_LINE_JSON)
     except UnicodeDecodeError:
         raise ValueError("expected UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected JSON, found {error.msg}") from None
+    except ValueError as error:
+        raise ValueError(f"expected JSON: {error}") from None
     if not isinstance(plain, dict):
         raise ValueError("expected a JSON object")
     return plain
@@ -110,15 +110,15 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _header(plain: dict[str, Any]) -> TraceHeader:
     if plain.get("format") != FORMAT:
-        raise ValueError(f"expected the format `{FORMAT}`, found {str(plain.get('format'))[:40]!r}")
+        raise ValueError(f"expected the format `{FORMAT}`, found {shown(plain.get('format'))}")
     if type(plain.get("version")) is not int or plain["version"] not in READ_VERSIONS:
         versions = ", ".join(map(str, READ_VERSIONS))
-        raise ValueError(f"expected version {versions}, found {str(plain.get('version'))[:40]!r}")
+        raise ValueError(f"expected version {versions}, found {shown(plain.get('version'))}")
     has_encoder = _ENCODER_HEADER_KEY in plain
     unknown = (_SINCE_2 if plain["version"] < 2 else set()) | (_SINCE_3 if plain["version"] < 3 else set())
     _check_keys(plain, _HEADER_KEYS - unknown - (set() if has_encoder else {_ENCODER_HEADER_KEY}))
     if not isinstance(plain["bundle"], str) or not re.fullmatch(r"[0-9a-f]{64}", plain["bundle"]):
-        raise ValueError(f"`bundle`: expected a SHA-256, found {str(plain['bundle'])[:40]!r}")
+        raise ValueError(f"`bundle`: expected a SHA-256, found {shown(plain['bundle'])}")
     if plain["prefetch"] not in PREFETCHERS:
         raise ValueError(f"`prefetch`: expected one of {', '.join(PREFETCHERS)}")
     experts = _numbers(plain, "experts", MAX_EXPERTS)
@@ -226,12 +226,12 @@ def _checked(name: str, found: Iterable[Any], most: int) -> tuple[int, ...]:
     numbers = tuple(found)
     wrong = next((number for number in numbers if type(number) is not int or not 0 <= number <= most), None)
     if wrong is not None or None in numbers:
-        raise ValueError(f"`{name}`: expected whole numbers of 0 to {most}, found {str(wrong)[:40]!r}")
+        raise ValueError(f"`{name}`: expected whole numbers of 0 to {most}, found {shown(wrong)}")
     return numbers
 
 
 def _number(plain: dict[str, Any], name: str, least: int = 0) -> int:
     found = plain[name]
     if type(found) is not int or not least <= found <= _MAX_NUMBER:
-        raise ValueError(f"`{name}`: expected a whole number of {least} or more, found {str(found)[:40]!r}")
+        raise ValueError(f"`{name}`: expected a whole number of {least} or more, found {shown(found)}")
     return found

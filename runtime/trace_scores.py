@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from moec.manifests.strict_json import shown
+
 from .trace import PassScores
 
 _FIELDS = {"logits", "ahead", "little_logits", "confidence"}
@@ -34,7 +36,7 @@ def read_scores(plain: object, experts: Sequence[int]) -> PassScores:
         raise ValueError(f"`scores`: expected null or an object of {', '.join(sorted(_FIELDS))}")
     total, confidence = sum(experts), plain["confidence"]
     if confidence is not None and (type(confidence) not in (int, float) or not 0 <= confidence <= 1):
-        raise ValueError(f"`confidence`: expected null or a number of 0 to 1, found {str(confidence)[:40]!r}")
+        raise ValueError(f"`confidence`: expected null or a number of 0 to 1, found {shown(confidence)}")
     little = _floats("little_logits", plain["little_logits"], total if confidence is not None else 0)
     ahead = plain["ahead"]
     if not isinstance(ahead, list) or len(ahead) != len(experts):

@@ -14,6 +14,8 @@ from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import OptionError
+from moec.manifests.limits import MAX_TUNE_BYTES, TUNE_JSON
+from moec.manifests.strict_json import load_strict_json, shown
 
 from .options import (
     MAX_PREFETCH_EXPERTS,
@@ -29,7 +31,6 @@ from .options import (
 
 SUFFIX = ".tune.json"
 FORMAT_VERSION = 1
-MAX_BYTES = 1 << 20
 CACHE_TOLERANCE = 0.2
 """What pays depends on how often experts are missed: options hold for caches that differ by no more than this share."""
 # What may be tuned, and what each may be. All of it is lossless.
@@ -87,16 +88,16 @@ def read_tuning(bundle: Path) -> Tuning | None:
     path = tuning_path(bundle)
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_TUNE_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"has more than {MAX_BYTES} bytes")
+    if len(data) > MAX_TUNE_BYTES:
+        raise ValueError(f"has more than {MAX_TUNE_BYTES} bytes")
     try:
-        plain = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        plain = load_strict_json(data, TUNE_JSON)
+    except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(plain, dict) or plain.pop("format_version", None) != FORMAT_VERSION:
         raise ValueError(f"is not of version {FORMAT_VERSION}")
@@ -108,7 +109,7 @@ def read_tuning(bundle: Path) -> Tuning | None:
         raise ValueError("has trials that are no list of objects")
     for name, value in plain["options"].items():
         if not _is_valid(name, value):
-            raise ValueError(f"has the option `{str(name)[:40]}` = {str(value)[:40]!r}, which is not on offer")
+            raise ValueError(f"has the option `{name[:40]}` = {shown(value)}, which is not on offer")
     if "policy_weights" in plain["options"] and plain["options"].get("policy") not in WEIGHTED_POLICIES:
         raise ValueError("has weights of a policy that takes none")
     return Tuning(**plain)

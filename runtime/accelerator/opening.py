@@ -15,9 +15,10 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import AcceleratorUnavailable, MissingDependency, OptionError
+from moec.profiles.memory_floor import longest_pass
 
 from .. import kernels
-from ..budget import chosen_context, longest_pass
+from ..budget import chosen_context
 from ..eviction import ExpertRecords
 from ..options import TORCH_CPU, RuntimeOptions, parse_bytes
 from ..storage import ExpertStorage

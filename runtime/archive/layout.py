@@ -23,7 +23,7 @@ import zstandard
 
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
-from moec.manifests.limits import MAX_MANIFEST_BYTES
+from moec.manifests.limits import MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_MANIFEST_BYTES
 
 MAGIC = b"moecpack"
 # In front of an archive that is still being written, with the digest of the manifest in place of that of the index.
@@ -31,8 +31,6 @@ UNFINISHED_MAGIC = b"moecpart"
 VERSION = 1
 CHUNK_BYTES = 8 << 20
 MIN_CHUNK_BYTES = 4 << 10
-MAX_CHUNK_BYTES = 64 << 20
-MAX_CHUNKS = 1 << 20
 STORED, COMPRESSED = 0, 1
 AGAIN = "copy the archive again"
 _FIELDS = struct.Struct("<8sIIQQ")
@@ -205,7 +203,8 @@ def decode_chunk(stored: bytes, place: Place) -> bytes:
             frame = zstandard.get_frame_parameters(stored)
             if frame.content_size != place.raw_bytes or not frame.has_checksum or frame.dict_id:
                 raise ChecksumMismatch(f"{place}: the frame declares other contents than the manifest", AGAIN)
-            raw = zstandard.ZstdDecompressor().decompress(stored, place.raw_bytes, allow_extra_data=False)
+            reader = zstandard.ZstdDecompressor(max_window_size=MAX_CHUNK_BYTES)
+            raw = reader.decompress(stored, place.raw_bytes, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ChecksumMismatch(f"{place} is damaged: {error}", AGAIN) from error
     if hashlib.sha256(raw).digest() != place.chunk.sha256:

@@ -14,6 +14,7 @@ import zstandard
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, MoecError, OptionError
+from moec.manifests.limits import MAX_CHUNKS
 from moec.runtime.bundle import open_bundle
 
 from .files import file_errors, require_free_bytes, sync_directory
@@ -22,7 +23,6 @@ from .layout import (
     COMPRESSED,
     HEADER_BYTES,
     MAGIC,
-    MAX_CHUNKS,
     RECORD_BYTES,
     STORED,
     UNFINISHED_MAGIC,

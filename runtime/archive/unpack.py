@@ -13,7 +13,14 @@ from typing import BinaryIO
 
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import decode_manifest
-from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, ManifestInvalid, OptionError
+from moec.manifests.errors import (
+    BundleError,
+    BundleIncomplete,
+    ChecksumMismatch,
+    DoesNotFit,
+    ManifestInvalid,
+    OptionError,
+)
 from moec.runtime.bundle import open_bundle
 
 from .files import file_errors, require_free_bytes, sync_directory
@@ -42,31 +49,40 @@ class Unpacked:
     kept_bytes: int
 
 
-def unpack_bundle(archive: Path, target: Path, progress: Progress | None = None) -> Unpacked:
-    """Write the bundle in an archive to the new folder `target`. progress: raw bytes done, in all.
+def unpack_bundle(
+    archive: Path, target: Path, progress: Progress | None = None, *, max_bytes: int | None = None
+) -> Unpacked:
+    """Write the bundle in an archive to the new folder `target`.
 
     The files grow in `TARGET.partial`; `moec.json` comes last, then the folder takes its name. What an interrupted run
-    left there is checked and kept. Raises BundleError naming the damaged chunk (what was unpacked stays, for a better
-    copy of the archive), OptionError, DoesNotFit, InputError.
+    left there is checked and kept.
+
+    progress: called with (raw bytes done, raw bytes in all).
+    max_bytes: the most that the archive may unpack to. None: what the disk has free.
+    Raises BundleError naming the damaged chunk (what was unpacked stays, for a better copy of the archive),
+    OptionError, DoesNotFit before anything is written, InputError.
     """
     archive, target = Path(archive), Path(target)
     if os.path.lexists(target):
         raise OptionError(f"`{target}` exists", "choose another folder or remove it")
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     with file_errors(target), archive.open("rb") as file:
-        index, raw_manifest, manifest = _read_front(file, str(archive))
+        index, raw_manifest, manifest = _read_front(file, str(archive), max_bytes)
         if not manifest.certified:
             raise BundleIncomplete(f"`{archive}` holds a bundle that is not certified", "pack a finished bundle")
         members = members_of(manifest, len(raw_manifest))
         expected = sum(member.chunk_count(index.chunk_bytes) for member in members)
         if expected != index.count:
             raise ManifestInvalid(f"`{archive}`: its files take {expected} chunks, the index has {index.count}", AGAIN)
-        places = list(places_of(index, members))
-        kept_on_disk = _prepare(partial, manifest)
         total = sum(member.size_bytes for member in members)
-        require_free_bytes(partial, max(0, total - kept_on_disk))
+        _check_size(str(archive), total, max_bytes)
+        for _ in places_of(index, members):  # every size is checked before anything is written
+            pass
+        kept_on_disk = _look_through(partial, manifest)
+        require_free_bytes(target.parent, max(0, total - kept_on_disk))
+        _prepare(partial)
         unpacker = _Unpacker(file, index.chunk_bytes, partial, total, progress)
-        remaining = iter(places[members[0].chunk_count(index.chunk_bytes) :])
+        remaining = islice(places_of(index, members), members[0].chunk_count(index.chunk_bytes), None)
         for member in members[1:]:
             unpacker.write(member, remaining)
         unpacker.finish(raw_manifest)
@@ -74,10 +90,20 @@ def unpack_bundle(archive: Path, target: Path, progress: Progress | None = None)
     return Unpacked(target, total, unpacker.kept_bytes)
 
 
-def _read_front(file: BinaryIO, place: str) -> tuple[Index, bytes, BundleManifest]:
-    """Index and manifest, both checked. Raises BundleError."""
+def _check_size(place: str, total_bytes: int, max_bytes: int | None) -> None:
+    """Raise DoesNotFit if an archive unpacks to more than it may."""
+    if max_bytes is not None and total_bytes > max_bytes:
+        raise DoesNotFit(
+            f"`{place}` unpacks to {total_bytes} bytes, the limit is {max_bytes}",
+            f"raise the limit if you trust the archive: --max-size {total_bytes}",
+        )
+
+
+def _read_front(file: BinaryIO, place: str, max_bytes: int | None) -> tuple[Index, bytes, BundleManifest]:
+    """Index and manifest, both checked. Raises BundleError, and DoesNotFit if the manifest alone is too large."""
     file_bytes = os.fstat(file.fileno()).st_size
     index = read_index(file, place, file_bytes)
+    _check_size(place, index.manifest_bytes, max_bytes)
     check_file_bytes(index, place, file_bytes)
     own = Member(MANIFEST_NAME, index.manifest_bytes, None)
     parts = [decode_chunk(_read_at(file, item), item) for item in places_of(index, [own])]
@@ -92,12 +118,13 @@ def _read_at(file: BinaryIO, place: Place) -> bytes:
     return file.read(place.chunk.stored_bytes)
 
 
-def _prepare(partial: Path, manifest: BundleManifest) -> int:
-    """Make the folder, or look through what an interrupted run left. Returns the bytes there.
+def _look_through(partial: Path, manifest: BundleManifest) -> int:
+    """Return the bytes that an interrupted run left in the folder, 0 if there is none.
 
     Raises OptionError if the folder holds anything this archive would not put there.
     """
-    partial.mkdir(exist_ok=True)
+    if not os.path.lexists(partial):
+        return 0
     if partial.is_symlink():
         raise OptionError(f"`{partial}` is a link", "remove it")
     names = {entry.name for entry in manifest.files} | {MANIFEST_NAME, _MANIFEST_BESIDE}
@@ -106,10 +133,14 @@ def _prepare(partial: Path, manifest: BundleManifest) -> int:
         if path.name not in names or path.is_symlink() or not path.is_file():
             raise OptionError(f"`{path}` is not part of this archive", f"remove `{partial}`")
         found += path.stat().st_size
-    # Until the end there is no manifest, so nothing takes the folder for a bundle.
+    return found
+
+
+def _prepare(partial: Path) -> None:
+    """Make the folder. Until the end it has no manifest, so nothing takes it for a bundle."""
+    partial.mkdir(exist_ok=True)
     for name in (MANIFEST_NAME, _MANIFEST_BESIDE):
         (partial / name).unlink(missing_ok=True)
-    return found
 
 
 def _publish(partial: Path, target: Path) -> None:
@@ -154,6 +185,8 @@ class _Unpacker:
             self.kept_bytes += len(raw)
         else:
             raw = decode_chunk(_read_at(self._archive, place), place)
+            if self._done + len(raw) > self._total:
+                raise ManifestInvalid(f"{place}: the archive unpacks to more than its index says", AGAIN)
             file.seek(start)
             file.write(raw)
         self._step(len(raw))

@@ -12,13 +12,15 @@ from typing import Any
 
 from moec.manifests.bundle import QUALITY_NAME
 from moec.manifests.errors import InputError, OptionError
+from moec.manifests.input_file import UnreadableFile, read_input
+from moec.manifests.limits import MAX_QUALITY_BYTES, QUALITY_JSON
+from moec.manifests.strict_json import load_strict_json
 
 from ..tuning import bundle_sha256
 from .settings import LossyModes, parse_modes
 
 SUFFIX = ".modes.json"
 FORMAT_VERSION = 1
-MAX_BYTES = 64 << 20
 OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
 
 
@@ -114,10 +116,8 @@ def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_bytes_share: 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            return {}
-        plain = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        plain = load_strict_json(read_input(path, MAX_QUALITY_BYTES), QUALITY_JSON)
+    except (UnreadableFile, ValueError):
         return {}
     return plain if isinstance(plain, dict) else {}
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moec.manifests.errors import AcceleratorUnavailable, ExecutionError, MemoryBudgetExceeded, OptionError
 from moec.manifests.quant import QuantSpec
+from moec.profiles.memory_floor import longest_pass
 from moec.runtime import load
 from moec.runtime.accelerator.dense import DenseLatency, dense_bytes, shared_bytes
 from moec.runtime.accelerator.torch_attention import together, unpacked
@@ -23,7 +24,6 @@ from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.attention import TokenPlaces
 from moec.runtime.batch import generate_many
 from moec.runtime.beam import BeamOptions, beam_search
-from moec.runtime.budget import longest_pass
 from moec.runtime.bundle import open_bundle
 from moec.runtime.dense_weights import load_dense
 from moec.runtime.engine import Engine

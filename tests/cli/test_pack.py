@@ -57,3 +57,13 @@ def test_a_damaged_file_leaves_nothing(invoke: Invoke, own_bundle: Path, tmp_pat
 def test_what_is_no_packed_file(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("unpack", tmp_path / "nowhere.moec")
     assert result.exit_code == 1 and "is not a file" in result.stderr
+
+
+def test_the_size_that_an_archive_may_unpack_to(invoke: Invoke, own_bundle: Path, tmp_path: Path) -> None:
+    assert invoke("pack", own_bundle, tmp_path / "small.moec").exit_code == 0
+    size = sum(path.stat().st_size for path in own_bundle.iterdir())
+    refused = invoke("unpack", tmp_path / "small.moec", "--max-size", str(size - 1))
+    assert refused.exit_code == 1 and f"--max-size {size}" in refused.stderr and not list(tmp_path.glob("small*/"))
+    assert invoke("unpack", tmp_path / "small.moec", "--max-size", "nothing").exit_code == 1
+    assert invoke("unpack", tmp_path / "small.moec", "--max-size", str(size)).exit_code == 0
+    assert contents(tmp_path / "small") == contents(own_bundle)

@@ -172,7 +172,7 @@ def test_forced_kernels_are_reported(invoke: Invoke, bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "sentence", "hint"),
     [
-        (("--memory", "1MiB"), 1, "is under the floor of", "raise it"),
+        (("--memory", "1MiB"), 1, "is under the floor of", "--memory "),
         (("--memory", "2G"), 1, "`2G` is not a size", "`2GiB`"),
         (("--expert-cache", "0%"), 1, "`0%` is not a share", "`50%`"),
         (("--context", 4), 1, "the prompt has 16 tokens, the context holds 4", "`--context`"),

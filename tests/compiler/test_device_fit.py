@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from moec.compiler.device_fit import choose_objective, summarise_device
+from moec.compiler.device_fit import choose_objective, fixed_memory, summarise_device
 from moec.compiler.plan import CompilePlan
 from moec.compiler.sensitivity import plain_plan
 from moec.compiler.uniform import uniform_plan
 from moec.manifests.errors import DoesNotFit
 from moec.profiles.device import DeviceProfile, load_profile
+from moec.profiles.memory_floor import memory_option
 from tests.compiler.toy_search import BF16, toy_model
 
 MODEL = toy_model(layers=4, experts=8, hidden=512, width=1024, vocab=32_000)
@@ -29,24 +29,28 @@ def with_budget(size_bytes: int) -> DeviceProfile:
 
 
 def floor_of(plan: CompilePlan) -> int:
-    """The number in the refusal."""
+    """The number in the refusal, which is rounded up to MiB."""
     with pytest.raises(DoesNotFit) as caught:
         summarise_device(with_budget(1 << 20), plan)
-    found = re.search(r"this model needs (\d+)", caught.value.message)
-    assert found is not None and str(1 << 20) in caught.value.message and "raspberry" in caught.value.message
-    assert "--dense-bits" in str(caught.value.hint)
-    return int(found[1])
+    floor = fixed_memory(plan, 0).floor_bytes
+    assert f"a memory budget of 1MiB, this model needs {memory_option(floor)} (" in caught.value.message
+    assert "raspberry" in caught.value.message and "--dense-bits" in str(caught.value.hint)
+    return floor
 
 
 def test_the_floor_is_where_refusal_ends() -> None:
     plan = uniform(4)
     floor = floor_of(plan)
-    with pytest.raises(DoesNotFit, match=str(floor)):
+    with pytest.raises(DoesNotFit, match=memory_option(floor)):
         summarise_device(with_budget(floor - 1), plan)
     summary = summarise_device(with_budget(floor), plan)
     largest = plan.expert_padded_bytes(MODEL.expert_keys()[0])
     assert summary.memory_budget_bytes == floor
     assert summary.recommended_cache_bytes == MODEL.layers[0].experts.top_k * largest
+
+
+def test_a_tokenizer_counts() -> None:
+    assert fixed_memory(uniform(4), 1000).floor_bytes == fixed_memory(uniform(4), 0).floor_bytes + 13_000
 
 
 def test_the_recommended_cache_grows_to_all_experts_and_no_further() -> None:

@@ -12,8 +12,10 @@ import numpy as np
 import xxhash
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
-from moec.manifests.codec import DIGEST_FIELD, canonical_json, load_strict_json
+from moec.manifests.codec import DIGEST_FIELD, canonical_json
+from moec.manifests.limits import MANIFEST_JSON
 from moec.manifests.safetensors_header import build_header
+from moec.manifests.strict_json import load_strict_json
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle, verify_bundle
 
@@ -51,7 +53,7 @@ def places(size: int, count: int = 6) -> list[int]:
 
 def plain_manifest(bundle: Path) -> dict[str, Any]:
     """The manifest as JSON values, without its digest."""
-    plain: dict[str, Any] = load_strict_json((bundle / MANIFEST_NAME).read_bytes())
+    plain: dict[str, Any] = load_strict_json((bundle / MANIFEST_NAME).read_bytes(), MANIFEST_JSON)
     del plain[DIGEST_FIELD]
     return plain
 

@@ -165,5 +165,5 @@ def test_halves_of_huge_pages_are_charged_no_more_once_they_are_abandoned() -> N
 
 
 def test_a_budget_under_the_floor_is_refused_with_the_number(bundle: Path) -> None:
-    with pytest.raises(MemoryBudgetExceeded, match=r"under the floor of \d+ bytes"):
+    with pytest.raises(MemoryBudgetExceeded, match=r"under the floor of \d+MiB"):
         load(bundle, memory="20MiB", context=CONTEXT)

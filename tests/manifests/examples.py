@@ -22,9 +22,11 @@ from moec.manifests.bundle import (
     experts_file_name,
     unit_offsets,
 )
-from moec.manifests.codec import DIGEST_FIELD, canonical_json, encode_manifest, load_strict_json
+from moec.manifests.codec import DIGEST_FIELD, canonical_json, encode_manifest
+from moec.manifests.limits import MANIFEST_JSON
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
+from moec.manifests.strict_json import load_strict_json
 
 FORMATS = ("q2g32", "q3", "q4s", "q4g32", "q8g32s", "q8", "bf16", "fp16")
 BF16 = QuantSpec.parse("bf16")
@@ -105,7 +107,7 @@ def example_manifest(**rest: Any) -> BundleManifest:
 
 def plain_example() -> dict[str, Any]:
     """The example as JSON values, without its digest."""
-    plain: dict[str, Any] = load_strict_json(encode_manifest(example_manifest()))
+    plain: dict[str, Any] = load_strict_json(encode_manifest(example_manifest()), MANIFEST_JSON)
     del plain[DIGEST_FIELD]
     return plain
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from moec.manifests import codec
 from moec.manifests.bundle import BundleManifest
-from moec.manifests.codec import DIGEST_FIELD, decode_manifest, encode_manifest, load_strict_json, manifest_schema
+from moec.manifests.codec import DIGEST_FIELD, decode_manifest, encode_manifest, manifest_schema
 from moec.manifests.errors import BundleError, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
+from moec.manifests.limits import MANIFEST_JSON
+from moec.manifests.strict_json import load_strict_json
 from tests.manifests.examples import example_manifest, manifests, paths, plain_example, put, seal
 
 VALIDATOR = jsonschema.Draft202012Validator(manifest_schema())
@@ -87,7 +90,7 @@ def test_a_wrong_field_is_named(path: str, value: Any, place: str, message: str)
         (b'"norm_eps": 1e-05', b'"norm_eps": ' + b"9" * 5000, "not strict JSON"),
         (b'"name": "tiny"', b'"name": "\xff"', "utf-8"),
         (b'"name": "tiny"', b'"name": "\\ud800"', "no canonical form"),
-        (b'"name": "tiny"', b'"name": ' + b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+        (b'"name": "tiny"', b'"name": ' + b"[" * 100_000 + b"]" * 100_000, "nested more than 32 deep"),
         (b'"name": "tiny"', b'"name": ' + b"[" * 700 + b"]" * 700, ""),
         (b'"name": "tiny",', b'"name": "tiny",,', "not strict JSON"),
     ],
@@ -112,13 +115,13 @@ def test_the_version_is_looked_at_first() -> None:
 
 
 def test_oversized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_MANIFEST_BYTES", len(ENCODED) - 1)
-    with pytest.raises(ManifestInvalid, match=f"{len(ENCODED)} bytes, more than the limit {len(ENCODED) - 1}"):
+    monkeypatch.setattr(codec, "MANIFEST_JSON", replace(MANIFEST_JSON, size_bytes=len(ENCODED) - 1))
+    with pytest.raises(ManifestInvalid, match=f"{len(ENCODED)} bytes, more than the limit of {len(ENCODED) - 1}"):
         decode_manifest(ENCODED, "moec.json")
 
 
 def test_a_digest_that_is_wrong_or_missing_or_not_last() -> None:
-    plain = load_strict_json(ENCODED)
+    plain = load_strict_json(ENCODED, MANIFEST_JSON)
     digest = plain.pop(DIGEST_FIELD)
     for wrong in ({}, {DIGEST_FIELD: None}, {DIGEST_FIELD: "0" * 64}, {DIGEST_FIELD: [digest]}):
         with pytest.raises(ChecksumMismatch, match=DIGEST_FIELD):
@@ -160,6 +163,6 @@ def test_any_value_anywhere_is_refused_or_makes_sense(path: str, value: Any) -> 
 
 def test_schema_refuses_what_the_codec_refuses() -> None:
     for path, value in (("surprise", 1), ("device", ...), ("name", 7), ("experts[0].gate", "q5"), ("certified", 1)):
-        plain = load_strict_json(ENCODED)
+        plain = load_strict_json(ENCODED, MANIFEST_JSON)
         put(plain, path, value)
         assert not VALIDATOR.is_valid(plain)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moec.manifests.limits import MAX_HEADER_BYTES
 from moec.manifests.safetensors_header import (
     ITEM_BYTES,
-    MAX_HEADER_BYTES,
     MAX_RANK,
     HeaderError,
     build_header,
@@ -99,7 +99,8 @@ def test_metadata_is_left_out(tmp_path: Path) -> None:
         (b"", b"", "not strict JSON"),
         (b"{", b"", "not strict JSON"),
         (b'{"a":1,"a":1}', b"", "a field occurs twice"),
-        (b"[" * 100_000, b"", "nested too deeply"),
+        (b"[" * 100_000, b"", "a bracket has no partner"),
+        (b"[" * 100_000 + b"]" * 100_000, b"", "nested more than 32 deep"),
         (b"\xff", b"", "not strict JSON"),
     ],
 )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import DoesNotFit
 from moec.profiles.device import DeviceProfile, load_profile
+from moec.profiles.memory_floor import PROCESS_BYTES, FixedMemory, memory_option
 from moec.profiles.predict import (
-    PROCESS_BYTES,
     compute_ns,
     default_objective,
     expected_misses,
@@ -74,22 +74,29 @@ def test_more_cache_never_misses_more(reads: list[float], cache: int, more: int)
     assert expected_misses(experts, cache + more)[0] <= expected_misses(experts, cache)[0]
 
 
-SHAPE = {"dense_bytes": 300, "kv_bytes": 200, "scratch_bytes": 100, "minimum_expert_bytes": 50}
+FIXED = FixedMemory(
+    process_bytes=PROCESS_BYTES,
+    dense_bytes=300,
+    kv_bytes=200,
+    scratch_bytes=90,
+    tables_bytes=10,
+    minimum_expert_bytes=50,
+)
 
 
 def test_the_cache_is_what_the_budget_leaves_and_at_most_all_experts() -> None:
-    assert recommended_cache_bytes(small(), **SHAPE, total_expert_bytes=10_000) == 400
-    assert recommended_cache_bytes(small(), **SHAPE, total_expert_bytes=120) == 120
-    assert recommended_cache_bytes(small(), **SHAPE, total_expert_bytes=10_000, process_bytes=PROCESS_BYTES - 5) == 405
+    assert recommended_cache_bytes(small(), FIXED, 10_000) == 400
+    assert recommended_cache_bytes(small(), FIXED, 120) == 120
+    assert recommended_cache_bytes(small(), replace(FIXED, process_bytes=PROCESS_BYTES - 5), 10_000) == 405
 
 
 def test_a_budget_at_the_floor_is_enough_and_one_byte_less_is_refused() -> None:
-    floor = PROCESS_BYTES + sum(SHAPE.values())
+    floor = PROCESS_BYTES + 650
     enough = small(memory_budget_bytes=floor)
-    assert recommended_cache_bytes(enough, **SHAPE, total_expert_bytes=10_000) == SHAPE["minimum_expert_bytes"]
+    assert recommended_cache_bytes(enough, FIXED, 10_000) == 50
     with pytest.raises(DoesNotFit) as caught:
-        recommended_cache_bytes(small(memory_budget_bytes=floor - 1), **SHAPE, total_expert_bytes=10_000)
-    assert str(floor) in caught.value.message
+        recommended_cache_bytes(small(memory_budget_bytes=floor - 1), FIXED, 10_000)
+    assert memory_option(floor) in caught.value.message
     assert caught.value.hint
 
 

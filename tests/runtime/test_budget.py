@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 
-from moec.manifests.bundle import BundleManifest
+from moec.manifests.bundle import TABLES_NAME, BundleManifest, FileEntry
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.runtime_limits import DEFAULT_CONTEXT, MAX_PASS_TOKENS
-from moec.runtime import budget
-from moec.runtime.budget import (
+from moec.profiles.memory_floor import (
+    EXPERT_ENTRY_BYTES,
     LOGITS_ROWS_PER_SLOT,
+    PROCESS_BYTES,
     PROCESS_SLACK_BYTES,
-    plan_memory,
+    TORCH_PROCESS_BYTES,
+    memory_option,
     scratch_bytes,
 )
+from moec.runtime import budget
+from moec.runtime.budget import nominal_memory, plan_memory
 from moec.runtime.options import RuntimeOptions
 from tests.manifests.examples import example_manifest
 
@@ -46,8 +50,9 @@ def test_the_floor_by_hand() -> None:
         4 * 300 * (5 * 32 + widest) + 8 * 50 * LOGITS_ROWS_PER_SLOT * 3 + rope + norms + 4 * 2 * 8 * 100
     )  # and a slot put aside
     assert (found.kv_bytes, found.scratch_bytes) == (kv, scratch)
-    assert found.process_bytes == PROCESS + PROCESS_SLACK_BYTES
-    fixed = PROCESS + PROCESS_SLACK_BYTES + MANIFEST.cost.dense_packed_bytes + kv + scratch
+    process, tables = PROCESS_BYTES + 7 * EXPERT_ENTRY_BYTES, 12 * 2 * 4
+    assert (found.process_bytes, found.tables_bytes) == (process, tables)
+    fixed = process + tables + MANIFEST.cost.dense_packed_bytes + kv + scratch
     assert found.fixed_bytes == fixed and found.floor_bytes == fixed + MANIFEST.cost.minimum_expert_bytes
     assert found.to_plain()["floor_bytes"] == found.floor_bytes and found.context == 100
 
@@ -56,9 +61,10 @@ def test_a_budget_at_the_floor_works_and_one_byte_less_is_refused_with_the_numbe
     floor = plan(memory="1GB").floor_bytes
     found = plan(memory=str(floor))
     assert found.cache_bytes == MANIFEST.cost.minimum_expert_bytes and found.budget_bytes == floor
-    with pytest.raises(MemoryBudgetExceeded, match=f"budget of {floor - 1} bytes is under the floor of {floor} bytes"):
+    told = f"`--memory {floor - 1}` is under the floor of {memory_option(floor)}"
+    with pytest.raises(MemoryBudgetExceeded, match=told):
         plan(memory=str(floor - 1))
-    with pytest.raises(MemoryBudgetExceeded, match=f"the floor of {floor} bytes"):
+    with pytest.raises(MemoryBudgetExceeded, match=f"the floor of {memory_option(floor)}"):
         plan(memory="0")
 
 
@@ -79,7 +85,8 @@ def test_a_named_cache() -> None:
     assert plan(expert_cache="100%").cache_bytes == total and plan(expert_cache="50%").cache_bytes == total // 2
     assert plan(expert_cache=str(minimum)).cache_bytes == minimum
     assert plan(expert_cache="1GiB").cache_bytes == total and plan(expert_cache="1GiB").budget_bytes is None
-    with pytest.raises(MemoryBudgetExceeded, match=f"cache of {minimum - 1} bytes is under the floor of {minimum}"):
+    told = f"`--expert-cache {minimum - 1}` is under the floor of {memory_option(minimum)}"
+    with pytest.raises(MemoryBudgetExceeded, match=told):
         plan(expert_cache=str(minimum - 1))
 
 
@@ -87,7 +94,8 @@ def test_both_given() -> None:
     fixed, total = plan(memory="1GB").fixed_bytes, MANIFEST.cost.expert_padded_bytes
     assert plan(memory=str(fixed + total), expert_cache="100%").cache_bytes == total
     least = fixed + total
-    with pytest.raises(MemoryBudgetExceeded, match=f"needs a budget of {least} bytes, `--memory` gives {least - 1}"):
+    told = f"needs a budget of {memory_option(least)}, `--memory {least - 1}` is less"
+    with pytest.raises(MemoryBudgetExceeded, match=told):
         plan(memory=str(least - 1), expert_cache="100%")
 
 
@@ -103,9 +111,9 @@ def test_context() -> None:
 
 
 def test_scratch_follows_the_longest_pass() -> None:
-    ten, eleven, twelve = (scratch_bytes(MANIFEST, 1, context) for context in (10, 11, 12))
+    ten, eleven, twelve = (scratch_bytes(MANIFEST.model, 1, context) for context in (10, 11, 12))
     assert twelve - eleven == eleven - ten > 0
-    longer = scratch_bytes(MANIFEST, 1, 10 * MAX_PASS_TOKENS) - scratch_bytes(MANIFEST, 1, MAX_PASS_TOKENS)
+    longer = scratch_bytes(MANIFEST.model, 1, 10 * MAX_PASS_TOKENS) - scratch_bytes(MANIFEST.model, 1, MAX_PASS_TOKENS)
     assert longer == 9 * MAX_PASS_TOKENS * 8 * 4, "cosines and sines alone follow the context"
 
 
@@ -122,10 +130,34 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lossy_decisions_beside_an_accelerator_allow_for_torch() -> None:
     """The same memory: alone all experts fit by the nominal process, with torch's in its place none do."""
     bare, least = plan(context=100), MANIFEST.cost.minimum_expert_bytes
-    fixed = bare.fixed_bytes - bare.process_bytes
+    torch = TORCH_PROCESS_BYTES - PROCESS_BYTES
     lossy: dict[str, Any] = {"context": 100, "cache_routing": "drop=0.1"}
-    lossy["memory"] = str(budget.NOMINAL_PROCESS_BYTES + fixed + MANIFEST.cost.expert_padded_bytes)
+    lossy["memory"] = str(bare.fixed_bytes + torch + least)
     alone = plan(**lossy)
     beside = plan(**lossy, accelerator="cuda", accelerator_memory="1GB")
-    assert alone.cache_bytes == beside.cache_bytes == MANIFEST.cost.expert_padded_bytes
-    assert alone.logical_cache_bytes == MANIFEST.cost.expert_padded_bytes > beside.logical_cache_bytes == least
+    assert alone.cache_bytes == alone.logical_cache_bytes == MANIFEST.cost.expert_padded_bytes
+    assert beside.cache_bytes == beside.logical_cache_bytes == least
+
+
+def test_the_plan_is_the_nominal_one_until_the_process_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `inspect` and the compiler count on; a larger process has itself to count."""
+    nominal = nominal_memory(MANIFEST)
+    assert plan(memory="1GB").floor_bytes == nominal.floor_bytes
+    taken = nominal.process_bytes - PROCESS_SLACK_BYTES
+    for more in (-1, 0, 1, 1000):
+        monkeypatch.setattr(budget, "resident_set_bytes", lambda more=more: taken + more)
+        assert plan(memory="1GB").floor_bytes == nominal.floor_bytes + max(more, 0)
+
+
+def test_tables_and_tokenizer_count_by_the_sizes_of_their_files() -> None:
+    def grown(name: str, size_bytes: int) -> BundleManifest:
+        others = [entry for entry in MANIFEST.files if entry.name != name]
+        return replace(MANIFEST, files=(*others, FileEntry(name, size_bytes, "0" * 64)))
+
+    large, small = grown(TABLES_NAME, 240_000_000), nominal_memory(MANIFEST).floor_bytes
+    assert nominal_memory(large).floor_bytes == small, "lookahead asks for no path"
+    path = RuntimeOptions(prefetch="path")
+    assert nominal_memory(large, path).floor_bytes == small + 480_000_000
+    with pytest.raises(MemoryBudgetExceeded, match=r"under the floor of 5\d\dMiB"):
+        plan_memory(large, RuntimeOptions(memory=str(small), prefetch="path"))
+    assert nominal_memory(grown("tokenizer.json", 30_000_000)).floor_bytes == small + 13 * 30_000_000

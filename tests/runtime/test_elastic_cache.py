@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moec.profiles.memory_floor import pass_bytes
 from moec.runtime import load
-from moec.runtime.budget import pass_bytes
 from moec.runtime.engine import Engine
 from moec.runtime.storage import resident_bytes
 
@@ -45,7 +45,8 @@ def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 def test_the_cache_is_large_beside_a_short_sequence_and_small_beside_a_long_pass(engine: Engine) -> None:
     with engine:
         plan, total = engine.memory, engine.bundle.manifest.cost.expert_padded_bytes
-        unused = pass_bytes(engine.bundle.manifest, CONTEXT) - pass_bytes(engine.bundle.manifest, 1) + plan.kv_bytes
+        model = engine.bundle.manifest.model
+        unused = pass_bytes(model, CONTEXT) - pass_bytes(model, 1) + plan.kv_bytes
         engine.step(TOKENS[:1], [0], [0])
         short = engine.cache.capacity_bytes
         assert plan.cache_bytes < short < min(total, plan.cache_bytes + unused)

@@ -212,14 +212,15 @@ def test_prompts_are_checked(bundle: Path) -> None:
 
 def test_a_prompt_longer_than_a_pass_is_one_pass(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bidirectional attention needs all of it; the budget counts on it."""
-    from moec.runtime import batch, budget, engine
+    from moec.profiles import memory_floor
+    from moec.runtime import batch, engine
 
     exact = emit_bundle(folder, tmp_path / "exact")
     expected = Oracle(folder).logits(PROMPT, [START])
-    for module in (batch, budget, engine):
+    for module in (batch, memory_floor, engine):
         monkeypatch.setattr(module, "MAX_PASS_TOKENS", 16)
     with load(exact, expert_cache="100%", context=64) as opened:
-        assert budget.longest_pass(opened.model.spec, 1, 64) == 64
+        assert memory_floor.longest_pass(opened.model.spec, 1, 64) == 64
         assert np.abs(opened.logits([START], PROMPT) - expected).max() <= 1e-3 * np.abs(expected).max()
 
 

@@ -231,11 +231,11 @@ def test_a_forked_child_is_told_to_load_its_own(tiny_bundle: Path) -> None:
 
 def test_the_default_context_fits_rope_tables_into_the_budget() -> None:
     """One table per kind of rotary embedding, and counted."""
-    from moec.runtime.budget import scratch_bytes
+    from moec.profiles.memory_floor import scratch_bytes
     from tests.manifests.examples import example_manifest
 
-    manifest = example_manifest()
-    per_position = scratch_bytes(manifest, 1, 128) - scratch_bytes(manifest, 1, 127)
+    model = example_manifest().model
+    per_position = scratch_bytes(model, 1, 128) - scratch_bytes(model, 1, 127)
     assert per_position >= 4 * 8
 
 

@@ -11,7 +11,7 @@ import pytest
 from moec.manifests.model import ModelSpec, SharedSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime import load
-from moec.runtime.bundle import Tables
+from moec.runtime.bundle import PathTables, Tables
 from moec.runtime.predictors import (
     MINIMUM_PAIR_COUNT,
     LookaheadPredictor,
@@ -40,11 +40,13 @@ def tables(pairs: dict[tuple[int, int, int], dict[int, int]], transitions: dict[
         moved[place] = counts
     return Tables(
         popularity=np.array([[9, 1, 1, 1], [1, 9, 1, 1], [1, 2, 3, 4]], np.uint32),
-        transitions=moved,
-        path_keys=np.array(keys, np.int32).reshape(-1, 3),
-        path_offsets=np.cumsum([0, *(len(pairs[key]) for key in keys)]).astype(np.int64),
-        path_experts=np.array(experts, np.uint16),
-        path_counts=np.array([count for key in keys for count in pairs[key].values()], np.uint32),
+        paths=PathTables(
+            transitions=moved,
+            keys=np.array([(layer * 4 + first) * 4 + last for layer, first, last in keys], np.int64),
+            offsets=np.cumsum([0, *(len(pairs[key]) for key in keys)]).astype(np.int64),
+            experts=np.array(experts, np.uint16),
+            counts=np.array([count for key in keys for count in pairs[key].values()], np.uint32),
+        ),
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +21,15 @@ from moec.manifests.errors import (
     BundleError,
     BundleIncomplete,
     ChecksumMismatch,
+    DoesNotFit,
     ManifestInvalid,
     UnknownFormatVersion,
 )
+from moec.manifests.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
 from moec.runtime.archive import unpack_bundle
 from moec.runtime.archive.layout import (
     COMPRESSED,
     HEADER_BYTES,
-    MAX_CHUNKS,
     MIN_CHUNK_BYTES,
     RECORD_BYTES,
     STORED,
@@ -280,3 +284,85 @@ def test_a_bundle_that_is_not_certified_is_not_unpacked(tmp_path: Path) -> None:
     data = assemble(cut([manifest, *(data for _, data in sorted(files.items()))]), len(manifest))
     assert "not certified" in refused(tmp_path, data).message
     assert not (tmp_path / "out.partial").exists()
+
+
+UNPACK = """
+import resource, sys, time
+from pathlib import Path
+from moec.manifests.errors import BundleError
+from moec.runtime.archive import unpack_bundle
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    unpack_bundle(Path(sys.argv[1]), Path(sys.argv[2]))
+except BundleError as error:
+    print(error.exit_code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10)
+"""
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("piece", [b"[],", b"x", b"1000,", b'"a":{},'])
+def test_a_small_archive_with_a_large_manifest(tmp_path: Path, piece: bytes) -> None:
+    """64 MiB of JSON in a few kB: refused with the memory of its bytes, not of what they would become."""
+    raw = (piece * (MAX_MANIFEST_BYTES // len(piece) + 1))[:MAX_MANIFEST_BYTES]
+    size = MAX_MANIFEST_BYTES // 4
+    parts = [raw[at : at + size] for at in range(0, len(raw), size)]
+    archive = write_archive(
+        tmp_path, assemble([(COMPRESSED, compress(part, 3), part) for part in parts], len(raw), size)
+    )
+    assert archive.stat().st_size < 64 << 10
+    done = subprocess.run(
+        [sys.executable, "-c", UNPACK, str(archive), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
+        check=False,
+    )
+    exit_code, peak_mib = map(int, done.stdout.split())
+    assert exit_code == 3 and peak_mib < 5 * MAX_MANIFEST_BYTES >> 20, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["given.moecpack"]
+
+
+@pytest.mark.gate("G10")
+def test_the_caller_bounds_what_an_archive_unpacks_to(tmp_path: Path) -> None:
+    """The sizes that the manifest declares are compared before anything is written."""
+    manifest, files = tiny()
+    archive = write_archive(tmp_path, assemble(cut([manifest, *files.values()]), len(manifest)))
+    total = len(manifest) + sum(map(len, files.values()))
+    for most in (total - 1, len(manifest) - 1, 0):
+        with pytest.raises(DoesNotFit, match=f"the limit is {most}") as caught:
+            unpack_bundle(archive, tmp_path / "out", max_bytes=most)
+        assert caught.value.exit_code == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["given.moecpack"]
+    assert unpack_bundle(archive, tmp_path / "out", max_bytes=total).raw_bytes == total
+
+
+@pytest.mark.gate("G10")
+def test_zeros_of_a_terabyte_do_not_fit_and_nothing_is_written(tmp_path: Path) -> None:
+    """Every digest is right: an archive of a few MB that declares a file larger than the disk."""
+    files, experts = files_and_experts()
+    size, count = 64 << 20, 1 << 14
+    zeros = bytes(size)
+    plain = json.loads(encode_manifest(manifest_of(files, experts)))
+    entry = next(entry for entry in plain["files"] if entry["name"] == "config.json")
+    entry["size_bytes"] = size * count
+    manifest = sealed(plain)
+    large = [(COMPRESSED, compress(zeros, 3), zeros)] * count
+    chunks = [
+        part
+        for name, data in [("", manifest), *sorted(files.items())]
+        for part in (large if name == "config.json" else cut([data], size))
+    ]
+    index = [
+        Chunk(len(stored), method, digest) for (method, stored, _), digest in zip(chunks, digests(chunks), strict=True)
+    ]
+    data = encode_index(size, len(manifest), index) + b"".join(stored for _, stored, _ in chunks)
+    archive = write_archive(tmp_path, data)
+    with pytest.raises(DoesNotFit):
+        unpack_bundle(archive, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["given.moecpack"]
+
+
+def digests(chunks: Sequence[Stored]) -> list[bytes]:
+    """SHA-256 of raw chunks, of equal ones once."""
+    known = {id(raw): hashlib.sha256(raw).digest() for raw in {id(raw): raw for _, _, raw in chunks}.values()}
+    return [known[id(raw)] for _, _, raw in chunks]

@@ -12,9 +12,10 @@ import pytest
 
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec, StaticRouting
+from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 from moec.runtime import load
 from moec.runtime.batch import forced_logits, generate_many
-from moec.runtime.budget import NOMINAL_PROCESS_BYTES
+from moec.runtime.budget import nominal_process_bytes
 from moec.runtime.bundle import open_bundle
 from moec.runtime.modes.choice import ModeCounts
 from moec.runtime.modes.decoder import check_modes
@@ -279,16 +280,19 @@ def test_routers_that_a_mode_cannot_weigh_are_refused(
 def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
     two_version_bundle: Path, decoded: Decoded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same budget where python takes 10 MiB more, and where there is room for all: the same decisions."""
+    """The same budget where python takes 10 MiB more, and where it takes more than any run does: the same decisions."""
     with load(two_version_bundle, context=64) as engine:
         plan, experts = engine.memory, engine.bundle.manifest.cost.expert_padded_bytes
-    budget = NOMINAL_PROCESS_BYTES + plan.fixed_bytes - plan.process_bytes + experts // 2
+        nominal = nominal_process_bytes(engine.bundle.manifest, engine.options)
+    budget = nominal + plan.fixed_bytes - plan.process_bytes + experts // 2
     options = {"memory": str(budget), "dynamic_precision": "0,1"}
     found = []
-    for taken_bytes in (40 << 20, 50 << 20, (56 << 20) - experts // 4):
+    for more_bytes in (-32 << 20, 0, experts // 8):
+        taken_bytes = nominal - PROCESS_SLACK_BYTES + more_bytes
         monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda taken=taken_bytes: taken)
         with load(two_version_bundle, context=64, **options) as engine:
-            assert engine.memory.logical_cache_bytes == experts // 2 < engine.memory.cache_bytes
+            assert engine.memory.logical_cache_bytes == experts // 2
+            assert engine.memory.cache_bytes == experts // 2 - max(more_bytes, 0)
             assert f"deciding by a cache of {experts / 2**21:.1f} MiB" in engine.mode
         found.append(decoded(**options))
     for logits, counts in found[1:]:

@@ -1,0 +1,154 @@
+"""The memory that a run takes whatever it caches: one formula for `run`, `inspect` and the compiler.
+
+Functions of the model and of what the manifest lists. What this process has at the moment enters in the runtime alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moec.manifests.model import ModelSpec
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+
+LOGITS_ROWS_PER_SLOT = 4
+"""Rows whose logits are computed at once for each slot; the rest of a pass waits, so that a large vocabulary fits."""
+
+PROCESS_SLACK_BYTES = 16 << 20
+"""Growth of interpreter, allocator and thread stacks beyond the parts that are counted: 6 MiB measured on the example
+(a prompt of 395 tokens and 64 decoded ones, 2 threads), more than doubled.
+"""
+
+PROCESS_BYTES = 72 << 20
+"""Interpreter, numpy, tokenizers, kernels, and slack: more than `moec run` takes, 44 MiB and slack measured on x86-64.
+A floor is the same number wherever it is computed as long as the process has no more than this.
+"""
+
+TORCH_PROCESS_BYTES = 320 << 20
+"""The same with torch loaded for an accelerator: 240 MiB measured with its CPU build; not measured with CUDA's."""
+
+EXPERT_ENTRY_BYTES = 5 << 10
+"""Manifest, header and cache entries of one stored expert. Measured: 4.2 KiB, engines of 256 and 8,192 experts."""
+
+STATIC_CHOICE_BYTES = 56
+"""One number of static routing in the manifest: a reference, an integer above 256, and its share while it is read."""
+
+TOKENIZER_FACTOR = 13
+"""Memory of a tokenizer by bytes of `tokenizer.json`. Measured with tokenizers 0.22: BPE of 60,000 words 12.6,
+WordPiece 13.9, added tokens 4.7, as indented as checkpoints have them.
+"""
+
+UNIGRAM_FACTOR = 23
+"""The same of a Unigram tokenizer, as models with an encoder have it: a tree of tables. Measured: 22.2."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedMemory:
+    """Bytes of a run that no option of the expert cache changes.
+
+    process_bytes: interpreter, libraries, tokenizer, manifest.
+    kv_bytes: keys and values of a whole context in all slots.
+    scratch_bytes: the longest pass.
+    tables_bytes: what the prefetcher keeps of `tables.safetensors`, and the peak while it is read.
+    minimum_expert_bytes: the largest top-k experts of one layer.
+    accelerator_bytes: what an accelerator takes of the host's memory.
+    """
+
+    process_bytes: int
+    dense_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+    tables_bytes: int
+    minimum_expert_bytes: int
+    accelerator_bytes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the experts."""
+        parts = self.process_bytes + self.dense_bytes + self.kv_bytes + self.scratch_bytes
+        return parts + self.tables_bytes + self.accelerator_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """The least `--memory` that works."""
+        return self.fixed_bytes + self.minimum_expert_bytes
+
+
+def memory_option(size_bytes: int) -> str:
+    """Return a size as `--memory` and `--expert-cache` take it, rounded up: `72MiB`."""
+    return f"{-(-size_bytes // _MIB)}MiB"
+
+
+def process_bytes(
+    model: ModelSpec, stored_experts: int, tokenizer_file_bytes: int, *, has_accelerator: bool = False
+) -> int:
+    """Return the most that a process of `moec run` takes besides weights, caches and working memory.
+
+    stored_experts: entries of the manifest, low versions included.
+    tokenizer_file_bytes: size of `tokenizer.json`.
+    """
+    factor = TOKENIZER_FACTOR if model.encoder is None else UNIGRAM_FACTOR
+    routers = (layer.experts.router for layer in model.layers)
+    static = sum(len(router.static.experts) for router in routers if router.static is not None)
+    own = TORCH_PROCESS_BYTES if has_accelerator else PROCESS_BYTES
+    entries = EXPERT_ENTRY_BYTES * stored_experts + STATIC_CHOICE_BYTES * static
+    return own + entries + factor * tokenizer_file_bytes
+
+
+def tables_bytes(model: ModelSpec, path_file_bytes: int = 0) -> int:
+    """Return what the calibration tables take.
+
+    path_file_bytes: size of `tables.safetensors` if the prefetcher reads the path dictionary, else 0. A key of 12 bytes
+    becomes one of 8 next to it; offsets and counts stay as they are.
+    """
+    experts = max(layer.experts.count for layer in model.layers)
+    # Popularity as uint32, and as float64 in a predictor.
+    return 12 * model.num_layers * experts + 2 * path_file_bytes
+
+
+def kv_bytes(model: ModelSpec, context: int, slots: int = 1, element_bytes: int = 4) -> int:
+    """Return the bytes of the keys and values of so many sequences, `element_bytes` a number."""
+    return model.kv_bytes_per_position * context * slots * element_bytes // 4
+
+
+def longest_pass(model: ModelSpec, slots: int, context: int) -> int:
+    """Return the most tokens that go through a layer at once: an encoder takes a prompt whole, however long."""
+    tokens = min(MAX_PASS_TOKENS, slots * context)
+    return tokens if model.encoder is None else max(tokens, context)
+
+
+def scratch_bytes(model: ModelSpec, slots: int, context: int) -> int:
+    """Return the largest working memory of one pass: residual, norms, attention, expert parts and logits, float32."""
+    tokens, vocabulary = longest_pass(model, slots, context), model.vocab_size
+    # Cosines and sines of every position, once per kind of rotary embedding.
+    kinds = {layer.attention.rope for layer in model.layers}
+    positions = sum(4 * context * spec.rotary_size for spec in kinds if spec is not None)
+    # Biases by distance, once for encoder and decoder each.
+    for layer in {0, model.first_decoder_layer}:
+        attention = model.layers[layer].attention
+        positions += 8 * context * attention.num_heads if attention.relative_bias is not None else 0
+    # Norms and biases are kept in float32, in addition to the 16 bits they came as.
+    vectors = sum(4 * shape[0] for shape in model.dense_shapes().values() if len(shape) == 1)
+    routers = [layer.experts.router for layer in model.layers]
+    vectors += sum(4 * len(router.static.experts) for router in routers if router.static is not None)
+    # A slot's keys that a beam puts aside.
+    aside = max(4 * a.cache_heads * a.cache_size * context for a in model.cached_attentions) if slots > 1 else 0
+    # They are there twice while a maximum or a softmax is taken.
+    logits = 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots
+    return pass_bytes(model, tokens) + logits + positions + vectors + aside
+
+
+def pass_bytes(model: ModelSpec, tokens: int) -> int:
+    """Return the part of `scratch_bytes` that grows with the tokens of a pass."""
+    widest = 0
+    for layer in model.layers:
+        attention, experts = layer.attention, layer.experts
+        if attention.latent is None:
+            heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_size
+        else:
+            heads = attention.num_heads * (2 * attention.cache_size + 2 * attention.head_size)
+        ranks = experts.top_k + (layer.shared is not None)
+        width = max(experts.width, layer.shared.width if layer.shared else 0)
+        widest = max(widest, heads, ranks * model.hidden_size + 2 * width)
+    return 4 * tokens * (5 * model.hidden_size + widest)
