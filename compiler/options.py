@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -110,8 +110,6 @@ class CompileOptions:
     def _check_fallback(self) -> None:
         if self.fallback_bits is not None and self.fallback_bits not in FALLBACK_BITS:
             raise OptionError(f"`--fallback-bits {self.fallback_bits}` is not on offer", "choose 1, 2, 3 or 4")
-        if self.quantizer == "quanto" and self.fallback_bits in (1, 3):
-            raise OptionError(f"optimum-quanto has no {self.fallback_bits} bits", "take `--fallback-bits 2` or 4")
 
     def _check_effects(self) -> None:
         """Raise OptionError for an option that changes nothing beside the others."""
@@ -187,35 +185,47 @@ class CompileOptions:
             return True
         return self.target.value in (4, 8) and self.uniform_group == 32 and self.quantizer != "quanto"
 
-    def unit_specs(self, bitwidths: tuple[float, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
+    def unit_specs(
+        self, bitwidths: tuple[float, ...], plain: QuantSpec, widths: Collection[int] = ()
+    ) -> tuple[QuantSpec, ...]:
         """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
 
         plain: what stands for 16 bits, the format that keeps the checkpoint's own numbers.
+        widths: columns of the matrices that take these formats; none: such that every group size divides.
 
-        8 bits come with the widest group alone: narrower ones add bytes and no measurable quality. 1 bit in groups of
-        32 takes nearly the bytes of 2 bits. Groups of up to 4 bits have scales and minima in bytes: the same output
-        error for fewer bytes (docs/experiments.md). optimum-quanto has no bitwidth below 2, and its own scales.
+        8 bits come with the widest group that divides a width: narrower ones add bytes and no measurable quality. 1 bit
+        in groups of 32 takes nearly the bytes of 2 bits. Groups of up to 4 bits have scales and minima in bytes: the
+        same output error for fewer bytes (docs/experiments.md). optimum-quanto has no bitwidth below 2, and its own
+        scales. Raises OptionError where nothing is left.
         """
-        groups = self.group_sizes or DEFAULT_GROUP_SIZES
         specs: list[QuantSpec] = []
         excluded = {1, TERNARY} if self.quantizer == "quanto" else set()
         for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
-                continue
-            if bits == TERNARY:
+            elif bits == TERNARY:
                 specs += self._ternary_specs()
-                continue
-            widest = 0 if 0 in groups else max(groups)
-            if bits == 8 and self.quantizer == "quanto":
-                widest = 0  # all that the package has
-            chosen = (widest,) if bits == 8 else sorted(groups, key=lambda size: (size != 0, -size))
-            if bits == 1:
-                chosen = [size for size in chosen if size != 32] or [widest]
-            specs += [self._unit_spec(bits, size) for size in chosen]
+            else:
+                specs += [self._unit_spec(bits, size) for size in self._groups_of(bits, widths)]
         if not specs:
-            raise OptionError(f"no bitwidth of {self.bits} has a kernel on this device", "offer others with `--bits`")
+            reason = "has a kernel on this device"
+            if excluded & set(self.bits):
+                reason += ", and optimum-quanto has none below 2"
+            raise OptionError(f"no bitwidth of {self.bits} {reason}", "offer others with `--bits`")
         return tuple(specs)
+
+    def _groups_of(self, bits: float, widths: Collection[int]) -> list[int]:
+        """The group sizes on offer to a bitwidth below 16 with codes of whole bits, widest first, 0 before all."""
+        groups = sorted(self.group_sizes or DEFAULT_GROUP_SIZES, key=lambda size: (size != 0, -size))
+        if bits == 8 and self.quantizer == "quanto":
+            return [0]  # all that the package has
+        if bits == 8:
+            fitting = [[size for size in groups if not size or width % size == 0] for width in widths or (0,)]
+            widest = {sizes[0] for sizes in fitting if sizes} or {groups[0]}
+            return [size for size in groups if size in widest]
+        if bits == 1:
+            return [size for size in groups if size != 32] or [groups[0]]
+        return groups
 
     def _ternary_specs(self) -> list[QuantSpec]:
         """Three values in the groups on offer that hold whole tiles. Raises OptionError if named and none does."""

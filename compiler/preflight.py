@@ -125,7 +125,7 @@ def _together(found: Sequence[tuple[str, str]]) -> list[str]:
     return texts
 
 
-def _widths(model: ModelSpec) -> dict[int, list[str]]:
+def routed_widths(model: ModelSpec) -> dict[int, list[str]]:
     """Columns of the routed projections -> which projections have them."""
     widths: dict[int, list[str]] = {}
     for index in model.expert_layers:
@@ -139,7 +139,7 @@ def _widths(model: ModelSpec) -> dict[int, list[str]]:
 def _format_problems(model: ModelSpec, required: Sequence[QuantSpec]) -> list[str]:
     """Every format that the user named and a routed projection cannot take."""
     problems = []
-    for columns, projections in sorted(_widths(model).items()):
+    for columns, projections in sorted(routed_widths(model).items()):
         wrong = [str(spec) for spec in required if not spec.fits(columns)]
         if wrong:
             fitting = [size for size in (256, 128, 64, 32) if columns % size == 0]
@@ -156,14 +156,14 @@ def _unheld_problems(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str
     return [
         f"none of the offered formats ({', '.join(map(str, offered))}) holds the {columns} columns of "
         f"{', '.join(projections)}"
-        for columns, projections in sorted(_widths(model).items())
+        for columns, projections in sorted(routed_widths(model).items())
         if offered and not any(spec.fits(columns) for spec in offered)
     ]
 
 
 def _group_problems(model: ModelSpec, group_sizes: Sequence[int]) -> list[str]:
     """Group sizes that no routed projection can take: to leave them out without a word would keep 16 bits."""
-    widths = sorted(_widths(model))
+    widths = sorted(routed_widths(model))
     return [
         f"group size {size} divides the columns of no routed projection ({', '.join(map(str, widths))})"
         for size in group_sizes
@@ -176,7 +176,7 @@ def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[s
     below = [spec for spec in offered if spec.bitwidth < 16]
     return [
         f"{', '.join(projections)} stay at 16 bits: no format below on offer holds their {columns} columns"
-        for columns, projections in sorted(_widths(model).items())
+        for columns, projections in sorted(routed_widths(model).items())
         if below and not any(spec.fits(columns) for spec in below)
     ]
 
