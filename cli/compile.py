@@ -29,6 +29,10 @@ LOG_SUFFIX = ".log.json"
 PICTURE_SUFFIX = ".report.png"
 CURVE_SUFFIX = ".curve.json"
 CERTIFY_SLOTS = 64
+MAX_DIGITS = 9
+"""Digits of a number in a list."""
+MAX_SHOWN = 80
+"""Characters of a wrong value that an error repeats."""
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
@@ -38,8 +42,8 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise OptionError(f"`{text}` is not a list of numbers", "write them with commas, like `32,64`")
+    if not all(part.strip().isdecimal() and len(part.strip()) <= MAX_DIGITS for part in parts):
+        raise OptionError(f"`{text[:MAX_SHOWN]}` is not a list of numbers", "write them with commas, like `32,64`")
     return tuple(int(part) for part in parts)
 
 
@@ -189,8 +193,6 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
             print_forecast(forecast(request), as_json)
             return
         result = compile_checkpoint(request)
-    if result.path is not None:
-        write_beside(result, log)
     if result.curve is not None:
         print_curve(result.curve, destination, as_json)
         return
@@ -219,6 +221,7 @@ def _request(
         resume=values["resume"],
         overwrite=values["overwrite"],
         cluster=values["cluster"],
+        published=lambda result: write_beside(result, log),
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
 
@@ -282,10 +285,10 @@ def _options(values: dict[str, Any]) -> CompileOptions:
 
 
 def _profile(name: str, destination: Path) -> Any:
+    from moec.compiler.output_lock import existing_parent
     from moec.profiles.device import load_profile
 
-    folder = destination.resolve().parent
-    return load_profile(name, folder if folder.is_dir() else Path.cwd())
+    return load_profile(name, existing_parent(destination))
 
 
 @contextmanager
@@ -306,12 +309,13 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
 
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:
-    """The log with times and the picture, beside the bundle."""
+    """Write the log with times and the picture next to the bundle. Raises DoesNotFit, MoecError."""
     from moec.compiler.durable import Disk, disk_errors
     from moec.compiler.plots import report_picture
 
     if result.path is None:
         return
+    log.done()
     disk = Disk()
     base = result.path
     lines = json.dumps({"events": log.events, "stages": log.stages()}, indent=1)

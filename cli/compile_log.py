@@ -14,6 +14,8 @@ from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from . import output
 
+DONE = "done"
+
 
 @dataclass(slots=True)
 class Stage:
@@ -78,8 +80,17 @@ class CompileLog:
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take the last bar away, also from under an error."""
+        if problem is None:
+            self.done()
+        else:
+            self._close_bar()
+            self._event("failed")
+
+    def done(self) -> None:
+        """The compile is complete: the last event, told once."""
         self._close_bar()
-        self._event("done" if problem is None else "failed")
+        if not self.events or self.events[-1]["event"] != DONE:
+            self._event(DONE)
 
     def _close_bar(self) -> None:
         if self._bar is not None:

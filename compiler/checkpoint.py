@@ -191,9 +191,13 @@ def _locate(path: str) -> tuple[Path, str]:
     if is_url(path):
         return fetch(path, _PATTERNS), url_name(path)
     root = Path(path).expanduser()
-    if root.is_dir():
+    try:
+        is_folder, exists = root.is_dir(), root.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"cannot open `{path[:80]}`: {error.strerror or error}", "check the path") from error
+    if is_folder:
         return root, root.resolve().name or "model"
-    if root.exists():
+    if exists:
         raise CheckpointError(f"`{path}` is a file, expected a model folder", "name the folder that holds config.json")
     if _HUB_ID.fullmatch(path) and not root.parent.is_dir():
         return _download(path), path.rpartition("/")[2]

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moec.manifests.errors import OptionError
-from moec.manifests.quant import BITWIDTHS, BYTE_SCALES_BITWIDTHS, COLUMNS_PER_TILE, TERNARY, TERNARY_COLUMNS, QuantSpec
+from moec.manifests.quant import (
+    BITWIDTHS,
+    BYTE_SCALES_BITWIDTHS,
+    COLUMNS_PER_TILE,
+    MAX_DIMENSION,
+    TERNARY,
+    TERNARY_COLUMNS,
+    QuantSpec,
+)
 
 from .objective import OBJECTIVES, Objective
 from .quantizers import QUANTIZERS
@@ -21,6 +29,8 @@ DENSE_BITS = (4, 8, 16)
 FALLBACK_BITS = (1, 2, 3, 4)
 UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
+MAX_SEED = (1 << 63) - 1
+"""Of the generators of torch."""
 TERNARY_GROUP_SIZES = (0, 128)
 """Of three values, which lose little in wide groups: with GPTQ 1 to 3 % of their error (docs/experiments.md)."""
 # Options and their defaults: what only task data gives a meaning to, and what only a search does.
@@ -82,6 +92,11 @@ class CompileOptions:
                     f"`--group-size {size}` is not a multiple of {COLUMNS_PER_TILE}",
                     "choose 32, 64, 128 or 0 (per row)",
                 )
+            if size > MAX_DIMENSION:
+                raise OptionError(
+                    f"`--group-size {size}` is more than the {MAX_DIMENSION} columns that a matrix may have",
+                    "choose 32, 64, 128 or 0 (per row)",
+                )
         if self.quantizer not in QUANTIZERS:
             raise OptionError(f"unknown quantizer `{self.quantizer}`", f"choose one of {', '.join(QUANTIZERS)}")
         if self.objective is not None and self.objective not in OBJECTIVES:
@@ -104,6 +119,8 @@ class CompileOptions:
             raise OptionError(f"`--shots {self.shots}` must not be negative", "leave it out for none")
         if self.limit is not None and self.limit < 1:
             raise OptionError(f"`--limit {self.limit}` must be at least 1", "leave it out to take all items")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise OptionError(f"`--seed {self.seed}` must be from 0 to {MAX_SEED}", "leave it out for 0")
         if self.swaps is not None and self.swaps < 0:
             raise OptionError(f"`--swaps {self.swaps}` must not be negative", "write 0 for none")
 
@@ -216,7 +233,7 @@ class CompileOptions:
 
     def _groups_of(self, bits: float, widths: Collection[int]) -> list[int]:
         """The group sizes on offer to a bitwidth below 16 with codes of whole bits, widest first, 0 before all."""
-        groups = sorted(self.group_sizes or DEFAULT_GROUP_SIZES, key=lambda size: (size != 0, -size))
+        groups = sorted(set(self.group_sizes or DEFAULT_GROUP_SIZES), key=lambda size: (size != 0, -size))
         if bits == 8 and self.quantizer == "quanto":
             return [0]  # all that the package has
         if bits == 8:
@@ -229,7 +246,7 @@ class CompileOptions:
 
     def _ternary_specs(self) -> list[QuantSpec]:
         """Three values in the groups on offer that hold whole tiles. Raises OptionError if named and none does."""
-        sizes = sorted(self.group_sizes or TERNARY_GROUP_SIZES, key=lambda size: (size != 0, -size))
+        sizes = sorted(set(self.group_sizes or TERNARY_GROUP_SIZES), key=lambda size: (size != 0, -size))
         sizes = [size for size in sizes if size % TERNARY_COLUMNS == 0]
         if not sizes and self.bits != BITWIDTHS:
             raise _no_ternary_groups(self.group_sizes)

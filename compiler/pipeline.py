@@ -36,6 +36,7 @@ from .device_fit import choose_objective, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish
 from .families import TensorSource
+from .finished import complete_earlier_run, may_be_finished, note_certified
 from .fisher import TEXTS, asks_gradients, in_turns, predict_units, predictions
 from .journal import Journal
 from .layerwise import planning
@@ -49,6 +50,7 @@ from .loss_curve import LossCurve, measure_curve
 from .low_versions import with_low_versions
 from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS
+from .output_lock import hold_output
 from .plan import CompilePlan
 from .preparation import KL_ITEMS, Prepared, prepare
 from .quality import model_card, quality_report, unimportance_deciles
@@ -66,7 +68,7 @@ from .tokenizer import load_tokenizer
 from .trials import TaskData, Trials
 from .uniform import uniform_plan, uniform_quantizer, uniform_spec
 from .unit_store import UnitStore
-from .work_folder import check_partial, planning_journal, removed_on_failure, work_journal
+from .work_folder import check_partial, planning_journal, removed_on_failure, work_folder, work_journal
 
 
 @dataclass(slots=True)
@@ -93,28 +95,53 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
 
     Raises MoecError; with `resume` the stages of an interrupted run with the same inputs are taken over.
     """
-    output, disk = request.output, request.disk
     if request.plan_only:
-        stage = _begin(request)
-        journal = planning_journal(output, stage.identity(), request.resume, request.talk.note)
-        with _workers(stage) as stage.cluster, journal as stage.journal:
-            plan = _make_plan(stage)
-            curve = _curve(stage) if request.sweep else None
-        return CompileResult(None, plan, _quality(stage, plan, None), curve)
+        return _plan_only(request)
+    with hold_output(request.output, request.disk, request.talk.note):
+        return _compile(request)
+
+
+def _plan_only(request: CompileRequest) -> CompileResult:
+    """The plan, and the curve of a sweep. No bundle."""
+    stage, output, note = _begin(request), request.output, request.talk.note
+    # What an interrupted compile left is read and added to.
+    is_shared = request.resume and work_folder(output).is_dir()
+    held = hold_output(output, request.disk, note) if is_shared else nullcontext()
+    journal = planning_journal(output, stage.identity(), request.resume, note)
+    with held, _workers(stage) as stage.cluster, journal as stage.journal:
+        plan = _make_plan(stage)
+        curve = _curve(stage) if request.sweep else None
+    return CompileResult(None, plan, _quality(stage, plan, None), curve)
+
+
+def _compile(request: CompileRequest) -> CompileResult:
+    """All stages, with the output held."""
+    output, disk = request.output, request.disk
     recover_replaced(disk, output)
-    check_replaceable(output, request.overwrite)
+    is_candidate = may_be_finished(request)
+    if not is_candidate:
+        check_replaceable(output, request.overwrite)
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     check_partial(partial)
     clear_trials(output, disk)
     stage = _begin(request)
-    journal = work_journal(output, stage.identity(), disk, request.resume, request.talk.note)
+    identity = stage.identity()
+    if is_candidate:
+        finished = complete_earlier_run(request, identity)
+        if finished is not None:
+            return finished
+        check_replaceable(output, request.overwrite)
+    journal = work_journal(output, identity, disk, request.resume, request.talk.note)
     with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
         disk.remove_tree(partial)
         plan = _make_plan(stage)
         with removed_on_failure(disk, partial):
             quality = _emit_and_certify(stage, plan, partial)
+            note_certified(stage.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
-    return CompileResult(output, plan, quality)
+        result = CompileResult(output, plan, quality)
+        request.published(result)
+    return result
 
 
 def _begin(request: CompileRequest) -> _Stage:

@@ -151,9 +151,13 @@ def _read_parts(source: str | Path, task: str | None, wanted: Sequence[str]) -> 
     """The task and the sets by split name; a single file stands under `file`."""
     path = Path(source)
     chosen = None if task is None else find_task(task)
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long
+        raise DataError(f"cannot open `{str(source)[:80]}`: {error.strerror or error}", "check the path") from error
+    if is_folder:
         rows = {name: read_jsonl(file) for name, file in _split_files(path, chosen, wanted).items()}
-    elif path.exists():
+    elif exists:
         rows = {"file": read_jsonl(path)}
     elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in (".json", ".jsonl"):
         rows = _hub_rows(str(source))
@@ -164,7 +168,7 @@ def _read_parts(source: str | Path, task: str | None, wanted: Sequence[str]) -> 
         number, value = first.numbered[0]
         chosen = infer_task(value, first.place(number))
     parts = {name: check_items(chosen, part) for name, part in rows.items()}
-    return chosen, parts if path.exists() else _completed(chosen, parts)
+    return chosen, parts if exists else _completed(chosen, parts)
 
 
 def _split_files(folder: Path, task: Task | None, wanted: Sequence[str]) -> dict[str, Path]:

@@ -264,6 +264,12 @@ def test_data_of_another_task(run: Compile, model: Path, data: Path, place: Path
         (("--kl", "0.1", "--data", "texts", "--shots", "2"), "shots"),
         (("--uniform", "4", "--device", "toaster"), "no device profile is called `toaster`"),
         (("--uniform", "4", "--group-size", "96"), "does not divide the 64 columns"),
+        (("--uniform", "4", "--group-size", "2147483648"), "is not a list of numbers"),
+        (("--uniform", "4", "--group-size", "134217728"), "more than the 16777216 columns"),
+        (("--uniform", "4", "--group-size", "3" * 5000), "is not a list of numbers"),
+        (("--kl", "0.1", "--data", "texts", "--bits", "4," + "3" * 5000), "is not a list of numbers"),
+        (("--kl", "0.1", "--data", "texts", "--seed", "-1"), "`--seed -1` must be from 0"),
+        (("--kl", "0.1", "--data", "texts", "--seed", str(2**64)), "must be from 0"),
     ],
 )
 def test_options_that_cannot_be(
@@ -311,9 +317,10 @@ def test_an_output_that_exists_is_left_alone(run: Compile, model: Path, tmp_path
     assert "`out` is not a bundle" in refused(run, model, "--uniform", "4", "-o", "out", "--overwrite")
 
 
-def test_no_folder_to_write_into(run: Compile, model: Path) -> None:
-    said = refused(run, model, "--uniform", "4", "-o", "no/such/place/out")
-    assert "no/such/place" in said
+def test_no_folder_to_write_into(run: Compile, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    said = refused(run, model, "--uniform", "4", "-o", "file/out")
+    assert "cannot write `file" in said
 
 
 def test_too_little_space_is_known_before_writing(run: Compile, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
