@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from moec.manifests.quant import QuantSpec
 
 from .checkpoint import TOKENIZER_NAME, Checkpoint
 from .families import Lowering, TensorSource
+from .tokenizer import load_tokenizer
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MAX_NAMED = 5
@@ -37,7 +39,7 @@ def preflight(
     needs_tokenizer: bool = True,
     prunes: bool = False,
 ) -> PreflightReport:
-    """Check shapes, formats and target. Reads no weights.
+    """Check files, shapes, formats and target. Reads no weights.
 
     required: formats the user named for the routed experts; each must fit all of them. offered: formats the search may
     choose from; those that do not fit a unit are left out for it. group_sizes: those that the user named.
@@ -46,8 +48,7 @@ def preflight(
     stand against the compile.
     """
     model_problems = [*_tensor_problems(checkpoint, lowering)]
-    if needs_tokenizer and not (checkpoint.root / TOKENIZER_NAME).is_file():
-        model_problems.append(f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights")
+    model_problems += _file_problems(checkpoint, needs_tokenizer)
     model = lowering.model
     plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
     plan_problems += _group_problems(model, group_sizes)
@@ -90,6 +91,25 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
             least += kept * rows * min(sizes)
             greatest += layer.experts.count * rows * columns * 2
     return round(least), round(greatest)
+
+
+def _file_problems(checkpoint: Checkpoint, needs_tokenizer: bool) -> list[str]:
+    """Files that a bundle copies and that cannot be read, and a tokenizer that is not one."""
+    problems = list[str]()
+    for name in checkpoint.companion_files():
+        try:
+            checkpoint.file_bytes(name)
+        except CheckpointError as error:
+            problems.append(error.message)
+    if not needs_tokenizer or any(TOKENIZER_NAME in problem for problem in problems):
+        return problems
+    if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
+        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights"]
+    try:
+        load_tokenizer(checkpoint.root)
+    except CheckpointError as error:
+        problems.append(error.message)
+    return problems
 
 
 def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
