@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,7 +141,11 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
 )
-@click.option("--no-comparisons", is_flag=True, help="Skip best uniform and EdgeMoE, which take most of the time.")
+@click.option(
+    "--comparisons/--no-comparisons",
+    default=None,
+    help="Measure the best uniform format and EdgeMoE's search as well.  [default: up to a third of what is measured]",
+)
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -186,6 +191,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     log = CompileLog(destination)
+    log.sources = _sources(model, options.data)
     request = _request(model, destination, options, log, values)
     request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
     with log:
@@ -224,6 +230,12 @@ def _request(
         published=lambda result: write_beside(result, log),
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
+
+
+def _sources(model: str, data: str | None) -> dict[str, str]:
+    """Where checkpoint and data were, for `moec compare`: a path as an absolute one, anything else as it was given."""
+    given = {"model": model, **({} if data is None else {"data": data})}
+    return {name: str(Path(text).absolute()) if os.path.exists(text) else text for name, text in given.items()}
 
 
 def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:
@@ -275,7 +287,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         shots=values["shots"],
         limit=values["limit"],
         seed=values["seed"],
-        comparisons=not values["no_comparisons"],
+        comparisons=values["comparisons"],
         symmetric=values["symmetric"],
         confidence=values["confidence"],
         fallback_bits=values["fallback_bits"],
@@ -318,7 +330,7 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
     log.done()
     disk = Disk()
     base = result.path
-    lines = json.dumps({"events": log.events, "stages": log.stages()}, indent=1)
+    lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
     with disk_errors(base.parent):
         disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
         disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))

@@ -31,6 +31,7 @@ class CompileLog:
     """Notes and progress on stderr, and the same with times for `NAME.log.json`; what each stage took.
 
     destination: the bundle's folder, beside which a compile keeps what it has done so far.
+    sources: where checkpoint and data lie, as `model` and `data`.
 
     with CompileLog(destination) as log:
         compile_checkpoint(... Talk(log.note, log.progress))
@@ -43,6 +44,7 @@ class CompileLog:
         self._running: tuple[str, float] | None = None
         self._stages: dict[str, Stage] = {}
         self.events: list[dict[str, Any]] = []
+        self.sources: dict[str, str] = {}
 
     def stages(self) -> list[dict[str, Any]]:
         """What every kind of work with a bar took, in the order of their first appearance; plain values."""

@@ -45,7 +45,11 @@ _OF_DATA: dict[str, object] = {
     "swaps": None,
 }
 _OF_SEARCH: dict[str, object] = {"bits": BITWIDTHS, "objective": None}
-_OPTION_NAMES = {"tasks": "task", "comparisons": "no-comparisons", "prune": "prune-experts/--keep-experts"}
+_OPTION_NAMES = {
+    "tasks": "task",
+    "comparisons": "comparisons/--no-comparisons",
+    "prune": "prune-experts/--keep-experts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class CompileOptions:
     confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
     fallback_bits: of a second version of every expert that is larger; None: there is none.
     prune: whether the search may leave experts out; None: where a measured loss or KL decides.
+    comparisons: whether the best uniform format and EdgeMoE's search are measured; None: those that are affordable.
     swaps: measurements that improve a plan at equal bytes; None: as the search thinks right.
     Raises OptionError for values out of range or without effect.
     """
@@ -74,7 +79,7 @@ class CompileOptions:
     shots: int = 0
     limit: int | None = None
     seed: int = 0
-    comparisons: bool = True
+    comparisons: bool | None = None
     symmetric: bool | None = None
     confidence: float | None = None
     fallback_bits: int | None = None
@@ -144,7 +149,7 @@ class CompileOptions:
             self._refuse_given({"confidence": None}, f"beside a target of {self.target}; a loss is what it is about")
         if self.search == "edgemoe":
             self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
-            self._refuse_given({"comparisons": True}, "beside `--search edgemoe`, which is one of them")
+            self._refuse_given({"comparisons": None}, "beside `--search edgemoe`, which is one of them")
             self._refuse_given({"prune": None}, "beside `--search edgemoe`, which keeps all experts")
             self._refuse_given({"swaps": None}, "beside `--search edgemoe`, which has its own search")
 

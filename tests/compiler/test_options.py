@@ -53,7 +53,7 @@ def test_out_of_range(values: dict[str, Any], named: str) -> None:
         (SIZE, {"sensitivity": "proxy"}, "--sensitivity"),
         (SIZE, {"objective": "bytes-per-token"}, "--objective"),
         (KL, {"data": "a", "search": "edgemoe", "bits": (4, 8)}, "--bits"),
-        (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--no-comparisons"),
+        (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--comparisons/--no-comparisons"),
     ],
 )
 def test_options_without_effect(target: Target, values: dict[str, Any], option: str) -> None:
