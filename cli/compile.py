@@ -144,7 +144,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--comparisons/--no-comparisons",
     default=None,
-    help="Measure the best uniform format and EdgeMoE's search as well.  [default: up to a third of what is measured]",
+    help="Measure the best uniform format and EdgeMoE's search, or neither.  [default: up to a third of the measuring]",
 )
 @click.option(
     "--memory",

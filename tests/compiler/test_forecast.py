@@ -86,10 +86,10 @@ def test_disk_and_stages_are_those_of_the_compile(
     sizes, titles = list[int](), list[str]()
     remove = Journal.remove
 
-    def removed(journal: Journal) -> None:
+    def removed(journal: Journal, last: str | None = None) -> None:
         folder = tmp_path / "out.work"
         sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
-        remove(journal)
+        remove(journal, last)
 
     def progress(title: str) -> Any:
         return lambda done, total: titles.append(title)
