@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,10 @@ LOG_SUFFIX = ".log.json"
 PICTURE_SUFFIX = ".report.png"
 CURVE_SUFFIX = ".curve.json"
 CERTIFY_SLOTS = 64
+MAX_DIGITS = 9
+"""Digits of a number in a list."""
+MAX_SHOWN = 80
+"""Characters of a wrong value that an error repeats."""
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
@@ -38,8 +43,8 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise OptionError(f"`{text}` is not a list of numbers", "write them with commas, like `32,64`")
+    if not all(part.strip().isdecimal() and len(part.strip()) <= MAX_DIGITS for part in parts):
+        raise OptionError(f"`{text[:MAX_SHOWN]}` is not a list of numbers", "write them with commas, like `32,64`")
     return tuple(int(part) for part in parts)
 
 
@@ -136,7 +141,11 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
 )
-@click.option("--no-comparisons", is_flag=True, help="Skip best uniform and EdgeMoE, which take most of the time.")
+@click.option(
+    "--comparisons/--no-comparisons",
+    default=None,
+    help="Measure the best uniform format and EdgeMoE's search, or neither.  [default: up to a third of the measuring]",
+)
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -182,6 +191,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     log = CompileLog(destination)
+    log.sources = _sources(model, options.data)
     request = _request(model, destination, options, log, values)
     request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
     with log:
@@ -189,8 +199,6 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
             print_forecast(forecast(request), as_json)
             return
         result = compile_checkpoint(request)
-    if result.path is not None:
-        write_beside(result, log)
     if result.curve is not None:
         print_curve(result.curve, destination, as_json)
         return
@@ -219,8 +227,15 @@ def _request(
         resume=values["resume"],
         overwrite=values["overwrite"],
         cluster=values["cluster"],
+        published=lambda result: write_beside(result, log),
         memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
     )
+
+
+def _sources(model: str, data: str | None) -> dict[str, str]:
+    """Where checkpoint and data were, for `moec compare`: a path as an absolute one, anything else as it was given."""
+    given = {"model": model, **({} if data is None else {"data": data})}
+    return {name: str(Path(text).absolute()) if os.path.exists(text) else text for name, text in given.items()}
 
 
 def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:
@@ -272,7 +287,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         shots=values["shots"],
         limit=values["limit"],
         seed=values["seed"],
-        comparisons=not values["no_comparisons"],
+        comparisons=values["comparisons"],
         symmetric=values["symmetric"],
         confidence=values["confidence"],
         fallback_bits=values["fallback_bits"],
@@ -282,10 +297,10 @@ def _options(values: dict[str, Any]) -> CompileOptions:
 
 
 def _profile(name: str, destination: Path) -> Any:
+    from moec.compiler.output_lock import existing_parent
     from moec.profiles.device import load_profile
 
-    folder = destination.resolve().parent
-    return load_profile(name, folder if folder.is_dir() else Path.cwd())
+    return load_profile(name, existing_parent(destination))
 
 
 @contextmanager
@@ -306,15 +321,16 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
 
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:
-    """The log with times and the picture, beside the bundle."""
+    """Write the log with times and the picture next to the bundle. Raises DoesNotFit, MoecError."""
     from moec.compiler.durable import Disk, disk_errors
     from moec.compiler.plots import report_picture
 
     if result.path is None:
         return
+    log.done()
     disk = Disk()
     base = result.path
-    lines = json.dumps({"events": log.events, "stages": log.stages()}, indent=1)
+    lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
     with disk_errors(base.parent):
         disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
         disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))

@@ -14,6 +14,8 @@ from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from . import output
 
+DONE = "done"
+
 
 @dataclass(slots=True)
 class Stage:
@@ -29,6 +31,7 @@ class CompileLog:
     """Notes and progress on stderr, and the same with times for `NAME.log.json`; what each stage took.
 
     destination: the bundle's folder, beside which a compile keeps what it has done so far.
+    sources: where checkpoint and data lie, as `model` and `data`.
 
     with CompileLog(destination) as log:
         compile_checkpoint(... Talk(log.note, log.progress))
@@ -41,6 +44,7 @@ class CompileLog:
         self._running: tuple[str, float] | None = None
         self._stages: dict[str, Stage] = {}
         self.events: list[dict[str, Any]] = []
+        self.sources: dict[str, str] = {}
 
     def stages(self) -> list[dict[str, Any]]:
         """What every kind of work with a bar took, in the order of their first appearance; plain values."""
@@ -78,8 +82,17 @@ class CompileLog:
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take the last bar away, also from under an error."""
+        if problem is None:
+            self.done()
+        else:
+            self._close_bar()
+            self._event("failed")
+
+    def done(self) -> None:
+        """The compile is complete: the last event, told once."""
         self._close_bar()
-        self._event("done" if problem is None else "failed")
+        if not self.events or self.events[-1]["event"] != DONE:
+            self._event(DONE)
 
     def _close_bar(self) -> None:
         if self._bar is not None:

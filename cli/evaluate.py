@@ -97,13 +97,16 @@ def eval_command(
         raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
     items, examples = load_items(source, task, split, shots, seed)
     items = items.limit(limit, seed)
+    told_items = f"items: {len(items)} of `{items.source}`"
     if modes is not None:
         for name, given in (("slots", slots), ("per-item", per_item)):
             if given is not None:
                 raise OptionError(f"`--{name}` has no effect beside `--modes`", "leave it out")
+        output.say(told_items)
         _sweep(model, modes, items.task, items.items, examples, values, as_json)
         return
     with _engine(ctx, model, slots, values) as (engine, facts):
+        output.say(told_items)
         with output.Progress(f"{items.task.name}, {len(items)} items") as progress:
             result = evaluate(items.task, items.items, engine, shots=examples, progress=progress)
         told = {**facts, **_runtime_facts(engine)}

@@ -23,6 +23,7 @@ EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 _COMMANDS = {
     "compile": "compile:compile_command",
+    "compare": "compare:compare_command",
     "run": "run:run_command",
     "generate": "generate:generate_command",
     "eval": "evaluate:eval_command",

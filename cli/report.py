@@ -124,7 +124,10 @@ def comparison_table(quality: Quality) -> str:
                     _percent(baseline["gain_at_equal_kl"]),
                 ]
             )
-    return output.table(rows, ["routed experts", "bytes", "bits per weight", "saved at target", "saved at equal KL"])
+    header = ["routed experts", "bytes", "bits per weight", "saved at target", "saved at equal KL"]
+    table = output.table(rows, header)
+    left_out = (quality["comparison"] or {}).get("left_out", [])
+    return f"{table}\nnot compared with {', '.join(left_out)}: `moec compare` does" if left_out else table
 
 
 def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:

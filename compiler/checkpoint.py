@@ -7,6 +7,7 @@ folder, and pickled weights are refused.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ import torch
 
 from moec.manifests.bundle import FileEntry
 from moec.manifests.errors import CheckpointError
-from moec.manifests.limits import COMPANION_JSON, MAX_COMPANION_BYTES
+from moec.manifests.input_file import UnreadableFile, open_input, read_input
+from moec.manifests.limits import COMPANION_JSON, MAX_COMPANION_BYTES, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 from moec.manifests.safetensors_header import ITEM_BYTES, HeaderError, TensorEntry, read_header
 from moec.manifests.strict_json import load_strict_json
 
@@ -105,21 +107,16 @@ class Checkpoint:
         return torch.frombuffer(raw, dtype=(_DTYPES | _PACKED_DTYPES)[ref.dtype]).reshape(shape)
 
     def companion_files(self) -> tuple[str, ...]:
-        """Names of config, tokenizer and template files: what a bundle copies, sorted."""
-        found = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if path.is_file()}
+        """Names of config, tokenizer and template files: what a bundle copies, sorted.
+
+        A pipe, a device or a link to nothing is among them, so that reading it is refused; a folder is not.
+        """
+        found = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if not path.is_dir()}
         return tuple(sorted(name for name in found if PLAIN_NAME.fullmatch(name)))
 
     def file_bytes(self, name: str) -> bytes:
         """The content of one companion file. Raises CheckpointError."""
-        path = self.root / name
-        try:
-            if path.stat().st_size > MAX_COMPANION_BYTES:
-                raise CheckpointError(
-                    f"`{path}` has more than {MAX_COMPANION_BYTES} bytes", "remove it from the folder"
-                )
-            return path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+        return read_file(self.root / name, MAX_COMPANION_BYTES, "copy it again, or remove it from the folder")
 
     @property
     def tokenizer_file_bytes(self) -> int:
@@ -148,14 +145,16 @@ def open_checkpoint(path: str) -> Checkpoint:
     or truncated weights, an index that does not match its shards, a dtype other than bfloat16, float16, float32.
     """
     root, name = _locate(path)
-    config = _read_json(root / CONFIG_NAME, "a Hugging Face model folder has one; is this one?")
+    config = _read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, "a Hugging Face model folder has one; is this one?")
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
             f"`{root / CONFIG_NAME}` has no `model_type`, expected the name of a model family",
             "use the config.json that came with the weights",
         )
     generation = root / GENERATION_CONFIG_NAME
-    generation_config = _read_json(generation, "remove or repair it") if generation.is_file() else {}
+    generation_config = dict[str, Any]()
+    if os.path.lexists(generation):
+        generation_config = _read_json(generation, MAX_CONFIG_BYTES, "remove or repair it")
     tensors = _read_tensors(root)
     wrong = sorted(n for n, ref in tensors.items() if ref.dtype not in _DTYPES and not _is_packed(n, ref))
     if wrong:
@@ -183,10 +182,12 @@ def _digest(path: Path) -> FileEntry:
     digest, size = hashlib.sha256(), 0
     buffer = bytearray(_READ_BYTES)
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(open_input(path, follow_links=True), "rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
                 size += count
+    except UnreadableFile as error:
+        raise CheckpointError(f"`{path}` {error}", "copy it again, or remove it from the folder") from error
     except OSError as error:
         raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
     return FileEntry(path.name, size, digest.hexdigest())
@@ -197,9 +198,13 @@ def _locate(path: str) -> tuple[Path, str]:
     if is_url(path):
         return fetch(path, _PATTERNS), url_name(path)
     root = Path(path).expanduser()
-    if root.is_dir():
+    try:
+        is_folder, exists = root.is_dir(), root.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"cannot open `{path[:80]}`: {error.strerror or error}", "check the path") from error
+    if is_folder:
         return root, root.resolve().name or "model"
-    if root.exists():
+    if exists:
         raise CheckpointError(f"`{path}` is a file, expected a model folder", "name the folder that holds config.json")
     if _HUB_ID.fullmatch(path) and not root.parent.is_dir():
         return _download(path), path.rpartition("/")[2]
@@ -223,16 +228,23 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_file(path: Path, limit_bytes: int, remedy: str) -> bytes:
+    """The content of a regular file of at most so many bytes; links are followed, as caches of a hub consist of them.
+
+    Raises CheckpointError.
+    """
+    try:
+        return read_input(path, limit_bytes, follow_links=True)
+    except UnreadableFile as error:
+        if not os.path.lexists(path):
+            raise CheckpointError(f"no `{path.name}` in `{path.parent}`", remedy) from error
+        raise CheckpointError(f"`{path}` {error}", remedy) from error
+
+
+def _read_json(path: Path, limit_bytes: int, remedy: str) -> dict[str, Any]:
     """A JSON object from a small file. Raises CheckpointError."""
     try:
-        if path.stat().st_size > MAX_COMPANION_BYTES:
-            raise CheckpointError(f"`{path}` has more than {MAX_COMPANION_BYTES} bytes, expected JSON", remedy)
-        plain = load_strict_json(path.read_bytes(), COMPANION_JSON)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"no `{path.name}` in `{path.parent}`", remedy) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+        plain = load_strict_json(read_file(path, limit_bytes, remedy), COMPANION_JSON)
     except ValueError as error:
         raise CheckpointError(f"`{path}` is not JSON: {error}", remedy) from error
     if not isinstance(plain, dict):
@@ -245,7 +257,7 @@ def _read_tensors(root: Path) -> dict[str, TensorRef]:
     if (root / WEIGHTS_NAME).is_file():
         return _refs(WEIGHTS_NAME, _header(root / WEIGHTS_NAME))
     if (root / INDEX_NAME).is_file():
-        return _read_sharded(root, _read_json(root / INDEX_NAME, "copy the index again"))
+        return _read_sharded(root, _read_json(root / INDEX_NAME, MAX_INDEX_BYTES, "copy the index again"))
     pickles = sorted(path.name for path in root.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(

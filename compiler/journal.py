@@ -178,9 +178,15 @@ class Journal:
         with disk_errors(path):
             self._disk.remove_tree(path)
 
-    def remove(self) -> None:
-        """Forget everything: the compile is complete. Raises MoecError."""
+    def remove(self, last: str | None = None) -> None:
+        """Forget everything: the compile is complete. Raises MoecError.
+
+        last: the stage whose result goes after all others, so that a run that is cut off here still finds it.
+        """
         with disk_errors(self._folder):
+            for path in sorted(self._folder.iterdir()):
+                if last is not None and path != self._path(last):
+                    self._disk.remove_tree(path)
             self._disk.remove_tree(self._folder)
 
 

@@ -83,7 +83,7 @@ def _point(
     if specs and can_compare(plan, specs):
         talk.note(f"baselines at {target}")
         found = compare_with_baselines(plan, specs, trials, store, target, talk)
-        for result in (found.uniform, found.edgemoe, found.published):
+        for result in filter(None, (found.uniform, found.edgemoe, found.published)):
             baselines[result.name] = None if result.plan is None else result.plan.expert_packed_bytes
         layered = _search(per_layer_space(space, plan), trials, target, Swaps(0, talk))
         baselines[PER_LAYER] = None if layered is None else layered.expert_packed_bytes

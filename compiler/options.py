@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from moec.manifests.errors import OptionError
-from moec.manifests.quant import BITWIDTHS, BYTE_SCALES_BITWIDTHS, COLUMNS_PER_TILE, TERNARY, TERNARY_COLUMNS, QuantSpec
+from moec.manifests.quant import (
+    BITWIDTHS,
+    BYTE_SCALES_BITWIDTHS,
+    COLUMNS_PER_TILE,
+    MAX_DIMENSION,
+    TERNARY,
+    TERNARY_COLUMNS,
+    QuantSpec,
+)
 
 from .objective import OBJECTIVES, Objective
 from .quantizers import QUANTIZERS
@@ -21,6 +29,8 @@ DENSE_BITS = (4, 8, 16)
 FALLBACK_BITS = (1, 2, 3, 4)
 UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
+MAX_SEED = (1 << 63) - 1
+"""Of the generators of torch."""
 TERNARY_GROUP_SIZES = (0, 128)
 """Of three values, which lose little in wide groups: with GPTQ 1 to 3 % of their error (docs/experiments.md)."""
 # Options and their defaults: what only task data gives a meaning to, and what only a search does.
@@ -35,7 +45,11 @@ _OF_DATA: dict[str, object] = {
     "swaps": None,
 }
 _OF_SEARCH: dict[str, object] = {"bits": BITWIDTHS, "objective": None}
-_OPTION_NAMES = {"tasks": "task", "comparisons": "no-comparisons", "prune": "prune-experts/--keep-experts"}
+_OPTION_NAMES = {
+    "tasks": "task",
+    "comparisons": "comparisons/--no-comparisons",
+    "prune": "prune-experts/--keep-experts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +61,7 @@ class CompileOptions:
     confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
     fallback_bits: of a second version of every expert that is larger; None: there is none.
     prune: whether the search may leave experts out; None: where a measured loss or KL decides.
+    comparisons: whether the best uniform format and EdgeMoE's search are measured; None: those that are affordable.
     swaps: measurements that improve a plan at equal bytes; None: as the search thinks right.
     Raises OptionError for values out of range or without effect.
     """
@@ -64,7 +79,7 @@ class CompileOptions:
     shots: int = 0
     limit: int | None = None
     seed: int = 0
-    comparisons: bool = True
+    comparisons: bool | None = None
     symmetric: bool | None = None
     confidence: float | None = None
     fallback_bits: int | None = None
@@ -80,6 +95,11 @@ class CompileOptions:
             if size < 0 or size % COLUMNS_PER_TILE:
                 raise OptionError(
                     f"`--group-size {size}` is not a multiple of {COLUMNS_PER_TILE}",
+                    "choose 32, 64, 128 or 0 (per row)",
+                )
+            if size > MAX_DIMENSION:
+                raise OptionError(
+                    f"`--group-size {size}` is more than the {MAX_DIMENSION} columns that a matrix may have",
                     "choose 32, 64, 128 or 0 (per row)",
                 )
         if self.quantizer not in QUANTIZERS:
@@ -104,14 +124,14 @@ class CompileOptions:
             raise OptionError(f"`--shots {self.shots}` must not be negative", "leave it out for none")
         if self.limit is not None and self.limit < 1:
             raise OptionError(f"`--limit {self.limit}` must be at least 1", "leave it out to take all items")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise OptionError(f"`--seed {self.seed}` must be from 0 to {MAX_SEED}", "leave it out for 0")
         if self.swaps is not None and self.swaps < 0:
             raise OptionError(f"`--swaps {self.swaps}` must not be negative", "write 0 for none")
 
     def _check_fallback(self) -> None:
         if self.fallback_bits is not None and self.fallback_bits not in FALLBACK_BITS:
             raise OptionError(f"`--fallback-bits {self.fallback_bits}` is not on offer", "choose 1, 2, 3 or 4")
-        if self.quantizer == "quanto" and self.fallback_bits in (1, 3):
-            raise OptionError(f"optimum-quanto has no {self.fallback_bits} bits", "take `--fallback-bits 2` or 4")
 
     def _check_effects(self) -> None:
         """Raise OptionError for an option that changes nothing beside the others."""
@@ -129,7 +149,7 @@ class CompileOptions:
             self._refuse_given({"confidence": None}, f"beside a target of {self.target}; a loss is what it is about")
         if self.search == "edgemoe":
             self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
-            self._refuse_given({"comparisons": True}, "beside `--search edgemoe`, which is one of them")
+            self._refuse_given({"comparisons": None}, "beside `--search edgemoe`, which is one of them")
             self._refuse_given({"prune": None}, "beside `--search edgemoe`, which keeps all experts")
             self._refuse_given({"swaps": None}, "beside `--search edgemoe`, which has its own search")
 
@@ -187,39 +207,51 @@ class CompileOptions:
             return True
         return self.target.value in (4, 8) and self.uniform_group == 32 and self.quantizer != "quanto"
 
-    def unit_specs(self, bitwidths: tuple[float, ...], plain: QuantSpec) -> tuple[QuantSpec, ...]:
+    def unit_specs(
+        self, bitwidths: tuple[float, ...], plain: QuantSpec, widths: Collection[int] = ()
+    ) -> tuple[QuantSpec, ...]:
         """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
 
         plain: what stands for 16 bits, the format that keeps the checkpoint's own numbers.
+        widths: columns of the matrices that take these formats; none: such that every group size divides.
 
-        8 bits come with the widest group alone: narrower ones add bytes and no measurable quality. 1 bit in groups of
-        32 takes nearly the bytes of 2 bits. Groups of up to 4 bits have scales and minima in bytes: the same output
-        error for fewer bytes (docs/experiments.md). optimum-quanto has no bitwidth below 2, and its own scales.
+        8 bits come with the widest group that divides a width: narrower ones add bytes and no measurable quality. 1 bit
+        in groups of 32 takes nearly the bytes of 2 bits. Groups of up to 4 bits have scales and minima in bytes: the
+        same output error for fewer bytes (docs/experiments.md). optimum-quanto has no bitwidth below 2, and its own
+        scales. Raises OptionError where nothing is left.
         """
-        groups = self.group_sizes or DEFAULT_GROUP_SIZES
         specs: list[QuantSpec] = []
         excluded = {1, TERNARY} if self.quantizer == "quanto" else set()
         for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
-                continue
-            if bits == TERNARY:
+            elif bits == TERNARY:
                 specs += self._ternary_specs()
-                continue
-            widest = 0 if 0 in groups else max(groups)
-            if bits == 8 and self.quantizer == "quanto":
-                widest = 0  # all that the package has
-            chosen = (widest,) if bits == 8 else sorted(groups, key=lambda size: (size != 0, -size))
-            if bits == 1:
-                chosen = [size for size in chosen if size != 32] or [widest]
-            specs += [self._unit_spec(bits, size) for size in chosen]
+            else:
+                specs += [self._unit_spec(bits, size) for size in self._groups_of(bits, widths)]
         if not specs:
-            raise OptionError(f"no bitwidth of {self.bits} has a kernel on this device", "offer others with `--bits`")
+            reason = "has a kernel on this device"
+            if excluded & set(self.bits):
+                reason += ", and optimum-quanto has none below 2"
+            raise OptionError(f"no bitwidth of {self.bits} {reason}", "offer others with `--bits`")
         return tuple(specs)
+
+    def _groups_of(self, bits: float, widths: Collection[int]) -> list[int]:
+        """The group sizes on offer to a bitwidth below 16 with codes of whole bits, widest first, 0 before all."""
+        groups = sorted(set(self.group_sizes or DEFAULT_GROUP_SIZES), key=lambda size: (size != 0, -size))
+        if bits == 8 and self.quantizer == "quanto":
+            return [0]  # all that the package has
+        if bits == 8:
+            fitting = [[size for size in groups if not size or width % size == 0] for width in widths or (0,)]
+            widest = {sizes[0] for sizes in fitting if sizes} or {groups[0]}
+            return [size for size in groups if size in widest]
+        if bits == 1:
+            return [size for size in groups if size != 32] or [groups[0]]
+        return groups
 
     def _ternary_specs(self) -> list[QuantSpec]:
         """Three values in the groups on offer that hold whole tiles. Raises OptionError if named and none does."""
-        sizes = sorted(self.group_sizes or TERNARY_GROUP_SIZES, key=lambda size: (size != 0, -size))
+        sizes = sorted(set(self.group_sizes or TERNARY_GROUP_SIZES), key=lambda size: (size != 0, -size))
         sizes = [size for size in sizes if size % TERNARY_COLUMNS == 0]
         if not sizes and self.bits != BITWIDTHS:
             raise _no_ternary_groups(self.group_sizes)

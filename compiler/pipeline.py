@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,68 +24,50 @@ from moec.manifests.quant import QuantSpec
 from .calibration import ActivationStatistics, calibrate, calibration_summary, unseen_notes
 from .certify import (
     MODES_ITEMS,
-    DivergenceCertificate,
     MeasureModes,
-    TaskCertificate,
     UnpublishedBundle,
     certify_task,
 )
 from .cluster.session import ClusterSession, cluster_session
-from .comparison import Comparison, can_compare, compare_with_baselines
+from .comparison import EVERY, Comparison, can_compare, compare_with_baselines, fitting_formats, left_out_note
+from .comparison_budget import affordable_here
 from .device_fit import choose_objective, summarise_device
 from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
 from .emit import cost_summary, emit, finish
 from .families import TensorSource
+from .finished import complete_earlier_run, may_be_finished, note_certified
 from .fisher import TEXTS, asks_gradients, in_turns, predict_units, predictions
-from .journal import Journal
 from .layerwise import planning
 from .layerwise.certificate import certify_layerwise
 from .layerwise.gradients import LayerGradients, with_gradients
 from .layerwise.plan_bundles import PlanBundles, clear_trials
 from .layerwise.store import StreamedStore
-from .layerwise.sweep import Sweep, SweepInputs, SweepResult
+from .layerwise.sweep import Sweep
 from .layerwise.trials import StreamedTrials
 from .loss_curve import LossCurve, measure_curve
 from .low_versions import with_low_versions
 from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS
+from .output_lock import hold_output
 from .plan import CompilePlan
-from .preparation import KL_ITEMS, Prepared, prepare
+from .preparation import KL_ITEMS, prepare
 from .quality import model_card, quality_report, unimportance_deciles
 from .quantized import LEFT_OUT
 from .reference import ReferenceModel
 from .request import CompileRequest, CompileResult
 from .search.knapsack import search
 from .search.pruning import left_out_losses, with_pruning
-from .search.space import SearchSpace, build_space
+from .search.space import build_space
 from .search.swaps import SWAPS, Swaps
-from .sensitivity import Progress, SensitivityTable, measure_sensitivity
+from .sensitivity import Progress, measure_sensitivity
+from .stage import Stage
 from .tables import Tables
 from .task_data import train_texts
 from .tokenizer import load_tokenizer
 from .trials import TaskData, Trials
 from .uniform import uniform_plan, uniform_quantizer, uniform_spec
 from .unit_store import UnitStore
-from .work_folder import check_partial, planning_journal, removed_on_failure, work_journal
-
-
-@dataclass(slots=True)
-class _Stage(Prepared):
-    """What the stages hand on."""
-
-    journal: Journal | None = None
-    cluster: ClusterSession | None = None
-    reference: ReferenceModel | None = None
-    statistics: ActivationStatistics | None = None
-    store: UnitStore | None = None
-    trials: Trials | None = None
-    sensitivity: SensitivityTable | None = None
-    space: SearchSpace | None = None
-    comparison: Comparison | None = None
-    swept: tuple[SweepInputs, SweepResult] | None = None
-    certificates: dict[str, TaskCertificate] = field(default_factory=dict)
-    divergences: dict[str, DivergenceCertificate] = field(default_factory=dict)
-    modes: dict[str, Any] | None = None
+from .work_folder import check_partial, planning_journal, removed_on_failure, work_folder, work_journal
 
 
 def compile_checkpoint(request: CompileRequest) -> CompileResult:
@@ -93,42 +75,62 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
 
     Raises MoecError; with `resume` the stages of an interrupted run with the same inputs are taken over.
     """
-    output, disk = request.output, request.disk
     if request.plan_only:
-        stage = _begin(request)
-        journal = planning_journal(output, stage.identity(), request.resume, request.talk.note)
-        with _workers(stage) as stage.cluster, journal as stage.journal:
-            plan = _make_plan(stage)
-            curve = _curve(stage) if request.sweep else None
-        return CompileResult(None, plan, _quality(stage, plan, None), curve)
+        return _plan_only(request)
+    with hold_output(request.output, request.disk, request.talk.note):
+        return _compile(request)
+
+
+def _plan_only(request: CompileRequest) -> CompileResult:
+    """The plan, and the curve of a sweep. No bundle."""
+    stage, output, note = Stage.of(prepare(request)), request.output, request.talk.note
+    # What an interrupted compile left is read and added to.
+    is_shared = request.resume and work_folder(output).is_dir()
+    held = hold_output(output, request.disk, note) if is_shared else nullcontext()
+    journal = planning_journal(output, stage.identity(), request.resume, note)
+    with held, _workers(stage) as stage.cluster, journal as stage.journal:
+        plan = _make_plan(stage)
+        curve = _curve(stage) if request.sweep else None
+    return CompileResult(None, plan, _quality(stage, plan, None), curve)
+
+
+def _compile(request: CompileRequest) -> CompileResult:
+    """All stages, with the output held."""
+    output, disk = request.output, request.disk
     recover_replaced(disk, output)
-    check_replaceable(output, request.overwrite)
+    is_candidate = may_be_finished(request)
+    if not is_candidate:
+        check_replaceable(output, request.overwrite)
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     check_partial(partial)
     clear_trials(output, disk)
-    stage = _begin(request)
-    journal = work_journal(output, stage.identity(), disk, request.resume, request.talk.note)
+    stage = Stage.of(prepare(request))
+    identity = stage.identity()
+    if is_candidate:
+        finished = complete_earlier_run(request, identity)
+        if finished is not None:
+            return finished
+        check_replaceable(output, request.overwrite)
+    journal = work_journal(output, identity, disk, request.resume, request.talk.note)
     with disk_errors(output.parent), _workers(stage) as stage.cluster, journal as stage.journal:
         disk.remove_tree(partial)
         plan = _make_plan(stage)
         with removed_on_failure(disk, partial):
             quality = _emit_and_certify(stage, plan, partial)
+            note_certified(stage.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
-    return CompileResult(output, plan, quality)
+        result = CompileResult(output, plan, quality)
+        request.published(result)
+    return result
 
 
-def _begin(request: CompileRequest) -> _Stage:
-    prepared = prepare(request)
-    return _Stage(**{part.name: getattr(prepared, part.name) for part in fields(prepared)})
-
-
-def _workers(stage: _Stage) -> AbstractContextManager[ClusterSession | None]:
+def _workers(stage: Stage) -> AbstractContextManager[ClusterSession | None]:
     if stage.request.cluster is None:
         return nullcontext()
     return cluster_session(stage.request, stage.lowering, stage.specs if stage.is_layerwise else None)
 
 
-def _check_weights(stage: _Stage) -> None:
+def _check_weights(stage: Stage) -> None:
     """Read every weight once, one at a time: what is not finite is named before any work. Raises CheckpointError."""
     sources: list[TensorSource] = [*stage.lowering.dense.values(), *stage.lowering.units.values()]
     progress = stage.request.talk.progress("checking weights")
@@ -140,12 +142,12 @@ def _check_weights(stage: _Stage) -> None:
 # -- plan ------------------------------------------------------------------------------------------------------------
 
 
-def _make_plan(stage: _Stage) -> CompilePlan:
+def _make_plan(stage: Stage) -> CompilePlan:
     options, plan = stage.request.options, _make_high_plan(stage)
     return plan if options.low_spec is None else with_low_versions(plan, options.low_spec)
 
 
-def _make_high_plan(stage: _Stage) -> CompilePlan:
+def _make_high_plan(stage: Stage) -> CompilePlan:
     options, model = stage.request.options, stage.lowering.model
     if options.target.kind == "uniform":
         quantizer = uniform_quantizer(options)
@@ -160,7 +162,31 @@ def _make_high_plan(stage: _Stage) -> CompilePlan:
         raise RuntimeError("a plan is made with a journal")
     if stage.is_layerwise:
         return _make_plan_layerwise(stage)
-    moments = None
+    trials = prepare_trials(stage)
+    plan = _search(stage)
+    summarise_device(stage.request.profile, plan, stage.checkpoint.tokenizer_file_bytes)
+    if options.comparisons is not False and stage.splits and can_compare(plan, stage.specs):
+        stage.comparison = _compare(stage, plan, trials)
+    return plan if options.search == "knapsack" else _edgemoe_plan(stage, trials)
+
+
+def _compare(stage: Stage, plan: CompilePlan, trials: Trials) -> Comparison:
+    """What people would pick instead; on its own accord only what takes a third of what is measured, at most."""
+    options, talk = stage.request.options, stage.request.talk
+    chosen = EVERY
+    if options.comparisons is None and options.search != "edgemoe":
+        chosen = affordable_here(trials, fitting_formats(plan, stage.specs), options.target.kind == "loss")
+    found = compare_with_baselines(plan, stage.specs, trials, trials.store, options.target, talk, chosen)
+    if found.left_out:
+        talk.note(left_out_note(found.left_out))
+    return found
+
+
+def prepare_trials(stage: Stage) -> Trials:
+    """Load the model, calibrate it and quantize its units: afterwards plans can be measured."""
+    options, moments = stage.request.options, None
+    if stage.journal is None:
+        raise RuntimeError("plans are measured with a journal")
     if stage.splits:
         _check_weights(stage)
         stage.request.talk.note("loading the reference model")
@@ -179,16 +205,10 @@ def _make_high_plan(stage: _Stage) -> CompilePlan:
         stage.trials.require_baselines()
     progress = stage.request.talk.progress(f"quantizing with {options.quantizer}")
     stage.store.prepare(stage.specs, progress, None if stage.cluster is None else stage.cluster.quantize)
-    plan = _search(stage)
-    summarise_device(stage.request.profile, plan, stage.checkpoint.tokenizer_file_bytes)
-    if options.comparisons and data and can_compare(plan, stage.specs):
-        stage.comparison = compare_with_baselines(
-            plan, stage.specs, stage.trials, stage.store, options.target, stage.request.talk
-        )
-    return plan if options.search == "knapsack" else _edgemoe_plan(stage, stage.trials)
+    return stage.trials
 
 
-def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
+def _make_plan_layerwise(stage: Stage) -> CompilePlan:
     """The same search on one sweep over the layers; a plan is measured by another."""
     options, talk, lowering, journal = stage.request.options, stage.request.talk, stage.lowering, stage.journal
     if journal is None:
@@ -217,26 +237,29 @@ def _make_plan_layerwise(stage: _Stage) -> CompilePlan:
     return plan
 
 
-def _task_data(stage: _Stage) -> tuple[TaskData, ...]:
+def _task_data(stage: Stage) -> tuple[TaskData, ...]:
     return tuple(
         TaskData(split.task, split.validation, len(split.test.items), stage.shots[split.task.name])
         for split in stage.splits
     )
 
 
-def _curve(stage: _Stage) -> LossCurve:
+def _curve(stage: Stage) -> LossCurve:
     """The fewest bytes at every loss of a sweep."""
     if stage.space is None or stage.trials is None or stage.store is None:
         raise RuntimeError("a sweep comes after a search")
     request = stage.request
-    specs = stage.specs if request.options.comparisons and not stage.is_layerwise else ()
+    specs = () if request.options.comparisons is False or stage.is_layerwise else stage.specs
+    if specs and request.options.comparisons is None:
+        is_free = affordable_here(stage.trials, len(specs), is_loss=True) == EVERY
+        specs = specs if is_free else ()
     return measure_curve(request.sweep, stage.space, stage.trials, stage.store, specs, _swaps(stage))
 
 
-def _edgemoe_plan(stage: _Stage, trials: Trials) -> CompilePlan:
+def _edgemoe_plan(stage: Stage, trials: Trials) -> CompilePlan:
     """The plan of EdgeMoE's own search, which then is the one that the report compares."""
     comparison = stage.comparison
-    plan = None if comparison is None else comparison.edgemoe.plan
+    plan = None if comparison is None or comparison.edgemoe is None else comparison.edgemoe.plan
     if comparison is None or plan is None:
         raise TargetUnreachable(
             f"EdgeMoE's search has no plan that keeps {stage.request.options.target}", "take `--search knapsack`"
@@ -245,7 +268,7 @@ def _edgemoe_plan(stage: _Stage, trials: Trials) -> CompilePlan:
     return plan
 
 
-def _calibrate(stage: _Stage) -> ActivationStatistics:
+def _calibrate(stage: Stage) -> ActivationStatistics:
     """Statistics over the train items of all tasks, taken from the journal if they are there."""
     reference, talk = stage.reference, stage.request.talk
     if reference is None or stage.journal is None:
@@ -257,7 +280,7 @@ def _calibrate(stage: _Stage) -> ActivationStatistics:
     return ActivationStatistics.from_arrays(arrays)
 
 
-def _search(stage: _Stage) -> CompilePlan:
+def _search(stage: Stage) -> CompilePlan:
     options, talk, trials, store = stage.request.options, stage.request.talk, stage.trials, stage.store
     if trials is None or store is None or stage.journal is None:
         raise RuntimeError("the search comes after the trials are set up")
@@ -275,13 +298,13 @@ def _search(stage: _Stage) -> CompilePlan:
     return search(stage.space, trials, options.target, talk.note, _swaps(stage))
 
 
-def _swaps(stage: _Stage) -> Swaps:
+def _swaps(stage: Stage) -> Swaps:
     """A measurement of a plan layer by layer is a pass over the checkpoint: none unless asked for."""
     asked, default = stage.request.options.swaps, 0 if stage.is_layerwise else SWAPS
     return Swaps(default if asked is None else asked, stage.request.talk)
 
 
-def _predict_units(stage: _Stage, progress: Progress) -> Mapping[tuple[UnitKey, QuantSpec], float]:
+def _predict_units(stage: Stage, progress: Progress) -> Mapping[tuple[UnitKey, QuantSpec], float]:
     """The Fisher proxy on train texts."""
     reference, store = stage.reference, stage.store
     if reference is None or store is None or stage.journal is None:
@@ -291,7 +314,7 @@ def _predict_units(stage: _Stage, progress: Progress) -> Mapping[tuple[UnitKey, 
     return predict_units(reference, store, specs, texts, stage.request.options.seed, stage.journal, progress)
 
 
-def _predict_layerwise(stage: _Stage, store: StreamedStore) -> Mapping[tuple[UnitKey, QuantSpec], float]:
+def _predict_layerwise(stage: Stage, store: StreamedStore) -> Mapping[tuple[UnitKey, QuantSpec], float]:
     """The Fisher proxy on train texts, a layer at a time."""
     if stage.journal is None:
         raise RuntimeError("predictions need the journal")
@@ -310,7 +333,7 @@ def _predict_layerwise(stage: _Stage, store: StreamedStore) -> Mapping[tuple[Uni
 # -- bundle ----------------------------------------------------------------------------------------------------------
 
 
-def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[str, Any]:
+def _emit_and_certify(stage: Stage, plan: CompilePlan, partial: Path) -> dict[str, Any]:
     request, store = stage.request, stage.store
     manifest = emit(
         stage.checkpoint,
@@ -344,7 +367,7 @@ def _emit_and_certify(stage: _Stage, plan: CompilePlan, partial: Path) -> dict[s
     return quality
 
 
-def _measured_modes(stage: _Stage, measure: MeasureModes, partial: Path) -> dict[str, Any]:
+def _measured_modes(stage: Stage, measure: MeasureModes, partial: Path) -> dict[str, Any]:
     """What lossy modes cost on the first task; layer by layer inside the memory of the compile."""
     task, items = stage.splits[0].task, stage.splits[0].test.items[:MODES_ITEMS]
     deciles = [] if stage.statistics is None else unimportance_deciles(stage.statistics.unimportance)
@@ -352,7 +375,7 @@ def _measured_modes(stage: _Stage, measure: MeasureModes, partial: Path) -> dict
     return measure(UnpublishedBundle(partial, task, items, stage.shots[task.name], deciles, room))
 
 
-def _quality(stage: _Stage, plan: CompilePlan, manifest: BundleManifest | None) -> dict[str, Any]:
+def _quality(stage: Stage, plan: CompilePlan, manifest: BundleManifest | None) -> dict[str, Any]:
     tables = Tables.empty(plan.model) if stage.statistics is None else Tables.of(stage.statistics)
     return quality_report(
         plan=plan,

@@ -70,7 +70,7 @@ def _frontier(axis: Any, quality: Mapping[str, Any]) -> None:
         )
     comparison = quality["comparison"]
     if comparison is not None:
-        for marker, baseline in zip(_MARKERS, comparison["baselines"], strict=True):
+        for marker, baseline in zip(_MARKERS, comparison["baselines"], strict=False):
             points = np.array([point for point in baseline["frontier"] if point[1] > 0]).reshape(-1, 2)
             axis.plot(points[:, 0] / 1e6, points[:, 1], marker, alpha=0.7, label=baseline["name"])
         axis.plot(

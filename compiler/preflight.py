@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from moec.manifests.quant import QuantSpec
 
 from .checkpoint import TOKENIZER_NAME, Checkpoint
 from .families import Lowering, TensorSource
+from .tokenizer import load_tokenizer
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MAX_NAMED = 5
@@ -37,7 +39,7 @@ def preflight(
     needs_tokenizer: bool = True,
     prunes: bool = False,
 ) -> PreflightReport:
-    """Check shapes, formats and target. Reads no weights.
+    """Check files, shapes, formats and target. Reads no weights.
 
     required: formats the user named for the routed experts; each must fit all of them. offered: formats the search may
     choose from; those that do not fit a unit are left out for it. group_sizes: those that the user named.
@@ -46,8 +48,7 @@ def preflight(
     stand against the compile.
     """
     model_problems = [*_tensor_problems(checkpoint, lowering)]
-    if needs_tokenizer and not (checkpoint.root / TOKENIZER_NAME).is_file():
-        model_problems.append(f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights")
+    model_problems += _file_problems(checkpoint, needs_tokenizer)
     model = lowering.model
     plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
     plan_problems += _group_problems(model, group_sizes)
@@ -92,6 +93,25 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
     return round(least), round(greatest)
 
 
+def _file_problems(checkpoint: Checkpoint, needs_tokenizer: bool) -> list[str]:
+    """Files that a bundle copies and that cannot be read, and a tokenizer that is not one."""
+    problems = list[str]()
+    for name in checkpoint.companion_files():
+        try:
+            checkpoint.file_bytes(name)
+        except CheckpointError as error:
+            problems.append(error.message)
+    if not needs_tokenizer or any(TOKENIZER_NAME in problem for problem in problems):
+        return problems
+    if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
+        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights"]
+    try:
+        load_tokenizer(checkpoint.root)
+    except CheckpointError as error:
+        problems.append(error.message)
+    return problems
+
+
 def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
     """Missing, misshapen and unexpected tensors, those that differ in a number only taken together."""
     sources: dict[str, TensorSource] = {}
@@ -125,7 +145,7 @@ def _together(found: Sequence[tuple[str, str]]) -> list[str]:
     return texts
 
 
-def _widths(model: ModelSpec) -> dict[int, list[str]]:
+def routed_widths(model: ModelSpec) -> dict[int, list[str]]:
     """Columns of the routed projections -> which projections have them."""
     widths: dict[int, list[str]] = {}
     for index in model.expert_layers:
@@ -139,7 +159,7 @@ def _widths(model: ModelSpec) -> dict[int, list[str]]:
 def _format_problems(model: ModelSpec, required: Sequence[QuantSpec]) -> list[str]:
     """Every format that the user named and a routed projection cannot take."""
     problems = []
-    for columns, projections in sorted(_widths(model).items()):
+    for columns, projections in sorted(routed_widths(model).items()):
         wrong = [str(spec) for spec in required if not spec.fits(columns)]
         if wrong:
             fitting = [size for size in (256, 128, 64, 32) if columns % size == 0]
@@ -156,14 +176,14 @@ def _unheld_problems(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str
     return [
         f"none of the offered formats ({', '.join(map(str, offered))}) holds the {columns} columns of "
         f"{', '.join(projections)}"
-        for columns, projections in sorted(_widths(model).items())
+        for columns, projections in sorted(routed_widths(model).items())
         if offered and not any(spec.fits(columns) for spec in offered)
     ]
 
 
 def _group_problems(model: ModelSpec, group_sizes: Sequence[int]) -> list[str]:
     """Group sizes that no routed projection can take: to leave them out without a word would keep 16 bits."""
-    widths = sorted(_widths(model))
+    widths = sorted(routed_widths(model))
     return [
         f"group size {size} divides the columns of no routed projection ({', '.join(map(str, widths))})"
         for size in group_sizes
@@ -176,7 +196,7 @@ def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[s
     below = [spec for spec in offered if spec.bitwidth < 16]
     return [
         f"{', '.join(projections)} stay at 16 bits: no format below on offer holds their {columns} columns"
-        for columns, projections in sorted(_widths(model).items())
+        for columns, projections in sorted(routed_widths(model).items())
         if below and not any(spec.fits(columns) for spec in below)
     ]
 

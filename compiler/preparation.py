@@ -23,7 +23,8 @@ from .layerwise.plan_bundles import require_trials
 from .layerwise.sweep import SweepInputs
 from .options import UNIFORM_GROUP_SIZE
 from .plan import CompilePlan
-from .preflight import preflight
+from .preflight import preflight, routed_widths
+from .quantizers import check_format
 from .request import CompileRequest
 from .search.pruning import prunes
 from .sensitivity import dense_formats, plain_plan
@@ -49,8 +50,8 @@ class Prepared:
     @property
     def specs(self) -> tuple[QuantSpec, ...]:
         """Formats on offer to units."""
-        bitwidths = self.request.profile.bitwidths
-        return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec)
+        model, bitwidths = self.lowering.model, self.request.profile.bitwidths
+        return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec, routed_widths(model))
 
     def required_specs(self) -> tuple[QuantSpec, ...]:
         """Formats that every expert must fit."""
@@ -91,6 +92,8 @@ def prepare(request: CompileRequest) -> Prepared:
     lowering = lower(checkpoint)
     found = Prepared(request, checkpoint, lowering, (), {})
     kind, value = options.target.kind, options.target.value
+    for spec in found.required_specs():
+        check_format(options.quantizer, spec)
     report = preflight(
         checkpoint,
         lowering,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class CompileRequest:
     sweep: tuple[float, ...] = ()  # relative losses to find the fewest bytes for, with plan_only
     cluster: str | None = None  # a Ray cluster to hand work to: its address, or `auto` for the one of this machine
     measure_modes: MeasureModes | None = None  # what the lossy modes of the bundle cost, for quality.json
+    published: Callable[[CompileResult], None] = lambda result: None  # told once the bundle has its name
     memory_bytes: int = 0  # what the compile may take; 0: 7/8 of the machine's
 
     @property

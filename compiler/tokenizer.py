@@ -7,22 +7,29 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from moec.manifests.errors import CheckpointError
+from moec.manifests.limits import MAX_COMPANION_BYTES
 
-from .checkpoint import TOKENIZER_NAME
+from .checkpoint import TOKENIZER_NAME, read_file
+
+_SAMPLE = "Question: a pen and 12 boxes?\n"
+"""What every tokenizer must be able to take apart and put together."""
+_REMEDY = "copy the file again, or save the fast tokenizer with transformers"
 
 
 def load_tokenizer(root: Path) -> Tokenizer:
-    """The fast tokenizer of a folder; padding and truncation that the file may ask for are off.
+    """The fast tokenizer of a folder, tried on a short text; padding and truncation that the file asks for are off.
 
     Raises CheckpointError.
     """
     path = root / TOKENIZER_NAME
-    if not path.is_file():
-        raise CheckpointError(f"no `{TOKENIZER_NAME}` in `{root}`", "save the fast tokenizer with transformers")
+    data = read_file(path, MAX_COMPANION_BYTES, _REMEDY)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers package raises nothing more specific
-        raise CheckpointError(f"`{path}` is not a tokenizer: {error}", "copy the file again") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.decode(tokenizer.encode(_SAMPLE).ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the package raises bare Exception, and where it panics a BaseException
+        raise CheckpointError(f"`{path}` is not a tokenizer: {error}", _REMEDY) from error
     return tokenizer

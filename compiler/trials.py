@@ -103,6 +103,7 @@ class Trials:
     progress: Progress
     journal: Journal
     log: list[Trial] = field(init=False, default_factory=list)
+    _items: dict[str, int] = field(init=False, default_factory=dict)
     _pairs: list[tuple[list[int], list[int]]] = field(init=False, default_factory=list)
     _reference_log_p: list[np.ndarray] = field(init=False, default_factory=list)
     _baselines: dict[str, EvaluationResult] = field(init=False, default_factory=dict)
@@ -114,6 +115,21 @@ class Trials:
                 for data in self.tasks
                 for item in data.validation.items[: max(1, self.kl_items // len(self.tasks))]
             ]
+
+    @property
+    def measured_items(self) -> int:
+        """Items that all measurements so far stand for, each counted once, whether made now or by an earlier run."""
+        return sum(self._items.values())
+
+    @property
+    def kl_texts(self) -> int:
+        """Items of one KL."""
+        return len(self._pairs)
+
+    @property
+    def tokens_per_text(self) -> float:
+        """Mean length of the texts that a KL is measured on."""
+        return sum(len(prompt) + len(answer) for prompt, answer in self._pairs) / max(len(self._pairs), 1)
 
     @property
     def certification_items(self) -> dict[str, int]:
@@ -152,7 +168,9 @@ class Trials:
 
     def kl(self, plan: CompilePlan, purpose: str, store: UnitStore | None = None) -> DistributionSummary:
         """Mean KL to the reference on answer tokens, nats per token."""
-        plain = self.journal.json(f"kl-{plan.digest}", lambda: self._measure_kl(plan, store).to_json())
+        stage = f"kl-{plan.digest}"
+        plain = self.journal.json(stage, lambda: self._measure_kl(plan, store).to_json())
+        self._items[stage] = len(self._pairs)
         summary = DistributionSummary(**{**plain, "standard_error": _told(plain["standard_error"], math.inf)})
         self._log(plan, purpose, kl=summary)
         return summary
@@ -166,7 +184,9 @@ class Trials:
     def answer_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
         """Mean NLL of the reference answers of the first validation items, nats per token."""
 
-        return float(self.journal.json(f"nll-{plan.digest}-{items}", lambda: self._measure_nll(plan, store, items)))
+        stage = f"nll-{plan.digest}-{items}"
+        self._items[stage] = min(items, len(self.tasks[0].validation.items))
+        return float(self.journal.json(stage, lambda: self._measure_nll(plan, store, items)))
 
     def _measure_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
         with self.reference.weights(self.weights_of(plan, store)):
@@ -193,7 +213,9 @@ class Trials:
         """The unquantized model on the validation items of one task."""
         name = data.task.name
         if name not in self._baselines:
-            plain = self.journal.json(f"baseline-{name}", lambda: self._measure_baseline(data).to_json(per_item=True))
+            stage = f"baseline-{name}"
+            plain = self.journal.json(stage, lambda: self._measure_baseline(data).to_json(per_item=True))
+            self._items[stage] = len(data.validation.items)
             self._baselines[name] = EvaluationResult.from_json(plain)
         return self._baselines[name]
 
@@ -229,11 +251,12 @@ class Trials:
             raise OptionError("a loss target needs task data", "give `--data`, or take `--bits-per-weight` or `--size`")
         for data in self.tasks:
             self.baseline(data)
+        stage = f"loss-{plan.digest}-{target}"
         plain = self.journal.json(
-            f"loss-{plan.digest}-{target}",
-            lambda: {task: loss.to_json() for task, loss in self._measure_losses(plan, target, store).items()},
+            stage, lambda: {task: loss.to_json() for task, loss in self._measure_losses(plan, target, store).items()}
         )
         losses = {task: _estimate(values) for task, values in plain.items()}
+        self._items[stage] = sum(loss.n for loss in losses.values())
         accepted = len(losses) == len(self.tasks) and all(
             keeps(losses[data.task.name], target, data.certification_items) for data in self.tasks
         )

@@ -16,6 +16,8 @@ from .durable import WRITING_SUFFIX, Disk
 from .journal import Journal, Note
 
 WORK_SUFFIX = ".work"
+CERTIFIED = "certified"
+"""The journal's last stage: the digest of the manifest that is about to be published."""
 
 
 def work_folder(output: Path) -> Path:
@@ -50,9 +52,9 @@ def work_journal(output: Path, identity: str, disk: Disk, resume: bool, note: No
         yield journal
     except (MoecError, OSError) as error:
         if isinstance(error, (InputError, TargetUnreachable)) or not any(work_folder(output).iterdir()):
-            _forget(journal)
+            forget(journal)
         raise
-    _forget(journal)
+    forget(journal)
 
 
 @contextlib.contextmanager
@@ -93,7 +95,7 @@ def removed_on_failure(disk: Disk, partial: Path) -> Iterator[None]:
         raise
 
 
-def _forget(journal: Journal) -> None:
-    """A leftover is no failure: the next compile removes it."""
+def forget(journal: Journal) -> None:
+    """Remove the journal, the note of a complete bundle last. A leftover is no failure: the next compile removes it."""
     with contextlib.suppress(MoecError):
-        journal.remove()
+        journal.remove(CERTIFIED)

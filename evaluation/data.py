@@ -18,7 +18,7 @@ from moec.manifests.errors import DataError, OptionError
 
 from .jsonl import Rows, read_jsonl
 from .optional import load
-from .tasks import TASKS, Item, Task, find_task, infer_task
+from .tasks import TASKS, HiddenAnswer, Item, Task, find_task, infer_task
 
 SPLITS = ("train", "validation", "test")
 SHARES = {"train": 20, "validation": 30, "test": 50}
@@ -66,13 +66,17 @@ class ItemSet:
 
 @dataclass(frozen=True, slots=True)
 class SplitData:
-    """Three disjoint sets. `repeated` items were dropped: their input stood in a set held out longer, or twice."""
+    """Three disjoint sets. `repeated` items were dropped: their input stood in a set held out longer, or twice.
+
+    hidden: splits of a hub set whose answers are not public, so that their items are shares of another split.
+    """
 
     task: Task
     train: ItemSet
     validation: ItemSet
     test: ItemSet
     repeated: int
+    hidden: tuple[str, ...] = ()
 
 
 def item_key(task: Task, item: Item) -> str:
@@ -98,12 +102,14 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
     """Train, validation and test items from `source`, disjoint in their normalised inputs.
 
     source: a folder with train.jsonl, validation.jsonl and test.jsonl (or with a folder of that kind named after the
-    task); one JSONL file, divided by `split_of`; or a hub name `owner/set` or `owner/set:configuration`, whose missing
-    splits are cut out of its train split. task None: inferred from the fields. An input that stands in several splits
+    task); one JSONL file, divided by `split_of`; or a hub name `owner/set` or `owner/set:configuration`. Its own splits
+    are taken as they are. Those that it lacks, or whose answers it hides, are cut out of its train split, or where
+    there is none of its validation split. task None: inferred from the fields. An input that stands in several splits
     stays in the one that is held out longest.
     Raises DataError (file and line where there is one), OptionError, MissingDependency.
     """
-    found, parts = _read_parts(source, task, SPLITS)
+    hidden = list[str]()
+    found, parts = _read_parts(source, task, SPLITS, hidden)
     sets = _divided(found, parts)
     seen: set[str] = set()
     kept: dict[str, ItemSet] = {}
@@ -116,7 +122,7 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
                 f"`{source}`: the split `{name}` has no items of its own", "hand in more items, or one file per split"
             )
         kept[name] = unique
-    return SplitData(found, kept["train"], kept["validation"], kept["test"], repeated)
+    return SplitData(found, kept["train"], kept["validation"], kept["test"], repeated, tuple(hidden))
 
 
 def load_items(
@@ -125,7 +131,8 @@ def load_items(
     """The items to evaluate and `shots` solved examples from the train split, which are not among the items.
 
     split None: the test split of a folder or hub set; a single file is taken whole, and its share of train items
-    lends the examples. Raises as load_splits, and OptionError on an unknown split or more shots than there are.
+    lends the examples. Splits that are not used are not looked at. One that hides its answers is refused.
+    Raises as load_splits, and OptionError on an unknown split or more shots than there are.
     """
     if split not in (None, *SPLITS):
         raise OptionError(f"`{split}` is not a split", f"choose one of {', '.join(SPLITS)}")
@@ -147,13 +154,22 @@ def load_items(
     return items, examples
 
 
-def _read_parts(source: str | Path, task: str | None, wanted: Sequence[str]) -> tuple[Task, dict[str, ItemSet]]:
-    """The task and the sets by split name; a single file stands under `file`."""
+def _read_parts(
+    source: str | Path, task: str | None, wanted: Sequence[str], hidden: list[str] | None = None
+) -> tuple[Task, dict[str, ItemSet]]:
+    """The task and the wanted sets by split name; a single file stands under `file`.
+
+    hidden: receives the names of splits of a hub set that hide their answers and are replaced; None: none are.
+    """
     path = Path(source)
     chosen = None if task is None else find_task(task)
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long
+        raise DataError(f"cannot open `{str(source)[:80]}`: {error.strerror or error}", "check the path") from error
+    if is_folder:
         rows = {name: read_jsonl(file) for name, file in _split_files(path, chosen, wanted).items()}
-    elif path.exists():
+    elif exists:
         rows = {"file": read_jsonl(path)}
     elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in (".json", ".jsonl"):
         rows = _hub_rows(str(source))
@@ -163,8 +179,9 @@ def _read_parts(source: str | Path, task: str | None, wanted: Sequence[str]) -> 
         first = next(iter(rows.values()))
         number, value = first.numbered[0]
         chosen = infer_task(value, first.place(number))
-    parts = {name: check_items(chosen, part) for name, part in rows.items()}
-    return chosen, parts if path.exists() else _completed(chosen, parts)
+    if not exists:
+        return chosen, _hub_parts(chosen, rows, wanted, hidden)
+    return chosen, {name: check_items(chosen, part) for name, part in rows.items()}
 
 
 def _split_files(folder: Path, task: Task | None, wanted: Sequence[str]) -> dict[str, Path]:
@@ -220,6 +237,10 @@ def _read_row(task: Task, rows: Rows, number: int, value: dict[str, object]) -> 
         raise DataError(f"{rows.place(number)}: the field `{missing[0]}` of task `{task.name}` is missing", hint)
     try:
         return dict(task.read(value))
+    except HiddenAnswer as error:
+        raise DataError(
+            f"{rows.place(number)}: the row {error}", "choose another `--split`, such as `validation`"
+        ) from error
     except ValueError as error:
         raise DataError(f"{rows.place(number)}: the row {error}", hint) from error
 
@@ -245,20 +266,47 @@ def _divided(task: Task, parts: dict[str, ItemSet]) -> dict[str, ItemSet]:
     return _portions(task, parts["file"], SPLITS) if "file" in parts else parts
 
 
-def _completed(task: Task, parts: dict[str, ItemSet]) -> dict[str, ItemSet]:
-    """The splits of a hub set, absent ones cut out of its train split, or all three out of the only one it has."""
-    absent = [name for name in SPLITS if name not in parts]
-    if not absent:
+def _hub_parts(
+    task: Task, rows: dict[str, Rows], wanted: Sequence[str], hidden: list[str] | None
+) -> dict[str, ItemSet]:
+    """The wanted splits of a hub set: its own, and shares of one of them for those that it lacks.
+
+    Only what is wanted is checked. hidden: as in _read_parts.
+    """
+    if hidden is not None:
+        hidden += [name for name, part in rows.items() if _hides_answers(task, part)]
+    own = {name: part for name, part in rows.items() if name not in (hidden or ())} or rows
+    base = next(name for name in SPLITS if name in own)
+    shared = [name for name in SPLITS if name not in own]
+    shared = [name for name in SPLITS if name in (base, *shared)] if shared else []
+    parts = {name: check_items(task, own[name]) for name in wanted if name not in shared}
+    if not set(wanted) & set(shared):
         return parts
-    if "train" in parts:
-        return {**parts, **_portions(task, parts["train"], ["train", *absent])}
-    return _portions(task, next(iter(parts.values())), SPLITS)
+    portions = _portions(task, check_items(task, own[base]), shared)
+    return {name: parts[name] if name in parts else portions[name] for name in wanted}
+
+
+def _hides_answers(task: Task, rows: Rows) -> bool:
+    """Whether the first row of a split says that its answers are not public."""
+    if task.read is None:
+        return False
+    try:
+        task.read(rows.numbered[0][1])
+    except HiddenAnswer:
+        return True
+    except (ValueError, KeyError):
+        pass  # said with its place, if the split is used
+    return False
 
 
 def _portions(task: Task, whole: ItemSet, names: Sequence[str]) -> dict[str, ItemSet]:
     homes = [_share_of(task, item, names) for item in whole.items]
     return {
-        name: replace(whole, items=tuple(i for i, home in zip(whole.items, homes, strict=True) if home == name))
+        name: replace(
+            whole,
+            source=f"{whole.source} ({name} share)",
+            items=tuple(item for item, home in zip(whole.items, homes, strict=True) if home == name),
+        )
         for name in names
     }
 

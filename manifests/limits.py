@@ -51,6 +51,12 @@ MAX_QUALITY_BYTES = 16 << 20
 QUALITY_JSON = JsonLimits(MAX_QUALITY_BYTES, containers=1 << 17, values=1 << 20, texts=1 << 20)
 """`quality.json`, and `NAME.modes.json` next to a bundle."""
 
+MAX_LOG_BYTES = 64 << 20
+"""Size of `NAME.log.json` next to a bundle, bytes."""
+
+LOG_JSON = JsonLimits(MAX_LOG_BYTES, containers=1 << 18, values=1 << 21, texts=1 << 21)
+"""`NAME.log.json`."""
+
 MAX_TUNE_BYTES = 1 << 20
 """Size of `NAME.tune.json`, bytes."""
 
@@ -102,10 +108,16 @@ def header_json(tensors: int | None = None) -> JsonLimits:
     )
 
 
-MAX_COMPANION_BYTES = 64 << 20
-"""Size of a JSON file of a checkpoint, bytes: an index of 400,000 tensors."""
+MAX_COMPANION_BYTES = 256 << 20
+"""Size of a tokenizer or template file that a bundle copies from a model folder, bytes."""
 
-COMPANION_JSON = JsonLimits(MAX_COMPANION_BYTES, containers=1 << 16, values=1 << 21, texts=1 << 22, depth=64)
+MAX_CONFIG_BYTES = 16 << 20
+"""Size of one of the JSON files with settings in a model folder (`config.json`, `generation_config.json`), bytes."""
+
+MAX_INDEX_BYTES = 64 << 20
+"""Size of `model.safetensors.index.json` in a model folder, bytes: an index of 400,000 tensors."""
+
+COMPANION_JSON = JsonLimits(MAX_INDEX_BYTES, containers=1 << 16, values=1 << 21, texts=1 << 22, depth=64)
 """`config.json`, an index of weights, and what else a checkpoint has as JSON."""
 
 MAX_WORK_BYTES = 1 << 30

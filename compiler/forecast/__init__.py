@@ -8,6 +8,7 @@ from __future__ import annotations
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import OptionError
 
+from ..output_lock import existing_parent
 from ..preparation import Prepared, prepare
 from ..request import CompileRequest
 from ..task_data import train_texts
@@ -26,7 +27,7 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
     """
     prepared = prepare(request)
     lowering, options, talk = prepared.lowering, request.options, request.talk
-    parent = request.output.parent
+    parent = existing_parent(request.output)
     disk = measure_disk(prepared.checkpoint, parent, request.disk)
     if options.target.kind == "uniform":
         rates = measure_expert(lowering, [uniform_spec(options, lowering)], uniform_quantizer(options))

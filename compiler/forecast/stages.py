@@ -18,7 +18,16 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint import DIGESTS_AT_ONCE
-from ..comparison import EDGEMOE_BITWIDTHS
+from ..comparison_budget import (
+    EDGEMOE_BITWIDTHS,
+    UNIFORM,
+    ItemCounts,
+    active_layer_weights,
+    active_weights,
+    affordable,
+    baseline_items,
+    bisections,
+)
 from ..fisher import SKETCHES, TEXTS, asks_gradients
 from ..layerwise import planning
 from ..layerwise.gradients import GRADIENT_TOKENS, TOKENS_PER_TEXT
@@ -168,35 +177,57 @@ class SearchForecast:
 
     def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
         """Plans that are told by their KL on some answers: of dense weights, of the search, of swaps."""
-        swaps, answers = self._prepared.request.options.swaps, f"{self._kl_items():,} answers"
+        answers = f"{self._kl_items():,} answers"
+        return [
+            StageForecast(title, count * self._kl_seconds(), memory, disk, f"{_at_most(count)}, {answers}")
+            for title, count in self._divergence_counts().items()
+            if count
+        ]
+
+    def _divergence_counts(self) -> dict[str, int]:
+        """Plans that a search tells by their KL, by the title of their stage."""
+        swaps = self._prepared.request.options.swaps
         bisected = (MAX_KL * (1 if swaps == 0 else 2)) if self._target == "kl" else 1
-        plans = {
+        return {
             "measuring sensitivity of dense weights": len(dense_groups(self._model)),
             "measuring plans by their KL": CALIBRATING_KL if self._target == "loss" else bisected,
             "swapping formats at equal bytes": SWAPS + 1 if swaps is None else swaps and swaps + 1,
         }
-        return [
-            StageForecast(title, count * self._kl_seconds(), memory, disk, f"{_at_most(count)}, {answers}")
-            for title, count in plans.items()
-            if count
-        ]
 
     def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:
-        """Every uniform format, then EdgeMoE's search twice, each behind a list of every expert."""
+        """Every uniform format, then EdgeMoE's search twice, each behind a list of every expert: what is affordable."""
+        prepared, is_loss = self._prepared, self._target == "loss"
         formats = [spec for spec in self._inputs.specs if spec.bitwidth < 16]
         per_row = QuantSpec(EDGEMOE_BITWIDTHS[0])
         shapes = {self._model.unit_shape(unit.layer, unit.projection) for unit in self._model.unit_keys()}
-        if not self._prepared.request.options.comparisons or not formats or not all(per_row.fits(c) for _, c in shapes):
+        asked = prepared.request.options.comparisons
+        if asked is False or not formats or not all(per_row.fits(c) for _, c in shapes):
             return []
-        experts, widths = len(self._model.expert_keys()), len(EDGEMOE_BITWIDTHS) + 1
-        searched = _bisections(widths) + _bisections(experts)
-        divergences = len(formats) + 2 * searched + 2 * (1 + experts) * EXACT_ITEMS / max(self._kl_items(), 1)
-        seconds, text = divergences * self._kl_seconds(), f"{len(formats)} formats, {experts:,} experts twice"
-        if self._target == "loss":
-            answered = _bisections(len(formats)) + 2 * searched
+        validation = [len(split.validation.items) for split in prepared.splits]
+        counts = ItemCounts.of(self._kl_items(), validation[0], sum(validation), is_loss)
+        needs = baseline_items(self._model, len(formats), counts)
+        chosen = frozenset(needs) if asked else self._affordable(needs, sum(validation))
+        title = "comparing with uniform formats and EdgeMoE"
+        if UNIFORM not in chosen:
+            return [StageForecast(title, 0.0, memory, disk, "left out: `moec compare` measures them")]
+        experts, searches = len(self._model.expert_keys()), len(chosen) - 1
+        searched = searches * (bisections(len(EDGEMOE_BITWIDTHS) + 1) + bisections(experts + 1))
+        divergences = len(formats) + searched + searches * (1 + experts) * EXACT_ITEMS / max(self._kl_items(), 1)
+        seconds, text = divergences * self._kl_seconds(), f"{len(formats)} formats"
+        text += f", {experts:,} experts {'twice' if searches == 2 else 'once'}" if searches else ""
+        if is_loss:
+            answered = bisections(len(formats)) + searched
             seconds += answered * self._validation.read * self._through_layers()
             text += f", {_at_most(answered)} on all validation items"
-        return [StageForecast("comparing with uniform formats and EdgeMoE", seconds, memory, disk, text)]
+        if searches < 2:
+            text += "; `moec compare` measures the others"
+        return [StageForecast(title, seconds, memory, disk, text)]
+
+    def _affordable(self, needs: dict[str, int], validation: int) -> frozenset[str]:
+        """The baselines that the compile will measure, if its search measures all that it may."""
+        divergences = sum(self._divergence_counts().values())
+        searched = divergences * self._kl_items() + ((1 + MAX_GENERATED) * validation if self._target == "loss" else 0)
+        return affordable(needs, searched, self._validation.answered / max(validation, 1) * active_weights(self._model))
 
     def _kl_items(self) -> int:
         return min(KL_ITEMS, sum(len(split.validation.items) for split in self._prepared.splits))
@@ -274,12 +305,12 @@ class SearchForecast:
 
     def _scales(self) -> list[float]:
         """What a token computes with in each layer, as a share of that in the measured one."""
-        active = [_active_weights(self._model, layer) for layer in range(self._model.num_layers)]
+        active = [active_layer_weights(self._model, layer) for layer in range(self._model.num_layers)]
         return [weights / active[self._rates.layer] for weights in active]
 
     def _share_of_experts(self) -> float:
         """Of what a token computes with."""
-        active = sum(_active_weights(self._model, layer) for layer in range(self._model.num_layers))
+        active = sum(active_layer_weights(self._model, layer) for layer in range(self._model.num_layers))
         dense = sum(prod(s) for name, s in self._model.dense_shapes().items() if name.startswith("layers."))
         return 1 - dense / active
 
@@ -323,11 +354,6 @@ class SearchForecast:
         return _written_bytes(self._model, experts + low, options.dense_bits or 16)
 
 
-def _bisections(count: int) -> int:
-    """Measurements at most that find a place among so many."""
-    return count.bit_length()
-
-
 def _at_most(plans: int) -> str:
     return "1 plan" if plans == 1 else f"at most {plans} plans"
 
@@ -360,10 +386,3 @@ def _rounding_bytes(model: ModelSpec) -> int:
     layers = ((at, model.layers[at].experts) for at in model.expert_layers)
     largest = max(sum(prod(model.unit_shape(at, p)) for p in experts.projections) for at, experts in layers)
     return PROCESS_BYTES + 2 * torch.get_num_threads() * _FLOAT * largest
-
-
-def _active_weights(model: ModelSpec, layer: int) -> int:
-    """Weights that one token is multiplied with."""
-    experts = model.layers[layer].experts
-    one = sum(prod(model.unit_shape(layer, projection)) for projection in experts.projections) if experts.count else 0
-    return layer_weights(model, layer) - one * (experts.count - experts.top_k)

@@ -47,6 +47,12 @@ def quantizer(name: str) -> Quantizer:
     return quantize
 
 
+def check_format(name: str, spec: QuantSpec) -> None:
+    """Raise OptionError for a format that this quantizer cannot make. All of them keep 16 bits and mxfp4."""
+    if name == "quanto" and spec.bitwidth != 16 and not (spec.is_mxfp4 or spec.is_pruned):
+        importlib.import_module(".quanto", __package__).check_format(spec)
+
+
 def quantize_batch(
     name: str,
     weights: torch.Tensor,

@@ -32,25 +32,31 @@ def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or not spec.fits(weight.shape[1]):
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
-    if spec.bitwidth < 2:
-        raise OptionError(
-            f"optimum-quanto has no weights of {spec.bitwidth:g} bits",
-            "offer 2 bits and more, or use another quantizer",
-        )
-    if spec.bitwidth == 8 and spec.group_size:
-        raise OptionError(
-            f"optimum-quanto has no 8-bit weights in groups, found format {spec}", "use `q8`, or another quantizer"
-        )
-    if spec.bitwidth < 8 and spec.symmetric:
-        raise OptionError(
-            f"optimum-quanto has no symmetric weights of {spec.bitwidth} bits, found format {spec}",
-            f"use `{str(spec)[:-1]}`, or another quantizer",
-        )
+    check_format(spec)
     rows = weight.shape[0]
     # The package takes a matrix of one row for a single tensor without an axis, so it is handed two.
     weight = weight.detach().float().expand(max(2, rows), -1).contiguous()
     scales, minima, codes = (_int8 if spec.bitwidth == 8 else _affine)(weight, spec)
     return QuantizedMatrix(spec, codes[:rows], scales[:rows], None if spec.symmetric else minima[:rows])
+
+
+def check_format(spec: QuantSpec) -> None:
+    """Raise OptionError for a format below 16 bits that the package cannot express."""
+    if spec.bitwidth < 2:
+        raise OptionError(
+            f"optimum-quanto has no weights of {spec.bitwidth:g} bits",
+            "choose 2 bits or more, or another `--quantizer`",
+        )
+    if spec.bitwidth == 8 and spec.group_size:
+        raise OptionError(
+            f"optimum-quanto has no 8-bit weights in groups, found format {spec}",
+            "add `--group-size 0`, or choose another `--quantizer`",
+        )
+    if spec.bitwidth < 8 and spec.symmetric:
+        raise OptionError(
+            f"optimum-quanto has no symmetric weights of {spec.bitwidth:g} bits, found format {spec}",
+            "leave out `--symmetric`, or choose another `--quantizer`",
+        )
 
 
 def _int8(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +77,7 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     scale, shift = optimizer(weight, kind, axis=0, group_size=size)
     scales, minima = _half(scale), _half(-shift)
     codes = torch.ops.quanto.quantize_affine(
-        weight, bits=spec.bitwidth, axis=0, group_size=size, scale=_divisor(scales), shift=-minima.float()
+        weight, bits=int(spec.bitwidth), axis=0, group_size=size, scale=_divisor(scales), shift=-minima.float()
     )
     return scales.reshape(rows, -1), minima.reshape(rows, -1), codes.reshape(rows, columns)
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from moec.manifests.errors import DataError, OptionError
 
-from .base import Item, Task
+from .base import HiddenAnswer, Item, Task
 from .choices import HELLASWAG, MMLU, PIQA, TRUTHFULQA, WINOGRANDE
 from .gsm8k import GSM8K
 from .perplexity import PERPLEXITY
 from .summaries import SAMSUM, XSUM
 
-__all__ = ["TASKS", "Item", "Task", "find_task", "infer_task"]
+__all__ = ["TASKS", "HiddenAnswer", "Item", "Task", "find_task", "infer_task"]
 
 _ALL = (GSM8K, SAMSUM, XSUM, PERPLEXITY, HELLASWAG, PIQA, WINOGRANDE, MMLU, TRUTHFULQA)
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}

@@ -18,6 +18,10 @@ Scorer = Callable[[Sequence[str], Sequence[str]], dict[str, NDArray[np.float64]]
 """(predictions, references) -> per metric the score of each item [n]."""
 
 
+class HiddenAnswer(ValueError):
+    """A row of a set whose right answers are not public, as those of many test splits on the hub."""
+
+
 def no_fault(answer: str) -> str | None:
     """Accept every reference answer."""
     return None
@@ -32,7 +36,8 @@ class Task:
     score_range: largest difference between two scores of one item, None where there is no bound.
     answer_fault: says what is wrong with a reference answer, or None.
     choices: a task of several given answers, the likeliest of which is the prediction. read: turns a raw row into an
-    item, where data sets have a form of their own; raises ValueError saying what is wrong. raw_fields: of such a row.
+    item, where data sets have a form of their own; raises ValueError saying what is wrong, HiddenAnswer where the right
+    answer is not told. raw_fields: of such a row.
     """
 
     name: str

@@ -12,10 +12,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from .base import Choices, Item, Task
+from .base import Choices, HiddenAnswer, Item, Task
 
 Row = Mapping[str, object]
 _LETTERS = "ABCDEFGHIJ"
+_HIDDEN = (-1, "-1", "")
+"""What sets on the hub write where the right answer is not public."""
 
 
 def _item(pairs: Sequence[tuple[str, str]], right: int) -> Item:
@@ -49,7 +51,9 @@ def _texts(row: Row, name: str) -> list[str]:
 
 
 def _number(value: object, name: str) -> int:
-    """A whole number, as such or as text."""
+    """A whole number, as such or as text. Raises HiddenAnswer, ValueError."""
+    if not isinstance(value, bool) and value in _HIDDEN:
+        raise HiddenAnswer(f"hides its answer: `{name}` is {value!r}")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not re.fullmatch(r"\d{1,3}", str(value)):
         raise ValueError(f"has no number of an answer in `{name}`")
     return int(value)

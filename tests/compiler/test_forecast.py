@@ -86,10 +86,10 @@ def test_disk_and_stages_are_those_of_the_compile(
     sizes, titles = list[int](), list[str]()
     remove = Journal.remove
 
-    def removed(journal: Journal) -> None:
+    def removed(journal: Journal, last: str | None = None) -> None:
         folder = tmp_path / "out.work"
         sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
-        remove(journal)
+        remove(journal, last)
 
     def progress(title: str) -> Any:
         return lambda done, total: titles.append(title)
@@ -128,9 +128,9 @@ def test_a_whole_model_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.M
     assert (names(tmp_path)) == {"model", "texts"}, "nothing stays"
     journal, remove = list[int](), Journal.remove
 
-    def removed(finished: Journal) -> None:
+    def removed(finished: Journal, last: str | None = None) -> None:
         journal.append(sum(path.stat().st_size for path in (tmp_path / "out.work").iterdir()))
-        remove(finished)
+        remove(finished, last)
 
     monkeypatch.setattr(Journal, "remove", removed)
     compile_checkpoint(request)
@@ -155,7 +155,9 @@ def test_what_cannot_be_foreseen_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="a forecast of a search counts the texts"):
         forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, bits=(2, 3, 4), group_sizes=(32,)))
     with pytest.raises(MoecError, match="cannot write"):
-        forecast(make_request(model, tmp_path / "none" / "out", "uniform", 4))
+        forecast(make_request(model, Path("/proc/none/out"), "uniform", 4))
+    assert forecast(make_request(model, tmp_path / "none" / "out", "uniform", 4)), "the compile makes the folder"
+    assert names(tmp_path) == {"model"}
 
 
 def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:

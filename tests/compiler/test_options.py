@@ -53,7 +53,7 @@ def test_out_of_range(values: dict[str, Any], named: str) -> None:
         (SIZE, {"sensitivity": "proxy"}, "--sensitivity"),
         (SIZE, {"objective": "bytes-per-token"}, "--objective"),
         (KL, {"data": "a", "search": "edgemoe", "bits": (4, 8)}, "--bits"),
-        (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--no-comparisons"),
+        (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--comparisons/--no-comparisons"),
     ],
 )
 def test_options_without_effect(target: Target, values: dict[str, Any], option: str) -> None:
@@ -84,6 +84,32 @@ def test_formats_on_offer_are_those_with_a_kernel_smallest_first() -> None:
     assert {spec.bitwidth for spec in options.unit_specs((4, 8), BF16)} == {4, 8}
     per_row = CompileOptions(KL, data="items.jsonl", bits=(3, 8), group_sizes=(32, 0)).unit_specs(BITWIDTHS, BF16)
     assert [str(spec) for spec in per_row] == ["q3", "q3g32b", "q8"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "values", "offered"),
+    [
+        ((2048, 1408), {}, ["q8g128"]),
+        ((576, 192), {}, ["q8g64"]),
+        ((2880,), {}, ["q8g64"]),
+        ((96, 160), {}, ["q8g32"]),
+        ((4096, 576), {}, ["q8g128", "q8g64"]),
+        ((576,), {"group_sizes": (32, 0)}, ["q8"]),
+        ((576,), {"group_sizes": (32,)}, ["q8g32"]),
+        ((576,), {"quantizer": "quanto"}, ["q8"]),
+        ((100,), {}, ["q8g128"]),  # nothing fits; preflight says so
+    ],
+)
+def test_eight_bits_come_in_the_widest_groups_that_divide(
+    widths: tuple[int, ...], values: dict[str, Any], offered: list[str]
+) -> None:
+    specs = CompileOptions(KL, data="items.jsonl", **values).unit_specs(BITWIDTHS, BF16, widths)
+    assert [str(spec) for spec in specs if spec.bitwidth == 8] == offered
+
+
+def test_bits_that_quanto_lacks_are_named() -> None:
+    with pytest.raises(OptionError, match="optimum-quanto has none below 2"):
+        CompileOptions(KL, data="items.jsonl", quantizer="quanto", bits=(1,)).unit_specs(BITWIDTHS, BF16)
 
 
 def test_three_values_come_in_whole_tiles() -> None:

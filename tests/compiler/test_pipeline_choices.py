@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from moec.manifests.errors import OptionError
 from moec.runtime.bundle import open_bundle
-from tests.tiny_compile import compile_tiny
+from moec.runtime.engine import Engine
+from moec.runtime.options import RuntimeOptions
+from tests.tiny_compile import check_bundle, compile_tiny, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,3 +61,15 @@ def test_groups_of_32_at_4_bits_take_the_bytes_of_q4_0(model: Path, tmp_path: Pa
     assert manifest.cost.expert_bits_per_weight == 4.5 and manifest.options["symmetric"] == "true"
     assert {str(entry.gate) for entry in manifest.experts} == {"q4g32s"}
     assert {str(entry.spec) for entry in manifest.dense if entry.name == "embedding"} == {"q4g32s"}
+
+
+def test_eight_bits_are_used_where_128_divides_no_width(texts: Path, tmp_path: Path) -> None:
+    """Widths of 576 and 192: a search between 8 and 16 bits, whose bundle then answers."""
+    odd = save_model(tmp_path / "odd", layers=1, experts=2, hidden_size=576, width=192)
+    options: dict[str, Any] = {"bits": (4, 8, 16), "group_sizes": (), "dense_bits": 8, "swaps": 0, "comparisons": False}
+    result = compile_tiny(odd, tmp_path / "out", "bits_per_weight", 7.0, quick=False, data=str(texts), **options)
+    assert "q8g64" in {str(spec) for spec in result.plan.units.values()}
+    assert not {spec.bitwidth for spec in result.plan.units.values()} & {16}
+    check_bundle(tmp_path / "out")
+    with Engine(open_bundle(tmp_path / "out"), RuntimeOptions()) as engine:
+        assert np.isfinite(engine.logits([5, 6, 7])).all()

@@ -108,7 +108,7 @@ def test_an_nll_that_is_no_number_is_named(tmp_path: Path) -> None:
         ("hellaswag", {"endings": "one"}, "has no list of texts in `endings`"),
         ("winogrande", {"sentence": "no gap"}, "has no `_` in `sentence`"),
         ("mmlu", {"answer": "Z"}, "has no number of an answer in `answer`"),
-        ("mmlu", {"answer": ""}, "has no number of an answer in `answer`"),
+        ("mmlu", {"answer": ""}, "hides its answer: `answer` is ''"),
         ("mmlu", {"answer": "BC"}, "has no number of an answer in `answer`"),
         ("truthfulqa", {"mc1_targets": {"choices": ["a", "b"], "labels": 5}}, "other than one right answer"),
         ("truthfulqa", {"mc1_targets": {"choices": ["a", "b"], "labels": [1, None]}}, "other than one right answer"),

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moec.compiler.options import CompileOptions
+from moec.compiler.targets import Target
+from moec.compiler.task_data import load_task_data
 from moec.evaluation.data import SPLITS, item_key, items_sha256, load_items, load_splits, split_of
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import DataError, MissingDependency, OptionError
@@ -252,6 +255,56 @@ def test_hub_sets_are_completed_to_three_splits(problems, monkeypatch) -> None:
         load_splits("a/odd")
     with pytest.raises(DataError, match="`hub:a/bad/test:1`: expected text in `answer`, found int"):
         load_splits("a/bad")
+
+
+def mmlu_rows(first: int, count: int, answer: object = 1) -> list[dict[str, Any]]:
+    """Rows as `cais/mmlu` has them."""
+    return [
+        {"question": f"What is {n}?", "subject": "sums", "choices": ["one", "two", "three", "four"], "answer": answer}
+        for n in range(first, first + count)
+    ]
+
+
+def test_a_hub_set_without_a_train_split_is_scored_on_its_own_test_split(monkeypatch) -> None:
+    """`cais/mmlu:all` has validation and test: calibration takes validation items, never test items."""
+    sets = {
+        ("cais/mmlu", "all"): {"auxiliary_train": [{}], "validation": mmlu_rows(0, 200), "test": mmlu_rows(200, 50)}
+    }
+    monkeypatch.setitem(sys.modules, "datasets", _Hub(sets))
+    items, examples = load_items("cais/mmlu:all", "mmlu", shots=2)
+    assert len(items) == 50 and items.source == "hub:cais/mmlu:all/test" and len(examples) == 2
+    assert all(f"What is {n}?" in item["question"] for n, item in enumerate(items.items, 200))
+    splits = load_splits("cais/mmlu:all", "mmlu")
+    assert splits.test.items == items.items and splits.hidden == ()
+    assert len(splits.train) + len(splits.validation) == 200
+    assert len(splits.train) == pytest.approx(80, abs=35)  # standard deviation 7
+    assert splits.train.source == "hub:cais/mmlu:all/validation (train share)"
+
+
+@pytest.mark.parametrize("hidden", [-1, "-1", ""])
+def test_hidden_answers_of_other_splits_are_no_hindrance(monkeypatch, hidden: object) -> None:
+    rows = {"train": mmlu_rows(0, 100), "validation": mmlu_rows(100, 20), "test": mmlu_rows(120, 20, hidden)}
+    monkeypatch.setitem(sys.modules, "datasets", _Hub({("a/hidden", None): rows}))
+    items, _ = load_items("a/hidden", "mmlu", split="validation", shots=1)
+    assert len(items) == 20 and items.source == "hub:a/hidden/validation"
+    with pytest.raises(DataError, match=r"`hub:a/hidden/test:1`: the row hides its answer") as caught:
+        load_items("a/hidden", "mmlu")
+    assert "another `--split`" in str(caught.value.hint)
+    splits = load_splits("a/hidden", "mmlu")
+    assert splits.hidden == ("test",) and splits.test.source == "hub:a/hidden/train (test share)"
+    assert len(splits.validation) == 20 and len(splits.train) + len(splits.test) == 100
+    notes: list[str] = []
+    load_task_data(CompileOptions(Target("kl", 0.1), data="a/hidden", tasks=("mmlu",)), notes.append)
+    assert notes[0] == "mmlu: the split `test` hides its answers and is not used"
+    assert "validation from `hub:a/hidden/validation`, test from `hub:a/hidden/train (test share)`" in notes[1]
+
+
+def test_faults_of_splits_that_are_not_used_are_not_looked_at(problems, monkeypatch) -> None:
+    sets = {("a/bad", None): {"train": [{"question": 5}], "validation": problems(0, 5), "test": problems(5, 5)}}
+    monkeypatch.setitem(sys.modules, "datasets", _Hub(sets))
+    assert len(load_items("a/bad", "gsm8k")[0]) == 5
+    with pytest.raises(DataError, match="`hub:a/bad/train:1`"):
+        load_items("a/bad", "gsm8k", shots=1)
 
 
 def test_hub_out_of_reach(monkeypatch) -> None:

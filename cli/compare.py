@@ -1,0 +1,134 @@
+"""`moec compare`: a finished bundle against what people would pick instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import output
+from .compile_log import CompileLog
+from .paths import PATH
+from .report import comparison_table
+
+if TYPE_CHECKING:
+    from moec.compiler.compare_bundle import ComparisonRequest
+    from moec.manifests.bundle import BundleManifest
+
+
+@click.command("compare", short_help="Measure what other ways of quantizing would have taken.")
+@click.argument("bundle", type=PATH)
+@click.option("--model", metavar="FOLDER", help="The checkpoint.  [default: as the log next to the bundle says]")
+@click.option("--data", metavar="DIR_OR_JSONL", help="The task items.  [default: as the log next to the bundle says]")
+@click.option("--memory", metavar="SIZE", help="What the comparison may take.  [default: 7/8 of the machine's]")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted comparison stopped.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compare_command(
+    bundle: Path, model: str | None, data: str | None, memory: str | None, resume: bool, as_json: bool
+) -> None:
+    """Compare BUNDLE with the best uniform format and with EdgeMoE's search, at the target it was compiled to.
+
+    A compile makes these comparisons as far as they take a third of what it measures, at most. Here they are made in
+    full. The checkpoint and the data are measured again and must be those of the compile. The bundle stays as it is;
+    the result lies next to it, in `NAME.comparison.json`.
+
+    \b
+    moec compare mixtral-moec
+    moec compare mixtral-moec --model mixtral --data gsm8k/
+    """
+    from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
+    from moec.runtime.bundle import open_bundle
+
+    from .inspect import read_quality
+
+    opened = open_bundle(bundle)
+    quality = read_quality(bundle) or {}
+    known = quality.get("comparison")
+    if isinstance(known, dict) and not known.get("left_out"):
+        output.say(f"`{bundle}` holds all comparisons already")
+        _print(quality, as_json)
+        return
+    name = bundle.resolve().name
+    folder = bundle.resolve().parent / name
+    log = CompileLog(folder.with_name(name + COMPARISON_SUFFIX))
+    request = _request(folder, opened.manifest, quality, (model, data), log, memory, resume)
+    with log:
+        found = compare_bundle(request)
+        path = _write(folder, found)
+    _print({**quality, "comparison": found}, as_json)
+    output.say(f"kept in `{path}`")
+
+
+def _request(
+    bundle: Path,
+    manifest: BundleManifest,
+    quality: dict[str, Any],
+    given: tuple[str | None, str | None],
+    log: CompileLog,
+    memory: str | None,
+    resume: bool,
+) -> ComparisonRequest:
+    """given: `--model` and `--data`. Raises OptionError where nothing says where they lie."""
+    from moec.compiler.compare_bundle import ComparisonRequest
+    from moec.compiler.options import Talk
+    from moec.compiler.targets import parse_size
+    from moec.manifests.errors import OptionError
+    from moec.profiles.device import load_profile
+
+    logged = _logged(bundle)
+    source, data = given[0] or logged.get("model"), given[1] or logged.get("data")
+    if source is None or data is None:
+        missing = " and ".join(
+            text
+            for value, text in ((source, "the checkpoint (`--model`)"), (data, "the task data (`--data`)"))
+            if value is None
+        )
+        raise OptionError(
+            f"a comparison measures again, and nothing next to `{bundle}` says where it finds {missing}",
+            "name what `moec compile` was given",
+        )
+    return ComparisonRequest(
+        bundle, manifest, quality, source, data, load_profile("host", bundle.parent), Talk(log.note, log.progress),
+        resume, 0 if memory is None else parse_size(memory, "--memory"),
+    )  # fmt: skip
+
+
+def _logged(bundle: Path) -> dict[str, str]:
+    """Where checkpoint and data were, by the log next to the bundle; nothing where there is none."""
+    from moec.manifests.input_file import UnreadableFile, read_input
+    from moec.manifests.limits import LOG_JSON, MAX_LOG_BYTES
+    from moec.manifests.strict_json import load_strict_json
+
+    from .compile import LOG_SUFFIX
+
+    try:
+        plain = load_strict_json(read_input(bundle.with_name(bundle.name + LOG_SUFFIX), MAX_LOG_BYTES), LOG_JSON)
+    except (UnreadableFile, ValueError):
+        return {}
+    found = plain if isinstance(plain, dict) else {}
+    return {name: found[name] for name in ("model", "data") if isinstance(found.get(name), str)}
+
+
+def _write(bundle: Path, found: dict[str, Any]) -> Path:
+    """`NAME.comparison.json`. Raises DoesNotFit, MoecError."""
+    import hashlib
+
+    from moec.compiler.compare_bundle import COMPARISON_SUFFIX
+    from moec.compiler.durable import Disk, disk_errors
+    from moec.manifests.bundle import MANIFEST_NAME
+
+    path = bundle.with_name(f"{bundle.name}{COMPARISON_SUFFIX}.json")
+    digest = hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
+    content = {"manifest_sha256": digest, "comparison": found}
+    with disk_errors(path):
+        Disk().write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    return path
+
+
+def _print(quality: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        output.data_json(quality["comparison"])
+    else:
+        output.data(comparison_table(quality))

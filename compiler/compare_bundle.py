@@ -1,0 +1,181 @@
+"""Compare a finished bundle with what people would pick instead, without changing it.
+
+The checkpoint and the data are measured again, under the options that the manifest records; the plan is the bundle's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moec.evaluation.data import SplitData
+from moec.manifests.bundle import BundleManifest
+from moec.manifests.errors import CheckpointError, DataError, DoesNotFit, ManifestInvalid, OptionError
+from moec.manifests.quant import BITWIDTHS
+from moec.profiles.device import DeviceProfile
+
+from .certify import OpenRuntime
+from .checkpoint import Checkpoint, open_checkpoint
+from .comparison import can_compare, compare_with_baselines
+from .durable import Disk
+from .families import lower
+from .finished import plan_of
+from .layerwise import planning
+from .layerwise.memory import whole_bytes
+from .options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
+from .output_lock import hold_output
+from .pipeline import prepare_trials
+from .preparation import Prepared
+from .request import CompileRequest
+from .stage import Stage
+from .targets import Target
+from .task_data import load_task_data
+from .work_folder import work_journal
+
+COMPARISON_SUFFIX = ".comparison"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRequest:
+    """What to compare, and with what.
+
+    bundle: the folder, next to which measurements are kept until all are made.
+    manifest, quality: of the bundle.
+    source: the checkpoint that it was compiled from.
+    data: the task data that it was compiled with.
+    profile: the device, whose kernels decide the formats on offer.
+    resume: whether measurements of an interrupted run are taken up.
+    memory_bytes: what the comparison may take; 0: 7/8 of the machine's.
+    """
+
+    bundle: Path
+    manifest: BundleManifest
+    quality: Mapping[str, Any]
+    source: str
+    data: str
+    profile: DeviceProfile
+    talk: Talk = field(default_factory=Talk)
+    resume: bool = False
+    memory_bytes: int = 0
+
+
+def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
+    """Measure the best uniform format and EdgeMoE's search; returns what quality.json holds under `comparison`.
+
+    Raises OptionError (a bundle that nothing can be compared with), CheckpointError and DataError (not those that it
+    was compiled from), DoesNotFit (the model does not fit in memory), and as a compile does.
+    """
+    options = options_of(request)
+    output = request.bundle.with_name(request.bundle.name + COMPARISON_SUFFIX)
+    inner = CompileRequest(
+        source=request.source, output=output, options=options, profile=request.profile, open_runtime=_NO_RUNTIME,
+        talk=request.talk, resume=request.resume, memory_bytes=request.memory_bytes,
+    )  # fmt: skip
+    checkpoint = open_checkpoint(request.source)
+    lowering = lower(checkpoint)
+    splits, shots = load_task_data(options, request.talk.note)
+    _check_data(request, splits)
+    stage = Stage.of(Prepared(inner, checkpoint, lowering, splits, shots))
+    _check_memory(stage)
+    request.talk.note("hashing the checkpoint")
+    _check_source(request, checkpoint)
+    plan = plan_of(request.manifest)
+    if not can_compare(plan, stage.specs):
+        raise OptionError(
+            f"`{request.bundle}` has nothing to be compared with: no format below 16 bits fits every expert",
+            "offer others with `--bits` when you compile",
+        )
+    identity = hashlib.sha256(f"{stage.identity()} {plan.digest}".encode()).hexdigest()
+    journal = work_journal(output, identity, Disk(), request.resume, request.talk.note)
+    with hold_output(output, Disk(), request.talk.note), journal as stage.journal:
+        trials = prepare_trials(stage)
+        return compare_with_baselines(plan, stage.specs, trials, trials.store, options.target, request.talk).to_json()
+
+
+def options_of(request: ComparisonRequest) -> CompileOptions:
+    """The options of the bundle's compile, as far as comparisons depend on them.
+
+    Raises OptionError where there is nothing to compare, ManifestInvalid where no compile wrote such options.
+    """
+    try:
+        kind, value = request.quality["target"]["kind"], float(request.quality["target"]["value"])
+        if kind == "uniform":
+            raise OptionError(
+                f"`{request.bundle}` has one format by request: there was no search that could be compared",
+                "compare bundles that were compiled to a loss, a KL or a size",
+            )
+        if request.manifest.calibration is None:
+            raise OptionError(
+                f"`{request.bundle}` was compiled without data: nothing of it was measured",
+                "compile it with `--data`, which compares at once",
+            )
+        return _options(request.manifest.options, Target(kind, value), request.data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ManifestInvalid(
+            f"`{request.bundle}` does not record how it was compiled: {error}", "compile it again"
+        ) from error
+
+
+def _options(plain: Mapping[str, str], target: Target, data: str) -> CompileOptions:
+    """plain: options as `CompileOptions.to_plain` writes them. Raises KeyError, ValueError, OptionError."""
+    groups = tuple(int(size) for size in plain["group_sizes"].split(","))
+    return CompileOptions(
+        target=target,
+        data=data,
+        tasks=tuple(name for name in plain["tasks"].split(",") if name),
+        bits=tuple(bits for bits in BITWIDTHS if f"{bits:g}" in plain["bits"].split(",")),
+        group_sizes=() if groups == DEFAULT_GROUP_SIZES else groups,
+        quantizer=plain["quantizer"],
+        shots=int(plain["shots"]),
+        limit=None if plain["limit"] == "none" else int(plain["limit"]),
+        seed=int(plain["seed"]),
+        comparisons=True,
+    )
+
+
+def _check_data(request: ComparisonRequest, splits: tuple[SplitData, ...]) -> None:
+    """Refuse other data than the bundle was calibrated with."""
+    digest = hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
+    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != digest:
+        raise DataError(
+            f"`{request.data}` is not the data that `{request.bundle}` was compiled with: other items calibrate it",
+            "name that data with `--data`",
+        )
+
+
+def _check_source(request: ComparisonRequest, checkpoint: Checkpoint) -> None:
+    """Refuse another checkpoint than the bundle's."""
+    expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
+    found = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        raise CheckpointError(
+            f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
+            "name that checkpoint with `--model`",
+        )
+
+
+def _check_memory(stage: Stage) -> None:
+    """Refuse a model that does not fit in memory: plans of baselines are measured in one piece."""
+    model, limit, threads = stage.lowering.model, stage.request.memory_limit_bytes, torch.get_num_threads()
+    if planning.goes_layer_by_layer(model, stage.specs, threads, limit):
+        need = whole_bytes(model, stage.specs, threads)
+        raise DoesNotFit(
+            f"a comparison holds the whole model: {need / 2**30:.1f} GiB, of which {limit / 2**30:.1f} GiB are there",
+            "compare on a larger machine: bundle, checkpoint and data are all that it takes",
+        )
+
+
+@contextmanager
+def _no_runtime(path: Path, memory_bytes: int) -> Iterator[Any]:
+    raise RuntimeError("a comparison opens no bundle")
+    yield
+
+
+_NO_RUNTIME: OpenRuntime = _no_runtime

@@ -1,0 +1,124 @@
+"""One compile at a time for an output: parent folders are made, and a lock keeps others away until the process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from moec.manifests.errors import MoecError, OptionError
+
+from .durable import Disk, disk_errors
+from .journal import Note
+
+LOCK_SUFFIX = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+@contextlib.contextmanager
+def hold_output(output: Path, disk: Disk, note: Note) -> Iterator[None]:
+    """Keep other compiles away from an output while this one works on it.
+
+    The lock is held on the empty file `NAME.lock` next to the output. The system releases it when the process ends,
+    however it ends. Folders above the output are made, and removed again if nothing stays in them.
+
+    output: the folder that the compile writes.
+    disk: makes the folders.
+    note: told where the file system has no locks.
+    Raises MoecError (another compile holds the lock, or the disk refuses), OptionError (a file is in the way),
+    DoesNotFit.
+    """
+    path = output.with_name(output.name + LOCK_SUFFIX)
+    made = _make_parents(output.parent, disk)
+    try:
+        descriptor = _lock(path, output, note)
+        try:
+            yield
+        finally:
+            _release(descriptor, path)
+    finally:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):  # it is not empty: the bundle lies in it, or what a resumed run takes up
+                folder.rmdir()
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above a path that exists. Raises MoecError if the system does not take the path."""
+    parent = path.absolute().parent
+    with disk_errors(path):
+        while not parent.is_dir() and parent != parent.parent:
+            parent = parent.parent
+    return parent
+
+
+def _make_parents(folder: Path, disk: Disk) -> list[Path]:
+    """Make a folder and those above it that are missing; returns what was made, outermost first."""
+    missing = list[Path]()
+    made = list[Path]()
+    with disk_errors(folder):
+        while not os.path.lexists(folder) and folder != folder.parent:
+            missing.append(folder)
+            folder = folder.parent
+        for path in reversed(missing):
+            disk.make_directory(path)
+            made.append(path)
+            disk.sync_directory(path.parent)
+    return made
+
+
+def _lock(path: Path, output: Path, note: Note) -> int:
+    """Open and lock a file, which stays at its path while it is locked; returns the descriptor. Raises as above."""
+    with disk_errors(path):
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            try:
+                _check_ours(descriptor, path)
+                _take(descriptor, output, note)
+                if _is_at(descriptor, path):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # its owner removed it between the two calls
+
+
+def _check_ours(descriptor: int, path: Path) -> None:
+    """Refuse anything but an empty file: the lock is removed at the end, a user's file must never be."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size:
+        raise OptionError(
+            f"`{path}` is in the way and was not left by a compile", "move it, or choose another `--output`"
+        )
+
+
+def _take(descriptor: int, output: Path, note: Note) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise MoecError(
+            f"another compile is writing `{output}`", "wait until it ends, or choose another `--output`"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        note(f"the disk of `{output}` has no locks: start no second compile into this output")
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a descriptor is that of the file which stands at the path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _release(descriptor: int, path: Path) -> None:
+    """Remove the file, then the lock: whoever opened it in between sees that it is gone and makes another."""
+    with contextlib.suppress(OSError):
+        if _is_at(descriptor, path):
+            path.unlink()
+    os.close(descriptor)

@@ -1,0 +1,112 @@
+"""`moec compare`: what a compile with all comparisons holds, added later, next to a bundle that stays as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
+
+from .conftest import Invoke
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = ("--kl", "0.05", "--bits", "2,4,16", "--group-size", "32", "--dense-bits", "8", "--swaps", "0")
+PI = ("--device", "raspberry-pi-4b-sd")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compare")
+    save_model(folder / "tiny", layers=1, experts=2)
+    save_texts(folder / "texts", train=4, validation=4, test=6)
+    return folder
+
+
+@pytest.fixture
+def bundle(place: Path, tmp_path: Path, invoke: Invoke) -> Path:
+    """Compiled without comparisons, with the log next to it."""
+    out = tmp_path / "out"
+    arguments = ("compile", place / "tiny", "--data", place / "texts", *SMALL, *PI, "--no-comparisons", "-o", out)
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return out
+
+
+def test_it_finds_what_a_compile_with_comparisons_finds(
+    place: Path, bundle: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    before = contents(bundle)
+    result = invoke("compare", bundle)
+    assert result.exit_code == 0, result.stderr
+    assert "best uniform" in result.stdout and "EdgeMoE with our quantizer" in result.stdout
+    assert contents(bundle) == before
+    log_and_picture = {"out.log.json", "out.report.png"}
+    assert names(tmp_path) == {"out", "out.comparison.json", *log_and_picture}
+    found = json.loads((tmp_path / "out.comparison.json").read_text())
+    whole = tmp_path / "whole"
+    arguments = ("compile", place / "tiny", "--data", place / "texts", *SMALL, *PI, "--comparisons", "-o", whole)
+    assert invoke(*arguments).exit_code == 0
+    quality = check_bundle(whole)
+    assert found["comparison"] == quality["comparison"] and len(found["comparison"]["baselines"]) == 3
+    told = invoke("compare", whole, "--json")
+    assert told.exit_code == 0 and "holds all comparisons already" in told.stderr
+    assert json.loads(told.stdout) == quality["comparison"]
+
+
+def test_a_bundle_that_was_moved_says_what_it_needs(place: Path, bundle: Path, tmp_path: Path, invoke: Invoke) -> None:
+    (tmp_path / "out.log.json").unlink()
+    result = invoke("compare", bundle)
+    assert result.exit_code == 1 and "the checkpoint (`--model`) and the task data (`--data`)" in result.stderr
+    result = invoke("compare", bundle, "--data", place / "texts")
+    assert result.exit_code == 1 and "finds the checkpoint (`--model`)" in result.stderr
+    result = invoke("compare", bundle, "--data", place / "texts", "--model", place / "tiny", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(json.loads(result.stdout)["baselines"]) == 3
+
+
+def test_another_checkpoint_and_other_data_are_refused(
+    place: Path, bundle: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    other = Path(shutil.copytree(place / "tiny", tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    result = invoke("compare", bundle, "--model", other)
+    assert result.exit_code == 1 and "is not the checkpoint that" in result.stderr
+    assert "`model.safetensors` differs" in result.stderr
+    data = save_texts(tmp_path / "more", train=5, validation=4, test=6)
+    result = invoke("compare", bundle, "--data", data)
+    assert result.exit_code == 1 and "is not the data that" in result.stderr
+    result = invoke("compare", bundle, "--memory", "1MiB")
+    assert result.exit_code == 1 and "holds the whole model" in result.stderr
+    assert "out.comparison.json" not in names(tmp_path) and "out.comparison.work" not in names(tmp_path)
+
+
+def test_an_interrupted_comparison_is_taken_up(
+    bundle: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("moec.compiler.comparison.importance_list", halt)
+        assert invoke("compare", bundle).exit_code != 0
+    assert "out.comparison.work" in names(tmp_path) and "out.comparison.lock" not in names(tmp_path)
+    result = invoke("compare", bundle, "--resume")
+    assert result.exit_code == 0 and "taking up" in result.stderr, result.stderr
+    assert "out.comparison.json" in names(tmp_path) and "out.comparison.work" not in names(tmp_path)
+
+
+def test_bundles_without_a_search_have_nothing_to_compare(place: Path, tmp_path: Path, invoke: Invoke) -> None:
+    assert invoke("compile", place / "tiny", "--uniform", "4", *PI, "-o", tmp_path / "flat").exit_code == 0
+    result = invoke("compare", tmp_path / "flat", "--data", place / "texts")
+    assert result.exit_code == 1 and "one format by request" in result.stderr
+    sized = ("--bits-per-weight", "4", "--bits", "2,4,16", "--group-size", "32", "--dense-bits", "8")
+    assert invoke("compile", place / "tiny", *sized, *PI, "-o", tmp_path / "sized").exit_code == 0
+    result = invoke("compare", tmp_path / "sized", "--data", place / "texts")
+    assert result.exit_code == 1 and "compiled without data" in result.stderr
+    assert invoke("compare", tmp_path / "nowhere").exit_code == 3

@@ -1,0 +1,213 @@
+"""Where a compile writes: folders that it makes, one compile at a time, and a run that was cut off at the very end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moec.compiler import finished, output_lock
+from moec.compiler.durable import Disk
+from moec.compiler.output_lock import hold_output
+from moec.manifests.errors import MoecError, OptionError
+from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
+
+from .conftest import Invoke
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+UNIFORM = ("--uniform", "4", "--device", "raspberry-pi-4b-sd")
+# A program that compiles and stops where the bundle is written, until a line arrives; `hold` is printed there.
+STOPPED = """
+import sys
+from moec.compiler import pipeline
+from moec.cli.main import cli
+plain = pipeline.emit
+def emit(*arguments, **options):
+    print("hold", flush=True)
+    sys.stdin.readline()
+    return plain(*arguments, **options)
+pipeline.emit = emit
+sys.exit(cli.main(args=sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("output") / "tiny", layers=1, experts=2)
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """A compile in a process of its own, which has come to the writing of its bundle."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, "compile", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "hold\n", process.communicate()[1]
+    return process
+
+
+def test_a_second_compile_into_one_output_is_refused(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = start(model, *UNIFORM, "-o", out)
+    for more in ((), ("--overwrite",), ("--resume",)):
+        second = invoke("compile", model, "--uniform", "2", *UNIFORM[2:], "-o", out, *more)
+        assert second.exit_code == 1 and f"error: another compile is writing `{out}`" in second.stderr
+        assert "hint: " in second.stderr
+    other = invoke("compile", model, "--uniform", "2", *UNIFORM[2:], "-o", tmp_path / "other")
+    assert other.exit_code == 0, other.stderr
+    _, said = first.communicate("go on\n", timeout=120)
+    assert first.returncode == 0, said
+    assert check_bundle(out)["bits"]["formats"] == {"q4g64": 6}
+    suffixes = ("", ".log.json", ".report.png")
+    assert names(tmp_path) == {name + suffix for name in ("out", "other") for suffix in suffixes}
+
+
+def test_a_kill_releases_the_output(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    first = start(model, *UNIFORM, "-o", tmp_path / "out")
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=120)
+    assert "out.lock" in names(tmp_path) and "out" not in names(tmp_path)
+    again = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out")
+    assert again.exit_code == 0, again.stderr
+    assert names(tmp_path) == {"out", "out.log.json", "out.report.png"}
+
+
+def test_a_plan_that_takes_up_a_work_folder_holds_it(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    first = start(model, *UNIFORM, "-o", tmp_path / "out")
+    second = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out", "--plan-only", "--resume")
+    assert second.exit_code == 1 and "another compile is writing" in second.stderr
+    third = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out", "--plan-only")
+    assert third.exit_code == 0, "it neither reads nor writes there"
+    first.communicate("go on\n", timeout=120)
+    assert first.returncode == 0
+
+
+def test_a_file_of_ones_own_is_no_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "out.lock"
+    kinds = {
+        "text": lambda: lock.write_text("mine"),
+        "link": lambda: lock.symlink_to("elsewhere"),
+        "folder": lock.mkdir,
+    }
+    for make in kinds.values():
+        make()
+        with pytest.raises(MoecError, match=r"out\.lock"), hold_output(tmp_path / "out", Disk(), pytest.fail):
+            raise AssertionError("held")
+        assert os.path.lexists(lock)
+        lock.rmdir() if lock.is_dir() else lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(OptionError, match="in the way"), hold_output(tmp_path / "out", Disk(), pytest.fail):
+        raise AssertionError("held")
+
+
+def test_a_lock_that_was_removed_while_it_was_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds the first file locks nothing: its owner has removed it from its path."""
+    plain, calls = output_lock._take, list[int]()
+
+    def take(descriptor: int, output: Path, note: output_lock.Note) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            (tmp_path / "out.lock").unlink()
+        plain(descriptor, output, note)
+
+    monkeypatch.setattr(output_lock, "_take", take)
+    with hold_output(tmp_path / "out", Disk(), pytest.fail):
+        assert len(calls) == 2 and names(tmp_path) == {"out.lock"}
+    assert names(tmp_path) == set()
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(output_lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(output_lock.fcntl, "flock", refuse)
+    notes: list[str] = []
+    with hold_output(tmp_path / "out", Disk(), notes.append):
+        pass
+    assert len(notes) == 1 and "has no locks" in notes[0]
+
+
+def test_missing_folders_are_made(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "no" / "such" / "out"
+    refused = invoke("compile", model, "--uniform", "4", "--group-size", "96", *UNIFORM[2:], "-o", out)
+    assert refused.exit_code == 1 and names(tmp_path) == set(), "what is refused leaves no folder"
+    estimated = invoke("compile", model, *UNIFORM, "-o", out, "--estimate")
+    assert estimated.exit_code == 0 and names(tmp_path) == set(), estimated.stderr
+    result = invoke("compile", model, *UNIFORM, "-o", out)
+    assert result.exit_code == 0, result.stderr
+    check_bundle(out)
+    (tmp_path / "file").write_text("mine")
+    result = invoke("compile", model, *UNIFORM, "-o", tmp_path / "file" / "out")
+    assert result.exit_code == 1 and "error: cannot write" in result.stderr
+
+
+# -- cut off after the bundle has its name -----------------------------------------------------------------------------
+
+CUT_OFF = """
+import os, sys
+from moec.cli import compile
+from moec.compiler import work_folder
+from moec.compiler.journal import Journal
+from moec.cli.main import cli
+place, arguments = sys.argv[1], sys.argv[2:]
+if place == "before the report":
+    compile.write_beside = lambda *_: os._exit(9)
+elif place == "before the removal":
+    work_folder.forget = lambda journal: os._exit(9)
+else:
+    from moec.compiler.durable import Disk
+    plain = Disk.remove_tree
+    def remove_tree(self, path):
+        plain(self, path)
+        if path.parent.name == "out.work":
+            os._exit(9)
+    Disk.remove_tree = remove_tree
+cli.main(args=arguments)
+"""
+
+
+@pytest.mark.parametrize("place", ["before the report", "before the removal", "inside the removal"])
+def test_a_complete_bundle_is_finished_by_a_resumed_run(
+    invoke: Invoke, model: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = save_texts(tmp_path / "texts", train=4, validation=4, test=6)
+    small = ("--bits", "2,16", "--group-size", "32", "--dense-bits", "8", "--no-comparisons", "--swaps", "0")
+    arguments = ("compile", model, "--kl", "0.5", "--data", data, *small, *UNIFORM[2:], "-o", tmp_path / "out")
+    cut = subprocess.run(
+        [sys.executable, "-c", CUT_OFF, place, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert cut.returncode == 9, cut.stderr
+    whole = contents(tmp_path / "out")
+    assert "out.work" in names(tmp_path)
+    assert ("out.log.json" in names(tmp_path)) == (place != "before the report")
+    plain = invoke(*arguments)
+    assert plain.exit_code == 1 and "exists" in plain.stderr and "out.work" in names(tmp_path)
+    other = invoke(*arguments, "--resume", "--seed", "1")
+    assert other.exit_code == 1 and "exists" in other.stderr and "out.work" in names(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("moec.compiler.pipeline._make_plan", lambda stage: pytest.fail("it was done already"))
+        result = invoke(*arguments, "--resume", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "is complete" in result.stderr and contents(tmp_path / "out") == whole
+    assert json.loads(result.stdout) == json.loads(whole["quality.json"])
+    assert names(tmp_path) == {"texts", "out", "out.log.json", "out.report.png"}
+    assert json.loads((tmp_path / "out.log.json").read_text())["events"][-1]["event"] == "done"
+
+
+def test_the_plan_of_a_bundle_is_the_one_that_was_compiled(model: Path, tmp_path: Path) -> None:
+    from moec.runtime.bundle import open_bundle
+    from tests.tiny_compile import compile_tiny
+
+    plan = compile_tiny(model, tmp_path / "out", "uniform", 8, fallback_bits=2).plan
+    found = finished.plan_of(open_bundle(tmp_path / "out").manifest)
+    assert found == plan and found.digest == plan.digest and list(found.units) == list(plan.units)

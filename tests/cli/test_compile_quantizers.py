@@ -1,0 +1,76 @@
+"""Every quantizer with every bitwidth on the command line: a bundle that runs, or one sentence that names both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moec.compiler.quantizers import QUANTIZERS
+from moec.manifests.quant import BITWIDTHS
+from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
+
+from .conftest import Invoke
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PI = ("--device", "raspberry-pi-4b-sd")
+REFUSED = {("quanto", 1), ("quanto", 1.6)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("quantizers") / "tiny", layers=1, experts=2)
+
+
+@pytest.mark.parametrize("bits", BITWIDTHS)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_every_quantizer_makes_every_bitwidth_or_refuses_it(
+    invoke: Invoke, model: Path, tmp_path: Path, quantizer: str, bits: float
+) -> None:
+    arguments = ("compile", model, "--uniform", f"{bits:g}", "--quantizer", quantizer, *PI, "-o", tmp_path / "out")
+    result = invoke(*arguments)
+    if (quantizer, bits) in REFUSED:
+        assert result.exit_code == 1 and names(tmp_path) == set()
+        assert f"error: optimum-quanto has no weights of {bits:g} bits" in result.stderr and "hint: " in result.stderr
+        assert invoke(*arguments, "--estimate").exit_code == 1
+        return
+    assert result.exit_code == 0, result.stderr
+    (spec,) = check_bundle(tmp_path / "out")["bits"]["formats"]
+    assert spec.startswith("bf16" if bits == 16 else f"q{bits:g}")
+    assert invoke("run", tmp_path / "out", "--prompt", "a pen", "--max-new-tokens", "2").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--uniform", "4", "--symmetric"), "no symmetric weights of 4 bits, found format q4g64s"),
+        (("--uniform", "8", "--group-size", "32"), "no 8-bit weights in groups, found format q8g32"),
+        (("--uniform", "4", "--fallback-bits", "1"), "no weights of 1 bits"),
+    ],
+)
+def test_what_quanto_cannot_express_is_refused_before_work(
+    invoke: Invoke, model: Path, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    result = invoke("compile", model, *arguments, "--quantizer", "quanto", *PI, "-o", tmp_path / "out")
+    assert result.exit_code == 1 and sentence in result.stderr and names(tmp_path) == set()
+
+
+def test_low_versions_of_quanto_have_three_bits(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    low = ("--uniform", "8", "--fallback-bits", "3", "--quantizer", "quanto")
+    result = invoke("compile", model, *low, *PI, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    check_bundle(tmp_path / "out")
+    assert b"q3g64" in contents(tmp_path / "out")["moec.json"]
+
+
+@pytest.mark.parametrize("target", [("--bits-per-weight", "4"), ("--loss", "50%")])
+def test_a_search_with_quanto_on_the_command_line(
+    invoke: Invoke, model: Path, tmp_path: Path, target: tuple[str, ...]
+) -> None:
+    data = save_texts(tmp_path / "texts", train=4, validation=4, test=6)
+    small = ("--data", data, "--dense-bits", "8", "--swaps", "1", "--no-comparisons")
+    result = invoke("compile", model, *target, "--quantizer", "quanto", *small, *PI, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    formats = check_bundle(tmp_path / "out")["bits"]["formats"]
+    assert any(name.startswith(("q2g", "q3g", "q4g")) for name in formats), json.dumps(formats)
