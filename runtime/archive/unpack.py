@@ -14,9 +14,10 @@ from typing import BinaryIO
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, ManifestInvalid, OptionError
+from moec.manifests.output_file import AtomicFile, FileSystem
 from moec.runtime.bundle import open_bundle
 
-from .files import file_errors, require_free_bytes, sync_directory
+from .files import file_errors, require_free_bytes
 from .layout import (
     AGAIN,
     Index,
@@ -120,7 +121,7 @@ def _publish(partial: Path, target: Path) -> None:
         shutil.rmtree(partial)
         raise
     os.rename(partial, target)
-    sync_directory(target.parent)
+    FileSystem().sync_directory(target.parent)
 
 
 class _Unpacker:
@@ -161,14 +162,9 @@ class _Unpacker:
 
     def finish(self, raw_manifest: bytes) -> None:
         """Write `moec.json`: all other files are on disk."""
-        sync_directory(self._partial)
-        beside = self._partial / _MANIFEST_BESIDE
-        with beside.open("wb") as file:
+        FileSystem().sync_directory(self._partial)
+        with AtomicFile(self._partial / MANIFEST_NAME, self._partial / _MANIFEST_BESIDE, FileSystem()) as file:
             file.write(raw_manifest)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self._partial / MANIFEST_NAME)
-        sync_directory(self._partial)
         self._step(len(raw_manifest))
 
     def _step(self, raw_bytes: int) -> None:
