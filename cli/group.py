@@ -100,19 +100,17 @@ def _exit_code(run: Callable[[], Any]) -> int:
         problem.show(shown)
         output.say(shown.getvalue(), end="")
         return problem.exit_code
-    except MoecError as problem:
-        output.error(problem)
-        return problem.exit_code
     except Exception as problem:
-        return _foreign(problem)
+        return _interrupted() if _is_interrupt(problem) else _told(problem)
     finally:
         output.settle()
 
 
-def _foreign(problem: Exception) -> int:
-    """Say what an exception that is not of moec means, and return the exit code."""
-    if _is_interrupt(problem):
-        return _interrupted()
+def _told(problem: Exception) -> int:
+    """Say what an exception means, and return the exit code."""
+    if isinstance(problem, MoecError):
+        output.error(problem)
+        return problem.exit_code
     if isinstance(problem, ModuleNotFoundError):
         return _missing_module(problem)
     if isinstance(problem, MemoryError):
@@ -127,7 +125,7 @@ def _foreign(problem: Exception) -> int:
 
 
 def _is_interrupt(problem: BaseException) -> bool:
-    """Whether an interrupt is the cause: an extension that is interrupted while it loads raises its own error."""
+    """Whether an interrupt is the cause: an extension that is interrupted while it loads raises an error of its own."""
     seen: BaseException | None = problem
     while seen is not None:
         if isinstance(seen, KeyboardInterrupt):

@@ -44,8 +44,12 @@ def main() -> None:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         cli.main(prog_name="moec")
-    except KeyboardInterrupt:  # between two commands' lines, where no command hears it
+    except KeyboardInterrupt:  # around the command, where nothing of it is left to clean up
         _leave()
+    except SystemExit as leaving:
+        if leaving.code == _INTERRUPTED:
+            _end_interrupted()
+        raise
     finally:
         if is_heard:
             signal.signal(signal.SIGINT, _leave)
@@ -55,6 +59,22 @@ def _leave(*_: object) -> None:
     """Leave at once: before a command has begun, or after it has ended, nothing is left to clean up."""
     try:
         os.write(2, b"interrupted\n")
+    finally:
+        os._exit(_INTERRUPTED)
+
+
+def _end_interrupted() -> None:
+    """Leave after a command that was interrupted, and has said so.
+
+    The interpreter's own end would kill the process by the signal where the interrupt came in the middle of an `exec`.
+    """
+    import atexit
+
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
     finally:
         os._exit(_INTERRUPTED)
 
