@@ -30,8 +30,7 @@ def main() -> None:
     if is_heard:
         signal.signal(signal.SIGINT, _leave)
     _hold_closed_streams()
-    if sys.stdout is not None:  # a character that the stream's encoding lacks is shown escaped
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    _settle_encodings()
     # Threads that spin while they wait starve each other as soon as anything else runs: on a busy machine with two
     # cores 400 items took 247 s with the default and 19 s without. Must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -89,6 +88,16 @@ def _hold_closed_streams() -> None:
                 os.open(os.devnull, flags)
             except OSError:
                 return
+
+
+def _settle_encodings() -> None:
+    """Show a character that stdout's encoding lacks escaped, and leave it to the reader of stdin what is no text."""
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    else:
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def facts(pairs: Sequence[tuple[str, object]]) -> str:
 
 def block(share: float) -> str:
     """A block character whose height is `share` of the line, 0 to 1; a digit where stdout cannot show blocks."""
-    blocks = _BLOCKS if (sys.stdout.encoding or "").lower().startswith("utf") else "12345678"
+    blocks = _BLOCKS if (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf") else "12345678"
     return blocks[min(len(blocks) - 1, max(0, int(share * len(blocks))))]
 
 
@@ -172,9 +172,9 @@ class Progress:
 
     def __init__(self, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.label = _cell(label)
-        self._stream = sys.stderr if stream is None else stream
+        self._stream: TextIO | None = sys.stderr if stream is None else stream  # None: stderr is closed
         self._clock = clock
-        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_terminal = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._started = self._drawn = clock()
         self._line = ""
 
@@ -206,5 +206,7 @@ class Progress:
         return f"{self.label} [{'#' * filled}{'.' * (BAR_CELLS - filled)}] {share:4.0%}{left}"
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.write(text)
+                self._stream.flush()

@@ -83,9 +83,19 @@ def test_a_closed_standard_output(bundle: Path, tmp_path: Path) -> None:
     assert done.stdout == "1\n" and "standard output is closed" in done.stderr
 
 
-def test_a_full_disk_at_standard_error_loses_talk_alone(bundle: Path) -> None:
-    done = shell('"$@" 2> /dev/full; echo $?', "run", bundle, "--prompt", "x", "--max-new-tokens", 2)
+@pytest.mark.parametrize("place", ["2> /dev/full", "2>&-"])
+def test_a_standard_error_that_refuses_loses_talk_alone(bundle: Path, tmp_path: Path, place: str) -> None:
+    done = shell(f'"$@" {place}; echo $?', "run", bundle, "--prompt", "x", "--max-new-tokens", 2)
     assert done.stdout.endswith("0\n") and done.stderr == ""
+    done = shell(f'"$@" {place}; echo $?', "pack", bundle, tmp_path / "packed")
+    assert done.stdout.endswith("0\n") and done.stderr == ""
+
+
+def test_a_prompt_from_a_standard_input_that_is_closed_or_no_text(bundle: Path) -> None:
+    done = shell('"$@" <&-', "run", bundle, "--prompt", "-")
+    assert done.returncode == 1 and "the prompt is empty" in done.stderr
+    done = shell('printf "ab\\377c" | "$@"', "run", bundle, "--prompt", "-")
+    assert done.returncode == 1 and "the prompt is not UTF-8 at character 2" in done.stderr
 
 
 def test_a_reader_that_leaves_ends_the_command_in_silence(bundle: Path) -> None:
