@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from moec.manifests.output_file import check_output, output_file
+from moec.manifests.output_file import STDOUT, check_output, output_file
 
 MAX_PATH_BYTES = 4095
 """Length of a path, bytes: the system's limit without the zero at its end."""
@@ -40,6 +40,8 @@ class OutputFileType(PathType):
         found = super().convert(value, param, ctx)
         if os.fspath(value).endswith("/"):
             self.fail(f"{value!r} names a folder, expected a file", param, ctx)
+        if found == STDOUT and os.fspath(value) != str(STDOUT):  # `./-` is a file
+            found = found.absolute()
         check_output(found)
         return found
 

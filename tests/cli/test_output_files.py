@@ -84,11 +84,16 @@ def test_a_bad_place_is_refused_before_the_work(
     assert len(result.stderr) < 700 and sorted(tmp_path.rglob("*")) == before
 
 
-def test_generated_lines_on_standard_output(invoke: Invoke, writing: dict[str, tuple[object, ...]]) -> None:
+def test_generated_lines_on_standard_output(
+    invoke: Invoke, writing: dict[str, tuple[object, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = invoke(*writing["generate"], "-")
     assert result.exit_code == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["task_id"] for line in lines] == ["a", "\ud800"]
+    assert not (tmp_path / "-").exists()
+    assert invoke(*writing["generate"], "./-").exit_code == 0 and len((tmp_path / "-").read_text().splitlines()) == 2
 
 
 PATHS = {
