@@ -17,7 +17,7 @@ from moec.runtime.modes.settings import HALF
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
 from .mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
-from .paths import bundle_argument, file_option
+from .paths import bundle_argument, file_option, output_option
 from .profile_table import profile_rows, profile_table
 from .run import statistics_block
 from .runtime_options import (
@@ -63,7 +63,7 @@ SHARES = (0.25, 0.5, 0.75)
     show_default=True,
     help="Replay the run's expert trace under every eviction policy, caches of 25, 50 and 75 %.",
 )
-@file_option(
+@output_option(
     "--trace-out",
     help="Write the run's routing trace, and of each token what fewer of its experts say, for `simulate` and `tune`.",
 )

@@ -112,19 +112,23 @@ def _logged(bundle: Path) -> dict[str, str]:
 
 
 def _write(bundle: Path, found: dict[str, Any]) -> Path:
-    """`NAME.comparison.json`. Raises DoesNotFit, MoecError."""
+    """Write `NAME.comparison.json` and return its path. Raises DoesNotFit, InputError."""
     import hashlib
 
-    from moec.compiler.compare_bundle import COMPARISON_SUFFIX
-    from moec.compiler.durable import Disk, disk_errors
     from moec.manifests.bundle import MANIFEST_NAME
+    from moec.manifests.output_file import write_output
 
-    path = bundle.with_name(f"{bundle.name}{COMPARISON_SUFFIX}.json")
+    path = _comparison_path(bundle)
     digest = hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
     content = {"manifest_sha256": digest, "comparison": found}
-    with disk_errors(path):
-        Disk().write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    write_output(path, (json.dumps(content, indent=1) + "\n").encode())
     return path
+
+
+def _comparison_path(bundle: Path) -> Path:
+    from moec.compiler.compare_bundle import COMPARISON_SUFFIX
+
+    return bundle.with_name(f"{bundle.name}{COMPARISON_SUFFIX}.json")
 
 
 def _print(quality: dict[str, Any], as_json: bool) -> None:

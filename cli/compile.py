@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moec.manifests.output_file import check_folder, check_output, write_output
+
 from . import output
 from .compile_log import CompileLog, forecast_table, stage_table
 from .mode_sweep import mode_sweep_option
-from .paths import PATH
+from .paths import PATH, PLACE
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 LOG_SUFFIX = ".log.json"
 PICTURE_SUFFIX = ".report.png"
 CURVE_SUFFIX = ".curve.json"
+LONGEST_SUFFIX = ".moec-replaced"
+"""The longest that is added to the name of a bundle for what lies next to it."""
 CERTIFY_SLOTS = 64
 MAX_DIGITS = 9
 """Digits of a number in a list."""
@@ -59,7 +63,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 
 
 @click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
-@click.argument("model")
+@click.argument("model", type=PLACE)
 @click.option("-o", "--output", "target_path", type=PATH, help="Bundle folder.  [default: NAME-moec]")
 @click.option("--loss", metavar="SHARE", help="Target: relative loss of the task's metric, like `2%` or `0.02`.")
 @click.option(
@@ -68,10 +72,20 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option("--bits-per-weight", type=float, metavar="BITS", help="Target: of routed experts, scales included.")
 @click.option("--size", metavar="SIZE", help="Target: bytes of the routed experts, like `2.1GiB`.")
 @click.option("--uniform", type=float, metavar="BITS", help="One bitwidth for all experts: no search, no data.")
-@click.option("--data", metavar="DIR_OR_JSONL", help="Task items: train/validation/test files, or one JSONL to divide.")
+@click.option(
+    "--data",
+    type=PLACE,
+    metavar="DIR_OR_JSONL",
+    help="Task items: train/validation/test files, or one JSONL to divide.",
+)
 @click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, mmlu, ...; repeatable.")
 @click.option(
-    "--device", default="host", show_default=True, metavar="PROFILE", help="Device profile, a name or a TOML."
+    "--device",
+    type=PLACE,
+    default="host",
+    show_default=True,
+    metavar="PROFILE",
+    help="Device profile, a name or a TOML.",
 )
 @click.option("--dense-bits", type=int, metavar="16|8|4", help="Of attention, embedding, lm_head.  [default: searched]")
 @click.option(
@@ -190,6 +204,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
+    _check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
     log = CompileLog(destination)
     log.sources = _sources(model, options.data)
     request = _request(model, destination, options, log, values)
@@ -206,6 +221,17 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         output.data_json(result.quality)
         return
     print_result(result, stage_table(log.stages()) if values["plan_only"] else "")
+
+
+def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
+    """Refuse before the work what cannot be written after it. Raises InputError, DoesNotFit."""
+    check_folder(destination, LONGEST_SUFFIX)
+    curve = destination.with_name(destination.name + CURVE_SUFFIX)
+    curves = (curve, curve.with_suffix(".png"))
+    reports = [destination.with_name(destination.name + suffix) for suffix in (LOG_SUFFIX, PICTURE_SUFFIX)]
+    if not writes_nothing:
+        for path in curves if is_sweep else reports:
+            check_output(path)
 
 
 def _request(
@@ -321,32 +347,27 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
 
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:
-    """Write the log with times and the picture next to the bundle. Raises DoesNotFit, MoecError."""
-    from moec.compiler.durable import Disk, disk_errors
+    """Write the log with times and the picture next to the bundle. Raises DoesNotFit, InputError."""
     from moec.compiler.plots import report_picture
 
     if result.path is None:
         return
     log.done()
-    disk = Disk()
     base = result.path
     lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
-    with disk_errors(base.parent):
-        disk.write_file(base.with_name(base.name + LOG_SUFFIX), lines.encode())
-        disk.write_file(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
+    write_output(base.with_name(base.name + LOG_SUFFIX), lines.encode())
+    write_output(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
 
 
 def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
     """A sweep: the table, and beside where a bundle would lie, JSON and a plot."""
-    from moec.compiler.durable import Disk, disk_errors
     from moec.compiler.plots import curve_picture
 
     plain = {"curve": [point.to_json() for point in curve]}
     data = destination.with_name(destination.name + CURVE_SUFFIX)
     picture = data.with_suffix(".png")
-    with disk_errors(data.parent):
-        Disk().write_file(data, (json.dumps(plain, indent=1) + "\n").encode())
-        Disk().write_file(picture, curve_picture(destination.name, plain["curve"]))
+    write_output(data, (json.dumps(plain, indent=1) + "\n").encode())
+    write_output(picture, curve_picture(destination.name, plain["curve"]))
     if as_json:
         output.data_json(plain)
         return

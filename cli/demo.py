@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import ExecutionError, InputError
+from moec.manifests.output_file import check_folder, made_folders
 
 from . import output
+from .compile import LONGEST_SUFFIX, open_partial, write_beside
 from .compile_log import CompileLog
 from .paths import PATH
 from .report import comparison_table, loss_table, plan_heat_map, verdict_line
@@ -66,8 +68,9 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
             f"`{example}` has no `model/config.json`", "run it in the project's folder, or give `--example`"
         )
     started = time.monotonic()
-    target_path.parent.mkdir(parents=True, exist_ok=True)
-    result = _compile_to_loss(example, task, loss, target_path)
+    check_folder(target_path, LONGEST_SUFFIX)
+    with made_folders(target_path):
+        result = _compile_to_loss(example, task, loss, target_path)
     output.say(f"running the bundle with room for {HALF} of its experts")
     bench = _bench(target_path)
     streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task, STREAMED_ITEMS)
@@ -82,8 +85,6 @@ def _compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> 
     from moec.compiler.options import CompileOptions
     from moec.compiler.targets import choose_target
 
-    from .compile import write_beside
-
     target = choose_target(loss, None, None, None, None)
     options = CompileOptions(target=target, data=str(example / "data"), tasks=(task,))
     result, log = _compile(example / "model", options, target_path)
@@ -96,8 +97,6 @@ def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[C
     from moec.compiler.pipeline import compile_checkpoint
     from moec.compiler.request import CompileRequest
     from moec.profiles.device import load_profile
-
-    from .compile import open_partial
 
     log = CompileLog(target_path)
     request = CompileRequest(

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import InputError, OptionError
+from moec.manifests.output_file import check_output
 
 from . import output
 from .mode_sweep import decisions_text, mode_sweep_option
-from .paths import PATH, write_json_lines
+from .paths import PATH, PLACE, output_option, write_json_lines
 from .runtime_options import (
     ACCELERATOR_NAMES,
     MODE_NAMES,
@@ -43,7 +44,9 @@ _FOR_CHECKPOINTS = ("threads",)
 
 @click.command("eval", short_help="Score a bundle or a checkpoint on a task.")
 @click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=PATH)
-@click.option("--data", "source", required=True, metavar="FILE_OR_DIR", help="JSONL items, or a folder of splits.")
+@click.option(
+    "--data", "source", type=PLACE, required=True, metavar="FILE_OR_DIR", help="JSONL items, or a folder of splits."
+)
 @click.option(
     "--task", metavar="NAME", help="gsm8k, samsum, xsum, perplexity, hellaswag, piqa, ...  [default: by the fields]"
 )
@@ -54,9 +57,7 @@ _FOR_CHECKPOINTS = ("threads",)
 @click.option("--limit", type=int, metavar="N", help="Take N items, chosen by hash.  [default: all]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of items and examples.")
 @click.option("--slots", type=int, metavar="N", help="Sequences decoded side by side.  [default: 32, or what fits]")
-@click.option(
-    "--per-item", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write JSONL, a line per item."
-)
+@output_option("--per-item", help="Write JSONL, a line per item.")
 @mode_sweep_option(
     "Measure every lossy mode, or these settings, against the lossless run; kept beside the bundle, `NAME.modes.json`."
 )
@@ -136,11 +137,12 @@ def _sweep(
 
     from .mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
+    path = record_path(model)
+    check_output(path)
     options, folder = sweep_options(build_options(values, bundle=model)), bundle_folder(model)
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
     sweep = QualitySweep(model, options, values["kernels"], task, items, shots)
     record = sweep.run(settings, keep=partial(write_record, model))
-    path = record_path(model)
     if as_json:
         output.data_json(record)
     else:

@@ -12,7 +12,7 @@ from moec.manifests.errors import DataError, OptionError
 
 from . import output
 from .mode_sweep import say_decisions
-from .paths import bundle_argument, file_option, write_json_lines
+from .paths import bundle_argument, file_option, output_option, write_json_lines
 from .runtime_options import accelerator_options, build_options, mode_options, runtime_options, say_mode_cost
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 @click.command("generate", short_help="Continue every prompt of a file, many side by side.")
 @bundle_argument
 @file_option("--prompts", required=True, help="JSONL, a prompt in each object.")
-@file_option("--out", "-o", required=True, help="JSONL to write: `completion`, and `task_id` where the prompt has one.")
+@output_option(
+    "--out", "-o", required=True, help="JSONL to write: `completion`, and `task_id` where the prompt has one."
+)
 @click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Where the prompt is.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Longest continuation.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a continuation in front of this text; repeatable.")

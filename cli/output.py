@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 import click
 
-from moec.manifests.errors import MoecError
+from moec.manifests.errors import ExecutionError, MoecError
 
 REDRAW_S = 0.1
 LINE_EVERY_S = 10.0
@@ -21,6 +22,9 @@ BAR_CELLS = 24
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*( ?(%|[KMGT]?i?B|n?s|ms))?")
 _BLOCKS = "▁▂▃▄▅▆▇█"
+# C0 but line end and tab, DEL, C1, marks that turn the direction of text, and what is no character at all.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_STRAY_LINE_END = re.compile(r"\n(?!- )")
 
 
 def allows_colour() -> bool | None:
@@ -28,26 +32,72 @@ def allows_colour() -> bool | None:
     return False if os.environ.get("NO_COLOR") else None
 
 
+def shown(text: str) -> str:
+    """The text with what would drive a terminal made visible, like `\\x1b`: a bundle may hold any character.
+
+    Line ends and tabs stay.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def say(text: str = "", *, end: str = "\n") -> None:
-    """Talk: to stderr."""
-    click.echo(text + end, nl=False, err=True, color=allows_colour())
+    """Talk: to stderr. What stderr refuses is dropped."""
+    _talk(shown(text) + end)
 
 
 def data(text: str, *, end: str = "\n") -> None:
-    """What was asked for: to stdout, at once."""
-    click.echo(text + end, nl=False, color=allows_colour())
+    """What was asked for: to stdout, at once. Raises ExecutionError; BrokenPipeError where the reader has left."""
+    generated(shown(text) + end)
+
+
+def generated(text: str) -> None:
+    """Text of a model: to stdout, at once, as it is. Raises as `data`."""
+    if sys.stdout is None:
+        raise ExecutionError("standard output is closed", "open it, for example with `> FILE`")
+    try:
+        click.echo(text, nl=False, color=allows_colour())
+    except BrokenPipeError:
+        raise
+    except OSError as problem:
+        raise ExecutionError(
+            f"standard output cannot be written: {problem.strerror or problem}", "check where it goes"
+        ) from problem
 
 
 def data_json(value: dict[str, Any]) -> None:
-    """One JSON object on one line of stdout. Raises ValueError on numbers that JSON does not have."""
-    data(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    """One JSON object on one line of stdout. Raises ValueError on numbers that JSON does not have; as `data`."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    data(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def error(problem: MoecError) -> None:
     """`error: <sentence>` and, where there is a remedy, `hint: <remedy>`."""
-    say(click.style("error:", fg="red", bold=True) + f" {problem.message}")
+    # Of several lines only a list has more than one; a line end of a foreign text must not begin one that looks ours.
+    message = _STRAY_LINE_END.sub(r"\\n", shown(problem.message))
+    _talk(click.style("error:", fg="red", bold=True) + f" {message}\n")
     if problem.hint:
-        say(click.style("hint:", fg="cyan") + f" {problem.hint}")
+        _talk(click.style("hint:", fg="cyan") + f" {_cell(problem.hint)}\n")
+
+
+def settle() -> None:
+    """Flush stdout at the end of a command. What it refuses is dropped: the command has said so already."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # else the end of the interpreter would try again, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _talk(text: str) -> None:
+    with contextlib.suppress(OSError):
+        click.echo(text, nl=False, err=True, color=allows_colour())
+
+
+def _cell(value: object) -> str:
+    """A value on one line."""
+    return shown(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def human_bytes(count: float) -> str:
@@ -77,7 +127,7 @@ def human_seconds(seconds: float) -> str:
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
     """Columns two spaces apart, numbers to the right, text to the left, a rule under the header."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[_cell(cell) for cell in row] for row in rows]
     lines = [list(header), *cells] if header else cells
     if not lines:
         return ""
@@ -104,12 +154,12 @@ def _is_numeric(cell: str) -> bool:
 def facts(pairs: Sequence[tuple[str, object]]) -> str:
     """A block of `name  value` lines."""
     width = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
+    return "\n".join(f"{name.ljust(width)}  {_cell(value)}" for name, value in pairs)
 
 
 def block(share: float) -> str:
     """A block character whose height is `share` of the line, 0 to 1; a digit where stdout cannot show blocks."""
-    blocks = _BLOCKS if (sys.stdout.encoding or "").lower().startswith("utf") else "12345678"
+    blocks = _BLOCKS if (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf") else "12345678"
     return blocks[min(len(blocks) - 1, max(0, int(share * len(blocks))))]
 
 
@@ -121,10 +171,10 @@ class Progress:
     """
 
     def __init__(self, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.label = label
-        self._stream = sys.stderr if stream is None else stream
+        self.label = _cell(label)
+        self._stream: TextIO | None = sys.stderr if stream is None else stream  # None: stderr is closed
         self._clock = clock
-        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_terminal = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._started = self._drawn = clock()
         self._line = ""
 
@@ -156,5 +206,7 @@ class Progress:
         return f"{self.label} [{'#' * filled}{'.' * (BAR_CELLS - filled)}] {share:4.0%}{left}"
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.write(text)
+                self._stream.flush()

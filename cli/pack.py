@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
+from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.errors import InputError
+from moec.manifests.output_file import STDOUT, check_folder, made_folders
 
 from . import output
 from .paths import PATH, bundle_argument
@@ -31,10 +34,10 @@ def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
     """
     folder = bundle_folder(bundle)
     target = file or folder.resolve().with_name(folder.resolve().name + SUFFIX)
-    _refuse_existing(target)
+    _check_target(target)
     from moec.runtime.archive import pack_bundle
 
-    with output.Progress("packing") as progress:
+    with made_folders(target), output.Progress("packing") as progress:
         pack_bundle(folder, target, progress)
     before = sum(path.stat().st_size for path in folder.iterdir())
     _report("packed", folder, target, before, target.stat().st_size, as_json)
@@ -65,20 +68,24 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
     target = folder or file.with_suffix("")
     if target == file:
         raise InputError(f"`{file}` has no ending to leave out", f"name the folder: moec unpack {file} DIR")
-    _refuse_existing(target)
+    _check_target(target)
     from moec.runtime.archive import unpack_bundle
     from moec.runtime.options import parse_bytes
 
     max_bytes = None if max_size is None else parse_bytes(max_size)
-    with output.Progress("unpacking") as progress:
+    with made_folders(target), output.Progress("unpacking") as progress:
         unpack_bundle(file, target, progress, max_bytes=max_bytes)
     after = sum(path.stat().st_size for path in target.iterdir())
     _report("unpacked", file, target, file.stat().st_size, after, as_json)
 
 
-def _refuse_existing(target: Path) -> None:
-    if target.exists():
+def _check_target(target: Path) -> None:
+    """Refuse before the work what cannot become a new archive or a new bundle. Raises InputError, DoesNotFit."""
+    if os.path.lexists(target):
         raise InputError(f"`{target}` exists already", "remove it or name another")
+    if target == STDOUT:
+        raise InputError("an archive or a bundle is not written to standard output", "name a file or a folder")
+    check_folder(target, PARTIAL_SUFFIX)
 
 
 def _report(what: str, source: Path, target: Path, before: int, after: int, as_json: bool) -> None:

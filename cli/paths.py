@@ -1,4 +1,4 @@
-"""Arguments and options that are paths, said once."""
+"""Arguments and options that are paths, said once: what no file system can hold is refused before a command begins."""
 
 from __future__ import annotations
 
@@ -7,24 +7,91 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
-from moec.manifests.errors import InputError
+from moec.manifests.output_file import STDOUT, check_output, output_file
 
-PATH = click.Path(path_type=Path)
+MAX_PATH_BYTES = 4095
+"""Length of a path, bytes: the system's limit without the zero at its end."""
+MAX_NAME_BYTES = 255
+"""Length of a part of a path, bytes: what the usual file systems hold."""
+
+
+class PathType(click.Path):
+    """A path that a file system can hold, as a Path."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse an empty path, one with a zero byte, and one that is too long. Raises BadParameter."""
+        if (fault := path_fault(os.fspath(value))) is not None:
+            self.fail(fault, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class OutputFileType(PathType):
+    """A file that a command will write; `-` is standard output. Whether it can be written is checked at once."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Raises BadParameter as a path does; InputError and DoesNotFit as `check_output`."""
+        found = super().convert(value, param, ctx)
+        if os.fspath(value).endswith("/"):
+            self.fail(f"{value!r} names a folder, expected a file", param, ctx)
+        if found == STDOUT and os.fspath(value) != str(STDOUT):  # `./-` is a file
+            found = found.absolute()
+        check_output(found)
+        return found
+
+
+class PlaceType(click.types.StringParamType):
+    """A path, or a name or a URL that stands in its place, as text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what could be neither. Raises BadParameter."""
+        text = super().convert(value, param, ctx)
+        if (fault := path_fault(text)) is not None:
+            self.fail(fault, param, ctx)
+        return text
+
+
+def path_fault(text: str) -> str | None:
+    """Return what makes a text no path on any file system; None for a path. Parts of a URL may have any length."""
+    try:
+        data = os.fsencode(text)
+    except UnicodeEncodeError:
+        return f"{text[:40]!r} is no text that a file can be named with"
+    if not data:
+        return "the path is empty"
+    if b"\0" in data:
+        return f"{text[:40]!r} has a zero byte, which no path may have"
+    if len(data) > MAX_PATH_BYTES:
+        return f"{text[:40]!r}... has {len(data)} bytes, a path may have {MAX_PATH_BYTES}"
+    longest = max(data.split(b"/"), key=len)
+    if len(longest) > MAX_NAME_BYTES and "://" not in text:
+        return f"{text[:40]!r}... has a part of {len(longest)} bytes, a name may have {MAX_NAME_BYTES}"
+    return None
+
+
+PATH = PathType()
+OUTPUT_FILE = OutputFileType()
+PLACE = PlaceType()
 bundle_argument = click.argument("bundle", type=PATH)
 file_option = partial(click.option, type=PATH, metavar="FILE")
+output_option = partial(click.option, type=OUTPUT_FILE, metavar="FILE")
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """A line per row; the file appears when it is complete. Raises InputError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a line per row; the file appears when it is complete. Raises as `output_file`."""
+    with output_file(path) as file:
+        for row in rows:
+            file.write(_line(row))
+
+
+def _line(row: Mapping[str, object]) -> bytes:
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        beside.replace(path)
-    except OSError as problem:
-        beside.unlink(missing_ok=True)
-        raise InputError(f"`{path}` cannot be written: {problem.strerror}", "name another file") from problem
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
+        return json.dumps(row).encode() + b"\n"

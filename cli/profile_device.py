@@ -7,14 +7,15 @@ from pathlib import Path
 
 import click
 
-from moec.manifests.errors import InputError, OptionError, ProfileError
+from moec.manifests.errors import OptionError, ProfileError
+from moec.manifests.output_file import STDOUT, write_output
 
 from . import output
-from .paths import PATH
+from .paths import OUTPUT_FILE, PATH
 
 
 @click.command("profile-device", short_help="Measure this machine and write it down as a device profile.")
-@click.option("-o", "--output", "target", type=PATH, help="TOML file.  [default: print it]")
+@click.option("-o", "--output", "target", type=OUTPUT_FILE, help="TOML file.  [default: print it]")
 @click.option("--name", default="this-device", show_default=True, help="Lower-case letters, digits and hyphens.")
 @click.option(
     "--storage",
@@ -37,7 +38,7 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
     from moec.profiles.device import to_toml
     from moec.profiles.probe import probe_host
 
-    if target is not None and target.exists() and not overwrite:
+    if target is not None and target != STDOUT and target.is_file() and not overwrite:
         raise OptionError(f"`{target}` is there already", "add `--overwrite`, or name another file")
     try:
         profile = replace(probe_host(storage), name=name, is_probed=False)
@@ -45,10 +46,7 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
         raise ProfileError(str(error), "choose another `--name`") from error
     text = to_toml(profile)
     if target is not None:
-        try:
-            target.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"`{target}` cannot be written: {error.strerror}", "name another file") from error
+        write_output(target, text.encode())
         output.say(f"wrote `{target}`: give it to `moec compile --device`")
     if as_json:
         output.data_json(profile.to_plain())

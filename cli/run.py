@@ -143,7 +143,7 @@ def _print_beams(engine: Engine, tokens: list[int], max_new_tokens: int, options
     ends = engine.bundle.manifest.model.eos_token_ids
     texts = [engine.tokenizer.decode([token for token in beam.tokens if token not in ends]) for beam in found]
     if not as_json:
-        output.data(texts[0])
+        output.generated(texts[0] + "\n")
         output.say("\n".join(f"beam {at}: {beam.score:.4f}" for at, beam in enumerate(found, 1)))
         say_decisions(engine)
         return
@@ -174,7 +174,7 @@ def _generate(
         ids.append(step.token_id)
         reason = step.finish_reason
         if shows_text and step.text:
-            output.data(step.text, end="")
+            output.generated(step.text)
     if shows_text:
         output.data("")
     statistics = recorder.finish(engine.model.prefetch_quality.recall)

@@ -22,7 +22,7 @@ from moec.runtime.options import (
 from . import output
 from .lossy_replay import require_scores
 from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, settings_of
-from .paths import bundle_argument, file_option
+from .paths import PLACE, bundle_argument, file_option
 from .runtime_options import bundle_folder, cache_state_option
 from .simulated_device import device_rates, parse_accelerator, shared_device
 from .simulation import Row, Simulation, has_static_routers
@@ -53,7 +53,10 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     help="What `moec bench --trace-out` recorded.",
 )
 @click.option(
-    "--profile", metavar="NAME|FILE", help="Device profile, as for `compile --device`.  [default: the recorder]"
+    "--profile",
+    type=PLACE,
+    metavar="NAME|FILE",
+    help="Device profile, as for `compile --device`.  [default: the recorder]",
 )
 @click.option(
     "--expert-cache",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.errors import InputError, OptionError
+from moec.manifests.errors import OptionError
+from moec.manifests.output_file import check_output
 from moec.profiles.probe import available_threads
 from moec.runtime.options import PREFETCH_RULES
 
@@ -94,17 +95,22 @@ def tune_command(
     moec tune mixtral-moec --memory 4GiB --trace a.trace --trace b.trace --held-out c.trace --held-out d.trace
     moec tune mixtral-moec --trace a.trace --held-out c.trace --modes "dynamic-precision 0.6,1"
     """
+    from moec.runtime.tuning import tuning_path
+
     if bool(training) != bool(held_out):
         raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
+    folder = bundle_folder(bundle)
+    if modes is None:
+        check_output(tuning_path(folder))
     if training:
         refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
-        _fit(bundle_folder(bundle), build_options(values), training, held_out, modes, as_json)
+        _fit(folder, build_options(values), training, held_out, modes, as_json)
         return
     if modes is not None:
         raise OptionError("`--modes` is what weights are fitted to", "add `--trace` and `--held-out`")
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 48")
-    _time(bundle_folder(bundle), build_options(values), values["kernels"], tokens, text_path, as_json)
+    _time(folder, build_options(values), values["kernels"], tokens, text_path, as_json)
 
 
 def _time(
@@ -241,10 +247,7 @@ def _write(
         kept = {name: value for name, value in before.options.items() if name in others} | kept
         trials = [trial for trial in before.trials if trial.get("option") in others] + trials
     made = Tuning(machine_sha256(), storage_sha256(folder), bundle_sha256(folder), cache_bytes, kept, trials)
-    try:
-        return write_tuning(folder, made), kept
-    except OSError as error:
-        raise InputError(f"the tuning of `{folder}` cannot be written: {error.strerror}", "check the folder") from error
+    return write_tuning(folder, made), kept
 
 
 def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str | int]]:

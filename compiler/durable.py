@@ -1,58 +1,35 @@
-"""The only place where the compiler writes: beside, sync, rename, sync the folder. A crash leaves old or new, whole."""
+"""The only place where the compiler writes its own files and folders. A crash leaves the old ones or the new, whole."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import DoesNotFit, MoecError, OptionError
+from moec.manifests.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, write_errors
 
 ASIDE_SUFFIX = ".moec-replaced"
-WRITING_SUFFIX = ".writing"
 
 
-class Disk:
+class Disk(FileSystem):
     """The file system; every operation that can fail or be cut off is a method, so that tests can make it fail."""
 
-    def open(self, path: Path) -> BinaryIO:
-        return path.open("wb")
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        file.write(data)
-
-    def sync(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-
-    def rename(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
-
     def sync_file(self, path: Path) -> None:
-        """Sync a file that is already closed."""
-        self._sync_path(path, os.O_RDONLY)
-
-    def sync_directory(self, path: Path) -> None:
-        """Sync the names in a folder: new, renamed and removed ones."""
-        self._sync_path(path, os.O_RDONLY | os.O_DIRECTORY)
-
-    def _sync_path(self, path: Path, flags: int) -> None:
-        descriptor = os.open(path, flags)
+        """Sync a file that is already closed. Raises OSError."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def make_directory(self, path: Path) -> None:
-        path.mkdir()
+    def remove(self, path: Path) -> None:
+        """Remove a file, or nothing. Raises OSError."""
+        self.remove_tree(path)
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder with its content, a file, or nothing. A link is removed, never what it points to."""
@@ -72,31 +49,21 @@ class Disk:
         """
         with self.create(path) as file:
             file.write(data)
-        self.sync_directory(path.parent)
 
 
-@contextmanager
-def disk_errors(place: Path) -> Iterator[None]:
-    """Turn a full disk into DoesNotFit and other refusals of the system into MoecError, both naming the place."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DoesNotFit(f"the disk of `{place}` is full", "free space, or choose another output") from error
-        raise MoecError(f"cannot write `{place}`: {error.strerror or error}", "check path and permissions") from error
+disk_errors = partial(write_errors, kind=MoecError)
+"""Errors of the disk around a compile's own files: DoesNotFit, MoecError, both naming the place."""
 
 
-class StreamingFile:
-    """A file written front to back, hashed in the same pass. Synced and renamed into place on a clean exit only.
+class StreamingFile(AtomicFile):
+    """A file of the compiler's own, hashed while it is written. What a killed run left of it is written over.
 
-    On any other exit nothing is left of it and what stood at the path is untouched.
+    On any exit but a clean one nothing is left of it, and what has its name is untouched.
     """
 
     def __init__(self, disk: Disk, path: Path) -> None:
-        self._disk, self._path = disk, path
-        self._beside = path.with_name(path.name + WRITING_SUFFIX)
+        super().__init__(path, path.with_name(path.name + WRITING_SUFFIX), disk)
         self._digest = hashlib.sha256()
-        self._file: BinaryIO | None = None
         self.size_bytes = 0
 
     @property
@@ -106,39 +73,13 @@ class StreamingFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append. Raises OSError."""
-        if self._file is None:
-            raise RuntimeError("the file is not open")
-        self._disk.write(self._file, data)
+        super().write(data)
         self._digest.update(data)
         self.size_bytes += len(memoryview(data).cast("B"))
 
     def __enter__(self) -> StreamingFile:
-        self._file = self._disk.open(self._beside)
+        super().__enter__()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            return
-        try:
-            if error is None:
-                self._disk.sync(file)
-                file.close()
-                self._disk.rename(self._beside, self._path)
-        except BaseException:
-            self._discard(file)
-            raise
-        if error is not None:
-            self._discard(file)
-
-    def _discard(self, file: BinaryIO) -> None:
-        """Close and remove the unfinished file. The first error is the one to report, so later ones are dropped."""
-        with contextlib.suppress(OSError):
-            file.close()
-        with contextlib.suppress(OSError):
-            self._disk.remove_tree(self._beside)
 
 
 def check_replaceable(final: Path, overwrite: bool) -> None:

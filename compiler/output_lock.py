@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.manifests.errors import MoecError, OptionError
+from moec.manifests.output_file import made_folders
 
 from .durable import Disk, disk_errors
 from .journal import Note
@@ -33,17 +34,11 @@ def hold_output(output: Path, disk: Disk, note: Note) -> Iterator[None]:
     DoesNotFit.
     """
     path = output.with_name(output.name + LOCK_SUFFIX)
-    made = _make_parents(output.parent, disk)
-    try:
-        descriptor = _lock(path, output, note)
-        try:
-            yield
-        finally:
-            _release(descriptor, path)
-    finally:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):  # it is not empty: the bundle lies in it, or what a resumed run takes up
-                folder.rmdir()
+    with contextlib.ExitStack() as held:
+        with disk_errors(output):
+            held.enter_context(made_folders(output, disk))
+        held.callback(_release, _lock(path, output, note), path)
+        yield
 
 
 def existing_parent(path: Path) -> Path:
@@ -53,21 +48,6 @@ def existing_parent(path: Path) -> Path:
         while not parent.is_dir() and parent != parent.parent:
             parent = parent.parent
     return parent
-
-
-def _make_parents(folder: Path, disk: Disk) -> list[Path]:
-    """Make a folder and those above it that are missing; returns what was made, outermost first."""
-    missing = list[Path]()
-    made = list[Path]()
-    with disk_errors(folder):
-        while not os.path.lexists(folder) and folder != folder.parent:
-            missing.append(folder)
-            folder = folder.parent
-        for path in reversed(missing):
-            disk.make_directory(path)
-            made.append(path)
-            disk.sync_directory(path.parent)
-    return made
 
 
 def _lock(path: Path, output: Path, note: Note) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
 from moec.manifests.errors import InputError, MoecError, OptionError, TargetUnreachable
+from moec.manifests.output_file import WRITING_SUFFIX
 
-from .durable import WRITING_SUFFIX, Disk
+from .durable import Disk
 from .journal import Journal, Note
 
 WORK_SUFFIX = ".work"

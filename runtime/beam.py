@@ -13,6 +13,7 @@ import numpy as np
 from moec.manifests.errors import ExecutionError, OptionError
 
 from .engine import Engine
+from .token_ids import checked_ids
 
 MAX_BEAMS = 64
 _NEVER = np.float32(-1e9)
@@ -50,10 +51,10 @@ def beam_search(engine: Engine, prompt: Sequence[int], max_new_tokens: int, opti
 
     Raises ContextOverflow if the prompt leaves no room, InputError for ids outside the vocabulary, OptionError.
     """
-    tokens = [int(token) for token in prompt]
+    tokens = checked_ids(prompt)
     engine.check_tokens(tokens)
     if max_new_tokens < 1:
-        raise OptionError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+        raise OptionError(f"max_new_tokens must be a whole number of 1 or more, found {max_new_tokens}")
     if engine.options.slots < options.beams:
         raise OptionError(
             f"{options.beams} beams need as many slots, the engine has {engine.options.slots}",

@@ -40,6 +40,7 @@ from .predictors import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage, page_bytes
 from .text import TOKENIZER_NAME, StopTexts, TextStream, load_tokenizer
+from .token_ids import checked_ids
 
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
@@ -215,10 +216,10 @@ class Engine:
 
         Raises ContextOverflow if the prompt leaves no room; the generation stops where the context ends.
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt)
         self.check_tokens(tokens)
-        if max_new_tokens < 1:
-            raise OptionError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens must be a whole number of 1 or more, found {max_new_tokens}")
         limit = self.new_tokens_limit(tokens, max_new_tokens)
         return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()), StopTexts(stop))
 
@@ -351,7 +352,7 @@ class Engine:
 
         Raises ContextOverflow, InputError.
         """
-        tokens = [int(token) for token in token_ids]
+        tokens = checked_ids(token_ids)
         self.check_tokens(tokens, room=0)
         self.begin_sequence()
         if self.model.spec.encoder is not None:

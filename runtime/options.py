@@ -9,6 +9,7 @@ from typing import Literal
 
 from moec.manifests.errors import OptionError
 
+from .field_types import check_field_types
 from .modes.settings import CACHE_STATES, CacheState, LossyModes, parse_modes
 
 POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
@@ -131,9 +132,7 @@ class RuntimeOptions:
     accelerator_dense: DensePlace = "auto"
 
     def __post_init__(self) -> None:
-        for text in (self.memory, self.expert_cache, self.accelerator_memory):
-            if text is not None and not isinstance(text, str):
-                raise OptionError(f"`{text}` is not a size", "write it as text, like `512MiB` or `2GiB`")
+        check_field_types(self)
         self._check_names()
         self._check_weights()
         _ = self.modes
@@ -212,6 +211,4 @@ class RuntimeOptions:
             return
         if self.policy not in WEIGHTED_POLICIES:
             raise OptionError(f"weights have no effect on the policy `{self.policy}`", "add `--policy hobbit`")
-        if not isinstance(self.policy_weights, str):
-            raise OptionError(f"`{self.policy_weights}` is not four weights", "write them as text, `0.1,0.5,0,0.4`")
         parse_weights(self.policy_weights)

@@ -9,6 +9,11 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError, OptionError
 
+from .field_types import check_field_types
+
+LEAST_PENALTY, MOST_PENALTY = 0.01, 100.0
+"""Bounds of the repetition penalty: far beyond what is of use, and no finite logit of a sound model overflows."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
@@ -27,14 +32,19 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if not 0 <= self.temperature <= 100:
             raise OptionError(f"temperature must be 0 to 100, found {self.temperature}")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise OptionError("top-k must not be negative and top-p must be more than 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise OptionError(f"min-p must be 0 to 1, found {self.min_p}")
-        if not 0 < self.repetition_penalty <= 100:
-            raise OptionError(f"the repetition penalty must be more than 0, found {self.repetition_penalty}", "try 1.1")
+        if not LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
+            raise OptionError(
+                f"the repetition penalty must be {LEAST_PENALTY:g} to {MOST_PENALTY:g}, "
+                f"found {self.repetition_penalty:g}",
+                "try 1.1",
+            )
         if self.seed < 0:
             raise OptionError(f"the seed must not be negative, found {self.seed}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.min_p):
@@ -53,9 +63,9 @@ class Sampler:
 
         Raises ExecutionError on NaN.
         """
+        logits = penalised(logits, tokens, self._options.repetition_penalty)  # first: it may overflow
         if not np.isfinite(logits.max()):
             raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
-        logits = penalised(logits, tokens, self._options.repetition_penalty)
         if self._options.temperature == 0:
             return int(np.argmax(logits))
         order, weights = self.distribution(logits)
@@ -87,5 +97,6 @@ def penalised(logits: np.ndarray, tokens: Sequence[int], penalty: float) -> np.n
         return logits
     seen, changed = np.unique(tokens), logits.copy()
     own = changed[seen]
-    changed[seen] = np.where(own > 0, own / np.float32(penalty), own * np.float32(penalty))
+    with np.errstate(over="ignore"):  # the sampler refuses what is infinite then
+        changed[seen] = np.where(own > 0, own / np.float32(penalty), own * np.float32(penalty))
     return np.asarray(changed)

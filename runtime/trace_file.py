@@ -6,7 +6,6 @@ Source: docs/format.md, Routing traces.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 from moec.manifests.errors import InputError
 from moec.manifests.limits import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, TRACE_LINE_JSON
+from moec.manifests.output_file import output_file
 from moec.manifests.strict_json import load_strict_json, shown
 
 from .options import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
@@ -38,25 +38,19 @@ _SINCE_3 = {"little_experts"}
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, whole or not at all. Raises InputError if the place cannot be written, ValueError on passes that
-    begin behind an encoder where the header has none.
+    """Write a trace, whole or not at all. Raises as `output_file`; ValueError on passes that begin behind an encoder
+    where the header has none.
     """
     has_encoder = trace.header.first_decoder_layer > 0
     if not has_encoder and any(each.first_layer for each in trace.passes):
         raise ValueError("the header has no encoder, but passes begin behind one")
-    part = path.with_name(path.name + ".new")
     header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
     lines = [header, *map(_pass_plain, trace.passes)]
     if not has_encoder:
         lines = [_without(line, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY) for line in lines]
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"the trace `{path}` cannot be written: {error.strerror}", "name another file") from error
+    with output_file(path) as file:
+        for line in lines:
+            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
 def read_trace(path: Path) -> Trace:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME
-from moec.manifests.errors import OptionError
-from moec.manifests.limits import MAX_TUNE_BYTES, TUNE_JSON
+from moec.manifests.errors import BundleIncomplete, OptionError
+from moec.manifests.input_file import UnreadableFile, read_input
+from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_TUNE_BYTES, TUNE_JSON
+from moec.manifests.output_file import write_output
 from moec.manifests.strict_json import load_strict_json, shown
 
 from .options import (
@@ -65,36 +67,41 @@ class Tuning:
 
 def tuning_path(bundle: Path) -> Path:
     """Where the file of a bundle is."""
+    return file_next_to(bundle, SUFFIX)
+
+
+def file_next_to(bundle: Path, suffix: str) -> Path:
+    """The path of a file next to a bundle's folder: the name of the folder, links followed, and a suffix."""
     folder = bundle.resolve()
-    return folder.with_name(folder.name + SUFFIX)
+    return folder.parent / (folder.name + suffix)
 
 
 def bundle_sha256(bundle: Path) -> str:
-    """Digest of a bundle's manifest file, which names the digests of all others. Raises OSError."""
-    return hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
+    """Digest of a bundle's manifest file, which names the digests of all others. Raises BundleIncomplete."""
+    path = bundle / MANIFEST_NAME
+    try:
+        return hashlib.sha256(read_input(path, MAX_MANIFEST_BYTES)).hexdigest()
+    except UnreadableFile as error:
+        raise BundleIncomplete(f"`{path}` {error}", "copy the bundle again") from error
 
 
 def write_tuning(bundle: Path, tuning: Tuning) -> Path:
-    """Write the file, whole or not at all. Raises OSError."""
+    """Write the file, whole or not at all. Raises as `output_file`."""
     path = tuning_path(bundle)
-    part = path.with_name(path.name + ".new")
-    part.write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(tuning)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    plain = {"format_version": FORMAT_VERSION, **asdict(tuning)}
+    write_output(path, (json.dumps(plain, indent=1) + "\n").encode())
     return path
 
 
 def read_tuning(bundle: Path) -> Tuning | None:
     """The tuning beside a bundle; None if there is none. Raises ValueError, with what is wrong with the file."""
     path = tuning_path(bundle)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TUNE_BYTES + 1)
-    except FileNotFoundError:
+    if not os.path.exists(path):  # unlike Path.exists, also of a name that is too long
         return None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from error
-    if len(data) > MAX_TUNE_BYTES:
-        raise ValueError(f"has more than {MAX_TUNE_BYTES} bytes")
+    try:
+        data = read_input(path, MAX_TUNE_BYTES, follow_links=True)
+    except UnreadableFile as error:
+        raise ValueError(str(error)) from error
     try:
         plain = load_strict_json(data, TUNE_JSON)
     except ValueError as error:

@@ -69,7 +69,7 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
             'pip install "moec[cuda]"',
         ) from error
     is_cpu = name == TORCH_CPU
-    device = torch.device("cpu") if is_cpu else _cuda(torch.device(name))
+    device = torch.device("cpu") if is_cpu else _cuda(name)
     given = None if options.accelerator_memory is None else parse_bytes(options.accelerator_memory)
     if not is_cpu:
         torch.zeros(1, device=device)  # the driver's share of this process's memory is there from now on
@@ -115,17 +115,18 @@ def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
     return False
 
 
-def _cuda(device: torch.device) -> torch.device:
-    """The device, if it is there. Raises AcceleratorUnavailable."""
+def _cuda(name: str) -> torch.device:
+    """The device `cuda` or `cuda:N`, if it is there. Raises AcceleratorUnavailable."""
     import torch
 
+    index = int(name.partition(":")[2] or 0)  # torch.device keeps it in eight bits
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
+    if index >= count:
         raise AcceleratorUnavailable(
-            f"`--accelerator {device}`: torch {torch.__version__} sees {count} CUDA devices here",
+            f"`--accelerator {name}`: torch {torch.__version__} sees {count} CUDA devices here",
             "leave it out to run on the CPU alone",
         )
-    return torch.device("cuda", device.index or 0)
+    return torch.device("cuda", index)
 
 
 def start_cooperation(

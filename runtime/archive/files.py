@@ -1,9 +1,8 @@
-"""Writing archives and unpacked bundles: sync, free space, and what the system refuses in a user's words."""
+"""Writing archives and unpacked bundles: free space, and what the system refuses in a user's words."""
 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +21,6 @@ def file_errors(place: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFit(f"the disk of `{place}` is full", "free space and run the command again") from error
         raise InputError(f"`{name}`: {error.strerror or error}", "check path and permissions") from error
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def require_free_bytes(folder: Path, need_bytes: int) -> None:

@@ -15,9 +15,10 @@ from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, MoecError, OptionError
 from moec.manifests.limits import MAX_CHUNKS
+from moec.manifests.output_file import put_in_place
 from moec.runtime.bundle import open_bundle
 
-from .files import file_errors, require_free_bytes, sync_directory
+from .files import file_errors, require_free_bytes
 from .layout import (
     CHUNK_BYTES,
     COMPRESSED,
@@ -108,11 +109,10 @@ def pack_bundle(
                 packer = _Packer(file, unfinished, count, total, progress)
                 done = tuple(packer.add(bundle, member, chunk_bytes) for member in members)
                 packer.finish(encode_index(chunk_bytes, len(raw_manifest), packer.chunks))
-            os.replace(beside, archive)
+            put_in_place(beside, archive)
         except (MoecError, OSError):
             beside.unlink(missing_ok=True)
             raise
-        sync_directory(archive.parent)
     return Packed(archive, total, archive.stat().st_size, packer.kept_bytes, done)
 
 

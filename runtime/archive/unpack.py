@@ -21,9 +21,10 @@ from moec.manifests.errors import (
     ManifestInvalid,
     OptionError,
 )
+from moec.manifests.output_file import AtomicFile, FileSystem
 from moec.runtime.bundle import open_bundle
 
-from .files import file_errors, require_free_bytes, sync_directory
+from .files import file_errors, require_free_bytes
 from .layout import (
     AGAIN,
     Index,
@@ -151,7 +152,7 @@ def _publish(partial: Path, target: Path) -> None:
         shutil.rmtree(partial)
         raise
     os.rename(partial, target)
-    sync_directory(target.parent)
+    FileSystem().sync_directory(target.parent)
 
 
 class _Unpacker:
@@ -194,14 +195,9 @@ class _Unpacker:
 
     def finish(self, raw_manifest: bytes) -> None:
         """Write `moec.json`: all other files are on disk."""
-        sync_directory(self._partial)
-        beside = self._partial / _MANIFEST_BESIDE
-        with beside.open("wb") as file:
+        FileSystem().sync_directory(self._partial)
+        with AtomicFile(self._partial / MANIFEST_NAME, self._partial / _MANIFEST_BESIDE, FileSystem()) as file:
             file.write(raw_manifest)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self._partial / MANIFEST_NAME)
-        sync_directory(self._partial)
         self._step(len(raw_manifest))
 
     def _step(self, raw_bytes: int) -> None:

@@ -6,17 +6,17 @@ A record holds the task, the conditions, and a row per setting; rows of the seco
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from moec.manifests.bundle import QUALITY_NAME
-from moec.manifests.errors import InputError, OptionError
+from moec.manifests.errors import OptionError
 from moec.manifests.input_file import UnreadableFile, read_input
 from moec.manifests.limits import MAX_QUALITY_BYTES, QUALITY_JSON
+from moec.manifests.output_file import write_output
 from moec.manifests.strict_json import load_strict_json
 
-from ..tuning import bundle_sha256
+from ..tuning import bundle_sha256, file_next_to
 from .settings import LossyModes, parse_modes
 
 SUFFIX = ".modes.json"
@@ -26,26 +26,19 @@ OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
 
 def record_path(bundle: Path) -> Path:
     """Where the record beside a bundle is."""
-    folder = bundle.resolve()
-    return folder.with_name(folder.name + SUFFIX)
+    return file_next_to(bundle, SUFFIX)
 
 
 def write_record(bundle: Path, record: dict[str, Any]) -> Path:
-    """Write the record beside a bundle, whole or not at all. Raises InputError if the folder refuses.
+    """Write the record beside a bundle, whole or not at all. Raises as `output_file`.
 
     What was measured of the same bundle before, of other settings, stays, each row with its conditions.
     """
     path = record_path(bundle)
-    part = path.with_name(path.name + ".new")
     measured = {row["mode"] for row in record["rows"]}
     rows = [*record["rows"], *(row for row in _rows(_beside(bundle)) if row["mode"] not in measured)]
     plain = {"format_version": FORMAT_VERSION, "bundle": bundle_sha256(bundle), **record, "rows": rows}
-    try:
-        part.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"`{path}` cannot be written: {error.strerror}", "check the folder of the bundle") from error
+    write_output(path, (json.dumps(plain, indent=1) + "\n").encode())
     return path
 
 
@@ -116,7 +109,7 @@ def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_bytes_share: 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        plain = load_strict_json(read_input(path, MAX_QUALITY_BYTES), QUALITY_JSON)
+        plain = load_strict_json(read_input(path, MAX_QUALITY_BYTES, follow_links=True), QUALITY_JSON)
     except (UnreadableFile, ValueError):
         return {}
     return plain if isinstance(plain, dict) else {}

@@ -372,7 +372,7 @@ def test_a_device_that_is_too_small(run: Compile, model: Path, tmp_path: Path) -
     small = profile.replace("= 1_500_000_000", "= 1_000_000").replace('"raspberry-pi-4b-sd"', '"thimble"')
     (tmp_path / "thimble.toml").write_text(small)
     said = refused(run, model, "--bits-per-weight", "4", "--device", tmp_path / "thimble.toml")
-    assert "`thimble` has a memory budget of 1000000 bytes, this model needs" in said
+    assert "`thimble` has a memory budget of" in said
 
 
 def shipped_profiles() -> Path:
@@ -392,10 +392,16 @@ def test_an_output_that_exists_is_left_alone(run: Compile, model: Path, tmp_path
     assert "`out` is not a bundle" in refused(run, model, "--uniform", "4", "-o", "out", "--overwrite")
 
 
-def test_no_folder_to_write_into(run: Compile, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    said = refused(run, model, "--uniform", "4", "-o", "file/out")
-    assert "cannot write `file" in said
+def test_folders_of_the_output_are_made(run: Compile, model: Path, tmp_path: Path) -> None:
+    result = run(model, "--uniform", "4", "-o", "no/such/place/out")
+    assert result.exit_code == 0, result.stderr
+    check_bundle(tmp_path / "no" / "such" / "place" / "out")
+
+
+def test_no_folder_to_write_into(run: Compile, model: Path) -> None:
+    said = refused(run, model, "--uniform", "4", "-o", "tiny/config.json/out")
+    assert "`tiny/config.json/out` cannot be written: `tiny/config.json` is not a folder" in said
+    refused(run, model, "--uniform", "5", "-o", "made/for/nothing/out")
 
 
 def test_too_little_space_is_known_before_writing(run: Compile, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,11 +447,9 @@ def test_a_full_disk_during_the_search_keeps_what_was_measured(
     check_bundle(tmp_path / "out")
 
 
-def test_a_picture_that_cannot_be_written_is_no_fault(run: Compile, model: Path, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_known_before_the_work(run: Compile, model: Path, tmp_path: Path) -> None:
     (tmp_path / "out.report.png").mkdir()
-    result = run(model, "--uniform", "4", "-o", "out")
-    assert result.exit_code == 1 and "error: cannot write" in result.stderr and "Traceback" not in result.stderr
-    check_bundle(tmp_path / "out")
+    assert "`out.report.png` cannot be written" in refused(run, model, "--uniform", "4", "-o", "out")
 
 
 def test_a_sweep_prints_a_table_and_leaves_a_curve_beside(

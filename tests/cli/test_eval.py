@@ -149,6 +149,6 @@ def test_models_that_are_none(invoke: Invoke, own_bundle: Path, texts: Path, tmp
     assert beheaded.exit_code == 3 and "moec.json" in beheaded.stderr
 
 
-def test_items_that_cannot_be_written(invoke: Invoke, bundle: Path, texts: Path, tmp_path: Path) -> None:
-    result = invoke("eval", bundle, "--data", texts, "--per-item", tmp_path / "no" / "items.jsonl")
+def test_items_that_cannot_be_written(invoke: Invoke, bundle: Path, texts: Path) -> None:
+    result = invoke("eval", bundle, "--data", texts, "--per-item", texts / "items.jsonl")
     assert result.exit_code == 1 and "cannot be written" in result.stderr and result.stdout == ""

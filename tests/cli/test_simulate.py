@@ -232,7 +232,8 @@ def test_a_trace_that_cannot_be_written_is_refused(
     invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
     arguments = ("bench", mixed_bundle, "--tokens", 3, "--prompt", "Hello", "--expert-cache", "40%")
-    refused = invoke(*arguments, "--trace-out", tmp_path / "none" / "a.trace")
+    (tmp_path / "file").touch()
+    refused = invoke(*arguments, "--trace-out", tmp_path / "file" / "a.trace")
     assert refused.exit_code == 1 and "cannot be written" in refused.stderr
 
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_foreseen_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", layers=2, experts=3)
     with pytest.raises(OptionError, match="a forecast of a search counts the texts"):
         forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, bits=(2, 3, 4), group_sizes=(32,)))
-    with pytest.raises(MoecError, match="cannot write"):
+    with pytest.raises(MoecError, match="cannot be written"):
         forecast(make_request(model, Path("/proc/none/out"), "uniform", 4))
     assert forecast(make_request(model, tmp_path / "none" / "out", "uniform", 4)), "the compile makes the folder"
     assert names(tmp_path) == {"model"}

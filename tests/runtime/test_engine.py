@@ -90,11 +90,14 @@ def test_prompts_that_make_no_sense(engine: Engine) -> None:
         for wrong in (288, -1, 1 << 40):
             with pytest.raises(InputError, match=f"token id {wrong} is outside the vocabulary of 288"):
                 call([5, wrong])
+        for foreign in (float("nan"), "a", 1.5, True):
+            with pytest.raises(InputError, match="token ids must be whole numbers"):
+                call([5, foreign])
     with pytest.raises(InputError, match="the prompt is empty"):
         engine.generate("")
-    for limit in (0, -1):
-        with pytest.raises(OptionError, match=f"max_new_tokens must be at least 1, found {limit}"):
-            engine.generate([5], max_new_tokens=limit)
+    for limit in (0, -1, 1.5, True):
+        with pytest.raises(OptionError, match=f"max_new_tokens must be a whole number of 1 or more, found {limit}"):
+            engine.generate([5], max_new_tokens=limit)  # type: ignore[arg-type]
 
 
 def test_a_prompt_longer_than_a_pass(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

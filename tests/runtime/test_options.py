@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import ExecutionError, InputError, OptionError
 from moec.runtime import RuntimeOptions, load
 from moec.runtime.options import MAX_THREADS, parse_bytes, parse_cache
 from moec.runtime.sampling import Sampler, SamplingOptions, penalised
+from moec.runtime.token_ids import checked_ids
 
 
 @pytest.mark.parametrize(
@@ -64,13 +66,75 @@ def test_shares_of_the_experts() -> None:
         ({"threads": -1}, "must not be negative"),
         ({"slots": 0}, "slots must be at least 1"),
         ({"threads": MAX_THREADS + 1}, f"threads must be at most {MAX_THREADS}"),
-        ({"memory": 2 << 30}, "`2147483648` is not a size"),
-        ({"expert_cache": 0.5}, "`0.5` is not a size"),
+        ({"memory": 2 << 30}, "`memory` must be a text or None, found 2147483648"),
+        ({"expert_cache": 0.5}, "`expert_cache` must be a text or None, found 0.5"),
+        ({"slots": 1.5}, "`slots` must be a whole number, found 1.5"),
+        ({"threads": True}, "`threads` must be a whole number, found True"),
+        ({"verify": "no"}, "`verify` must be True or False, found 'no'"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         RuntimeOptions(**options)
+
+
+class Strange:
+    """Has no representation."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RuntimeOptions)])
+def test_every_option_has_a_type(name: str) -> None:
+    default = getattr(RuntimeOptions(), name)
+    for value in (True, 1, 1.5, float("nan"), "text", b"text", [], {}, Strange(), DEEP, np.int64(1), 10**5000):
+        if type(value) is type(default) or (default is None and isinstance(value, str)):
+            continue
+        with pytest.raises(OptionError, match=f"`{name}` must be") as caught:
+            RuntimeOptions(**{name: value})
+        assert len(caught.value.message) < 150
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingOptions)])
+def test_every_option_of_sampling_has_a_type(name: str) -> None:
+    for value in (True, "1", None, [], np.float32(1)):
+        with pytest.raises(OptionError, match=f"`{name}` must be"):
+            SamplingOptions(**{name: value})
+    assert SamplingOptions(temperature=1) == SamplingOptions(temperature=1.0), "a whole number is a number"
+
+
+@pytest.mark.parametrize("penalty", [1e-40, 0.009, 101.0, float("nan"), float("inf"), -1.0])
+def test_a_penalty_that_would_overflow_is_refused(penalty: float) -> None:
+    with pytest.raises(OptionError, match=r"must be 0\.01 to 100, found"):
+        SamplingOptions(temperature=1.0, repetition_penalty=penalty)
+
+
+def test_logits_that_the_penalty_makes_infinite_are_refused() -> None:
+    sampler = Sampler(SamplingOptions(temperature=1.0, repetition_penalty=0.01))
+    with pytest.raises(ExecutionError, match="NaN or infinity"):
+        sampler(np.array([1, 3e38, 3], np.float32), [1])
+    assert sampler(np.array([-1e30, 3e30, -3], np.float32), [1]) == 1
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[float("nan")], ["a"], [1.5], [True], [None], [[1]], [b"a"], 5, None, [np.float32(1)], [1, 2, "3"]],
+)
+def test_token_ids_that_are_none(tokens: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        checked_ids(tokens)
+    assert "\n" not in caught.value.message
+
+
+def test_token_ids() -> None:
+    assert checked_ids((1, np.int64(2), np.uint16(3))) == [1, 2, 3]
+    assert checked_ids(np.array([4, 5], np.int32)) == [4, 5]  # type: ignore[arg-type]
 
 
 def test_an_option_that_does_not_exist() -> None:

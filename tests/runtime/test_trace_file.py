@@ -263,7 +263,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_trace(tmp_path / "none")
     with pytest.raises(InputError, match="cannot be written"):
-        write_trace(tmp_path / "none" / "t", Trace(TraceHeader("", (), (), 1, "off", 1, 1, 1, 1), ()))
+        write_trace(path / "t", Trace(TraceHeader("", (), (), 1, "off", 1, 1, 1, 1), ()))
     path.write_bytes(b"[" * 100_000)
     with pytest.raises(InputError, match="bad"):
         read_trace(path)

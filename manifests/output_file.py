@@ -1,0 +1,379 @@
+"""Write files: atomically where a regular file or nothing is, straight into a device, a pipe or standard output.
+
+`check_output` says before the work whether a file can be written, `output_file` writes it. `AtomicFile` is what both
+the files that a user names and the compiler's own files are written with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Protocol
+
+from .errors import DoesNotFit, InputError, MoecError
+
+STDOUT = Path("-")
+"""The name of standard output."""
+WRITING_SUFFIX = ".writing"
+"""Last part of the name of a file that is not complete."""
+_MAX_LINKS = 40
+_NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+_REMEDY = "name another place, or check its permissions"
+
+
+class Writer(Protocol):
+    """What a producer of a file's content is given."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Append. Raises OSError."""
+
+
+class FileSystem:
+    """The operations of a write. A subclass may watch each of them or let it fail."""
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a new file. What a killed run left there is removed, a link is not followed. Raises OSError."""
+        try:
+            return path.open("xb")  # which follows no link
+        except FileExistsError:
+            path.unlink()
+            return path.open("xb")
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """Append to an open file. Raises OSError."""
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Make the content of an open file durable. Raises OSError."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give `source` the name `target`, whatever has it. Raises OSError."""
+        os.replace(source, target)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a folder durable: new, renamed and removed ones. Raises OSError."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a new folder. Raises OSError."""
+        path.mkdir()
+
+    def remove(self, path: Path) -> None:
+        """Remove a file. Raises OSError."""
+        path.unlink()
+
+
+class AtomicFile:
+    """The next content of a file, written front to back. On a clean exit it is synced and takes the file's name.
+
+    On any other exit nothing is left of it, and what had the name is untouched. Permissions and owner of an existing
+    file are kept.
+
+    target: the file; its last part is never followed if it is a link.
+    temporary: where the content grows, in the same folder.
+    """
+
+    def __init__(self, target: Path, temporary: Path, system: FileSystem) -> None:
+        self._target, self._temporary, self._system = target, temporary, system
+        self._file: BinaryIO | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append. Raises OSError."""
+        if self._file is None:
+            raise RuntimeError("the file is not open")
+        self._system.write(self._file, data)
+
+    def __enter__(self) -> AtomicFile:
+        self._file = file = self._system.open(self._temporary)
+        try:
+            self._copy_permissions(file)
+        except BaseException:
+            self._discard(file)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            if error is None:
+                self._system.sync(file)
+                file.close()
+                put_in_place(self._temporary, self._target, self._system)
+        except BaseException:
+            self._discard(file)
+            raise
+        if error is not None:
+            self._discard(file)
+
+    def _copy_permissions(self, file: BinaryIO) -> None:
+        """Give the new file the mode of the one that it replaces, and its owner where the system allows it."""
+        try:
+            before = os.lstat(self._target)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(before.st_mode):
+            return
+        now = os.fstat(file.fileno())
+        if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
+            with contextlib.suppress(OSError):
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
+        if stat.S_IMODE(now.st_mode) != stat.S_IMODE(before.st_mode):
+            os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
+
+    def _discard(self, file: BinaryIO) -> None:
+        """Close and remove the unfinished file. The first error is the one to report, so later ones are dropped."""
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(OSError):
+            self._system.remove(self._temporary)
+
+
+def put_in_place(temporary: Path, target: Path, system: FileSystem | None = None) -> None:
+    """Give a finished and synced file its name, and make that durable. Raises OSError."""
+    system = system or FileSystem()
+    system.rename(temporary, target)
+    system.sync_directory(target.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the bytes of an output go.
+
+    path: the file, links followed; or a device or a pipe, if is_stream; or standard output.
+    descriptor: of this process, where the path names one, like `/dev/stdout` does.
+    """
+
+    path: Path
+    is_stream: bool = False
+    descriptor: int | None = None
+
+    def open_stream(self) -> BinaryIO:
+        """Open for writing without creating, cutting or replacing anything. Raises OSError."""
+        if self.descriptor is not None:
+            return os.fdopen(os.dup(self.descriptor), "wb")
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise FileExistsError(errno.EEXIST, "a file has taken the place of a device or a pipe")
+        return os.fdopen(descriptor, "wb")
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[Writer]:
+    """Write the file that a user named. It appears on a clean exit; before that, and on any failure, nothing changes.
+
+    A link is followed. A device or a pipe is written to, and `-` is standard output: those get the bytes as they come.
+    Missing folders are made. Raises InputError, DoesNotFit (the disk is full); BrokenPipeError where a reader has left.
+
+    with output_file(path) as file:
+        file.write(b"...")
+    """
+    if path == STDOUT:
+        with write_errors("standard output"):
+            stream = _standard_output()
+            yield stream
+            stream.flush()
+        return
+    place = _find_place(path)
+    with write_errors(path):
+        if place.is_stream:
+            with place.open_stream() as stream:
+                yield stream
+            return
+        with made_folders(place.path), AtomicFile(place.path, temporary_path(place.path), FileSystem()) as file:
+            yield file
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write the file that a user named, of this content. Raises as `output_file`."""
+    with output_file(path) as file:
+        file.write(data)
+
+
+def check_output(path: Path) -> None:
+    """Ask before any work whether `output_file` can write this file. Nothing is left of the question.
+
+    Raises InputError, DoesNotFit.
+    """
+    if path == STDOUT:
+        _standard_output()
+        return
+    place = _find_place(path)
+    if place.descriptor is not None:
+        return
+    if os.path.lexists(place.path) and not os.access(place.path, os.W_OK):
+        raise InputError(f"`{path}` cannot be written: {_access_reason(place.path)}", _REMEDY)
+    if not place.is_stream:
+        if _is_mount_point(place.path):
+            raise InputError(f"`{path}` is a mount point, so it cannot be replaced", "mount its folder instead")
+        check_folder(place.path)
+
+
+def check_folder(path: Path, suffix: str = "") -> None:
+    """Ask before any work whether a new file or folder of this name can be made, missing folders above it as well.
+
+    path: what is to be made. suffix: the longest that is added to its name on the way.
+    Raises InputError, DoesNotFit.
+    """
+    with write_errors(path):
+        if path.name in ("", ".."):
+            raise InputError(f"`{path}` names no file or folder of its own", "add a name")
+        folder, missing = path.parent, list[str]()
+        while not _is_folder(folder):
+            if os.path.lexists(folder):
+                raise InputError(f"`{folder}` is a link to nothing", _REMEDY)
+            if folder == folder.parent:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            missing.append(folder.name)
+            folder = folder.parent
+        longest = os.pathconf(folder, "PC_NAME_MAX")
+        for name in (path.name + suffix, *missing):
+            if len(os.fsencode(name)) > longest:
+                raise InputError(f"`{path}` cannot be written: a name may have {longest} bytes here", "shorten it")
+        _try_new_file(folder)
+
+
+@contextmanager
+def made_folders(path: Path, system: FileSystem | None = None) -> Iterator[None]:
+    """Make the missing folders above `path`; those that are empty at the end are removed again. Raises OSError."""
+    system = FileSystem() if system is None else system
+    made = list[Path]()
+    try:
+        for folder in reversed(path.parents):
+            if not folder.is_dir():
+                with contextlib.suppress(FileExistsError):  # another process was first
+                    system.make_directory(folder)
+                    made.append(folder)
+                    system.sync_directory(folder.parent)
+        yield
+    finally:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def write_errors(place: object, kind: type[MoecError] = InputError) -> Iterator[None]:
+    """Turn a full disk into DoesNotFit and other refusals of the system into `kind`, both naming the place.
+
+    BrokenPipeError passes: that a reader has left is no error of the writer's.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DoesNotFit(f"the disk of `{place}` is full", "free space, or name another place") from error
+        raise kind(f"`{place}` cannot be written: {error.strerror or error}", _REMEDY) from error
+
+
+def temporary_path(target: Path) -> Path:
+    """Return a name next to `target` that nothing has, within what the file system allows. Raises OSError."""
+    mark = f".{os.urandom(4).hex()}{WRITING_SUFFIX}"
+    room = os.pathconf(target.parent, "PC_NAME_MAX") - len(mark) - 1
+    name = os.fsencode(target.name)[:room].decode("utf-8", "ignore")
+    return target.with_name(f".{name}{mark}")
+
+
+def _find_place(path: Path) -> _Place:
+    """Where the bytes go. Raises InputError for what can never be written."""
+    try:
+        descriptor = _own_descriptor(path)
+        if descriptor is not None:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise InputError(f"`{path}` is open for reading alone", "name another file")
+            return _Place(path, is_stream=True, descriptor=descriptor)
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            mode = None
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise InputError(f"`{path}` cannot be written: {reason}", "name another file") from error
+    if mode is not None and stat.S_ISDIR(mode):
+        raise InputError(f"`{path}` cannot be written: it is a folder", "name a file")
+    if mode is not None and stat.S_ISSOCK(mode):
+        raise InputError(f"`{path}` cannot be written: it is a socket", "name a file, a pipe or a device")
+    if mode is not None and not stat.S_ISREG(mode):
+        return _Place(path, is_stream=True)
+    return _Place(Path(os.path.realpath(path)) if path.is_symlink() else path)
+
+
+def _own_descriptor(path: Path) -> int | None:
+    """The descriptor of this process that a path like `/dev/stdout` or `/dev/fd/3` names. Raises OSError."""
+    own = f"/proc/{os.getpid()}/fd"
+    for _ in range(_MAX_LINKS):
+        if path.name.isdecimal() and os.path.realpath(path.parent) == own:
+            return int(path.name)
+        if not path.is_symlink():
+            return None
+        path = path.parent / os.readlink(path)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _standard_output() -> BinaryIO:
+    if sys.stdout is None or sys.stdout.closed:
+        raise InputError("standard output is closed", "name a file")
+    sys.stdout.flush()
+    return sys.stdout.buffer
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a folder is there. Raises OSError where something else is, or the system does not say."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, f"`{path}` is not a folder")
+    return True
+
+
+def _try_new_file(folder: Path) -> None:
+    """Make a file in a folder that is never seen there, or is removed at once. Raises OSError."""
+    try:
+        os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
+        return
+    except OSError as error:
+        if error.errno not in _NO_ANONYMOUS_FILES:
+            raise
+    tried = temporary_path(folder / "moec")
+    os.close(os.open(tried, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    tried.unlink()
+
+
+def _access_reason(path: Path) -> str:
+    is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    return os.strerror(errno.EROFS if is_read_only else errno.EACCES)
+
+
+def _is_mount_point(path: Path) -> bool:
+    """Whether a file is mounted there, as containers do: it could be written into, but not replaced."""
+    if not path.exists():
+        return False
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    wanted = os.path.realpath(path).replace("\\", "\\134").replace(" ", "\\040")
+    return any(line.split(" ")[4:5] == [wanted] for line in lines)

@@ -1,0 +1,51 @@
+"""One check for all fields of a dataclass of options: each has the type that its declaration names."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from moec.manifests.errors import OptionError
+
+_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+
+
+def check_field_types(options: Any) -> None:
+    """Refuse a value of another type than its field's: True is no number, 1.0 no whole number, 1 is a number.
+
+    options: an instance of a dataclass whose fields are int, float, bool, str, a Literal of texts, or a union of them.
+    Raises OptionError that names the field. What a value may be within its type is not looked at.
+    """
+    kind: Any = type(options)
+    for name, allowed in _declared(kind):
+        value = getattr(options, name)
+        if type(value) not in allowed:
+            expected = " or ".join(_WORDS[kind] for kind in allowed if kind is not int or float not in allowed)
+            raise OptionError(f"the option `{name}` must be {expected}, found {_shown(value)}", "see `moec run --help`")
+
+
+@functools.cache
+def _declared(kind: Any) -> tuple[tuple[str, tuple[type, ...]], ...]:
+    """The types that each field may have."""
+    hints = get_type_hints(kind)
+    return tuple((field.name, tuple(dict.fromkeys(_allowed(hints[field.name])))) for field in fields(kind))
+
+
+def _allowed(hint: Any) -> tuple[type, ...]:
+    if get_origin(hint) is Literal:
+        return tuple(type(value) for value in get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(kind for part in get_args(hint) for kind in _allowed(part))
+    return (float, int) if hint is float else (hint,)
+
+
+def _shown(value: object) -> str:
+    """A value of any kind for a message, short, without calling what a stranger's class makes of it."""
+    if isinstance(value, str | int | float | list | tuple | dict | None):
+        try:
+            return repr(value)[:60]
+        except (RecursionError, ValueError):  # nested too deeply; more digits than are written
+            pass
+    return f"a `{type(value).__name__}`"

@@ -1,0 +1,170 @@
+"""The console script as a process: interrupts at any time, standard streams that refuse, warnings of other packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = [str(Path(sys.executable).with_name("moec"))]
+MODULE = [sys.executable, "-m", "moec.cli.main"]
+
+
+def start(command: list[str], *arguments: object, packages: Path | None = None, **environment: str) -> list[str]:
+    """A command line with environment variables. packages: a folder that is searched before installed packages."""
+    path = {} if packages is None else {"PYTHONPATH": str(packages)}
+    variables = [f"{name}={value}" for name, value in {**path, **environment}.items()]
+    return ["env", *variables, *command, *map(str, arguments)]
+
+
+def moec(*arguments: object, packages: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = start(SCRIPT, *arguments, packages=packages, **environment)
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def shell(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`moec` is "$@"."""
+    line = ["bash", "-c", command, "bash", *SCRIPT, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+CONVERTED = (
+    "import os, signal, time\n"
+    "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+    "except KeyboardInterrupt as problem:\n    raise ImportError('cannot load the extension') from problem\n"
+)
+
+
+@pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
+@pytest.mark.parametrize(
+    ("package", "content"),
+    [("click", INTERRUPT), ("tokenizers", INTERRUPT), ("numpy", INTERRUPT), ("tokenizers", CONVERTED)],
+)
+def test_an_interrupt_while_modules_are_loaded(
+    bundle: Path, tmp_path: Path, command: list[str], package: str, content: str
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(content)
+    line = start(command, "run", bundle, "--prompt", "x", packages=tmp_path)
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored(bundle: Path) -> None:
+    """As of a job in the background of a script."""
+    done = shell("trap '' INT; PYTHONSTARTUP= \"$@\" & sleep 0.05; kill -INT $!; wait $!; echo $?", "--version")
+    assert done.stdout.splitlines()[-1] == "0" and done.stderr == ""
+
+
+@pytest.mark.parametrize("options", [("--prompt", "x", "--max-new-tokens", 2), ("--prompt", "x", "--json")])
+def test_a_full_disk_at_standard_output(bundle: Path, options: tuple[object, ...]) -> None:
+    done = shell('"$@" > /dev/full; echo $?', "run", bundle, *options)
+    assert done.stdout == "1\n"
+    assert "error: standard output cannot be written: No space left on device\n" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_help_for_a_full_disk() -> None:
+    done = shell('"$@" > /dev/full; echo $?', "--help")
+    assert done.stdout == "1\n" and "No space left" in done.stderr and "Exception" not in done.stderr
+
+
+def test_a_closed_standard_output(bundle: Path, tmp_path: Path) -> None:
+    done = shell('"$@" >&-; echo $?', "run", bundle, "--prompt", "x", "--max-new-tokens", 2)
+    assert done.stdout == "1\n" and "error: standard output is closed\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = shell('"$@" <&- 2>&-; echo $?', "inspect", bundle)
+    assert done.stdout.endswith("0\n") and "bundle" in done.stdout
+    done = shell('"$@" >&-; echo $?', "bench", bundle, "--tokens", 2, "--prompt", "x", "--trace-out", "-")
+    assert done.stdout == "1\n" and "standard output is closed" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["2> /dev/full", "2>&-"])
+def test_a_standard_error_that_refuses_loses_talk_alone(bundle: Path, tmp_path: Path, place: str) -> None:
+    done = shell(f'"$@" {place}; echo $?', "run", bundle, "--prompt", "x", "--max-new-tokens", 2)
+    assert done.stdout.endswith("0\n") and done.stderr == ""
+    done = shell(f'"$@" {place}; echo $?', "pack", bundle, tmp_path / "packed")
+    assert done.stdout.endswith("0\n") and done.stderr == ""
+
+
+def test_a_prompt_from_a_standard_input_that_is_closed_or_no_text(bundle: Path) -> None:
+    done = shell('"$@" <&-', "run", bundle, "--prompt", "-")
+    assert done.returncode == 1 and "the prompt is empty" in done.stderr
+    done = shell('printf "ab\\377c" | "$@"', "run", bundle, "--prompt", "-")
+    assert done.returncode == 1 and "the prompt is not UTF-8 at character 2" in done.stderr
+
+
+def test_a_reader_that_leaves_ends_the_command_in_silence(bundle: Path) -> None:
+    line = start(SCRIPT, "inspect", bundle)
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(line, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+LOUD = """
+import logging, sys, warnings
+from fsspec.implementations.local import LocalFileSystem
+
+warnings.warn("loud while it is loaded", FutureWarning)
+
+class LoudFileSystem(LocalFileSystem):
+    protocol = "loud"
+
+    def ls(self, path, detail=False, **options):
+        warnings.warn("loud in its own name", UserWarning)
+        for level in range(1, 12):
+            try:
+                warnings.warn("loud in the name of its caller", FutureWarning, stacklevel=level)
+            except ValueError:
+                break
+        logging.getLogger("loud").warning("loud in a log")
+        return super().ls(path, detail, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("loud://"))
+"""
+
+
+def test_warnings_of_other_packages_are_hidden_unless_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    (packages / "loud-1.0.dist-info").mkdir(parents=True)
+    (packages / "loud-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1.0\n")
+    (packages / "loud-1.0.dist-info" / "entry_points.txt").write_text("[fsspec.specs]\nloud = loud.LoudFileSystem\n")
+    (packages / "loud.py").write_text(LOUD)
+    arguments = ("compile", f"loud://{checkpoint}", "--uniform", 8, "--group-size", 32, "--device", "laptop", "-o")
+    quiet = moec(*arguments, tmp_path / "quiet", packages=packages, HOME=str(tmp_path))
+    assert quiet.returncode == 0, quiet.stderr
+    assert "arn" not in quiet.stderr and "loud in" not in quiet.stderr and "loud while" not in quiet.stderr
+    shown = moec(*arguments, tmp_path / "loud", packages=packages, HOME=str(tmp_path), MOEC_WARNINGS="1")
+    assert shown.returncode == 0, shown.stderr
+    for text in ("while it is loaded", "in its own name", "in the name of its caller", "in a log"):
+        assert f"loud {text}" in shown.stderr, text
+
+
+def test_warnings_of_our_own_modules_are_shown() -> None:
+    script = (
+        "import warnings; from moec.cli.foreign_warnings import hide_foreign_warnings; hide_foreign_warnings()\n"
+        "import numpy as np\n"
+        "own = 'import warnings\\ndef f(): warnings.warn(\"ours\", UserWarning)\\n'\n"
+        "foreign = 'import warnings\\ndef f(): warnings.warn(\"theirs\", UserWarning, stacklevel=2)\\n'\n"
+        "caller = 'def f(): theirs()\\n'\n"
+        "extension = 'def f(): numpy.float32(1) / numpy.float32(0)\\n'\n"
+        "spaces = {name: {'__name__': name, 'numpy': np} for name in ('moec.a', 'other', 'moec.b', 'moec.c')}\n"
+        "for name, text in zip(spaces, (own, foreign, caller, extension)): exec(text, spaces[name])\n"
+        "spaces['moec.b']['theirs'] = spaces['other']['f']\n"
+        "for name in ('moec.a', 'moec.b', 'moec.c'): spaces[name]['f']()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "UserWarning: ours" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped(bundle: Path, tmp_path: Path) -> None:
+    done = moec("pack", bundle, tmp_path / "\u4e16.moec", PYTHONIOENCODING="latin-1")
+    assert done.returncode == 0 and r"\u4e16.moec" in done.stdout, done.stderr
