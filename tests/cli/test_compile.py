@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from moec.cli.compile import compile_command
 from moec.compiler import durable
 from moec.compiler.durable import Disk
-from moec.manifests.errors import CheckpointError
-from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_problems, save_texts
+from tests.tiny_compile import check_bundle, contents, names, save_model, save_problems, save_texts
 
 from .conftest import Invoke
 
@@ -209,79 +207,6 @@ def test_all_that_is_wrong_with_a_model_in_one_report(run: Compile, model: Path)
     assert result.exit_code == 1
     for part in ("model.norm.weight", "model.embed_tokens.weight", "tokenizer.json", "3 problems"):
         assert part in result.stderr
-
-
-TOKENIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no model": lambda plain: plain.pop("model"),
-    "panics on loading": lambda plain: plain.update(
-        normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-    ),
-    "panics on a text": lambda plain: plain.update(pre_tokenizer={"type": "FixedLength", "length": 0}),
-    "knows no word": lambda plain: plain.update(
-        model={"type": "WordPiece", "unk_token": "?", "vocab": {}, "continuing_subword_prefix": "##",
-               "max_input_chars_per_word": 100}
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", *TOKENIZERS])
-def test_a_tokenizer_that_a_run_would_refuse_is_refused_before_work(
-    run: Compile, model: Path, content: bytes | str
-) -> None:
-    path = model / "tokenizer.json"
-    if isinstance(content, str):
-        plain = json.loads(path.read_text())
-        TOKENIZERS[content](plain)
-        content = json.dumps(plain).encode()
-    path.write_bytes(content)
-    assert "tokenizer.json` is not a tokenizer: " in refused(run, model, "--uniform", "4")
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "large", "link to nothing"])
-def test_files_of_a_model_that_are_no_files(model: Path, tmp_path: Path, name: str, kind: str) -> None:
-    """A pipe would block, and a device has no end: in a thread, whose process does not wait for it."""
-    path = model / name
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "large":
-        with path.open("wb") as file:
-            file.truncate(1 << 40)
-    else:
-        path.symlink_to("nowhere")
-    found = list[Exception]()
-
-    def compile_it() -> None:
-        try:
-            compile_tiny(model, tmp_path / "out", "uniform", 4)
-        except CheckpointError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=compile_it, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive() and len(found) == 1
-    expected = {
-        "pipe": "is a pipe",
-        "device": "is a device",
-        "large": "1099511627776 bytes",
-        "link to nothing": "missing",
-    }
-    assert name in str(found[0]) and expected[kind] in str(found[0])
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_folder_of_links_is_compiled(run: Compile, model: Path, tmp_path: Path) -> None:
-    """A cache of the hub consists of links."""
-    (tmp_path / "cache").mkdir()
-    for path in model.iterdir():
-        (tmp_path / "cache" / path.name).symlink_to(path)
-    result = run(tmp_path / "cache", "--uniform", "4", "-o", "out")
-    assert result.exit_code == 0, result.stderr
-    assert check_bundle(tmp_path / "out")["bits"]["formats"] == {"q4g64": 6}
 
 
 # -- bad input: data ---------------------------------------------------------------------------------------------------
