@@ -95,7 +95,7 @@ def _ternary_lanes(tiles: Bytes) -> Bytes:
     fractions = tiles[:, : _TERNARY_PLANES * _PLANE_BYTES].reshape(-1, _TERNARY_PLANES, 1, _PLANE_BYTES)
     digits = []
     for _ in range(_TERNARY_DIGITS):
-        tripled = fractions * np.uint16(3)
+        tripled = fractions.astype(np.uint16) * np.uint16(3)  # numpy 1 keeps bytes times a small number bytes
         digits.append((tripled >> 8).astype(np.uint8))
         fractions = tripled.astype(np.uint8)
     lanes = np.concatenate(digits, axis=2).reshape(len(tiles), -1, _PLANE_BYTES)

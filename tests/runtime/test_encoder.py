@@ -12,6 +12,7 @@ import pytest
 
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError
 from moec.manifests.quant import QuantSpec
+from moec.profiles.probe import resident_set_bytes
 from moec.runtime import kernels, load
 from moec.runtime.batch import forced_logits, generate_many
 from moec.runtime.bundle import open_bundle
@@ -226,7 +227,7 @@ def test_a_prompt_longer_than_a_pass_is_one_pass(folder: Path, tmp_path: Path, m
 
 def test_a_budget_is_kept_by_the_elastic_cache(bundle: Path) -> None:
     """Prompts, copied slots and decoded tokens: what the cache may take follows the longest of them."""
-    with load(bundle, memory="1GiB", context=64, slots=2) as engine:
+    with load(bundle, memory=str(resident_set_bytes() + (1 << 30)), context=64, slots=2) as engine:
         engine.begin_texts([0], [PROMPT])
         engine.prefill([START])
         engine.copy_slots([0, 0], 1)
