@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.seed import Seed
+from tests.hostile.seed import Seed, edit_manifest
 
 PROMPT = ("run", "{bundle}", "--prompt", "Question: aaaaaaaaaaaaaaaa!", "--max-new-tokens", "2")
 CHAT = ("run", "{bundle}", "--chat", "--prompt", "hello", "--max-new-tokens", "2")
@@ -45,8 +45,19 @@ def _template(name: str, text: str, codes: frozenset[int] = DAMAGED) -> Seed:
     return Seed(f"template: {name}", CHAT, codes, partial(_write, "chat_template.jinja", text.encode()))
 
 
+def _only_settings(text: str, bundle: Path) -> None:
+    """Write the settings and take a template file away, which would be used instead of theirs."""
+    _write("tokenizer_config.json", text.encode(), bundle)
+    (bundle / "chat_template.jinja").unlink(missing_ok=True)
+
+    def unlist(plain: dict[str, Any]) -> None:
+        plain["files"] = [entry for entry in plain["files"] if entry["name"] != "chat_template.jinja"]
+
+    edit_manifest(bundle, unlist)
+
+
 def _settings(name: str, text: str, codes: frozenset[int]) -> Seed:
-    return Seed(f"settings: {name}", CHAT, codes, partial(_write, "tokenizer_config.json", text.encode()))
+    return Seed(f"settings: {name}", CHAT, codes, partial(_only_settings, text))
 
 
 def _tokenizer(name: str, codes: frozenset[int] = DAMAGED, **sections: Any) -> Seed:
