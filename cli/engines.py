@@ -79,7 +79,13 @@ class BundleEngine:
         return [collected[index] for index in range(len(pairs))]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        """Tokens of prompts and answers, see evaluation/text_pairs.py."""
+        """Tokens of prompts and answers, see evaluation/text_pairs.py.
+
+        Raises ContextOverflow for a text that is too long to be encoded.
+        """
+        for pair in pairs:
+            for text in pair:
+                self.engine.tokenizer.check_size(text, self.engine.memory)
         has_encoder = self.engine.bundle.manifest.model.encoder is not None
         return encode_pairs(self.engine.tokenizer, pairs, is_joint=not has_encoder)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from moec.manifests.errors import OptionError
 from . import output
 from .mode_sweep import decisions_text, say_decisions
 from .paths import bundle_argument
+from .prompts import RunPrompt
 from .runtime_options import (
     accelerator_facts,
     accelerator_options,
@@ -81,18 +81,17 @@ def run_command(
     moec run mixtral-moec --prompt $'Question: What is 2 + 3?\\nAnswer:' --memory 2GiB
     echo "Once upon a time" | moec run mixtral-moec --prompt - --temperature 0.8 --seed 1
     """
-    from moec.runtime.sampling import SamplingOptions
+    with RunPrompt(prompt, chat, system) as chosen:  # first: its process imports while this one does
+        from moec.runtime.sampling import SamplingOptions
 
-    sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    search = _beam_options(beams, length_penalty, sampling, stop)
-    options = build_options(values, beams, bundle)
-    if system is not None and not chat:
-        raise OptionError("`--system` has no effect without `--chat`", "add `--chat`")
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with open_engine(bundle, options, values["kernels"]) as engine:
+        sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        search = _beam_options(beams, length_penalty, sampling, stop)
+        options = build_options(values, beams, bundle)
+        opened = open_engine(bundle, options, values["kernels"], lambda found: chosen.read(found, options))
+    with opened as engine:
         output.say(engine.mode)
         say_mode_cost(bundle, engine)
-        tokens = _chat_tokens(engine, text, system) if chat else engine.encode(text)
+        tokens = engine.encode(chosen.text, chosen.adds_special_tokens)
         if search is not None:
             _print_beams(engine, tokens, max_new_tokens, search, as_json)
             return
@@ -103,18 +102,6 @@ def run_command(
         output.say(statistics_block(result[1], result[0].get("decisions")))
         if engine.model.accelerator is not None:
             output.say(f"experts computed: {engine.model.accelerator.counts.to_text()}")
-
-
-def _chat_tokens(engine: Engine, text: str, system: str | None) -> list[int]:
-    from moec.runtime.bundle import verify_files
-    from moec.runtime.chat import CONFIG_NAME, TEMPLATE_NAME, render_chat
-
-    if engine.options.verify:
-        listed = {entry.name for entry in engine.bundle.manifest.files}
-        verify_files(engine.bundle, [name for name in (TEMPLATE_NAME, CONFIG_NAME) if name in listed])
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    rendered = render_chat(engine.bundle.path, [*messages, {"role": "user", "content": text}])
-    return engine.encode(rendered, adds_special_tokens=False)
 
 
 def _beam_options(

@@ -26,6 +26,7 @@ from moec.runtime.options import (
 from . import output
 
 if TYPE_CHECKING:
+    from moec.runtime.bundle import Bundle
     from moec.runtime.engine import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -320,10 +321,16 @@ def bundle_folder(path: Path) -> Path:
     raise InputError(f"`{path}` does not exist, expected a bundle folder", "name the folder that `moec compile` wrote")
 
 
-def open_engine(path: Path, options: RuntimeOptions, kernels: str | None = None) -> Engine:
+def open_engine(
+    path: Path,
+    options: RuntimeOptions,
+    kernels: str | None = None,
+    before_load: Callable[[Bundle], None] | None = None,
+) -> Engine:
     """Open a bundle for running, on the kernels of that name if one is given.
 
-    Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable.
+    before_load: called with the opened bundle before memory is planned and weights are read.
+    Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable, and what `before_load` raises.
     """
     folder = bundle_folder(path)
     from moec.runtime import kernels as runtime_kernels
@@ -334,7 +341,10 @@ def open_engine(path: Path, options: RuntimeOptions, kernels: str | None = None)
     if kernels is not None:
         runtime_kernels.select(kernels)
     require_memory_for_manifest(folder, options)
-    return Engine(open_bundle(folder), options)
+    bundle = open_bundle(folder)
+    if before_load is not None:
+        before_load(bundle)
+    return Engine(bundle, options)
 
 
 def accelerator_facts(engine: Engine) -> dict[str, Any]:

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from tokenizers import Tokenizer
+from typing import Protocol
 
 TokenPair = tuple[list[int], list[int]]
 """Token ids of a prompt and of its answer."""
 
 
-def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], is_joint: bool = True) -> list[TokenPair]:
+class Encoded(Protocol):
+    """One text as tokens."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids."""
+
+
+class Encoder(Protocol):
+    """What turns texts into tokens: a tokenizer of the tokenizers library, or one that bounds it."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Encoded:
+        """Return the tokens of a text."""
+
+    def encode_batch(self, texts: list[str], /, *, add_special_tokens: bool = True) -> Sequence[Encoded]:
+        """Return the tokens of some texts."""
+
+
+def encode_pairs(tokenizer: Encoder, pairs: Sequence[tuple[str, str]], is_joint: bool = True) -> list[TokenPair]:
     """Tokens of prompts and answers: the answer's are those that the joint text adds to the prompt's.
 
     Where the two texts share a token, or where the prompt goes to an encoder (is_joint False), the answer is encoded by

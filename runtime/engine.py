@@ -198,12 +198,12 @@ class Engine:
     # -- generation --------------------------------------------------------------------------------------------
 
     def encode(self, text: str, adds_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, special tokens as the tokenizer adds them; a rendered chat has them already."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InputError(f"the prompt is not UTF-8 at character {error.start}", "convert it to UTF-8") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
+        """Token ids of a text, special tokens as the tokenizer adds them; a rendered chat has them already.
+
+        Raises ContextOverflow for a text that is too long to be encoded, InputError for what is not Unicode.
+        """
+        self.tokenizer.check_size(text, self.memory)
+        return self.tokenizer.encode(text, adds_special_tokens).ids
 
     def generate(
         self,

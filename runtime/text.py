@@ -1,32 +1,22 @@
-"""Tokenizer of a bundle and text that streams without ever splitting a character."""
+"""Text that streams without ever splitting a character."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Protocol
 
-from tokenizers import Tokenizer
+from .bundle_tokenizer import TOKENIZER_NAME, BundleTokenizer, load_tokenizer
 
-from moec.manifests.errors import BundleIncomplete, ManifestInvalid
-
-TOKENIZER_NAME = "tokenizer.json"
+__all__ = ["TOKENIZER_NAME", "BundleTokenizer", "Decoder", "StopTexts", "TextStream", "load_tokenizer"]
 _REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read `tokenizer.json`. Raises BundleIncomplete or ManifestInvalid."""
-    path = folder / TOKENIZER_NAME
-    if not path.is_file():
-        raise BundleIncomplete(f"`{path}` is missing", "compile a checkpoint that has a fast tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
-        raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", "copy the bundle again") from error
-    # What a training run left in the file must neither cut a prompt nor fill it up.
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
+class Decoder(Protocol):
+    """What turns tokens into text: a BundleTokenizer, or a tokenizer of the tokenizers library."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Return the text of tokens, without special ones."""
 
 
 class StopTexts:
@@ -65,7 +55,7 @@ def _overlap(text: str, stop: str) -> int:
 class TextStream:
     """Feeds tokens in, gives finished text out; bytes of an unfinished character wait for the rest."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Decoder, prompt: Sequence[int] = ()) -> None:
         """prompt: tokens in front; some tokenizers drop the space of a text's first word, so the text must not begin
         with what is generated."""
         self._tokenizer = tokenizer

@@ -1,0 +1,91 @@
+"""Prompts of `moec run`: from the command line or standard input, and through the model's chat template."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from moec.manifests.errors import ContextOverflow, InputError, OptionError
+from moec.manifests.limits import MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN
+
+if TYPE_CHECKING:
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.options import RuntimeOptions
+
+
+class RunPrompt:
+    """The prompt of one run. `read` comes before the memory of the run is planned: what it takes is given back by then.
+
+    With a chat template, the process that renders it starts at once and gets ready while the bundle is opened. Leave
+    the `with` block to end it.
+    """
+
+    def __init__(self, prompt: str, is_chat: bool, system: str | None) -> None:
+        """prompt: the text, or `-` for standard input. is_chat: it is a user's message. system: a message before it.
+
+        Raises OptionError for a system message without a chat.
+        """
+        if system is not None and not is_chat:
+            raise OptionError("`--system` has no effect without `--chat`", "add `--chat`")
+        self._prompt, self._system = prompt, system
+        self.text = ""
+        self.adds_special_tokens = not is_chat  # a rendered chat has them already
+        self._renderer = None
+        if is_chat:
+            from moec.runtime.chat import ChatRenderer
+
+            self._renderer = ChatRenderer()
+
+    def __enter__(self) -> RunPrompt:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def read(self, bundle: Bundle, options: RuntimeOptions) -> None:
+        """Set `text`: what the model continues.
+
+        Raises InputError or ContextOverflow for a prompt that cannot be used, and what ChatRenderer.render raises.
+        """
+        from moec.runtime.budget import chosen_context
+
+        limit_bytes = prompt_limit_bytes(chosen_context(bundle.manifest.model, options))
+        text = _standard_input(limit_bytes) if self._prompt == "-" else self._prompt
+        if self._renderer is None:
+            self.text = text
+            return
+        from moec.runtime.bundle import verify_files
+        from moec.runtime.chat import CONFIG_NAME, TEMPLATE_NAME
+
+        if options.verify:
+            listed = {entry.name for entry in bundle.manifest.files}
+            verify_files(bundle, [name for name in (TEMPLATE_NAME, CONFIG_NAME) if name in listed])
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.text = self._renderer.render(bundle.path, [*system, {"role": "user", "content": text}])
+
+
+def prompt_limit_bytes(context: int) -> int:
+    """Return the most bytes that are read for a prompt, in a context of so many tokens."""
+    return min(MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN * context)
+
+
+def _standard_input(limit_bytes: int) -> str:
+    """Return standard input as a text, without its last line end. Raises InputError, ContextOverflow."""
+    if sys.stdin is None:
+        raise InputError("standard input is closed, expected a prompt", "hand the text in with `--prompt TEXT`")
+    try:
+        data = sys.stdin.buffer.read(limit_bytes + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"standard input cannot be read: {error.strerror}", "hand the text in") from error
+    except UnicodeDecodeError as error:
+        if len(data) <= limit_bytes:
+            raise InputError(f"the prompt is not UTF-8 at byte {error.start}", "convert it to UTF-8") from error
+        text = ""
+    if len(data) > limit_bytes:
+        raise ContextOverflow(
+            f"the prompt has more than {limit_bytes} bytes, which is more than its context holds",
+            "shorten it or raise `--context`",
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")

@@ -1,0 +1,376 @@
+"""What a `tokenizer.json` may hold: the steps that are known, with bounds on time and memory of each.
+
+The tokenizers library trusts its file: some values end in a panic of the library, others in texts that grow without
+bound or in regular expressions that never end. So the sections of the file are checked before the library reads them.
+The vocabulary, nearly all of the bytes, is not parsed here where the file has the form that the library writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .charsmap import DamagedCharsmap, check_charsmap
+from .limits import (
+    MAX_PIECE_BYTES,
+    MAX_TEMPLATE_TOKENS,
+    MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_CONTAINERS,
+    MAX_TOKENIZER_GROWTH,
+    MAX_TOKENIZER_PARSED_BYTES,
+    MAX_TOKENIZER_STEPS,
+    MAX_WORD_CHARACTERS,
+)
+from .regex_cost import CostlyPattern, check_pattern
+
+_SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_LISTS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+_BLANKS = b" \t\r\n"
+_LIST_FOLLOWS = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*\[")
+_NUMBER_FOLLOWS = re.compile(rb"[ \t\r\n]*(?:[^ \t\r\n:]|:[ \t\r\n]*-?[0-9])")
+_COLON = ord(":")
+_CANDIDATES = 4
+
+
+class UnsafeTokenizer(Exception):
+    """A tokenizer that is not accepted. The message follows `is not a tokenizer: ` in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerBounds:
+    """How many times longer a text may become, bytes for each byte: in the normalizer, and in the pre-tokenizer."""
+
+    normalizer: int
+    pre_tokenizer: int
+
+
+def check_tokenizer(data: bytes) -> TokenizerBounds:
+    """Check the content of a `tokenizer.json`. Raises UnsafeTokenizer."""
+    if len(data) > MAX_TOKENIZER_BYTES:
+        raise UnsafeTokenizer(f"{len(data)} bytes are more than the limit of {MAX_TOKENIZER_BYTES}")
+    sections = _outer_members(data) or _parsed(data)
+    growth = {}
+    try:
+        for name in _SECTIONS:
+            growth[name] = _growth_of(name, sections.get(name))
+        _check_model(sections.get("model"))
+    except CostlyPattern as error:
+        raise UnsafeTokenizer(f"a regular expression {error}") from error
+    except DamagedCharsmap as error:
+        raise UnsafeTokenizer(f"`precompiled_charsmap` {error}") from error
+    return TokenizerBounds(growth["normalizer"], growth["pre_tokenizer"])
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _outer_members(data: bytes) -> dict[str, Any] | None:
+    """Return all members but the vocabulary of a BPE model that is the last member, as the library writes it.
+
+    None for a file of another form: it is to be parsed as a whole. What follows the beginning of the vocabulary is
+    searched for members that would take the place of those checked here.
+    """
+    at = -1
+    for _ in range(_CANDIDATES):
+        at = data.find(b'"model"', at + 1)
+        if at < 0:
+            return None
+        outer = _members(data[:at])
+        if outer is not None:
+            break
+    else:
+        return None
+    opening = data.find(b"{", at)
+    vocabulary = data.find(b'"vocab"', at)
+    if opening < 0 or vocabulary < 0 or data[at + 7 : opening].strip(_BLANKS) != b":" or "model" in outer:
+        return None
+    model = _members(data[opening:vocabulary])
+    if model is None or model.get("type") != "BPE" or model.get("continuing_subword_prefix"):
+        return None
+    return {**outer, "model": model} if _has_plain_vocabulary(data, vocabulary + len(b'"vocab"')) else None
+
+
+def _has_plain_vocabulary(data: bytes, start: int) -> bool:
+    """Whether numbers by name, then `merges` and then texts are all that follows in a file, whatever it says it is.
+
+    start: the byte after the name `vocab`. A member has a name that ends in a letter or a digit, a quote and a colon;
+    a quote inside a text has a backslash before it, one that begins a text has none of all these.
+    """
+    opening = data.find(b"{", start)
+    merges = len(data)
+    while (merges := data.rfind(b'"merges"', start, merges)) >= 0:
+        if _LIST_FOLLOWS.match(data, merges + len(b'"merges"')) is not None:
+            break
+    if merges < 0 or opening < 0 or data[start:opening].strip(_BLANKS) != b":":
+        return False
+    inside = partial(_places, data, start=opening + 1, end=merges)
+    if any(data[at + 4 : at + 5] in (b"4", b"5", b"6", b"7") for at in inside(rb"\u00")):
+        return False  # letters that are written as numbers could spell any name
+    for character in (b"{", b"["):
+        if any(_ends_name(data, colon) for at in inside(character) if data[colon := _before(data, at)] == _COLON):
+            return False
+    for quoted in (b'"type"', b'"continuing_subword_prefix"'):
+        if any(_NUMBER_FOLLOWS.match(data, at + len(quoted)) is None for at in inside(quoted)):
+            return False
+    return not any(_ends_name(data, at) for at in _places(data, b":", data.find(b"[", merges), len(data)))
+
+
+def _places(data: bytes, part: bytes, start: int, end: int) -> Iterator[int]:
+    """Return where a part occurs in a range of bytes."""
+    at = data.find(part, start, end)
+    while at >= 0:
+        yield at
+        at = data.find(part, at + 1, end)
+
+
+def _before(data: bytes, at: int) -> int:
+    """Return where the last byte before a place is that is no blank."""
+    at -= 1
+    while at > 0 and data[at] in _BLANKS:
+        at -= 1
+    return at
+
+
+def _ends_name(data: bytes, colon: int) -> bool:
+    """Whether a colon follows the name of a member."""
+    quote = _before(data, colon)
+    return data[quote] == ord('"') and data[quote - 1 : quote].isalnum()
+
+
+def _members(beginning: bytes) -> dict[str, Any] | None:
+    """Return the members of an object that is cut before a further name; None if that is not what the bytes are."""
+    kept = beginning.rstrip(_BLANKS)
+    kept = kept[:-1] if kept.endswith(b",") else kept
+    try:
+        found = json.loads(kept + b"}", object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Return the whole file as JSON. Raises UnsafeTokenizer."""
+    if len(data) > MAX_TOKENIZER_PARSED_BYTES:
+        raise UnsafeTokenizer(f"{len(data)} bytes in a form that the tokenizers library does not write")
+    containers = data.count(b"[") + data.count(b"{")
+    if containers > MAX_TOKENIZER_CONTAINERS:
+        raise UnsafeTokenizer(f"{containers} lists and objects are more than the limit of {MAX_TOKENIZER_CONTAINERS}")
+    try:
+        found = json.loads(data, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise UnsafeTokenizer(str(error)[:200]) from error
+    if not isinstance(found, dict):
+        raise UnsafeTokenizer("expected an object")
+    return found
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return found
+
+
+# -- steps of the sections ---------------------------------------------------------------------------------------------
+
+
+def _growth_of(section: str, value: Any) -> int:
+    """Return how many times longer the steps of a section may make a text. Raises UnsafeTokenizer."""
+    growth, count, waiting = 1, 0, [(value, 0)]
+    while waiting:
+        step, depth = waiting.pop()
+        if step is None and depth == 0:
+            continue
+        kind = step.get("type") if isinstance(step, dict) else None
+        if not isinstance(step, dict) or not isinstance(kind, str):
+            raise UnsafeTokenizer(f"a step of `{section}` has no type")
+        count += 1
+        if count > MAX_TOKENIZER_STEPS:
+            raise UnsafeTokenizer(f"`{section}` has more than {MAX_TOKENIZER_STEPS} steps")
+        if kind == "Sequence":
+            inner = step.get(_LISTS[section])
+            if not isinstance(inner, list) or depth > 4:
+                raise UnsafeTokenizer(f"a `Sequence` of `{section}` is no list of steps, or nested too deep")
+            waiting += [(entry, depth + 1) for entry in inner]
+            continue
+        check = _STEPS[section].get(kind)
+        if check is None:
+            raise UnsafeTokenizer(f"unknown type `{kind[:40]}` in `{section}`")
+        growth *= check if isinstance(check, int) else check(step)
+        if growth > MAX_TOKENIZER_GROWTH:
+            raise UnsafeTokenizer(f"`{section}` makes a text more than {MAX_TOKENIZER_GROWTH} times longer")
+    return growth
+
+
+def _text(step: Mapping[str, Any], name: str) -> str:
+    value = step.get(name)
+    if not isinstance(value, str):
+        raise UnsafeTokenizer(f"`{name}` of `{step['type']}` is no text")
+    return value
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", errors="surrogatepass"))
+
+
+def _integer(step: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = step.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise UnsafeTokenizer(f"`{name}` of `{step.get('type')}` is not a number from {low} to {high}")
+    return value
+
+
+def _pattern(step: Mapping[str, Any]) -> int:
+    """Return the length of the shortest match of `pattern`, bytes."""
+    pattern = step.get("pattern")
+    if isinstance(pattern, dict) and len(pattern) == 1:
+        (kind, text), *_ = pattern.items()
+        if isinstance(text, str) and kind == "String":
+            return _size(text)
+        if isinstance(text, str) and kind == "Regex":
+            return check_pattern(text)
+    raise UnsafeTokenizer(f"`pattern` of `{step['type']}` is neither a String nor a Regex")
+
+
+def _replace(step: Mapping[str, Any]) -> int:
+    shortest, content = _pattern(step), _size(_text(step, "content"))
+    # A match of nothing is found before every character.
+    return max(1, -(-content // shortest)) if shortest else 1 + content
+
+
+def _prepend(step: Mapping[str, Any]) -> int:
+    return 1 + _size(_text(step, "prepend"))  # to every part between added tokens
+
+
+def _split(step: Mapping[str, Any]) -> int:
+    _pattern(step)
+    return 1
+
+
+def _charsmap(step: Mapping[str, Any]) -> int:
+    if step.get("precompiled_charsmap") is None:
+        return 1
+    return max(1, check_charsmap(_text(step, "precompiled_charsmap")))
+
+
+def _fixed_length(step: Mapping[str, Any]) -> int:
+    _integer(step, "length", 1, 1 << 20)
+    return 1
+
+
+def _strip_decoder(step: Mapping[str, Any]) -> int:
+    _integer(step, "start", 0, 1024)
+    _integer(step, "stop", 0, 0)  # the library reads before the beginning of a token that is shorter
+    return 1
+
+
+def _bpe_decoder(step: Mapping[str, Any]) -> int:
+    return 2 if _text(step, "suffix") else 4
+
+
+def _special_token(step: Mapping[str, Any]) -> int:
+    for name in ("sep", "cls"):
+        value = step.get(name)
+        if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
+            raise UnsafeTokenizer(f"`{name}` of `{step['type']}` is no token and its number")
+    return 1
+
+
+def _template_processing(step: Mapping[str, Any]) -> int:
+    known = step.get("special_tokens")
+    if not isinstance(known, dict):
+        raise UnsafeTokenizer("`special_tokens` of `TemplateProcessing` is no object")
+    sizes = {}
+    for name, token in known.items():
+        ids = token.get("ids") if isinstance(token, dict) else None
+        texts = token.get("tokens") if isinstance(token, dict) else None
+        if not isinstance(ids, list) or not isinstance(texts, list) or len(ids) != len(texts):
+            raise UnsafeTokenizer("a special token of `TemplateProcessing` has not as many numbers as texts")
+        sizes[name] = len(ids)
+    for member, sequences in (("single", ["A"]), ("pair", ["A", "B"])):
+        pieces = step.get(member)
+        if not isinstance(pieces, list):
+            raise UnsafeTokenizer(f"`{member}` of `TemplateProcessing` is no list")
+        total, texts = 0, []
+        for piece in pieces:
+            kind, inner = next(iter(piece.items())) if isinstance(piece, dict) and len(piece) == 1 else ("", None)
+            name = inner.get("id") if isinstance(inner, dict) else None
+            if kind == "Sequence" and name in ("A", "B"):
+                texts.append(name)
+            elif kind == "SpecialToken" and isinstance(name, str) and name in sizes:
+                total += max(1, sizes[name])
+            else:
+                raise UnsafeTokenizer(f"`{member}` of `TemplateProcessing` has a piece of no known kind")
+        if total > MAX_TEMPLATE_TOKENS:
+            raise UnsafeTokenizer(f"`TemplateProcessing` adds {total} tokens, the limit is {MAX_TEMPLATE_TOKENS}")
+        if len(set(texts)) != len(texts) or not set(texts) <= set(sequences):
+            raise UnsafeTokenizer(f"`{member}` of `TemplateProcessing` repeats a text or takes one that it has not")
+    return 1
+
+
+_Check = Callable[[Mapping[str, Any]], int] | int
+_STEPS: dict[str, dict[str, _Check]] = {
+    # Growth of the forms of Unicode: https://unicode.org/faq/normalization.html (UTF-8).
+    "normalizer": {
+        "BertNormalizer": 6, "Strip": 1, "StripAccents": 1, "NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2,
+        "Nmt": 1, "Precompiled": _charsmap, "Replace": _replace, "Prepend": _prepend, "ByteLevel": 2,
+    },
+    "pre_tokenizer": {
+        "BertPreTokenizer": 1, "ByteLevel": 4, "CharDelimiterSplit": 1, "Metaspace": 8, "Whitespace": 1,
+        "WhitespaceSplit": 1, "Split": _split, "Punctuation": 1, "Digits": 1, "UnicodeScripts": 1,
+        "FixedLength": _fixed_length,
+    },
+    "post_processor": {
+        "BertProcessing": _special_token, "RobertaProcessing": _special_token, "ByteLevel": 1,
+        "TemplateProcessing": _template_processing,
+    },
+    "decoder": {
+        "BPEDecoder": _bpe_decoder, "ByteLevel": 3, "WordPiece": 2, "Metaspace": 1, "CTC": 2, "Replace": _replace,
+        "Fuse": 1, "Strip": _strip_decoder, "ByteFallback": 3,
+    },
+}  # fmt: skip
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: Any) -> None:
+    """Check the settings of a model, and the vocabulary where it is of a kind that needs it. Raises UnsafeTokenizer."""
+    kind = model.get("type") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(kind, str | None):
+        raise UnsafeTokenizer("expected an object `model`")
+    if kind not in (None, "BPE", "WordPiece", "WordLevel", "Unigram"):
+        raise UnsafeTokenizer(f"unknown type `{kind[:40]}` of `model`")
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, list):
+        _check_pieces(vocabulary, model)
+    elif vocabulary is not None and not (isinstance(vocabulary, dict) and vocabulary):
+        raise UnsafeTokenizer("the vocabulary is empty or no object")
+    if "max_input_chars_per_word" in model:
+        _integer(model, "max_input_chars_per_word", 0, MAX_WORD_CHARACTERS)
+    prefix = model.get("continuing_subword_prefix")
+    if kind in (None, "BPE") and isinstance(prefix, str) and prefix:
+        for merge in model.get("merges") or []:
+            parts = merge.split(" ") if isinstance(merge, str) else merge
+            if not isinstance(parts, list) or len(parts) != 2 or not str(parts[1]).startswith(prefix):
+                raise UnsafeTokenizer("a merge does not go on with `continuing_subword_prefix`")
+
+
+def _check_pieces(pieces: list[Any], model: Mapping[str, Any]) -> None:
+    """Check the vocabulary of a Unigram model."""
+    for piece in pieces:
+        if not isinstance(piece, list) or len(piece) != 2 or not isinstance(piece[0], str):
+            raise UnsafeTokenizer("a piece of the vocabulary is not a text and a number")
+        if not 0 < _size(piece[0]) <= MAX_PIECE_BYTES:
+            raise UnsafeTokenizer(f"a piece of the vocabulary has not 1 to {MAX_PIECE_BYTES} bytes")
+    if model.get("unk_id") is not None:
+        _integer(model, "unk_id", 0, len(pieces) - 1)
