@@ -76,9 +76,9 @@ def recommended_cache_bytes(profile: DeviceProfile, fixed: FixedMemory, total_ex
             "one layer's experts": fixed.minimum_expert_bytes,
         }
         raise DoesNotFit(
-            f"device `{profile.name}` has a memory budget of {profile.memory_budget_bytes >> 20}MiB, this model needs "
-            f"{memory_option(fixed.floor_bytes)} "
-            f"({', '.join(f'{name} {memory_option(size)}' for name, size in parts.items())})",
+            f"device `{profile.name}` has a memory budget of {profile.memory_budget_bytes} bytes, this model needs "
+            f"{fixed.floor_bytes} ({memory_option(fixed.floor_bytes)}: "
+            f"{', '.join(f'{name} {memory_option(size)}' for name, size in parts.items())})",
             "ask for fewer bits, fewer `--dense-bits`, or a device with more memory",
         )
     return min(total_expert_bytes, profile.memory_budget_bytes - fixed.fixed_bytes)

@@ -51,15 +51,14 @@ class PathTables:
     experts: np.ndarray
     counts: np.ndarray
 
-    def rows(self, layer: int, before: Sequence[int], last: int) -> list[int | None]:
-        """The rows of keys (layer, one of `before`, `last`), in that order; None where there is none."""
-        count = self.transitions.shape[1]
-        wanted = (layer * count + np.asarray(before, np.int64)) * count + last
-        found = np.searchsorted(self.keys, wanted)
-        is_there = np.zeros(len(wanted), bool)
-        inside = found < len(self.keys)
-        is_there[inside] = self.keys[found[inside]] == wanted[inside]
-        return [row if is_known else None for row, is_known in zip(found.tolist(), is_there.tolist(), strict=True)]
+    def rows(self, layer: int, before: Sequence[int], chosen: Sequence[int]) -> list[int]:
+        """The rows that exist of keys (layer, one of `before`, one of `chosen`), all of the first chosen one first."""
+        experts, known = self.transitions.shape[1], self.keys.data
+        first = layer * experts * experts
+        wanted = [first + one * experts + last for last in chosen for one in before]
+        # One search for all: 1.8 us for 4 keys, 11.5 for 64. A dictionary takes 0.4 and 4.7, and 250 bytes a key.
+        rows = self.keys.searchsorted(np.array(wanted, np.int64)).tolist()
+        return [row for row, key in zip(rows, wanted, strict=True) if row < len(known) and known[row] == key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,45 +207,53 @@ def _check_headers(bundle: Bundle) -> None:
             )
 
 
-def _read_tables(bundle: Bundle, has_paths: bool) -> Tables:
-    header = bundle.headers[TABLES_NAME]
-    layers = bundle.manifest.model.layers
+def _check_tables(bundle: Bundle) -> None:
+    """Compare names, types, shapes and numbers of rows with the model. Raises ManifestInvalid."""
+    header, layers = bundle.headers[TABLES_NAME], bundle.manifest.model.layers
     experts = max(layer.experts.count for layer in layers)
     place = f"`{bundle.path / TABLES_NAME}`"
     extra = sorted(set(header) - _TABLES)
     if extra:
         raise ManifestInvalid(f"{place}: unknown tensor `{extra[0][:80]}`", _COMPILE_AGAIN)
-
-    def read(name: str, dtype: str, *shape: int | None) -> np.ndarray:
-        """Type and shape are checked before anything is read; None stands for any extent."""
+    expected: dict[str, tuple[str, tuple[int | None, ...]]] = {  # None: any extent
+        "popularity": ("U32", (len(layers), experts)),
+        "transitions": ("U32", (len(layers) - 1, experts, experts)),
+        "path.keys": ("I32", (None, 3)),
+        "path.offsets": ("I64", (None,)),
+        "path.experts": ("U16", (None,)),
+        "path.counts": ("U32", (None,)),
+    }
+    for name, (dtype, shape) in expected.items():
         entry = header.get(name)
         fits = entry is not None and entry.dtype == dtype and len(entry.shape) == len(shape)
         if entry is None or not fits or any(w not in (None, n) for w, n in zip(shape, entry.shape, strict=True)):
             raise ManifestInvalid(f"{place}: no tensor `{name}` of type and shape {dtype} {shape}", _COMPILE_AGAIN)
-        return bundle.read_tensor_bytes(TABLES_NAME, entry).view(_DTYPES[dtype]).reshape(entry.shape)
-
-    popularity = read("popularity", "U32", len(layers), experts)
     for name, most in (("path.keys", MAX_PATH_KEYS), ("path.experts", MAX_PATH_SUCCESSORS)):
-        entry = header.get(name)
-        if entry is not None and entry.shape and entry.shape[0] > most:
-            raise ManifestInvalid(f"{place}: `{name}` has {entry.shape[0]} rows, more than {most}", _COMPILE_AGAIN)
+        rows = header[name].shape[0]
+        if rows > most:
+            raise ManifestInvalid(f"{place}: `{name}` has {rows} rows, more than the limit of {most}", _COMPILE_AGAIN)
+
+
+def _read_tables(bundle: Bundle, has_paths: bool) -> Tables:
+    _check_tables(bundle)
+    header, layers = bundle.headers[TABLES_NAME], bundle.manifest.model.layers
+
+    def read(name: str) -> np.ndarray:
+        entry = header[name]
+        return bundle.read_tensor_bytes(TABLES_NAME, entry).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    popularity = read("popularity")
     if not has_paths:
         return Tables(popularity)
-    keys = _packed_keys(read("path.keys", "I32", None, 3), len(layers), experts)
-    paths = (
-        None
-        if keys is None
-        else PathTables(
-            read("transitions", "U32", len(layers) - 1, experts, experts),
-            keys,
-            read("path.offsets", "I64", None),
-            read("path.experts", "U16", None),
-            read("path.counts", "U32", None),
-        )
-    )
-    if paths is None or not _is_consistent(paths, experts):
-        raise ManifestInvalid(f"{place}: the path dictionary contradicts itself or the model", _COMPILE_AGAIN)
-    return Tables(popularity, paths)
+    experts = popularity.shape[1]
+    keys = _packed_keys(read("path.keys"), len(layers), experts)
+    if keys is not None:
+        others = (read(name) for name in ("path.offsets", "path.experts", "path.counts"))
+        paths = PathTables(read("transitions"), keys, *others)
+        if _is_consistent(paths, experts):
+            return Tables(popularity, paths)
+    place = bundle.path / TABLES_NAME
+    raise ManifestInvalid(f"`{place}`: the path dictionary contradicts itself or the model", _COMPILE_AGAIN)
 
 
 def _packed_keys(rows: np.ndarray, layers: int, experts: int) -> np.ndarray | None:

@@ -105,14 +105,11 @@ class PathPredictor(Predictor):
         """Of the experts of layer `following`, for one token that chose these in `layer` and those before it."""
         paths = self._paths
         scores = np.zeros(self._experts)
-        for last in chosen:
-            for row in paths.rows(following, before, last):
-                if row is None:
-                    continue
-                part = slice(paths.offsets[row], paths.offsets[row + 1])
-                counts = paths.counts[part].astype(np.float64)
-                if counts.sum() >= MINIMUM_PAIR_COUNT:
-                    scores[paths.experts[part]] += counts / counts.sum()
+        for row in paths.rows(following, before, chosen):
+            part = slice(paths.offsets[row], paths.offsets[row + 1])
+            counts = paths.counts[part].astype(np.float64)
+            if counts.sum() >= MINIMUM_PAIR_COUNT:
+                scores[paths.experts[part]] += counts / counts.sum()
         if not scores.any():
             for last in chosen:
                 counts = paths.transitions[layer, last].astype(np.float64)

@@ -33,7 +33,8 @@ def floor_of(plan: CompilePlan) -> int:
     with pytest.raises(DoesNotFit) as caught:
         summarise_device(with_budget(1 << 20), plan)
     floor = fixed_memory(plan, 0).floor_bytes
-    assert f"a memory budget of 1MiB, this model needs {memory_option(floor)} (" in caught.value.message
+    told = f"a memory budget of {1 << 20} bytes, this model needs {floor} ({memory_option(floor)}: "
+    assert told in caught.value.message
     assert "raspberry" in caught.value.message and "--dense-bits" in str(caught.value.hint)
     return floor
 

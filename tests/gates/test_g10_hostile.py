@@ -306,7 +306,7 @@ def test_any_value_anywhere(bundle: Path) -> None:
 
 
 PATHS = {
-    "path_keys": np.array([[2, 0, 1]], np.int32), "path_offsets": np.array([0, 2], np.int64),
+    "path_keys": np.array([[1, 0, 1]], np.int32), "path_offsets": np.array([0, 2], np.int64),
     "path_experts": np.array([0, 1], np.uint16), "path_counts": np.array([3, 4], np.uint32),
 }  # fmt: skip
 
@@ -323,17 +323,20 @@ PATHS = {
         {"path_offsets": np.array([0, -1])}, {"path_offsets": np.zeros((2, 1), np.int64)},
         {"path_experts": np.array([0, 3], np.uint16)}, {"path_experts": np.array([0, -9], np.int32)},
         {"path_counts": np.array([3], np.uint32)}, {"path_counts": np.array([3, -4], np.int64)},
-        {"path_keys": np.array([[2, 0, 1], [2, 0, 0]], np.int32), "path_offsets": np.array([0, 1, 2])},
-        {"path_keys": np.array([[2, 0, 1], [1, 9, 9]], np.int32), "path_offsets": np.array([0, 1, 2])},
-        {"path_keys": np.array([[2, 0, 1], [2, 0, 1]], np.int32), "path_offsets": np.array([0, 1, 2])},
+        {"path_keys": np.array([[1, 0, 1], [1, 0, 0]], np.int32), "path_offsets": np.array([0, 1, 2])},
+        {"path_keys": np.array([[1, 0, 1], [0, 2, 2]], np.int32), "path_offsets": np.array([0, 1, 2])},
+        {"path_keys": np.array([[1, 0, 1], [1, 0, 1]], np.int32), "path_offsets": np.array([0, 1, 2])},
+        {"path_keys": np.array([[1, 0, 3]], np.int32)}, {"path_keys": np.array([[1, 3, 0]], np.int32)},
+        {"path_keys": np.array([[2, 0, 0]], np.int32)}, {"path_keys": np.array([[1, -1, 0]], np.int32)},
         {"path_more": np.zeros(1, np.uint16)}, {"alignment_bytes": 2048},
     ],
 )  # fmt: skip
 def test_hostile_tables(bundle: Path, changes: dict[str, Any]) -> None:
     has_paths = any(name.startswith("path") and value is not None and value.size for name, value in changes.items())
     write_tables(bundle, **{**(PATHS if has_paths else {}), **changes})
-    for action in (check, run):
-        assert isinstance(refused(lambda act=action: act(bundle), TABLES_NAME), ManifestInvalid)
+    refused_by_run = refused(lambda: run(bundle, prefetch="path", expert_cache="80%"), TABLES_NAME)
+    assert isinstance(refused_by_run, ManifestInvalid)
+    assert isinstance(refused(lambda: check(bundle), TABLES_NAME), ManifestInvalid)
 
 
 def test_offsets_whose_differences_overflow(bundle: Path) -> None:
@@ -344,10 +347,19 @@ def test_offsets_whose_differences_overflow(bundle: Path) -> None:
 
 
 def test_tables_that_are_well_formed_are_accepted(bundle: Path) -> None:
-    keys = {"path_keys": np.array([[1, 2, 2], [2, 0, 1]], np.int32), "path_offsets": np.array([0, 1, 2])}
+    keys = {"path_keys": np.array([[0, 2, 2], [1, 0, 1]], np.int32), "path_offsets": np.array([0, 1, 2])}
     write_tables(bundle, **{**PATHS, **keys, "router_score_quantiles": np.zeros((2, 3), np.float32)})
     check(bundle)
-    run(bundle, prefetch="path")
+    run(bundle, prefetch="path", expert_cache="80%")
+
+
+def test_more_path_keys_than_the_limit(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by the header, whatever the prefetcher."""
+    write_tables(bundle, **PATHS)
+    monkeypatch.setattr("moec.runtime.bundle.MAX_PATH_KEYS", 0)
+    for action in (check, run):
+        error = refused(lambda act=action: act(bundle), TABLES_NAME)
+        assert "`path.keys` has 1 rows, more than the limit of 0" in error.message
 
 
 @pytest.mark.parametrize("name", WEIGHT_FILES)

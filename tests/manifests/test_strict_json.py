@@ -6,13 +6,14 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.manifests import codec, strict_json
+from moec.manifests import codec, limits, strict_json
 from moec.manifests.errors import ManifestInvalid
 from moec.manifests.limits import MANIFEST_JSON, MAX_MANIFEST_BYTES, JsonLimits, header_json
 from moec.manifests.strict_json import check_structure, load_strict_json, shown
@@ -153,3 +154,12 @@ def test_a_header_is_bounded_by_the_tensors_it_may_hold() -> None:
     with pytest.raises(ValueError, match="more than 23 containers"):
         load_strict_json(b"[" + b"[]," * 30 + b"0]", few)
     assert MANIFEST_JSON.size_bytes == MAX_MANIFEST_BYTES
+
+
+def test_the_page_lists_the_limits() -> None:
+    """Every bound that a bundle or an archive meets is in docs/format.md, by its name."""
+    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    own = {"MAX_WORK_BYTES"}  # of work folders, which no stranger makes
+    names = {name for name in vars(limits) if name.startswith(("MAX_", "HEADER_"))} - own
+    assert len(names) > 12 and all(f"`{name}`" in page for name in names), sorted(names)
+    assert f"| {limits.MAX_MANIFEST_BYTES >> 20} MiB |" in page and f"| {limits.MAX_MANIFEST_CONTAINERS:,} |" in page

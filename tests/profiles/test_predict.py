@@ -96,7 +96,7 @@ def test_a_budget_at_the_floor_is_enough_and_one_byte_less_is_refused() -> None:
     assert recommended_cache_bytes(enough, FIXED, 10_000) == 50
     with pytest.raises(DoesNotFit) as caught:
         recommended_cache_bytes(small(memory_budget_bytes=floor - 1), FIXED, 10_000)
-    assert memory_option(floor) in caught.value.message
+    assert f"this model needs {floor} ({memory_option(floor)}: " in caught.value.message
     assert caught.value.hint
 
 

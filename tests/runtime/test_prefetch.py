@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moec.manifests.model import ModelSpec, SharedSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
@@ -235,3 +237,15 @@ def test_behind_the_last_layer_comes_the_decoders_first() -> None:
 def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="100%", context=16) as engine:
         assert engine.model.advisor.predictor is None and "prefetch off (all fit)" in engine.mode
+
+
+@given(st.sets(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), max_size=30), st.data())
+def test_rows_of_path_keys(keys: set[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Those that a dictionary would give, in the order of the experts asked for."""
+    paths = tables({key: {0: 9} for key in keys}, {}).paths
+    assert paths is not None
+    experts = st.lists(st.integers(0, 3), max_size=4)
+    layer, before, chosen = data.draw(st.integers(0, 2)), data.draw(experts), data.draw(experts)
+    known = {key: row for row, key in enumerate(sorted(keys))}
+    asked = [(layer, one, last) for last in chosen for one in before]
+    assert paths.rows(layer, before, chosen) == [known[key] for key in asked if key in known]
