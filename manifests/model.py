@@ -226,6 +226,9 @@ class ModelSpec:
             # The table has a column for each head.
             fits = attention.relative_bias is None or attention.num_heads == shared.num_heads
             require(fits, f"layer {index}: layers that share a relative bias have as many heads")
+            kept = (attention.num_kv_heads, attention.head_size)
+            fits = decodes or kept == (shared.num_kv_heads, shared.head_size)
+            require(fits, f"layer {index}: the layers of an encoder have keys and values of one size")
 
     @property
     def original_positions(self) -> int:
