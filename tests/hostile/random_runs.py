@@ -18,19 +18,20 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import (
     BundleError,
     ContextOverflow,
     ExecutionError,
     KernelUnavailable,
     MemoryBudgetExceeded,
-    MoecError,
     OptionError,
 )
 from moec.manifests.model import ModelSpec
 from moec.runtime import kernels, load
 from moec.runtime.batch import generate_many
 from moec.runtime.beam import BeamOptions, beam_search
+from moec.runtime.bundle import open_bundle
 from moec.runtime.engine import Engine
 from moec.runtime.options import IO_MODES, KV_NAMES, POLICIES, PREFETCH_RULES, PREFETCHERS
 from moec.runtime.sampling import SamplingOptions
@@ -51,7 +52,7 @@ VALUES = (
 )  # fmt: skip
 
 
-def random_options(source: random.Random, manifest: Any) -> dict[str, Any]:
+def random_options(source: random.Random, manifest: BundleManifest) -> dict[str, Any]:
     """Options of an engine; most of them fit the bundle."""
     cost = manifest.cost
     cache = source.choice(("100%", "50%", str(cost.minimum_expert_bytes), str(cost.minimum_expert_bytes + 4096)))
@@ -100,7 +101,13 @@ def _all_logits(engine: Engine, source: random.Random, prompt: list[int]) -> int
     return len(engine.logits(prompt, own))
 
 
-USES: tuple[Callable[[Engine, random.Random, list[int]], int], ...] = (_generate, _generate, _side_by_side, _beams, _all_logits)
+USES: tuple[Callable[[Engine, random.Random, list[int]], int], ...] = (
+    _generate,
+    _generate,
+    _side_by_side,
+    _beams,
+    _all_logits,
+)
 
 
 def random_prompt(source: random.Random, model: ModelSpec, context: int) -> list[int]:
@@ -109,7 +116,7 @@ def random_prompt(source: random.Random, model: ModelSpec, context: int) -> list
     return [source.randrange(model.vocab_size) for _ in range(max(1, min(most, source.choice((1, 2, 5, 9)))))]
 
 
-def run_once(bundle: Path, source: random.Random, manifest: Any) -> str:
+def run_once(bundle: Path, source: random.Random, manifest: BundleManifest) -> str:
     """Load the bundle with random options and use it; what came of it. Raises what must not be."""
     options = random_options(source, manifest)
     prompt = random_prompt(source, manifest.model, options["context"])
@@ -162,8 +169,6 @@ def run_changed(folder: Path, seed: int, changes: int) -> dict[str, int]:
 
 
 def _changed_outcome(folder: Path, source: random.Random) -> str:
-    from moec.runtime.bundle import open_bundle
-
     try:
         check(folder)
         return run_once(folder, source, open_bundle(folder).manifest)
