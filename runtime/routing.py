@@ -87,8 +87,9 @@ class RoutingRule:
         Their weights are NaN or 0. NaN reaches the logits of the model, where it is refused by name.
         kept: bool [E]; logits: [T, E]; chosen, weights: [T, K], changed in place.
         """
-        is_wrong = ~kept[chosen].all(axis=1)
-        if is_wrong.any():
+        is_kept = kept[chosen]
+        if not is_kept.all():
+            is_wrong = ~is_kept.all(axis=1)
             chosen[is_wrong], weights[is_wrong] = self._by_score(logits[is_wrong], None, chosen.shape[1])
 
     def demand(self, logits: np.ndarray) -> np.ndarray:
