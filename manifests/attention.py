@@ -144,6 +144,7 @@ class AttentionSpec:
         require(self.rotary_size <= self.head_size, "rotary_size must not exceed head_size")
         require(0 <= self.scale <= 1e3, f"attention scale out of range: {self.scale}")
         if self.latent is not None:
+            require(self.rope is not None, "latent attention needs a rotary embedding")
             fits = self.latent.plain_size + self.rotary_size == self.head_size
             require(fits, f"head_size {self.head_size} must be the plain and the rotated features of a key")
             extras = self.sliding_window or self.sinks or self.relative_bias

@@ -218,10 +218,17 @@ class ModelSpec:
             require(fits, f"layer {index}: static: expected experts of {self.vocab_size} tokens")
             extras = attention.latent or attention.sliding_window or attention.sinks
             require(decodes or not extras, f"layer {index}: encoders have no latent vectors, windows, sinks")
-            shared = self.layers[first if decodes else 0].attention.relative_bias
+            shared = self.layers[first if decodes else 0].attention
             require(
-                attention.relative_bias == shared, f"layer {index}: the layers of a stack share their relative bias"
+                attention.relative_bias == shared.relative_bias,
+                f"layer {index}: the layers of a stack share their relative bias",
             )
+            # The table has a column for each head.
+            fits = attention.relative_bias is None or attention.num_heads == shared.num_heads
+            require(fits, f"layer {index}: layers that share a relative bias have as many heads")
+            kept = (attention.num_kv_heads, attention.head_size)
+            fits = decodes or kept == (shared.num_kv_heads, shared.head_size)
+            require(fits, f"layer {index}: the layers of an encoder have keys and values of one size")
 
     @property
     def original_positions(self) -> int:

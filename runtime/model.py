@@ -164,15 +164,25 @@ class Model:
         places = TokenPlaces(slots, positions, kv.prompt_lengths[slots])
         hidden = self._run(range(self._first_decoder), tokens, places, kv)
         started_ns = time.perf_counter_ns()
-        normed = self._norms["encoder_norm"](hidden)
-        for index, attention in self._cross.items():
-            attention.store(normed, slots, positions, kv.cross_keys[index], kv.cross_values[index])
+        with np.errstate(all="ignore"):
+            normed = self._norms["encoder_norm"](hidden)
+            for index, attention in self._cross.items():
+                attention.store(normed, slots, positions, kv.cross_keys[index], kv.cross_values[index])
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
     def _run(
         self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: PassChoice | None = None
     ) -> np.ndarray:
-        """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D]."""
+        """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D].
+
+        What is no number goes through: whoever takes a token from the logits refuses it.
+        """
+        with np.errstate(all="ignore"):
+            return self._run_layers(layers, tokens, places, kv, choice)
+
+    def _run_layers(
+        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: PassChoice | None
+    ) -> np.ndarray:
         hidden = self._embed(tokens)
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
@@ -218,12 +228,13 @@ class Model:
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Rows of the residual stream [n, D] to logits float32 [n, V]."""
         started_ns = time.perf_counter_ns()
-        normed = self._norms["final_norm"](hidden)
-        out = self.dense_part.head(normed)
-        if self._head_bias is not None:
-            out += self._head_bias
-        if self.spec.logits_scale != 1.0:
-            out *= np.float32(self.spec.logits_scale)
+        with np.errstate(all="ignore"):
+            normed = self._norms["final_norm"](hidden)
+            out = self.dense_part.head(normed)
+            if self._head_bias is not None:
+                out += self._head_bias
+            if self.spec.logits_scale != 1.0:
+                out *= np.float32(self.spec.logits_scale)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
         return out
 

@@ -24,6 +24,7 @@ class RoutingRule:
         if pruned:
             self._kept = np.ones(experts.count, bool)
             self._kept[list(pruned)] = False
+            self._kept_experts = np.flatnonzero(self._kept).astype(np.int32)
         router = experts.router
         self._is_plain = router.is_plain
         self._correction = np.array(router.correction, np.float32) if router.correction else None
@@ -48,22 +49,48 @@ class RoutingRule:
             return np.ascontiguousarray(chosen[:, :top_k]), np.ascontiguousarray(weights[:, :top_k])
         if self._is_plain:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
+            if self._kept is not None:
+                self._replace_pruned(self._kept, logits, chosen, weights)
         else:
-            scores = expert_scores(logits, router)
-            if self.static is None:
-                chosen = np.argsort(-self._ranked(scores), axis=1, kind="stable")[:, :top_k].astype(np.int32)
-            elif tokens is None:
-                raise ValueError("static routing needs the tokens")
-            else:
-                chosen = self.static[tokens]
-            if router.scoring == "uniform":
-                scores = scores / np.float32(top_k)
-            weights = np.take_along_axis(scores, chosen, axis=1)
-            if router.renormalize:
-                weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
+            chosen, weights = self._by_score(logits, tokens, top_k)
         if router.scale != 1.0:
             weights *= np.float32(router.scale)
         return chosen, weights
+
+    def _by_score(self, logits: np.ndarray, tokens: np.ndarray | None, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """`route` without the scale of the router, step by step."""
+        router, scores = self._experts.router, expert_scores(logits, self._experts.router)
+        if self.static is None:
+            chosen = self._best(self._ranked(scores), top_k)
+        elif tokens is None:
+            raise ValueError("static routing needs the tokens")
+        else:
+            chosen = self.static[tokens]
+        if router.scoring == "uniform":
+            scores = scores / np.float32(top_k)
+        weights = np.take_along_axis(scores, chosen, axis=1)
+        if router.renormalize:
+            weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
+        return chosen, weights
+
+    def _best(self, ranked: np.ndarray, top_k: int) -> np.ndarray:
+        """The top-k of each token among the experts that are kept, NaN after every number. [T, E] -> int32 [T, K]."""
+        if self._kept is None:
+            return np.argsort(-ranked, axis=1, kind="stable")[:, :top_k].astype(np.int32)
+        order = np.argsort(-ranked[:, self._kept_experts], axis=1, kind="stable")[:, :top_k]
+        best: np.ndarray = self._kept_experts[order]
+        return best
+
+    def _replace_pruned(self, kept: np.ndarray, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> None:
+        """Choose again for tokens that got an expert without bytes: what they keep has logits of NaN or -inf.
+
+        Their weights are NaN or 0. NaN reaches the logits of the model, where it is refused by name.
+        kept: bool [E]; logits: [T, E]; chosen, weights: [T, K], changed in place.
+        """
+        is_kept = kept[chosen]
+        if not is_kept.all():
+            is_wrong = ~is_kept.all(axis=1)
+            chosen[is_wrong], weights[is_wrong] = self._by_score(logits[is_wrong], None, chosen.shape[1])
 
     def demand(self, logits: np.ndarray) -> np.ndarray:
         """How much tokens ask for each expert, all together, float32 [E]; for predictions."""

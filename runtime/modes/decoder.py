@@ -131,8 +131,9 @@ class LossyDecoder:
 
 def confidence(logits: np.ndarray) -> np.ndarray:
     """The greatest probability of each row, before any temperature. float32 [T, V] -> [T]."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    greatest: np.ndarray = 1 / np.exp(shifted).sum(axis=1)
+    with np.errstate(invalid="ignore"):  # infinite logits: refused where a token is taken from them
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        greatest: np.ndarray = 1 / np.exp(shifted).sum(axis=1)
     return greatest
 
 

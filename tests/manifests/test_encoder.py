@@ -57,6 +57,18 @@ def test_the_layer_that_runs_next() -> None:
         (lambda: with_layer(3, experts=CAPPED), "layer 3: capacity"),
         (lambda: with_layer(1, attention=replace(SELF, relative_bias=None)), "layer 1: the layers of a stack"),
         (lambda: with_layer(0, attention=replace(SELF, sliding_window=4)), "layer 0: encoders"),
+        (
+            lambda: with_layer(1, attention=replace(SELF, num_heads=4)),
+            "layer 1: layers that share a relative bias have as many heads",
+        ),
+        (
+            lambda: with_layer(1, attention=replace(SELF, num_kv_heads=1)),
+            "layer 1: the layers of an encoder have keys and values of one size",
+        ),
+        (
+            lambda: with_layer(1, attention=replace(SELF, head_size=32)),
+            "layer 1: the layers of an encoder have keys and values of one size",
+        ),
         (lambda: with_layer(3, cross=SELF), "heads and a scale alone"),
         (lambda: with_layer(3, cross=replace(CROSS, rope=RopeSpec(1e4, 8))), "heads and a scale alone"),
         (lambda: RelativeBiasSpec(6, 20), "multiple of 4"),

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from moec.manifests import errors
-from moec.manifests.model import AttentionSpec, ExpertKey, ExpertsSpec, RopeSpec, RouterSpec
+from moec.manifests.model import (
+    AttentionSpec,
+    ExpertKey,
+    ExpertsSpec,
+    LatentSpec,
+    RelativeBiasSpec,
+    RopeSpec,
+    RouterSpec,
+)
 from tests.manifests.examples import layer_spec, model_spec
 
 ROPE = RopeSpec(10000.0, 8)
@@ -88,3 +96,21 @@ def test_the_error_tree_is_the_documented_one() -> None:
 def test_a_message_carries_its_remedy() -> None:
     assert str(errors.MoecError("it is so", "do that")) == "it is so (hint: do that)"
     assert str(errors.MoecError("it is so")) == "it is so"
+
+
+def test_latent_attention_without_a_rotary_embedding_is_refused() -> None:
+    latent = LatentSpec(query_rank=0, rank=16, plain_size=16, value_size=16, norm_eps=1e-6)
+    AttentionSpec(2, 2, 24, ROPE, latent=latent)
+    with pytest.raises(ValueError, match="latent attention needs a rotary embedding"):
+        AttentionSpec(2, 2, 16, None, latent=latent)
+
+
+def test_layers_that_share_a_relative_bias_have_as_many_heads() -> None:
+    bias = RelativeBiasSpec(8, 20)
+    first, second = layer_spec(), layer_spec()
+    first = replace(first, attention=replace(first.attention, rope=None, relative_bias=bias))
+    second = replace(second, attention=replace(second.attention, rope=None, relative_bias=bias, num_heads=2))
+    with pytest.raises(ValueError, match="layer 1: layers that share a relative bias have as many heads"):
+        model_spec((first, second))
+    assert model_spec((first, first)).dense_shapes()["layers.0.relative_bias"] == (32,)
+    model_spec((layer_spec(), replace(second, attention=replace(second.attention, relative_bias=None))))

@@ -113,6 +113,33 @@ def test_a_rule_chooses_as_if_the_others_were_all(scoring: Any, renormalize: boo
     assert not rule.demand(logits)[left_out].any() and not rule.scores(logits)[:, left_out].any()
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kernel", ["reference", "compiled"])
+def test_what_is_left_out_is_never_chosen_whatever_the_logits_are(
+    scoring: Any, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN and -inf rank before nothing but themselves; rows without them keep their bits."""
+    if kernel == "reference":
+        monkeypatch.setattr("moec.runtime.kernels.compiled", lambda: None)
+    left_out, kept = [0, 3, 6], [1, 2, 4, 5, 7]
+    for renormalize in (True, False):
+        rule = RoutingRule(ExpertsSpec(8, 3, 32, "silu", RouterSpec(scoring, renormalize)), left_out)
+        logits = np.random.default_rng(1).normal(size=(7, 8)).astype(np.float32)
+        alone = rule.route(logits[:1])
+        logits[1] = np.nan
+        logits[2, kept[:4]] = np.nan
+        logits[3] = -np.inf
+        logits[4, kept[:4]] = -np.inf
+        logits[5, kept[0]], logits[5, kept[1:]] = np.inf, np.nan
+        logits[6, kept] = [1.0, -np.inf, np.nan, np.nan, np.nan]
+        with np.errstate(all="ignore"):
+            chosen, weights = rule.route(logits)
+        assert set(chosen.ravel().tolist()) <= set(kept)
+        assert all(len(set(row)) == 3 for row in chosen.tolist())
+        assert np.isnan(weights[[1, 2, 6]]).any(axis=1).all(), "what is no number must be seen in the end"
+        assert np.array_equal(chosen[:1], alone[0]) and np.array_equal(weights[:1], alone[1])
+
+
 def test_an_expert_is_left_out_as_a_whole(pruned: Path) -> None:
     entry = next(entry for entry in open_bundle(pruned).manifest.experts if not entry.is_pruned)
     for projection in ("gate", "up", "down"):

@@ -1,0 +1,97 @@
+"""Replays a seed through the console script, in a child process with limits, and says what was wrong with its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.hostile.seed import Seed, seal_bundle
+
+EXIT_CODES = frozenset({0, 1, 2, 3, 130})
+CPU_S, ADDRESS_BYTES, PATIENCE_S = 10, 2 << 30, 120
+MOEC = Path(sys.executable).parent / "moec"
+# Limits, and two processors: how many threads there are, and their stacks, must not depend on the machine.
+_LAUNCH = f"""
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
+resource.setrlimit(resource.RLIMIT_AS, ({ADDRESS_BYTES}, {ADDRESS_BYTES}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+# C0 but for the line feed, DEL, C1, and what reverses the direction of text.
+_CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_UNFINISHED = re.compile(r"(^|/)\.|\.(partial|new|work|tmp)$")
+FAULTS = ("Traceback", "panicked at", "this is a fault in moec")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a command ended. code: the exit code, negative for a signal, None if it was given up.
+
+    before, after: name -> bytes of everything in the folder of the bundle and next to it.
+    """
+
+    code: int | None
+    stdout: str
+    stderr: str
+    before: dict[str, int]
+    after: dict[str, int]
+
+
+def replay(seed: Seed, bundle: Path, home: Path) -> Ending:
+    """Change a fresh copy of the tiny bundle as the seed says, and run its command. home: a folder of the command."""
+    work = bundle.with_name("work")
+    work.mkdir()
+    if seed.change is not None:
+        seed.change(bundle)
+    if seed.seal:
+        seal_bundle(bundle)
+    before = _contents(bundle.parent)
+    arguments = [part.replace("{bundle}", str(bundle)).replace("{work}", str(work)) for part in seed.arguments]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", _LAUNCH, str(MOEC), *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=home,
+    )  # fmt: skip
+    code: int | None
+    try:
+        stdout, stderr = child.communicate(seed.standard_input, timeout=PATIENCE_S)
+        code = child.returncode
+    except subprocess.TimeoutExpired:
+        child.kill()
+        stdout, stderr = child.communicate()
+        code = None
+    texts = (data.decode("utf-8", "backslashreplace") for data in (stdout, stderr))
+    return Ending(code, *texts, before, _contents(bundle.parent))
+
+
+def _contents(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): os.lstat(path).st_size for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def problems(seed: Seed, ending: Ending) -> list[str]:
+    """What is wrong with an ending; nothing is right."""
+    found = list[str]()
+    if ending.code is None:
+        found.append(f"still running after {PATIENCE_S} s")
+    elif ending.code not in seed.exit_codes:
+        found.append(f"exit code {ending.code}, expected {sorted(seed.exit_codes)}")
+    found += [f"`{mark}` in stderr" for mark in FAULTS if mark in ending.stderr]
+    shown = {"stderr": ending.stderr, **({"stdout": ending.stdout} if seed.arguments[0] == "inspect" else {})}
+    for name, text in shown.items():
+        if controls := _CONTROLS.findall(text):
+            found.append(f"control characters in {name}: {sorted(set(controls))!a}")
+    if lost := [name for name, size in ending.before.items() if ending.after.get(name) != size]:
+        found.append(f"changed or lost: {lost}")
+    new = [name for name in ending.after if name not in ending.before]
+    wanted = [name for name in new if ending.code == 0 and name.startswith("work/") and not _UNFINISHED.search(name)]
+    if left := sorted(set(new) - set(wanted)):
+        found.append(f"left behind: {left}")
+    return found
