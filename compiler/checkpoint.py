@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moec.manifests.bundle import FileEntry
+from moec.manifests.bundle import TOKENIZER_NAME, FileEntry
 from moec.manifests.errors import CheckpointError
 from moec.manifests.input_file import UnreadableFile, open_input, read_input
 from moec.manifests.limits import COMPANION_JSON, MAX_COMPANION_BYTES, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
@@ -31,7 +31,6 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-TOKENIZER_NAME = "tokenizer.json"
 COMPANION_PATTERNS = (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,

@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError, TargetUnreachable
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
-from .checkpoint import TOKENIZER_NAME, Checkpoint
+from .checkpoint import Checkpoint
 from .families import Lowering, TensorSource
 from .tokenizer import load_tokenizer
 

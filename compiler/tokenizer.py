@@ -6,10 +6,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError
-from moec.manifests.limits import MAX_COMPANION_BYTES
+from moec.manifests.limits import MAX_TOKENIZER_BYTES
+from moec.manifests.tokenizer_file import UnsafeTokenizer, check_tokenizer
 
-from .checkpoint import TOKENIZER_NAME, read_file
+from .checkpoint import read_file
 
 _SAMPLE = "Question: a pen and 12 boxes?\n"
 """What every tokenizer must be able to take apart and put together."""
@@ -22,7 +24,11 @@ def load_tokenizer(root: Path) -> Tokenizer:
     Raises CheckpointError.
     """
     path = root / TOKENIZER_NAME
-    data = read_file(path, MAX_COMPANION_BYTES, _REMEDY)
+    data = read_file(path, MAX_TOKENIZER_BYTES, _REMEDY)
+    try:
+        check_tokenizer(data)  # as the runtime does: what it refuses is not compiled
+    except UnsafeTokenizer as error:
+        raise CheckpointError(f"`{path}` is not a tokenizer: {error}", _REMEDY) from error
     try:
         tokenizer = Tokenizer.from_buffer(data)
         tokenizer.no_padding()

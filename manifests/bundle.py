@@ -16,6 +16,7 @@ MANIFEST_NAME = "moec.json"
 DENSE_NAME = "dense.safetensors"
 TABLES_NAME = "tables.safetensors"
 QUALITY_NAME = "quality.json"
+TOKENIZER_NAME = "tokenizer.json"
 CARD_NAME = "README.md"
 PARTIAL_SUFFIX = ".partial"
 MAX_FILE_BYTES = 1 << 46

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moec.manifests.bundle import MANIFEST_NAME, TABLES_NAME, BundleManifest
+from moec.manifests.bundle import MANIFEST_NAME, TABLES_NAME, TOKENIZER_NAME, BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.model import ModelSpec
 from moec.profiles.memory_floor import (
@@ -25,7 +25,6 @@ from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
 
 from .kv_cache import KV_TYPES
 from .options import RuntimeOptions, parse_bytes, parse_cache
-from .text import TOKENIZER_NAME
 
 _MANIFEST_FACTOR = 13
 """Peak memory while a manifest is read, by its bytes. Measured: 5 for 65,535 experts with low versions, 12.5 for

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import BundleIncomplete, ContextOverflow, ExecutionError, InputError, ManifestInvalid
 from moec.manifests.input_file import UnreadableFile, read_input
 from moec.manifests.limits import (
@@ -20,10 +21,10 @@ from moec.manifests.limits import (
     MAX_TOKENIZER_BYTES,
 )
 from moec.manifests.tokenizer_file import TokenizerBounds, UnsafeTokenizer, check_tokenizer
+from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 
-from .budget import PROCESS_SLACK_BYTES, MemoryPlan
+from .budget import MemoryPlan
 
-TOKENIZER_NAME = "tokenizer.json"
 # Growth of a text that ENCODING_BYTES_PER_BYTE has in it: bytes written as letters, spaces as marks.
 _USUAL_GROWTH = 4
 _PART_CHARACTERS = 1024

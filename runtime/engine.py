@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from moec.manifests.bundle import TABLES_NAME
+from moec.manifests.bundle import TABLES_NAME, TOKENIZER_NAME
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
@@ -39,7 +39,7 @@ from .options import MAX_THREADS, RuntimeOptions
 from .predictors import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage, page_bytes
-from .text import TOKENIZER_NAME, StopTexts, TextStream, load_tokenizer
+from .text import StopTexts, TextStream, load_tokenizer
 from .token_ids import checked_ids
 
 _Result = TypeVar("_Result")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .bundle_tokenizer import TOKENIZER_NAME, BundleTokenizer, load_tokenizer
+from .bundle_tokenizer import BundleTokenizer, load_tokenizer
 
-__all__ = ["TOKENIZER_NAME", "BundleTokenizer", "Decoder", "StopTexts", "TextStream", "load_tokenizer"]
+__all__ = ["BundleTokenizer", "Decoder", "StopTexts", "TextStream", "load_tokenizer"]
 _REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
 

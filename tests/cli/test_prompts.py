@@ -91,7 +91,8 @@ def test_what_the_normalizer_makes_of_a_text_counts(tmp_path: Path) -> None:
     tokenizer.normalizer = normalizers.Replace("a", "a" * 1000)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path)
-    plan = MemoryPlan(0, 0, 0, 0, 0, 0, None, 512)
+    sizes = dict.fromkeys(("process_bytes", "dense_bytes", "kv_bytes", "scratch_bytes", "minimum_expert_bytes"), 0)
+    plan = MemoryPlan(**sizes, tables_bytes=0, cache_bytes=0, budget_bytes=None, context=512)
     loaded.check_size("b" * 16_000, plan)
     loaded.check_size("a" * 10 + "b" * 10_000, plan)
     with pytest.raises(ContextOverflow):
