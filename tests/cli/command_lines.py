@@ -74,6 +74,17 @@ ACCELERATOR = {
 ALL = {**RUNTIME, **LOSSY, **ACCELERATOR}
 SLOTS = {"slots": Given("--slots 5", "options.slots", 5)}
 
+
+def of_auto(command: str, more: str) -> Line:
+    """What `auto` may cost."""
+    return Line(
+        command,
+        "moec.cli.runtime_options._chosen_thresholds",
+        {"mode_loss": Given("--mode-loss 2%", "text", "2%")},
+        f"--dynamic-precision auto {more}",
+    )
+
+
 RUNS = {
     "run": Line("run", ENGINE, {**ALL, "beams": Given("--beams 3", "options.slots", 3)}, "--prompt x"),
     "run, sampling": Line(
@@ -159,6 +170,10 @@ RUNS = {
         {"modes": Given(f"--modes '{MODES}'", "modes", MODES)},
         "--text {folder}/text.txt --tokens 4 --prompt-tokens 3",
     ),
+    "run, auto": of_auto("run", "--prompt x"),
+    "generate, auto": of_auto("generate", "--prompts {folder}/prompts.jsonl --field asked -o out"),
+    "eval, auto": of_auto("eval", "--data {folder}/texts.jsonl"),
+    "bench, auto": of_auto("bench", ""),
     "tune": Line("tune", ENGINE, RUNTIME, "--text {folder}/text.txt --tokens 4"),
     "tune, text": Line(
         "tune",
@@ -304,18 +319,15 @@ SHOWN_ELSEWHERE = {
         "chat": "test_a_chat_goes_through_the_template",
         "system": "test_a_chat_goes_through_the_template",
         "as_json": "test_json_is_one_object_with_all_counts",
-        "mode_loss": "test_thresholds_are_chosen_from_what_was_measured",
     },
     "generate": {
         "bundle": "test_prompts_of_unequal_length_are_continued_as_alone",
         "out": "test_prompts_of_unequal_length_are_continued_as_alone",
-        "mode_loss": "test_thresholds_are_chosen_from_what_was_measured",
     },
     "eval": {
         "model": "test_a_16_bit_bundle_scores_what_the_checkpoint_scores",
         "per_item": "test_slots_change_nothing",
         "as_json": "test_a_16_bit_bundle_scores_what_the_checkpoint_scores",
-        "mode_loss": "test_thresholds_are_chosen_from_what_was_measured",
     },
     "bench": {
         "bundle": "test_json_holds_all_of_it",
@@ -324,7 +336,6 @@ SHOWN_ELSEWHERE = {
         "trace_little": "test_the_little_model_of_a_trace_must_be_there",
         "profile": "test_a_profile_divides_a_token_among_kernels_waiting_and_python",
         "as_json": "test_json_holds_all_of_it",
-        "mode_loss": "test_thresholds_are_chosen_from_what_was_measured",
     },
     "tune": {
         "bundle": "test_the_file_lies_beside_the_bundle_and_is_used",
