@@ -59,6 +59,7 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
     assert type(predictor) is (type(None) if asked["prefetch"].startswith("off") else _PREDICTORS[options.prefetch])
     assert engine.model.advisor.rule == options.prefetch_rule
     assert type(engine.cache) is cache_kind(engine, options)
+    assert reader_threads() == options.readers
 
 
 def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
@@ -137,6 +138,11 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < end, f"{what}: not within {PATIENCE_S} s"
         time.sleep(0.001)
+
+
+def reader_threads() -> int:
+    """Threads that read experts, of the engines that are open."""
+    return sum(thread.name.startswith("moec-reader") for thread in threading.enumerate())
 
 
 def begin_trace(engine: Engine) -> TraceRecorder:

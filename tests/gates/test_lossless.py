@@ -141,9 +141,11 @@ def test_io_and_threads_change_nothing(wide: Path, resident_wide: np.ndarray, io
 
 @pytest.mark.gate("G2")
 @pytest.mark.parametrize("readers", [1, 4])
-def test_readers_change_nothing(bundle: Path, resident: np.ndarray, readers: int) -> None:
-    found = run(bundle, expert_cache="40%", readers=readers, prefetch="off")
-    assert counts(found.stats) == found.by_policy["lrfu"]
+@pytest.mark.parametrize("policy", ["lrfu", "edgemoe"])
+def test_readers_change_nothing(bundle: Path, resident: np.ndarray, readers: int, policy: str) -> None:
+    """In the native cache and in Python's."""
+    found = run(bundle, expert_cache="40%", readers=readers, policy=policy, prefetch="off")
+    assert counts(found.stats) == found.by_policy[policy]
     check_equal(found, resident)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from moec.manifests.bundle import DENSE_NAME, TABLES_NAME
 from moec.manifests.errors import ChecksumMismatch, ContextOverflow, MemoryBudgetExceeded, OptionError
 from moec.runtime import Engine, RuntimeOptions, load
 from moec.runtime.beam import BeamOptions, beam_search
@@ -18,7 +19,7 @@ from moec.runtime.bundle import open_bundle
 from moec.runtime.sampling import Sampler, SamplingOptions
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import flip, write_tables
-from tests.observed_runs import begin_trace, forget_mappings, how_read, threads
+from tests.observed_runs import begin_trace, forget_mappings, how_read, reader_threads, threads
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # torch computes what is beside the CPU
@@ -76,9 +77,9 @@ def kernel_threads(engine: Engine) -> int:
     return len(threads() - {thread.native_id or 0 for thread in threading.enumerate()})
 
 
-def reader_threads(engine: Engine) -> int:
+def readers(engine: Engine) -> int:
     run(engine)
-    return sum(thread.name.startswith("moec-reader") for thread in threading.enumerate())
+    return reader_threads()
 
 
 def shared(engine: Engine) -> dict[str, Any]:
@@ -105,9 +106,9 @@ def two_beams(engine: Engine) -> list[Any]:
 
 
 class Effect(NamedTuple):
-    """value: that is not the default. others: what both runs have besides. seen: what differs between the two.
+    """value: that is not the default. others: what both runs have besides.
 
-    needs: what the value alone asks for.
+    seen: what differs between the two; each part of a tuple does. needs: what the value alone asks for.
     """
 
     value: Any
@@ -121,14 +122,18 @@ EFFECTS: dict[str, Effect] = {
     "expert_cache": Effect("40%", {}, lambda engine: (counted(engine)["evictions"], engine.cache.capacity_bytes)),
     "context": Effect(30, {"expert_cache": "40%"}, lambda engine: refusal(engine, ContextOverflow, long_prompt)),
     "policy": Effect("lru", SMALL, counted),
+    "policy, of decisions": Effect("lru", {**SMALL, "cache_routing": "margin=0.05"}, decided),
     "policy_weights": Effect("0,0,0,1", {**SMALL, "policy": "hobbit"}, counted),
+    "policy_weights, of decisions": Effect(
+        "0,0,0,1", {**SMALL, "policy": "hobbit", "cache_routing": "margin=0.05"}, decided
+    ),
     "prefetch": Effect("path", AHEAD, advised),
     "io": Effect("mmap", SMALL, lambda engine: how_read(engine.bundle.path / engine.bundle.manifest.experts[0].file)),
     "kv": Effect("float16", SMALL, lambda engine: (run(engine).tobytes(), engine.memory.kv_bytes)),
     "threads": Effect(9, SMALL, kernel_threads),
     "slots": Effect(2, SMALL, lambda engine: (refusal(engine, OptionError, two_beams), engine.memory.kv_bytes)),
-    "verify": Effect(False, SMALL, lambda engine: refusal(engine, ChecksumMismatch, run)),
-    "readers": Effect(5, SMALL, reader_threads),
+    "verify": Effect(False, SMALL, lambda engine: engine._storage.verifies),
+    "readers": Effect(5, SMALL, readers),
     "prefetch_layers": Effect(1, AHEAD, advised),
     "prefetch_experts": Effect(3, AHEAD, advised),
     "prefetch_rule": Effect("spread", {"expert_cache": "60%", "context": 64}, advised),
@@ -148,29 +153,42 @@ EFFECTS: dict[str, Effect] = {
 
 
 def test_every_field_has_an_effect() -> None:
-    assert set(EFFECTS) == {field.name for field in fields(RuntimeOptions)}
+    assert {name.partition(",")[0] for name in EFFECTS} == {field.name for field in fields(RuntimeOptions)}
 
 
 @pytest.mark.parametrize("field", EFFECTS)
 def test_a_field_has_its_effect(bundle: Path, field: str) -> None:
     """The same options show the same twice, and another value of the field shows something else."""
     value, others, seen, needs = EFFECTS[field]
-    expert = open_bundle(bundle).manifest.experts[0]
+    name = field.partition(",")[0]
 
-    def shown(**options: Any) -> Any:
+    def shown(**options: Any) -> tuple[Any, ...]:
         forget_mappings(bundle)
         with load(bundle, **{**others, **options}) as engine:
-            return seen(engine)
+            found = seen(engine)
+            return found if isinstance(found, tuple) else (found,)
 
-    if field == "verify":
-        flip(bundle / expert.file, expert.offset_bytes)
+    default = getattr(RuntimeOptions(**others), name)
+    assert value != default
+    plain, changed = shown(), shown(**{name: value}, **needs)
+    assert plain == shown(**{name: default})
+    assert all(one != other for one, other in zip(plain, changed, strict=True))
+
+
+@pytest.mark.parametrize("part", ["experts", DENSE_NAME, TABLES_NAME])
+def test_bytes_are_checked_unless_that_is_refused(bundle: Path, part: str) -> None:
+    opened = open_bundle(bundle)
+    expert, counts = opened.manifest.experts[0], opened.headers[TABLES_NAME]["popularity"]
+    file = bundle / (expert.file if part == "experts" else part)
+    place = {"experts": expert.offset_bytes, TABLES_NAME: counts.offset_bytes}.get(part, file.stat().st_size - 1)
+    flip(file, place)
     try:
-        default = RuntimeOptions(**others)
-        assert value != getattr(default, field)
-        assert shown() == shown(**{field: getattr(default, field)}) != shown(**{field: value}, **needs)
+        with pytest.raises(ChecksumMismatch), load(bundle, **SMALL) as engine:
+            run(engine)
+        with load(bundle, **SMALL, verify=False) as engine:
+            run(engine)
     finally:
-        if field == "verify":
-            flip(bundle / expert.file, expert.offset_bytes)
+        flip(file, place)
 
 
 def test_a_budget_under_the_floor_is_refused(bundle: Path) -> None:
