@@ -10,6 +10,7 @@ import numpy as np
 
 from moec.runtime import load
 from moec.runtime.bundle import open_bundle
+from tests.observed_runs import begin_trace, check_took_effect, counts, forget_mappings, replayed
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"prefetch": "off", "policy": "lru", "io": "mmap", "threads": 2},
@@ -21,7 +22,9 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def check_lossless(bundle: Path, tokens: Sequence[int], prompt_tokens: int = 20) -> np.ndarray:
-    """Logits [T, V] of forced tokens, the same to the bit in all ways of running. Fails where they differ."""
+    """Logits [T, V] of forced tokens, the same to the bit in all ways of running. Fails where they differ, or where a
+    run does not do what its options say.
+    """
     whole, evictions = _run(bundle, tokens, prompt_tokens, "100%", prefetch="off", threads=1)
     assert evictions == 0
     least = str(open_bundle(bundle).manifest.cost.minimum_expert_bytes)
@@ -32,9 +35,16 @@ def check_lossless(bundle: Path, tokens: Sequence[int], prompt_tokens: int = 20)
 
 
 def _run(bundle: Path, tokens: Sequence[int], prompt_tokens: int, cache: str, **options: Any) -> tuple[np.ndarray, int]:
+    forget_mappings(bundle)
     with load(bundle, expert_cache=cache, context=64, **options) as engine:
         engine.cache.finish_warming()
+        tracer = begin_trace(engine)
         steps = [engine.logits(tokens[:prompt_tokens])]
         for position, token in enumerate(tokens[prompt_tokens:], prompt_tokens):
             steps.append(engine.model.logits(engine.step([token], [0], [position])))
+        tracer.end()
+        check_took_effect(engine, engine.options)
+        if options["prefetch"] == "off":
+            policy = options.get("policy", "lrfu")
+            assert counts(engine.cache.stats) == counts(replayed(engine, tracer, policy)), policy
         return np.concatenate(steps), engine.cache.stats.evictions

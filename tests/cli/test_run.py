@@ -16,6 +16,7 @@ import pytest
 from moec.manifests.bundle import MANIFEST_NAME, FileEntry
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.runtime import load
+from moec.runtime.bundle import open_bundle
 
 from .conftest import Invoke
 
@@ -63,9 +64,20 @@ def test_json_is_one_object_with_all_counts(invoke: Invoke, bundle: Path) -> Non
     assert statistics["lookups"] == statistics["misses"] + round(statistics["hit_rate"] * statistics["lookups"])
     assert statistics["bytes_read"] > 0 and statistics["peak_memory_bytes"] > 1 << 20
     assert 0 <= statistics["prefetch_recall"] <= 1 and 0 <= statistics["prefetch_precision"] <= 1
-    assert (
-        values["memory"]["cache_bytes"] < values["memory"]["budget_bytes"] if values["memory"]["budget_bytes"] else True
-    )
+    assert values["memory"]["budget_bytes"] is None, "a size of the cache alone is no budget"
+
+
+def test_the_plan_of_a_budget_adds_up(invoke: Invoke, bundle: Path) -> None:
+    asked = ("run", bundle, "--prompt", PROMPT, "--max-new-tokens", 2, "--json")
+    plan = json.loads(invoke(*asked, "--memory", "64GiB", "--expert-cache", "40%").stdout)["memory"]
+    assert plan["budget_bytes"] == 64 << 30
+    budget = plan["floor_bytes"] + (256 << 20)  # this process may have grown until the next plan
+    plan = json.loads(invoke(*asked, "--memory", budget).stdout)["memory"]
+    parts = ("process_bytes", "dense_bytes", "kv_bytes", "scratch_bytes", "accelerator_bytes")
+    fixed, experts = sum(plan[name] for name in parts), open_bundle(bundle).manifest.cost.expert_padded_bytes
+    assert all(plan[name] > 0 for name in parts[:-1]) and plan["accelerator_bytes"] == 0
+    assert plan["budget_bytes"] == budget and plan["floor_bytes"] == fixed + plan["minimum_expert_bytes"] <= budget
+    assert plan["cache_bytes"] == min(budget - fixed, experts) >= plan["minimum_expert_bytes"]
 
 
 @pytest.mark.parametrize(

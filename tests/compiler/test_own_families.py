@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -242,9 +243,10 @@ def test_a_weight_that_is_missing_or_has_another_shape_is_named(copy: Path, is_m
 def test_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None:
     """config.json names Python files that lie beside it on the hub."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    for name in ("modeling_deepseek.py", "modeling_minicpm.py"):
-        (copy / name).write_text("raise SystemExit('code of the checkpoint was run')\n")
-    ReferenceModel(copy)
+    named = set(json.loads((copy / "config.json").read_text())["auto_map"].values())
+    for place in named:
+        (copy / f"{place.partition('.')[0]}.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
+    assert named and ReferenceModel(copy).network.model.__module__.startswith("transformers.")
 
 
 # -- the whole compile -----------------------------------------------------------------------------------------------

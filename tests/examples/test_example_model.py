@@ -21,12 +21,9 @@ from safetensors import safe_open  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 
-def test_items(task: str, count: int) -> list[dict[str, str]]:
+def shipped_items(task: str, count: int) -> list[dict[str, str]]:
     lines = (EXAMPLES / "data" / task / "test.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines[:count]]
-
-
-test_items.__test__ = False  # type: ignore[attr-defined]
 
 
 def test_size_and_shape() -> None:
@@ -49,7 +46,7 @@ def test_tokenizer_splits_digits_and_joins_where_the_prompt_ends() -> None:
     fast = transformers.AutoTokenizer.from_pretrained(MODEL)
     assert fast.eos_token == "</s>"
     for task, (first, second) in FIELDS.items():
-        for item in test_items(task, 200):
+        for item in shipped_items(task, 200):
             prompt, tail = prompt_of(task, item[first]), " " + item[second]
             joint = plain.encode(prompt + tail)
             assert joint.ids == plain.encode(prompt).ids + plain.encode(tail).ids
@@ -81,14 +78,14 @@ def test_save_pretrained_writes_the_same_names(tmp_path: Path) -> None:
 def test_decoding_in_batches_is_decoding_one_by_one() -> None:
     model = read_model(MODEL)
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    prompts = [tokenizer.encode(prompt_of("gsm8k", item["question"])).ids for item in test_items("gsm8k", 6)]
+    prompts = [tokenizer.encode(prompt_of("gsm8k", item["question"])).ids for item in shipped_items("gsm8k", 6)]
     end = tokenizer.token_to_id("</s>")
     together = decode_batch(model, prompts, end)
     assert together == [decode_batch(model, [prompt], end)[0] for prompt in prompts]
 
 
 def score_of_64(model, task: str) -> float:  # type: ignore[no-untyped-def]
-    items = test_items(task, 64)
+    items = shipped_items(task, 64)
     found = answers(model, Tokenizer.from_file(str(MODEL / "tokenizer.json")), task, items)
     return sum(scores(task, found, items)) / len(items)
 

@@ -77,7 +77,8 @@ def test_an_encoder_and_what_the_decoder_keeps_of_it(tmp_path: Path) -> None:
     with load(bundle, context=64) as floats, load(bundle, context=64, kv="float16") as halves:
         expected, found = floats.logits(TOKENS[:6], TOKENS), halves.logits(TOKENS[:6], TOKENS)
         assert 0 < largest_error(found, expected) < 32 * HALF_UNIT  # scores of this family are not scaled down
-        assert all(array.dtype == np.float16 for array in halves.kv.cross_keys.values())
+        crossed = (*halves.kv.cross_keys.values(), *halves.kv.cross_values.values())
+        assert crossed and all(array.dtype == np.float16 for array in crossed)
 
 
 def test_beams_copy_them(tiny_bundle: Path) -> None:

@@ -125,7 +125,7 @@ def test_buffered_reads_leave_nothing_in_the_page_cache(own_bundle: Path) -> Non
 @every_mode
 def test_the_mode_is_the_one_that_was_asked_for(tiny_bundle: Path, io: IoMode) -> None:
     storage = open_storage(open_bundle(tiny_bundle), io, verify=True)
-    assert storage.mode == io or (io == "direct" and storage.mode == "buffered")
+    assert storage.mode == io
     storage.close()
 
 

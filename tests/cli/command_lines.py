@@ -1,0 +1,351 @@
+"""Command lines that give every option of the commands that run, measure and make bundles, and where each arrives.
+
+A `Line` is one call. It is followed to its seam: a function or class that the command hands its work to. There what the
+command passes is noted, and the call ends. `given` names the parameters of the command: the words on the command line,
+the way to the value from the arguments of the seam (attributes, keys and places in lists), and the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moec.cli.compile import open_partial
+from moec.cli.generate import CODE_STOPS
+from moec.cli.modes_measurement import ModesMeasurement
+from moec.compiler.targets import Target
+from moec.runtime.eviction import MultidimensionalScore
+from moec.runtime.options import parse_weights
+
+ENGINE = "moec.runtime.engine.Engine"
+COMPILE = "moec.compiler.pipeline.compile_checkpoint"
+MODES = "big-little gamma=0.5"
+WEIGHTS = "0.1,0.5,0,0.4"
+
+
+class Given(NamedTuple):
+    """words: on the command line, `{folder}` stands for that of FILES. way: empty for what is not followed."""
+
+    words: str
+    way: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """more: words that the others need."""
+
+    command: str
+    seam: str
+    given: dict[str, Given]
+    more: str = ""
+
+
+RUNTIME = {
+    "memory": Given("--memory 64GiB", "options.memory", "64GiB"),
+    "expert_cache": Given("--expert-cache 40%", "options.expert_cache", "40%"),
+    "context": Given("--context 77", "options.context", 77),
+    "policy": Given("--policy hobbit", "options.policy", "hobbit"),
+    "policy_weights": Given(f"--policy-weights {WEIGHTS}", "options.policy_weights", WEIGHTS),
+    "prefetch": Given("--prefetch path", "options.prefetch", "path"),
+    "prefetch_layers": Given("--prefetch-layers 3", "options.prefetch_layers", 3),
+    "prefetch_experts": Given("--prefetch-experts 5", "options.prefetch_experts", 5),
+    "prefetch_rule": Given("--prefetch-rule spread", "options.prefetch_rule", "spread"),
+    "io": Given("--io buffered", "options.io", "buffered"),
+    "kv": Given("--kv float16", "options.kv", "float16"),
+    "readers": Given("--readers 6", "options.readers", 6),
+    "threads": Given("--threads 7", "options.threads", 7),
+    "kernels": Given("--kernels scalar", "kernels", "scalar"),
+    "no_verify": Given("--no-verify", "options.verify", False),
+}
+LOSSY = {
+    "dynamic_precision": Given("--dynamic-precision 0.5,0.9", "options.dynamic_precision", "0.5,0.9"),
+    "big_little": Given("--big-little gamma=0.6,k=2", "options.big_little", "gamma=0.6,k=2"),
+    "cache_routing": Given("--cache-routing margin=0.2", "options.cache_routing", "margin=0.2"),
+    "cache_state": Given("--cache-state cold", "options.cache_state", "cold"),
+}
+ACCELERATOR = {
+    "accelerator": Given("--accelerator torch-cpu", "options.accelerator", "torch-cpu"),
+    "accelerator_memory": Given("--accelerator-memory 9MiB", "options.accelerator_memory", "9MiB"),
+    "cooperation": Given("--cooperation gpu", "options.cooperation", "gpu"),
+    "accelerator_dense": Given("--accelerator-dense host", "options.accelerator_dense", "host"),
+}
+ALL = {**RUNTIME, **LOSSY, **ACCELERATOR}
+SLOTS = {"slots": Given("--slots 5", "options.slots", 5)}
+
+
+def of_auto(command: str, more: str) -> Line:
+    """What `auto` may cost."""
+    return Line(
+        command,
+        "moec.cli.runtime_options._chosen_thresholds",
+        {"mode_loss": Given("--mode-loss 2%", "text", "2%")},
+        f"--dynamic-precision auto {more}",
+    )
+
+
+RUNS = {
+    "run": Line("run", ENGINE, {**ALL, "beams": Given("--beams 3", "options.slots", 3)}, "--prompt x"),
+    "run, sampling": Line(
+        "run",
+        "moec.runtime.engine.Engine.generate",
+        {
+            "max_new_tokens": Given("--max-new-tokens 9", "max_new_tokens", 9),
+            "temperature": Given("--temperature 0.7", "sampling.temperature", 0.7),
+            "top_k": Given("--top-k 11", "sampling.top_k", 11),
+            "top_p": Given("--top-p 0.6", "sampling.top_p", 0.6),
+            "min_p": Given("--min-p 0.2", "sampling.min_p", 0.2),
+            "repetition_penalty": Given("--repetition-penalty 1.3", "sampling.repetition_penalty", 1.3),
+            "seed": Given("--seed 4", "sampling.seed", 4),
+            "stop": Given("--stop yes --stop no", "stop", ("yes", "no")),
+        },
+        "--prompt x",
+    ),
+    "run, beams": Line(
+        "run",
+        "moec.runtime.beam.beam_search",
+        {
+            "beams": Given("--beams 3", "options.beams", 3),
+            "length_penalty": Given("--length-penalty 0.5", "options.length_penalty", 0.5),
+            "max_new_tokens": Given("--max-new-tokens 9", "max_new_tokens", 9),
+        },
+        "--prompt x",
+    ),
+    "generate": Line("generate", ENGINE, {**ALL, **SLOTS}, "--prompts {folder}/prompts.jsonl --field asked -o out"),
+    "generate, requests": Line(
+        "generate",
+        "moec.cli.engines.BundleEngine.generate",
+        {
+            "prompts": Given("--prompts {folder}/prompts.jsonl", "requests.0.prompt", "once"),
+            "field": Given("--field asked", "requests.0.prompt", "once"),
+            "max_new_tokens": Given("--max-new-tokens 9", "requests.0.max_new_tokens", 9),
+            "stop": Given("--stop yes", "requests.0.stop.0", "yes"),
+            "code": Given("--code", "requests.0.stop.1", CODE_STOPS[0]),
+        },
+        "-o out",
+    ),
+    "eval": Line("eval", ENGINE, {**ALL, **SLOTS}, "--data {folder}/texts.jsonl"),
+    "eval, items": Line(
+        "eval",
+        "moec.evaluation.data.load_items",
+        {
+            "source": Given("--data {folder}/texts.jsonl", "source", "{folder}/texts.jsonl"),
+            "task": Given("--task perplexity", "task", "perplexity"),
+            "split": Given("--split validation", "split", "validation"),
+            "shots": Given("--shots 3", "shots", 3),
+            "seed": Given("--seed 4", "seed", 4),
+        },
+    ),
+    "eval, limit": Line(
+        "eval",
+        "moec.evaluation.data.ItemSet.limit",
+        {"limit": Given("--limit 2", "count", 2), "seed": Given("--seed 4", "seed", 4)},
+        "--data {folder}/texts.jsonl",
+    ),
+    "eval, modes": Line(
+        "eval",
+        "moec.cli.mode_sweep.settings_of",
+        {"modes": Given(f"--modes '{MODES}'", "text", MODES)},
+        "--data {folder}/texts.jsonl",
+    ),
+    "bench": Line("bench", ENGINE, ALL, "--text {folder}/text.txt --tokens 4 --prompt-tokens 3"),
+    "bench, prompt": Line(
+        "bench",
+        "moec.cli.bench.continuation",
+        {"prompt": Given("--prompt once", "prompt", "once"), "tokens": Given("--tokens 9", "tokens", 9)},
+    ),
+    "bench, text": Line(
+        "bench",
+        "moec.cli.bench.sequence_of",
+        {
+            "text_path": Given("--text {folder}/text.txt", "path", Path("{folder}/text.txt")),
+            "prompt_tokens": Given("--prompt-tokens 3", "prompt_tokens", 3),
+            "tokens": Given("--tokens 9", "tokens", 9),
+        },
+    ),
+    "bench, modes": Line(
+        "bench",
+        "moec.cli.bench.speed_sweep",
+        {"modes": Given(f"--modes '{MODES}'", "modes", MODES)},
+        "--text {folder}/text.txt --tokens 4 --prompt-tokens 3",
+    ),
+    "run, auto": of_auto("run", "--prompt x"),
+    "generate, auto": of_auto("generate", "--prompts {folder}/prompts.jsonl --field asked -o out"),
+    "eval, auto": of_auto("eval", "--data {folder}/texts.jsonl"),
+    "bench, auto": of_auto("bench", ""),
+    "tune": Line("tune", ENGINE, RUNTIME, "--text {folder}/text.txt --tokens 4"),
+    "tune, text": Line(
+        "tune",
+        "moec.cli.tune.sequence_of",
+        {
+            "text_path": Given("--text {folder}/text.txt", "path", Path("{folder}/text.txt")),
+            "tokens": Given("--tokens 9", "tokens", 9),
+        },
+    ),
+    "tune, traces": Line(
+        "tune",
+        "moec.cli.tune._fit",
+        {
+            "training": Given("--trace {folder}/run.trace", "training", (Path("{folder}/run.trace"),)),
+            "held_out": Given("--held-out {folder}/text.txt", "held_out", (Path("{folder}/text.txt"),)),
+            "modes": Given(f"--modes '{MODES}'", "modes", MODES),
+        },
+    ),
+    "simulate": Line(
+        "simulate",
+        "moec.cli.simulate.Simulation",
+        {
+            "profile": Given("--profile laptop", "rates.compute_scale", 8 / 40),
+            "prefetch": Given("--prefetch popularity", "prefetch", "popularity"),
+            "readers": Given("--readers 6", "rates.readers", 6),
+            "read_rate": Given("--read-rate 90MB", "rates.storage_bytes_per_s", 90_000_000),
+            "read_latency": Given("--read-latency 8ms", "rates.storage_latency_ns", 8_000_000),
+            "accelerator": Given(
+                "--accelerator memory=1GiB,expert=600us,token=2us,link=12GB", "shared.latency.device_fixed_ns", 600_000
+            ),
+            "cooperation": Given("--cooperation gpu", "shared.cooperation", "gpu"),
+            "cache_state": Given("--cache-state cold", "replayed.warm", []),
+        },
+        "--trace {folder}/run.trace",
+    ),
+    "simulate, rule": Line(
+        "simulate",
+        "moec.cli.simulate.Simulation",
+        {"prefetch_rule": Given("--prefetch-rule first-miss", "trace.header.prefetch_rule", "first-miss")},
+        "--trace {folder}/run.trace",
+    ),
+    "simulate, rows": Line(
+        "simulate",
+        "moec.cli.simulation.Simulation.rows",
+        {
+            "caches": Given("--expert-cache 400000", "capacities", [400_000]),
+            "policies": Given("--policy hobbit-printed", "policies.hobbit-printed.as_printed", True),
+            "policy_weights": Given(
+                f"--policy-weights {WEIGHTS}",
+                "policies.hobbit-printed",
+                MultidimensionalScore(parse_weights(WEIGHTS), as_printed=True),
+            ),
+            "modes": Given(f"--modes '{MODES}'", "settings.1.big_little", "gamma=0.5"),
+        },
+        "--trace {folder}/run.trace",
+    ),
+}
+
+OPTIONS = "request.options"
+LAPTOP = "--device laptop"
+"""A named device: nothing is probed."""
+LOSS = Given("--loss 3%", f"{OPTIONS}.target", Target("loss", 0.03))
+COMPILES = {
+    "compile": Line(
+        "compile",
+        COMPILE,
+        {
+            "loss": LOSS,
+            "target_path": Given("-o {folder}/made", "request.output", Path("{folder}/made")),
+            "data": Given("--data {folder}/texts.jsonl", f"{OPTIONS}.data", "{folder}/texts.jsonl"),
+            "tasks": Given("--task gsm8k --task samsum", f"{OPTIONS}.tasks", ("gsm8k", "samsum")),
+            "device": Given("--device raspberry-pi-4b-sd", "request.profile.name", "raspberry-pi-4b-sd"),
+            "dense_bits": Given("--dense-bits 4", f"{OPTIONS}.dense_bits", 4),
+            "bits": Given("--bits 1.6,2,8", f"{OPTIONS}.bits", (1.6, 2, 8)),
+            "group_size": Given("--group-size 64,128", f"{OPTIONS}.group_sizes", (64, 128)),
+            "sensitivity": Given("--sensitivity proxy", f"{OPTIONS}.sensitivity", "proxy"),
+            "objective": Given("--objective size", f"{OPTIONS}.objective", "size"),
+            "quantizer": Given("--quantizer rtn", f"{OPTIONS}.quantizer", "rtn"),
+            "shots": Given("--shots 3", f"{OPTIONS}.shots", 3),
+            "confidence": Given("--confidence 0.9", f"{OPTIONS}.confidence", 0.9),
+            "fallback_bits": Given("--fallback-bits 2", f"{OPTIONS}.fallback_bits", 2),
+            "prune": Given("--keep-experts", f"{OPTIONS}.prune", False),
+            "swaps": Given("--swaps 12", f"{OPTIONS}.swaps", 12),
+            "modes": Given(f"--modes '{MODES}'", "request.measure_modes", ModesMeasurement(MODES)),
+            "limit": Given("--limit 13", f"{OPTIONS}.limit", 13),
+            "seed": Given("--seed 4", f"{OPTIONS}.seed", 4),
+            "no_comparisons": Given("--no-comparisons", f"{OPTIONS}.comparisons", False),
+            "memory": Given("--memory 5GiB", "request.memory_bytes", 5 << 30),
+            "cluster": Given("--cluster 10.0.0.1:6379", "request.cluster", "10.0.0.1:6379"),
+            "resume": Given("--resume", "request.resume", True),
+            "overwrite": Given("--overwrite", "request.overwrite", True),
+            "model": Given("", "request.source", "{folder}/model"),
+            "": Given("", "request.open_runtime", open_partial),
+        },
+    ),
+    "compile, pruned": Line(
+        "compile",
+        COMPILE,
+        {
+            "kl": Given("--kl 0.25", f"{OPTIONS}.target", Target("kl", 0.25)),
+            "prune": Given("--prune-experts", f"{OPTIONS}.prune", True),
+        },
+        f"--data x {LAPTOP}",
+    ),
+    "compile, edgemoe": Line(
+        "compile",
+        COMPILE,
+        {
+            "bits_per_weight": Given("--bits-per-weight 3.5", f"{OPTIONS}.target", Target("bits_per_weight", 3.5)),
+            "search": Given("--search edgemoe", f"{OPTIONS}.search", "edgemoe"),
+            "plan_only": Given("--plan-only", "request.plan_only", True),
+        },
+        f"--data x {LAPTOP}",
+    ),
+    "compile, size": Line(
+        "compile", COMPILE, {"size": Given("--size 3MiB", f"{OPTIONS}.target", Target("size", 3 << 20))}, LAPTOP
+    ),
+    "compile, uniform": Line(
+        "compile",
+        COMPILE,
+        {
+            "uniform": Given("--uniform 4", f"{OPTIONS}.target", Target("uniform", 4)),
+            "symmetric": Given("--symmetric", f"{OPTIONS}.symmetric", True),
+        },
+        LAPTOP,
+    ),
+    "compile, sweep": Line(
+        "compile", COMPILE, {"sweep": Given("--sweep 1%,2%", "request.sweep", (0.01, 0.02))}, f"--data x {LAPTOP}"
+    ),
+    "compile, estimate": Line(
+        "compile",
+        "moec.compiler.forecast.forecast",
+        {"estimate": Given("--estimate", f"{OPTIONS}.target", Target("loss", 0.03)), "loss": LOSS},
+        f"--data x {LAPTOP}",
+    ),
+}
+LINES = {**RUNS, **COMPILES}
+
+SHOWN_ELSEWHERE = {
+    "run": {
+        "bundle": "test_text_goes_to_stdout_and_talk_to_stderr",
+        "prompt": "test_prompt_from_stdin",
+        "chat": "test_a_chat_goes_through_the_template",
+        "system": "test_a_chat_goes_through_the_template",
+        "as_json": "test_json_is_one_object_with_all_counts",
+    },
+    "generate": {
+        "bundle": "test_prompts_of_unequal_length_are_continued_as_alone",
+        "out": "test_prompts_of_unequal_length_are_continued_as_alone",
+    },
+    "eval": {
+        "model": "test_a_16_bit_bundle_scores_what_the_checkpoint_scores",
+        "per_item": "test_slots_change_nothing",
+        "as_json": "test_a_16_bit_bundle_scores_what_the_checkpoint_scores",
+    },
+    "bench": {
+        "bundle": "test_json_holds_all_of_it",
+        "policies": "test_people_get_the_table_of_policies",
+        "trace_out": "test_counts_are_those_of_the_run_that_was_recorded",
+        "trace_little": "test_the_little_model_of_a_trace_must_be_there",
+        "profile": "test_a_profile_divides_a_token_among_kernels_waiting_and_python",
+        "as_json": "test_json_holds_all_of_it",
+    },
+    "tune": {
+        "bundle": "test_the_file_lies_beside_the_bundle_and_is_used",
+        "as_json": "test_weights_are_fitted_and_compared_on_other_traces",
+    },
+    "simulate": {
+        "bundle": "test_counts_are_those_of_the_run_that_was_recorded",
+        "trace_path": "test_counts_are_those_of_the_run_that_was_recorded",
+        "as_json": "test_counts_are_those_of_the_run_that_was_recorded",
+    },
+    "compile": {"as_json": "test_json_is_the_content_of_quality_json"},
+}
+"""By command: parameters that reach no seam, and a test of this folder that fails where they do nothing."""

@@ -1,0 +1,141 @@
+"""Every field of the options of a compile changes something that can be seen in the compile."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from moec.compiler import pipeline
+from moec.compiler.options import CompileOptions
+from moec.compiler.preparation import Prepared, prepare
+from moec.compiler.request import CompileResult
+from tests.tiny_compile import compile_tiny, make_request, save_problems
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WATCHED = ("calibrate", "predict_units", "choose_objective", "search", "certify_task", "compare_with_baselines")
+
+
+class Effect(NamedTuple):
+    """value: that is not the default. others: what both have besides. seen: what differs between the two."""
+
+    value: Any
+    others: dict[str, Any]
+    seen: Callable[[Any], Any]
+
+
+def texts_of(found: Prepared) -> list[object]:
+    return [list(split.train.items) for split in found.splits]
+
+
+# What is checked and read before any work.
+PREPARED: dict[str, Effect] = {
+    "data": Effect("{data}", {}, lambda found: len(found.splits)),
+    "tasks": Effect(("perplexity",), {"data": "{data}"}, lambda found: [each.task.name for each in found.splits]),
+    "limit": Effect(2, {"data": "{data}"}, lambda found: [len(each.train) for each in found.splits]),
+    "seed": Effect(7, {"data": "{data}", "limit": 4}, texts_of),
+    "shots": Effect(2, {"data": "{data}"}, lambda found: [len(shots) for shots in found.shots.values()]),
+    "prune": Effect(True, {"data": "{data}"}, lambda found: found.prunes),
+    "bits": Effect((2, 8), {}, lambda found: found.specs),
+    "group_sizes": Effect((64,), {}, lambda found: found.specs),
+    "quantizer": Effect("rtn", {}, lambda found: found.plain_plan().quantizer),
+    "dense_bits": Effect(4, {}, lambda found: found.dense_formats()),
+    "fallback_bits": Effect(2, {}, lambda found: found.required_specs()),
+}
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Items of two tasks at once: sums, which are what their fields are taken for, and plain text."""
+    folder = save_problems(tmp_path_factory.mktemp("problems") / "data", train=8)
+    for path in folder.iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**row, "text": row["question"]}) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("field", PREPARED)
+def test_a_field_changes_what_is_prepared(model: Path, problems: Path, tmp_path: Path, field: str) -> None:
+    value, others, seen = PREPARED[field]
+
+    def shown(**options: Any) -> Any:
+        named = {name: str(problems) if given == "{data}" else given for name, given in {**others, **options}.items()}
+        return seen(prepare(make_request(model, tmp_path / "out", "bits_per_weight", 9, quick=False, **named)))
+
+    assert shown() == shown() != shown(**{field: value})
+
+
+# Of a uniform target, which takes no search.
+UNIFORM: dict[str, Effect] = {
+    "symmetric": Effect(True, {}, lambda result: set(result.plan.units.values())),
+    "fallback_bits": Effect(2, {}, lambda result: len(result.plan.low_units)),
+    "dense_bits": Effect(4, {}, lambda result: set(result.plan.dense.values())),
+    "group_sizes": Effect((32,), {"symmetric": False}, lambda result: set(result.plan.units.values())),
+    "quantizer": Effect("quanto", {}, lambda result: result.plan.quantizer),
+}
+
+
+@pytest.mark.parametrize("field", UNIFORM)
+def test_a_field_changes_a_uniform_plan(model: Path, tmp_path: Path, field: str) -> None:
+    value, others, seen = UNIFORM[field]
+
+    def shown(**options: Any) -> Any:
+        return seen(compile_tiny(model, tmp_path / "out", "uniform", 4, plan_only=True, **others, **options))
+
+    assert shown() != shown(**{field: value})
+
+
+@pytest.fixture(scope="module")
+def watched(
+    model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[CompileResult, dict[str, dict[str, Any]]]:
+    """A whole compile, and what its stages were given; every stage does its work."""
+    seen: dict[str, dict[str, Any]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WATCHED:
+            stage = getattr(pipeline, name)
+
+            def noted(*arguments: Any, stage: Callable[..., Any] = stage, name: str = name, **named: Any) -> Any:
+                seen[name] = inspect.signature(stage).bind(*arguments, **named).arguments
+                return stage(*arguments, **named)
+
+            patch.setattr(pipeline, name, noted)
+        asked = {"objective": "size", "seed": 7, "swaps": 3, "confidence": 0.9, "sensitivity": "fisher"}
+        data = {"data": str(texts), "tasks": ("perplexity",)}
+        result = compile_tiny(model, tmp_path_factory.mktemp("watched") / "out", "loss", 0.3, **data, **asked)
+    return result, seen
+
+
+Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
+STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
+    "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
+    "objective": lambda result, seen: seen["choose_objective"]["asked"] == "size",
+    "seed": lambda result, seen: seen["calibrate"]["seed"] == seen["predict_units"]["seed"] == 7,
+    "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
+    "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
+    "comparisons": lambda result, seen: "compare_with_baselines" not in seen,
+}
+
+
+@pytest.mark.parametrize("field", STAGES)
+def test_a_field_arrives_at_its_stages(watched: Watched, field: str) -> None:
+    assert STAGES[field](*watched)
+
+
+# Shown by whole compiles in test_pipeline.py.
+WHOLE = {
+    "sensitivity": "test_exact_sensitivity_corrects_each_expert",
+    "search": "test_edgemoes_own_search_decides_by_whole_experts",
+}
+
+
+def test_every_field_has_an_effect() -> None:
+    shown = {*PREPARED, *UNIFORM, *STAGES, *WHOLE}
+    assert shown == {field.name for field in fields(CompileOptions)}
+    text = Path(__file__).with_name("test_pipeline.py").read_text()
+    assert [name for name in WHOLE.values() if f"def {name}(" not in text] == []

@@ -1,0 +1,165 @@
+"""What a run did, seen from outside of what its options say: by the operating system, and by a replay of its trace."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moec.cli.traces import replayed_bundle
+from moec.runtime import Engine, RuntimeOptions, kernels
+from moec.runtime.bundle import open_bundle
+from moec.runtime.cache_statistics import CacheStats
+from moec.runtime.eviction import policy_score
+from moec.runtime.expert_cache import ExpertCache
+from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache
+from moec.runtime.predictors import LookaheadPredictor, PathPredictor, PopularityPredictor
+from moec.runtime.simulate import replay
+from moec.runtime.streaming_cache import StreamingCache
+from moec.runtime.trace import TraceRecorder
+
+_MODE = re.compile(
+    r"mode: (?P<kind>streaming|resident), (?P<loss>.*); expert cache (?P<cache>.*), policy (?P<policy>.*), "
+    r"prefetch (?P<prefetch>.*), io (?P<io>\w+), readers (?P<readers>\d+), kernels (?P<kernels>\w+), "
+    r"threads (?P<threads>\d+)"
+)
+_TASKS = Path("/proc/self/task")
+PATIENCE_S = 60
+_PREDICTORS = {"lookahead": LookaheadPredictor, "path": PathPredictor, "popularity": PopularityPredictor}
+
+
+def mode_parts(engine: Engine) -> dict[str, str]:
+    """The parts of the `mode:` line by name."""
+    found = _MODE.fullmatch(engine.mode)
+    assert found is not None, engine.mode
+    return found.groupdict()
+
+
+def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
+    """What was asked for is in use and in the `mode:` line. io `auto` may be either kind of read.
+
+    Call `forget_mappings` before the engine is loaded.
+    """
+    parts, any_file = mode_parts(engine), engine.bundle.manifest.experts[0].file
+    asked = {
+        "policy": " ".join(filter(None, (options.policy, options.policy_weights))),
+        "prefetch": options.prefetch_text if parts["kind"] == "streaming" else "off (all fit)",
+        "readers": str(options.readers),
+        "threads": str(options.threads or len(os.sched_getaffinity(0))),
+        "io": how_read(engine.bundle.path / any_file),
+    }
+    assert {name: parts[name] for name in asked} == asked, engine.mode
+    assert parts["io"] in (("direct", "buffered") if options.io == "auto" else (options.io,)), engine.mode
+    predictor = engine.model.advisor.predictor
+    assert type(predictor) is (type(None) if asked["prefetch"].startswith("off") else _PREDICTORS[options.prefetch])
+    assert engine.model.advisor.rule == options.prefetch_rule
+    assert type(engine.cache) is cache_kind(engine, options)
+    assert reader_threads() == options.readers
+
+
+def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
+    """The native cache, or Python's: for experts that are mapped, for other policies, and behind an encoder."""
+    is_native = options.policy in NATIVE_POLICIES and options.io != "mmap" and engine.model.spec.encoder is None
+    return NativeCache if is_native and kernels.compiled() is not None else ExpertCache
+
+
+def is_mapped(path: Path) -> bool:
+    """Whether this process has the file in its memory."""
+    return any(line.endswith(str(path.resolve())) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def forget_mappings(bundle: Path) -> None:
+    """Let go of the files that an engine before has mapped: they stay until its arrays are collected."""
+    file = bundle / open_bundle(bundle).manifest.experts[0].file
+    if is_mapped(file):
+        gc.collect()
+        assert not is_mapped(file)
+
+
+def how_read(path: Path) -> str:
+    """How this process has a file open, as the operating system tells: mmap, direct, buffered or closed."""
+    if is_mapped(path):
+        return "mmap"
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}") == str(path.resolve()):
+                return "direct" if fcntl.fcntl(int(number), fcntl.F_GETFL) & os.O_DIRECT else "buffered"
+        except OSError:  # that of the listing itself, closed by now
+            continue
+    return "closed"
+
+
+def threads() -> set[int]:
+    """Ids of all threads of this process."""
+    return {int(each.name) for each in _TASKS.iterdir()}
+
+
+class Workers:
+    """Threads of the kernels: those that are there now, were not before, and are none of Python's.
+
+    before: ids of the threads that there were before the engine was loaded.
+    """
+
+    def __init__(self, before: set[int]) -> None:
+        python = {thread.native_id for thread in threading.enumerate()}
+        self._ids = sorted(worker for worker in threads() - before if worker not in python)
+        wait_until(lambda: all(state == "S" for state, _ in self._status()), "workers sleep")
+        self._slept = [count for _, count in self._status()]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def check_woken(self) -> None:
+        """Every one has been woken since, for work that it was to share, however late it came to it."""
+        wait_until(
+            lambda: all(now > then for (_, now), then in zip(self._status(), self._slept, strict=True)),
+            "each worker wakes and sleeps again",
+        )
+
+    def _status(self) -> list[tuple[str, int]]:
+        """State, and how often it has gone to sleep by itself, of each."""
+        found = []
+        for worker in self._ids:
+            text = (_TASKS / str(worker) / "status").read_text()
+            state = re.findall(r"^State:\s*(\w)", text, re.MULTILINE)
+            slept = re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE)
+            found.append((state[0], int(slept[0])))
+        return found
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Return as soon as it holds; fail if it does not within PATIENCE_S."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE_S} s"
+        time.sleep(0.001)
+
+
+def reader_threads() -> int:
+    """Threads that read experts, of the engines that are open."""
+    return sum(thread.name.startswith("moec-reader") for thread in threading.enumerate())
+
+
+def begin_trace(engine: Engine) -> TraceRecorder:
+    """Note which experts every pass asks for, from here on."""
+    tracer = TraceRecorder(engine.model.times, lambda: engine.cache.stats, engine.model.spec.first_decoder_layer)
+    engine.model.trace = tracer
+    return tracer
+
+
+def replayed(engine: Engine, tracer: TraceRecorder, policy: str, weights: str | None = None) -> CacheStats:
+    """What a cache of the engine's size, warm, counts for what was asked for, by a policy and without prefetch."""
+    known, first = replayed_bundle(engine.bundle), engine.model.first_expert
+    accesses = [access for each in tracer.passes for access in each.accesses(first)]
+    score = policy_score(policy, weights)
+    return replay(accesses, known.sizes, engine.cache.capacity_bytes, known.records, score, known.warm)
+
+
+def counts(stats: CacheStats) -> dict[str, int]:
+    """What a policy decides, of a run without prefetch."""
+    return {name: value for name, value in stats.counts().items() if name != "late_hits"}
