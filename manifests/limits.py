@@ -4,3 +4,6 @@ from __future__ import annotations
 
 MAX_MANIFEST_BYTES = 16 << 20
 """Size of `moec.json`, bytes."""
+
+MAX_TOKENIZER_BYTES = 64 << 20
+"""Size of `tokenizer.json`, bytes. The largest of a known model has 34 MB."""

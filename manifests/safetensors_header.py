@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from .codec import load_strict_json
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 16
+_PREFIX_BYTES = 8
 DATA_ALIGNMENT_BYTES = 4096
 """Where the data of a bundle's files starts: at a multiple of this."""
 ITEM_BYTES = {
@@ -38,15 +40,23 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
     Raises HeaderError if the header is damaged, ranges overlap, leave holes or pass the end of the file; OSError.
     """
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise HeaderError(f"{file_bytes} bytes are too few for a header")
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise HeaderError(f"header of {header_bytes} bytes does not fit into the file of {file_bytes}")
-        raw = file.read(header_bytes)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not block
+    try:
+        return header_of(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def header_of(descriptor: int) -> dict[str, TensorEntry]:
+    """Tensors of an opened safetensors file by name, in file order, as `read_header`. Its position does not move."""
+    file_bytes = os.fstat(descriptor).st_size  # 0: empty, or no regular file
+    prefix = os.pread(descriptor, _PREFIX_BYTES, 0) if file_bytes else b""
+    if len(prefix) < _PREFIX_BYTES:
+        raise HeaderError(f"{file_bytes} bytes are too few for a header")
+    (header_bytes,) = struct.unpack("<Q", prefix)
+    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - _PREFIX_BYTES):
+        raise HeaderError(f"header of {header_bytes} bytes does not fit into the file of {file_bytes}")
+    raw = os.pread(descriptor, header_bytes, _PREFIX_BYTES)
     try:
         plain = load_strict_json(raw)
     except ValueError as error:

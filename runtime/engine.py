@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,10 +23,11 @@ from .accelerator import open_accelerator
 from .bound_experts import bind_experts
 from .budget import MemoryPlan, plan_memory
 from .bundle import Bundle, open_bundle, verify_files
-from .cache_statistics import CacheStats
 from .dense_weights import load_dense
 from .elastic_cache import ElasticCache
 from .eviction import bundle_records, policy_score, warm_order
+from .exclusive_use import ExclusiveUse, exclusively
+from .generation_step import FinishReason, GenerationStep
 from .kv_cache import KVCache
 from .mode_line import mode_line
 from .model import Model
@@ -39,28 +39,10 @@ from .options import MAX_THREADS, RuntimeOptions
 from .predictors import make_predictor
 from .sampling import Sampler, SamplingOptions
 from .storage import open_storage, page_bytes
-from .text import TOKENIZER_NAME, StopTexts, TextStream, load_tokenizer
+from .text import StopTexts, TextStream, load_tokenizer
 
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStep:
-    """One emitted token.
-
-    text: what can be shown now, may be empty. position: of the token in the sequence. elapsed_ns: since the step
-    before (the first includes prefill). cache: what the expert cache did for this token. finish_reason: on the last.
-    """
-
-    token_id: int
-    text: str
-    position: int
-    elapsed_ns: int
-    cache: CacheStats
-    finish_reason: FinishReason | None
 
 
 def load(path: str | Path, **options: Any) -> Engine:
@@ -76,15 +58,19 @@ def load(path: str | Path, **options: Any) -> Engine:
 
 
 class Engine:
-    """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
+    """Everything resident: dense weights, KV cache, expert cache. Closes its bundle.
+
+    Threads may take turns. ExecutionError refuses a call while another thread is in one, or in `exclusive`, which
+    callers enter for whom several calls belong together.
+    """
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions) -> None:
-        self.bundle, self.options = bundle, options
+        self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
         manifest = bundle.manifest
         kernels.require(manifest.required_cpu_features)
         if options.verify:
-            verify_files(bundle, (TOKENIZER_NAME, TABLES_NAME))
-        self.tokenizer = load_tokenizer(bundle.path)
+            verify_files(bundle, (TABLES_NAME,))
+        self.tokenizer = load_tokenizer(bundle, options.verify)
         opened = open_accelerator(manifest, options)  # first: what it takes of the memory counts
         self.memory: MemoryPlan = plan_memory(manifest, options, 0 if opened is None else opened.host_bytes)
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
@@ -148,7 +134,9 @@ class Engine:
             self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
             self.model.accelerator.close()
         self._storage.close()
+        self.bundle.close()
 
+    @exclusively
     def place_dense(self, on_device: bool) -> None:
         """Compute attention and head on the accelerator or on the CPU; sequences under way cannot go on.
 
@@ -219,11 +207,13 @@ class Engine:
         return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()), StopTexts(stop))
 
     def _decode(self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts) -> Iterator[GenerationStep]:
-        eos, mine = self.bundle.manifest.model.eos_token_ids, self.begin_sequence()
-        before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
-        (known,) = self.begin_texts([0], [tokens])
+        eos = self.bundle.manifest.model.eos_token_ids
+        with self.exclusive:
+            mine = self.begin_sequence()
+            before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
+            (known,) = self.begin_texts([0], [tokens])
+            logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
         stream = TextStream(self.tokenizer, known)
-        logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
         for count in range(1, limit + 1):
             token = sampler(logits, known)
             known.append(token)
@@ -239,14 +229,16 @@ class Engine:
             if reason is not None:
                 return
             before, start_ns = stats, time.perf_counter_ns()
-            if self._sequence != mine:
-                raise ExecutionError(
-                    "another call has taken over the keys and values of this generation",
-                    "finish one generation before the next, or load a second engine",
-                )
-            logits = self.decode([token], [0], [position])[0]
+            with self.exclusive:
+                if self._sequence != mine:
+                    raise ExecutionError(
+                        "another call has taken over the keys and values of this generation",
+                        "finish one generation before the next, or load a second engine",
+                    )
+                logits = self.decode([token], [0], [position])[0]
             position += 1
 
+    @exclusively
     def begin_sequence(self) -> int:
         """Take over the KV cache: a generation that was under way cannot go on. Returns the number of the sequence.
 
@@ -258,6 +250,7 @@ class Engine:
         self._sequence += 1
         return self._sequence
 
+    @exclusively
     def begin_texts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """What the decoder's text begins with in these slots: the prompt, or with an encoder, which reads it here, the
         start token. Prompts share a pass as far as MAX_PASS_TOKENS goes; each is in one whole.
@@ -290,6 +283,7 @@ class Engine:
         own = len(prompt) if self.model.spec.encoder is None else 1
         return min(wanted, self.memory.context - own + 1)
 
+    @exclusively
     def prefill(self, tokens: Sequence[int]) -> np.ndarray:
         """Run the beginning of a text in the first slot. Returns the residual stream of its last pass."""
         hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
@@ -307,6 +301,7 @@ class Engine:
             raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
         return self._pass(self._forward(None if self.lossy is None else self.lossy.prefill), tokens, slots, positions)
 
+    @exclusively
     def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Logits [T, V] behind the next token of some sequences, one each: where lossy modes decide.
 
@@ -325,6 +320,7 @@ class Engine:
     def _forward(self, choice: PassChoice | None) -> _RunStack[np.ndarray]:
         return self.model.forward if choice is None else partial(self.model.forward, choice=choice)
 
+    @exclusively
     def _pass(
         self,
         run: _RunStack[_Result],
@@ -340,8 +336,10 @@ class Engine:
         )
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
+        self._storage.end_pass()
         return result
 
+    @exclusively
     def logits(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> np.ndarray:
         """Logits after every token of one sequence, float32 [T, V]. prompt: what an encoder reads, of models with one.
 
@@ -360,6 +358,7 @@ class Engine:
             out[start : start + len(part)] = self.model.logits(hidden)
         return out
 
+    @exclusively
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
         """Slot i goes on from the first positions of slot parents[i]; all at once."""
         if self._elastic is not None:

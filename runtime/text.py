@@ -8,19 +8,30 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from moec.manifests.errors import BundleIncomplete, ManifestInvalid
+from moec.manifests.limits import MAX_TOKENIZER_BYTES
+
+from .bundle import Bundle
 
 TOKENIZER_NAME = "tokenizer.json"
 _REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read `tokenizer.json`. Raises BundleIncomplete or ManifestInvalid."""
-    path = folder / TOKENIZER_NAME
-    if not path.is_file():
+def load_tokenizer(bundle: Bundle, verify: bool = False) -> Tokenizer:
+    """Read `tokenizer.json` of an opened bundle. verify: compare what is read with its digest.
+
+    Raises BundleIncomplete, ManifestInvalid, ChecksumMismatch, StorageReadFailed.
+    """
+    path = bundle.path / TOKENIZER_NAME
+    if not bundle.has_file(TOKENIZER_NAME):
         raise BundleIncomplete(f"`{path}` is missing", "compile a checkpoint that has a fast tokenizer")
+    return parse_tokenizer(bundle.read_file(TOKENIZER_NAME, MAX_TOKENIZER_BYTES, verify=verify), path)
+
+
+def parse_tokenizer(data: bytes, path: Path) -> Tokenizer:
+    """Return the tokenizer that a file holds. path: the file, for messages. Raises ManifestInvalid."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
         raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", "copy the bundle again") from error
     # What a training run left in the file must neither cut a prompt nor fill it up.

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import BundleIncomplete, OptionError
+from moec.manifests.input_file import UnreadableFile, read_input
+from moec.manifests.limits import MAX_MANIFEST_BYTES
 
 from .options import (
     MAX_PREFETCH_EXPERTS,
@@ -69,8 +71,12 @@ def tuning_path(bundle: Path) -> Path:
 
 
 def bundle_sha256(bundle: Path) -> str:
-    """Digest of a bundle's manifest file, which names the digests of all others. Raises OSError."""
-    return hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
+    """Digest of a bundle's manifest file, which names the digests of all others. Raises BundleIncomplete."""
+    path = bundle / MANIFEST_NAME
+    try:
+        return hashlib.sha256(read_input(path, MAX_MANIFEST_BYTES)).hexdigest()
+    except UnreadableFile as error:
+        raise BundleIncomplete(f"`{path}` {error}", "copy the bundle again") from error
 
 
 def write_tuning(bundle: Path, tuning: Tuning) -> Path:
@@ -86,14 +92,11 @@ def read_tuning(bundle: Path) -> Tuning | None:
     """The tuning beside a bundle; None if there is none. Raises ValueError, with what is wrong with the file."""
     path = tuning_path(bundle)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"has more than {MAX_BYTES} bytes")
+        data = read_input(path, MAX_BYTES, follow_links=True)
+    except UnreadableFile as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise ValueError(str(error)) from error
     try:
         plain = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -13,7 +13,15 @@ from typing import BinaryIO
 
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import decode_manifest
-from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, ManifestInvalid, OptionError
+from moec.manifests.errors import (
+    BundleError,
+    BundleIncomplete,
+    ChecksumMismatch,
+    InputError,
+    ManifestInvalid,
+    OptionError,
+)
+from moec.manifests.input_file import UnreadableFile, open_input
 from moec.runtime.bundle import open_bundle
 
 from .files import file_errors, require_free_bytes, sync_directory
@@ -53,7 +61,7 @@ def unpack_bundle(archive: Path, target: Path, progress: Progress | None = None)
     if os.path.lexists(target):
         raise OptionError(f"`{target}` exists", "choose another folder or remove it")
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
-    with file_errors(target), archive.open("rb") as file:
+    with file_errors(target), _opened(archive) as file:
         index, raw_manifest, manifest = _read_front(file, str(archive))
         if not manifest.certified:
             raise BundleIncomplete(f"`{archive}` holds a bundle that is not certified", "pack a finished bundle")
@@ -72,6 +80,14 @@ def unpack_bundle(archive: Path, target: Path, progress: Progress | None = None)
         unpacker.finish(raw_manifest)
         _publish(partial, target)
     return Unpacked(target, total, unpacker.kept_bytes)
+
+
+def _opened(archive: Path) -> BinaryIO:
+    """The archive, if it is a regular file. Raises InputError."""
+    try:
+        return os.fdopen(open_input(archive, follow_links=True), "rb")
+    except UnreadableFile as error:
+        raise InputError(f"`{archive}` {error}", "name an archive made by `moec pack`") from error
 
 
 def _read_front(file: BinaryIO, place: str) -> tuple[Index, bytes, BundleManifest]:
@@ -115,7 +131,7 @@ def _prepare(partial: Path, manifest: BundleManifest) -> int:
 def _publish(partial: Path, target: Path) -> None:
     """Check the whole as a runtime would, then give it its name. A bundle that does not open is removed."""
     try:
-        open_bundle(partial, allow_partial=True)
+        open_bundle(partial, allow_partial=True).close()
     except BundleError:
         shutil.rmtree(partial)
         raise

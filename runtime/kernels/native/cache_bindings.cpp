@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bound_reads.h"
+#include "mapped_faults.h"
 
 namespace moec {
 namespace {
@@ -88,6 +89,9 @@ Indices list_of(const std::deque<int64_t>& queue) {
 
 void bind_cache(nb::module_& module) {
     using namespace nanobind::literals;
+    module.def("watch_mapping", watch_mapping, "address"_a, "size_bytes"_a);
+    module.def("has_faulted", has_faulted, "watch"_a);
+    module.def("forget_mapping", forget_mapping, "watch"_a);
     nb::class_<BoundReads>(module, "ExpertReads")
         .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double, const std::string&,
                       int64_t, int64_t, nb::list, bool>(),
