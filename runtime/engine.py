@@ -41,6 +41,7 @@ from .sampling import Sampler, SamplingOptions
 from .storage import open_storage, page_bytes
 from .text import StopTexts, TextStream, load_tokenizer
 
+_Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
 
@@ -229,13 +230,14 @@ class Engine:
             if reason is not None:
                 return
             before, start_ns = stats, time.perf_counter_ns()
-            with self.exclusive:
+            if not self.exclusive.acquire(False):
+                raise self.exclusive.refusal()
+            try:
                 if self._sequence != mine:
-                    raise ExecutionError(
-                        "another call has taken over the keys and values of this generation",
-                        "finish one generation before the next, or load a second engine",
-                    )
+                    raise self.exclusive.taken_over()
                 logits = self.decode([token], [0], [position])[0]
+            finally:
+                self.exclusive.release()
             position += 1
 
     @exclusively
@@ -292,7 +294,7 @@ class Engine:
             hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
         return hidden
 
-    def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    def _step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits.
 
         Raises ExecutionError for a slot whose prompt no encoder has read, of models with one.
@@ -301,33 +303,29 @@ class Engine:
             raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
         return self._pass(self._forward(None if self.lossy is None else self.lossy.prefill), tokens, slots, positions)
 
-    @exclusively
+    step = exclusively(_step)
+
     def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Logits [T, V] behind the next token of some sequences, one each: where lossy modes decide.
 
         Raises ExecutionError as `step`.
         """
-        if self.lossy is None:
-            return self.model.logits(self.step(tokens, slots, positions))
+        if not self.exclusive.acquire(False):  # written out: every token comes here
+            raise self.exclusive.refusal()
+        try:
+            if self.lossy is None:
+                return self.model.logits(self._step(tokens, slots, positions))
+            return self.lossy.decode(self._run_chosen, tokens, slots, positions)
+        finally:
+            self.exclusive.release()
 
-        def run(
-            tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], choice: PassChoice
-        ) -> np.ndarray:
-            return self._pass(self._forward(choice), tokens, slots, positions)
-
-        return self.lossy.decode(run, tokens, slots, positions)
+    def _run_chosen(self, tokens: _Ints, slots: _Ints, positions: _Ints, choice: PassChoice) -> np.ndarray:
+        return self._pass(self._forward(choice), tokens, slots, positions)
 
     def _forward(self, choice: PassChoice | None) -> _RunStack[np.ndarray]:
         return self.model.forward if choice is None else partial(self.model.forward, choice=choice)
 
-    @exclusively
-    def _pass(
-        self,
-        run: _RunStack[_Result],
-        tokens: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-    ) -> _Result:
+    def _pass(self, run: _RunStack[_Result], tokens: _Ints, slots: _Ints, positions: _Ints) -> _Result:
         """A stack of the model over a flat batch, with the cache of experts sized for it."""
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
@@ -336,7 +334,8 @@ class Engine:
         )
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
-        self._storage.end_pass()
+        if self._storage.mode == "mmap":
+            self._storage.end_pass()
         return result
 
     @exclusively

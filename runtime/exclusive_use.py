@@ -17,17 +17,30 @@ class ExclusiveUse:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        """acquire(False): whether the caller may enter, who then calls `release`; as `with`, which takes longer."""
+        lock = threading.RLock()
+        self.acquire, self.release = lock.acquire, lock.release
 
     def __enter__(self) -> None:
         """Raises ExecutionError if another thread is inside."""
-        if not self._lock.acquire(blocking=False):
-            raise ExecutionError(
-                "the engine is in use by another thread", "let the threads take turns, or load a second engine"
-            )
+        if not self.acquire(False):
+            raise self.refusal()
 
     def __exit__(self, *raised: object) -> None:
-        self._lock.release()
+        self.release()
+
+    def refusal(self) -> ExecutionError:
+        """Return the error of a thread that may not enter."""
+        return ExecutionError(
+            "the engine is in use by another thread", "let the threads take turns, or load a second engine"
+        )
+
+    def taken_over(self) -> ExecutionError:
+        """Return the error of a generation that another call came between."""
+        return ExecutionError(
+            "another call has taken over the keys and values of this generation",
+            "finish one generation before the next, or load a second engine",
+        )
 
 
 class _Exclusive(Protocol):
