@@ -49,6 +49,10 @@ class MappedFile:
             # Views of the view refer to it, so this comes before the mapping ends.
             weakref.finalize(self.view, self._extension.forget_mapping, self._watch).atexit = False
 
+    def state(self, file: BundleFile) -> tuple[int, ...]:
+        """Row of what the extension's `first_changed` takes."""
+        return -1 if self._watch is None else self._watch, file.descriptor, *self.identity
+
     def require_pages(self) -> None:
         """Raise StorageReadFailed if a page could not be read since the file was mapped."""
         if self._watch is not None and self._extension is not None and self._extension.has_faulted(self._watch):
@@ -70,6 +74,8 @@ class MappedStorage:
         self._loaded: set[int] = set()
         try:
             self._mapped = {name: MappedFile(file) for name, file in self._files.items()}
+            states = [self._mapped[name].state(file) for name, file in self._files.items()]
+            self._states = np.array(states, np.int64).reshape(-1, 5)
         except (OSError, ValueError) as error:  # ValueError: the file is shorter by now
             raise StorageReadFailed(
                 f"cannot map the expert files of `{bundle.path}`: {error}", remedy_of(error)
@@ -123,7 +129,10 @@ class MappedStorage:
         Where the content may be the same (another name or owner), experts in memory are compared once more.
         Raises StorageReadFailed, ChecksumMismatch.
         """
-        for name, opened in self._files.items():
+        extension = kernels.loaded()
+        if extension is not None and self._verifies and extension.first_changed(self._states) < 0:
+            return
+        for at, (name, opened) in enumerate(self._files.items()):
             file = self._mapped[name]
             file.require_pages()
             if not self._verifies:
@@ -135,6 +144,7 @@ class MappedStorage:
                 raise StorageReadFailed(f"`{file.path}` was changed while it was in use", COPY_AGAIN)
             self._compare_loaded(name)
             file.identity = identity
+            self._states[at] = file.state(opened)
 
     def _compare_loaded(self, name: str) -> None:
         for index in tuple(self._loaded):  # readers add to it meanwhile

@@ -153,6 +153,12 @@ def watch_mapping(address: int, size_bytes: int) -> int:
 def has_faulted(watch: int) -> bool:
     """Whether a page of a watched mapping was missing."""
 
+def first_changed(files: Int64s) -> int:
+    """The first file that has changed since it was mapped, or of which a page was missing; -1: none.
+
+    files: int64 [n, 5], watch, descriptor and identity (size, bytes; times of change, ns) of each.
+    """
+
 def forget_mapping(watch: int) -> None:
     """Stop watching, before the mapping ends."""
 

@@ -8,7 +8,6 @@
 #if defined(__unix__) || defined(__APPLE__)
 #define MOEC_HAS_PREADV 1
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -21,25 +20,6 @@ namespace {
 constexpr std::chrono::milliseconds kLook{100};  // how long a wait may keep Python from its signals
 // Age from which an identity is trusted: a younger file may change again without another time stamp.
 constexpr std::chrono::seconds kSettled{2};
-
-// Unknown, and equal to nothing that was seen before, where the system cannot tell.
-FileIdentity identity_of(int descriptor) {
-#if defined(MOEC_HAS_PREADV)
-    struct stat found;
-    if (::fstat(descriptor, &found) == 0) {
-#if defined(__APPLE__)
-        const timespec modified = found.st_mtimespec, changed = found.st_ctimespec;
-#else
-        const timespec modified = found.st_mtim, changed = found.st_ctim;
-#endif
-        const auto ns = [](const timespec& time) { return static_cast<int64_t>(time.tv_sec) * 1000000000 + time.tv_nsec; };
-        return {static_cast<int64_t>(found.st_size), ns(modified), ns(changed)};
-    }
-#else
-    static_cast<void>(descriptor);
-#endif
-    return {};
-}
 
 bool is_settled(const FileIdentity& identity) {
     const auto now = std::chrono::system_clock::now().time_since_epoch();

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "file_identity.h"
 #include "operations.h"
 #include "residency.h"
 
@@ -26,15 +27,6 @@ struct ExpertSource {
     int64_t offset_bytes, size_bytes;
     ExpertView* view;  // null: left out of its model
     int64_t gate_bytes, up_bytes, down_bytes;
-};
-
-// What changes whenever a file's content does. Equal before and after a read: nothing was written in between.
-struct FileIdentity {
-    int64_t size_bytes = -1, modified_ns = 0, changed_ns = 0;
-
-    bool operator==(const FileIdentity& other) const {
-        return size_bytes == other.size_bytes && modified_ns == other.modified_ns && changed_ns == other.changed_ns;
-    }
 };
 
 class ExpertReads : public Residency {

@@ -1,5 +1,7 @@
 #include "mapped_faults.h"
 
+#include "file_identity.h"
+
 #include <atomic>
 #include <mutex>
 
@@ -26,6 +28,7 @@ struct Watch {
 };
 
 std::atomic<Watch*> watches{nullptr};
+std::atomic<bool> was_any_missing{false};
 std::mutex change;
 struct sigaction former;
 uintptr_t page_bytes = 4096;
@@ -55,6 +58,7 @@ void on_missing_page(int number, siginfo_t* about, void* context) {
             continue;
         }
         watch->has_faulted.store(true, std::memory_order_release);
+        was_any_missing.store(true, std::memory_order_release);
         const uintptr_t page = at & ~(page_bytes - 1);
         void* const start = reinterpret_cast<void*>(page);
         if (::mmap(start, end - page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) {
@@ -114,6 +118,9 @@ int64_t watch_mapping(uintptr_t address, size_t size_bytes) {
 }
 
 bool has_faulted(int64_t number) {
+    if (!was_any_missing.load(std::memory_order_acquire)) {
+        return false;
+    }
     const Watch* const watch = find(number);
     return watch != nullptr && watch->has_faulted.load(std::memory_order_acquire);
 }
@@ -141,4 +148,16 @@ bool has_faulted(int64_t) {
 void forget_mapping(int64_t) {}
 
 #endif
+
+int64_t first_changed(const MappedFileState* files, int64_t count) {
+    for (int64_t at = 0; at < count; ++at) {
+        const MappedFileState& file = files[at];
+        const FileIdentity known{file.size_bytes, file.modified_ns, file.changed_ns};
+        if (has_faulted(file.watch) || !(identity_of(static_cast<int>(file.descriptor)) == known)) {
+            return at;
+        }
+    }
+    return -1;
+}
+
 }  // namespace moec

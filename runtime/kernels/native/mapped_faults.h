@@ -14,6 +14,12 @@ namespace moec {
 int64_t watch_mapping(uintptr_t address, size_t size_bytes);
 // Whether a page of it was missing.
 bool has_faulted(int64_t watch);
+// A watched mapping, the file that is mapped, and the identity that it had then.
+struct MappedFileState {
+    int64_t watch, descriptor, size_bytes, modified_ns, changed_ns;
+};
+// The first of some whose file has changed or had a missing page; -1: none.
+int64_t first_changed(const MappedFileState* files, int64_t count);
 // Before the mapping ends. The number is given out again.
 void forget_mapping(int64_t watch);
 
