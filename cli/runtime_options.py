@@ -332,7 +332,7 @@ def open_engine(path: Path, options: RuntimeOptions, kernels: str | None = None)
 
     if kernels is not None:
         runtime_kernels.select(kernels)
-    return Engine(open_bundle(folder), options)
+    return Engine(open_bundle(folder), options, closes_bundle=True)
 
 
 def accelerator_facts(engine: Engine) -> dict[str, Any]:

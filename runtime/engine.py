@@ -55,18 +55,20 @@ def load(path: str | Path, **options: Any) -> Engine:
         chosen = RuntimeOptions(**options)
     except TypeError as error:
         raise OptionError(f"unknown option: {error}", "see moec.runtime.RuntimeOptions") from error
-    return Engine(open_bundle(Path(path)), chosen)
+    return Engine(open_bundle(Path(path)), chosen, closes_bundle=True)
 
 
 class Engine:
-    """Everything resident: dense weights, KV cache, expert cache. Closes its bundle.
+    """Everything resident: dense weights, KV cache, expert cache.
 
     Threads may take turns. ExecutionError refuses a call while another thread is in one, or in `exclusive`, which
     callers enter for whom several calls belong together.
     """
 
-    def __init__(self, bundle: Bundle, options: RuntimeOptions) -> None:
+    def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
+        """closes_bundle: with the engine; else it is the caller's to close."""
         self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
+        self._closes_bundle = closes_bundle
         manifest = bundle.manifest
         kernels.require(manifest.required_cpu_features)
         if options.verify:
@@ -135,7 +137,8 @@ class Engine:
             self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
             self.model.accelerator.close()
         self._storage.close()
-        self.bundle.close()
+        if self._closes_bundle:
+            self.bundle.close()
 
     @exclusively
     def place_dense(self, on_device: bool) -> None:

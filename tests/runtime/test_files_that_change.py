@@ -212,6 +212,16 @@ def test_no_file_stays_open(own: Path, io: str) -> None:
     assert open_files(own) == 0
 
 
+def test_a_bundle_that_was_handed_in_serves_several_engines(own: Path, expected: np.ndarray) -> None:
+    with open_bundle(own) as bundle:
+        for _ in range(2):
+            with Engine(bundle, RuntimeOptions()) as engine:
+                assert np.array_equal(engine.logits(TOKENS), expected)
+        assert len(bundle.tables().popularity) == bundle.manifest.model.num_layers
+    del engine
+    assert open_files(own) == 0
+
+
 def test_no_file_stays_open_after_a_failure(own: Path) -> None:
     os.truncate(own / DENSE_NAME, 1)
     try:
