@@ -44,7 +44,7 @@ def compare_command(
     from .inspect import read_quality
 
     opened = open_bundle(bundle)
-    quality = read_quality(bundle) or {}
+    quality = read_quality(opened) or {}
     known = quality.get("comparison")
     if isinstance(known, dict) and not known.get("left_out"):
         output.say(f"`{bundle}` holds all comparisons already")

@@ -85,7 +85,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "calibration": None if manifest.calibration is None else _calibration(manifest),
         "options": manifest.options,
         "kernels": {"active": kernels.active(), "available": list(kernels.available())},
-        "quality": _summary(read_quality(bundle.path)),
+        "quality": _summary(read_quality(bundle)),
     }
 
 
@@ -162,21 +162,18 @@ def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:
     return quality and {name: quality[name] for name in known if name in quality}
 
 
-def read_quality(folder: Path) -> dict[str, Any] | None:
-    """`quality.json` of a bundle whose file list was checked; None if it has none. Raises ManifestInvalid."""
+def read_quality(bundle: Bundle) -> dict[str, Any] | None:
+    """`quality.json` of an opened bundle; None if it has none. Raises BundleIncomplete, ManifestInvalid."""
     from moec.manifests.bundle import QUALITY_NAME
     from moec.manifests.errors import ManifestInvalid
-    from moec.manifests.input_file import UnreadableFile, read_input
     from moec.manifests.limits import MAX_QUALITY_BYTES, QUALITY_JSON
     from moec.manifests.strict_json import load_strict_json
 
-    path = folder / QUALITY_NAME
-    if not path.is_file():
+    path = bundle.path / QUALITY_NAME
+    if not bundle.has_file(QUALITY_NAME):
         return None
     try:
-        quality = load_strict_json(read_input(path, MAX_QUALITY_BYTES), QUALITY_JSON)
-    except UnreadableFile as problem:
-        raise ManifestInvalid(f"`{path}` {problem}", "copy the bundle again") from problem
+        quality = load_strict_json(bundle.read_file(QUALITY_NAME, MAX_QUALITY_BYTES), QUALITY_JSON)
     except ValueError as problem:
         raise ManifestInvalid(f"`{path}` is not strict JSON: {problem}", "copy the bundle again") from problem
     if not isinstance(quality, dict):

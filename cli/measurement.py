@@ -59,7 +59,7 @@ def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> 
     from moec.runtime.text import load_tokenizer
 
     try:
-        sequence = list(load_tokenizer(bundle.path).encode(path.read_text(encoding="utf-8")).ids)
+        sequence = list(load_tokenizer(bundle).encode(path.read_text(encoding="utf-8")).ids)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"`{path}` cannot be read as UTF-8 text: {error}", "name a text file") from error
     wanted = prompt_tokens + tokens

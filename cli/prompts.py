@@ -55,14 +55,12 @@ class RunPrompt:
         if self._renderer is None:
             self.text = text
             return
-        from moec.runtime.bundle import verify_files
-        from moec.runtime.chat import CONFIG_NAME, TEMPLATE_NAME
+        from moec.runtime.chat import template_files
 
-        if options.verify:
-            listed = {entry.name for entry in bundle.manifest.files}
-            verify_files(bundle, [name for name in (TEMPLATE_NAME, CONFIG_NAME) if name in listed])
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        self.text = self._renderer.render(bundle.path, [*system, {"role": "user", "content": text}])
+        self.text = self._renderer.render(
+            template_files(bundle, options.verify), [*system, {"role": "user", "content": text}]
+        )
 
 
 def prompt_limit_bytes(context: int) -> int:

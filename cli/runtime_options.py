@@ -344,7 +344,7 @@ def open_engine(
     bundle = open_bundle(folder)
     if before_load is not None:
         before_load(bundle)
-    return Engine(bundle, options)
+    return Engine(bundle, options, closes_bundle=True)
 
 
 def accelerator_facts(engine: Engine) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class UnreadableFile(Exception):
     """A file that cannot be used as input. The message follows the name of the file: `is a link`, `is missing`."""
 
 
-def open_input(path: Path, *, follow_links: bool = False) -> int:
+def open_input(path: Path, *, follow_links: bool = False, folder: int | None = None) -> int:
     """Open a regular file for reading and return its descriptor, which the caller closes.
 
     The kind is checked on the descriptor, so nothing can be swapped between the check and the use. A pipe without a
@@ -22,13 +22,14 @@ def open_input(path: Path, *, follow_links: bool = False) -> int:
 
     path: the file.
     follow_links: whether the last part of the path may be a symbolic link.
+    folder: descriptor of the folder that a relative path starts from; None: the working directory.
     Raises UnreadableFile.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     if not follow_links:
         flags |= os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, dir_fd=folder)
     except (OSError, ValueError) as error:
         raise UnreadableFile(_reason(error)) from error
     kind = os.fstat(descriptor).st_mode

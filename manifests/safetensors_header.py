@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from .limits import header_json
 from .strict_json import load_strict_json, shown
 
 MAX_RANK = 16
+_PREFIX_BYTES = 8
 DATA_ALIGNMENT_BYTES = 4096
 """Where the data of a bundle's files starts: at a multiple of this."""
 ITEM_BYTES = {
@@ -39,18 +41,26 @@ def read_header(path: Path, tensors: int | None = None) -> dict[str, TensorEntry
     tensors: how many the file should hold, which bounds the header; None if nothing tells.
     Raises HeaderError if the header is damaged, ranges overlap, leave holes or pass the end of the file; OSError.
     """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not block
+    try:
+        return header_of(descriptor, tensors)
+    finally:
+        os.close(descriptor)
+
+
+def header_of(descriptor: int, tensors: int | None = None) -> dict[str, TensorEntry]:
+    """Tensors of an opened safetensors file by name, in file order, as `read_header`. Its position does not move."""
     limits = header_json(tensors)
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise HeaderError(f"{file_bytes} bytes are too few for a header")
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > file_bytes - 8:
-            raise HeaderError(f"header of {header_bytes} bytes does not fit into the file of {file_bytes}")
-        if header_bytes > limits.size_bytes:
-            raise HeaderError(f"header of {header_bytes} bytes, more than the limit of {limits.size_bytes}")
-        raw = file.read(header_bytes)
+    file_bytes = os.fstat(descriptor).st_size  # 0: empty, or no regular file
+    prefix = os.pread(descriptor, _PREFIX_BYTES, 0) if file_bytes else b""
+    if len(prefix) < _PREFIX_BYTES:
+        raise HeaderError(f"{file_bytes} bytes are too few for a header")
+    (header_bytes,) = struct.unpack("<Q", prefix)
+    if header_bytes > file_bytes - _PREFIX_BYTES:
+        raise HeaderError(f"header of {header_bytes} bytes does not fit into the file of {file_bytes}")
+    if header_bytes > limits.size_bytes:
+        raise HeaderError(f"header of {header_bytes} bytes, more than the limit of {limits.size_bytes}")
+    raw = os.pread(descriptor, header_bytes, _PREFIX_BYTES)
     try:
         plain = load_strict_json(raw, limits)
     except ValueError as error:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import Engine, GenerationStep, load
+    from .engine import Engine, load
+    from .generation_step import GenerationStep
     from .options import RuntimeOptions
 
 __all__ = ["Engine", "GenerationStep", "RuntimeOptions", "load"]

@@ -55,13 +55,26 @@ def generate_many(
     Raises ContextOverflow for a prompt that does not fit, InputError for an empty one and for ids outside the
     vocabulary.
     """
-    ends = _Ends(engine)
     stops = [()] * len(prompts) if stops is None else stops
     if not engine.is_lossless:
         drafts = [()] * len(prompts)
     for prompt, draft in zip(prompts, drafts, strict=True):
         engine.check_tokens(prompt)
         engine.check_vocabulary(draft)
+    with engine.exclusive:
+        return _answers(engine, prompts, drafts, limits, progress, stops)
+
+
+def _answers(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    drafts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    progress: Callable[[int, int], None] | None,
+    stops: Sequence[Sequence[str]],
+) -> list[list[int]]:
+    """Greedy answers to prompts that were checked, as `generate_many` returns them."""
+    ends = _Ends(engine)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
     waiting = [_begin(engine, i, list(prompts[i]), list(drafts[i]), limits[i], stops[i]) for i in reversed(order)]
     results: list[list[int]] = [[] for _ in prompts]
@@ -219,8 +232,22 @@ def forced_logits(
 def _forced_group(
     engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    engine.begin_sequence()
     collected: dict[int, list[np.ndarray]] = {index: [] for index in group}
+    with engine.exclusive:
+        _collect_forced(engine, pairs, group, collected)
+    for index in group:
+        nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
+        yield index, np.concatenate([nothing, *collected[index]])
+
+
+def _collect_forced(
+    engine: Engine,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    group: list[int],
+    collected: dict[int, list[np.ndarray]],
+) -> None:
+    """Add the logits of each answer to its list, pass by pass."""
+    engine.begin_sequence()
     texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
     sequences = [(slot, [*texts[slot], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
     for part, hidden in _passes(engine, sequences):
@@ -229,21 +256,32 @@ def _forced_group(
             step = LOGITS_ROWS_PER_SLOT * engine.options.slots
             for start in range(0, len(wanted), step):
                 collected[group[which]].append(engine.model.logits(hidden[rows[wanted[start : start + step]]]))
-    for index in group:
-        nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
-        yield index, np.concatenate([nothing, *collected[index]])
 
 
 def _decoded_group(
     engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """As `_forced_group`, with the answers decoded as a generation would decode them."""
+    collected: list[list[np.ndarray]] = [[] for _ in group]
+    with engine.exclusive:
+        _collect_decoded(engine, pairs, group, collected)
+    nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
+    for at, index in enumerate(group):
+        yield index, np.concatenate([nothing, *collected[at]])
+
+
+def _collect_decoded(
+    engine: Engine,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    group: list[int],
+    collected: list[list[np.ndarray]],
+) -> None:
+    """Add the logits of each answer to its list, token by token."""
     engine.begin_sequence()
     texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
     answers = [list(pairs[index][1]) for index in group]
     starts = [max(len(text), 1) for text in texts]  # behind an empty prompt the first token is not scored
     sequences = [[*text, *answer] for text, answer in zip(texts, answers, strict=True)]
-    collected: list[list[np.ndarray]] = [[] for _ in group]
     for part, hidden in _passes(engine, [(at, each[: starts[at]]) for at, each in enumerate(sequences)]):
         for which, first, rows in part:
             if first + len(rows) == starts[which] < len(sequences[which]):
@@ -256,6 +294,3 @@ def _decoded_group(
         logits = engine.decode(tokens, running, positions)
         for row, at in enumerate(running):
             collected[at].append(logits[row : row + 1])
-    nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
-    for at, index in enumerate(group):
-        yield index, np.concatenate([nothing, *collected[at]])

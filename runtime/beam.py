@@ -75,6 +75,10 @@ class _Search:
         self._finished: list[Beam] = []
 
     def run(self) -> list[Beam]:
+        with self._engine.exclusive:
+            return self._run()
+
+    def _run(self) -> list[Beam]:
         engine, beams = self._engine, self._options.beams
         engine.begin_sequence()
         (prompt,) = engine.begin_texts([0], [self._prompt])

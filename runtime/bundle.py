@@ -22,9 +22,11 @@ from moec.manifests.bundle import (
     expert_tensor_name,
 )
 from moec.manifests.codec import decode_manifest
-from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid
+from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, StorageReadFailed
 from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_PATH_KEYS, MAX_PATH_SUCCESSORS
-from moec.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, HeaderError, TensorEntry, read_header
+from moec.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, HeaderError, TensorEntry, header_of
+
+from .bundle_files import COPY_AGAIN, BundleFile, BundleFiles
 
 CHUNK_BYTES = 4 << 20
 _COMPILE_AGAIN = "compile the bundle again"
@@ -71,11 +73,47 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An opened bundle: checked manifest and checked headers. No weight has been read."""
+    """An opened bundle: checked manifest and checked headers. No weight has been read.
+
+    path: the folder, for messages and for files next to it. manifest: of `moec.json`.
+    headers: tensors by file and name. files: `moec.json` and all files that it lists, open; everything is read from
+    them. They are closed with `close` or with the bundle's last reference.
+    """
 
     path: Path
     manifest: BundleManifest
     headers: dict[str, dict[str, TensorEntry]]
+    files: BundleFiles
+
+    def __enter__(self) -> Bundle:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the files up. Nothing more can be read."""
+        self.files.close()
+
+    def has_file(self, name: str) -> bool:
+        """Whether the bundle lists a file of this name."""
+        return name in self.files
+
+    def read_file(self, name: str, limit_bytes: int, *, verify: bool = False) -> bytes:
+        """Return the content of `moec.json` or of a listed file.
+
+        limit_bytes: most bytes that it may have. verify: compare the bytes that are returned with the file's digest.
+        Raises BundleIncomplete if it is missing, has more bytes or another size than the manifest says;
+        ChecksumMismatch; StorageReadFailed.
+        """
+        file = self.files[name]
+        data = file.read(limit_bytes)
+        entry = next((entry for entry in self.manifest.files if entry.name == name), None)
+        if entry is not None and len(data) != entry.size_bytes:
+            raise BundleIncomplete(f"`{file.path}` has {len(data)} bytes, expected {entry.size_bytes}", COPY_AGAIN)
+        if verify and entry is not None and hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise ChecksumMismatch(f"`{file.path}` differs from its digest", COPY_AGAIN)
+        return data
 
     def read_tensor_bytes(self, file: str, entry: TensorEntry) -> np.ndarray:
         """Raw bytes of one tensor, uint8 [size]."""
@@ -84,20 +122,24 @@ class Bundle:
         return data
 
     def read_into(self, file: str, offset_bytes: int, data: np.ndarray) -> None:
-        """Fill uint8 [size] with the bytes of a file from an offset on. Raises BundleIncomplete if the file ends early.
+        """Fill uint8 [size] with the bytes of a file from an offset on.
 
         Whole pages are read past the page cache where memory, offset and file system allow it: 406 MB of dense weights
-        take 0.15 s instead of 0.74.
+        take 0.15 s instead of 0.74. Raises BundleIncomplete if the file ends early, StorageReadFailed.
         """
-        done = _read_direct(self.path / file, offset_bytes, data)
-        with (self.path / file).open("rb", buffering=0) as source:
-            source.seek(offset_bytes + done)
-            # One read of the system ends at 2 GiB.
-            while done < len(data):
-                count = source.readinto(data.data[done:])
-                if not count:
-                    raise BundleIncomplete(f"`{self.path / file}` ended while reading at byte {source.tell()}")
-                done += count
+        source = self.files[file]
+        done = _read_direct(source, offset_bytes, data)
+        if done == len(data):
+            return
+        try:
+            done += source.read_into([data.data[done:]], offset_bytes + done)
+        except OSError as error:
+            place = f"`{source.path}`, {len(data)} bytes from {offset_bytes} on"
+            raise StorageReadFailed(
+                f"{place}: {error.strerror}", "check the disk, and copy the bundle again"
+            ) from error
+        if done < len(data):
+            raise BundleIncomplete(f"`{source.path}` ended while reading at byte {offset_bytes + done}", COPY_AGAIN)
 
     def tables(self, has_paths: bool = True) -> Tables:
         """The calibration tables, with the path dictionary or without.
@@ -107,80 +149,85 @@ class Bundle:
         return _read_tables(self, has_paths)
 
 
-def _read_direct(path: Path, offset_bytes: int, data: np.ndarray) -> int:
+def _read_direct(file: BundleFile, offset_bytes: int, data: np.ndarray) -> int:
     """Read the whole pages of a range with direct reads; how many bytes that were, 0 where it is not possible."""
     flag, page = getattr(os, "O_DIRECT", 0), mmap.PAGESIZE
     whole, done = len(data) // page * page, 0
     if not flag or not whole or offset_bytes % page or data.__array_interface__["data"][0] % page:
         return 0
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
-        try:
-            while done < whole:
-                count = os.preadv(descriptor, [data.data[done:whole]], offset_bytes + done)
-                if count == 0 or count % page:
-                    break
-                done += count
-        finally:
-            os.close(descriptor)
+        direct = file.reopened(flag)
+        while done < whole:
+            count = os.preadv(direct.descriptor, [data.data[done:whole]], offset_bytes + done)
+            if count == 0 or count % page:
+                break
+            done += count
     except OSError:  # the file system refuses, or the disk: what is missing is read again, which says what is wrong
         pass
     return done
 
 
 def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
-    """Check manifest, file list, sizes and headers. Digests of contents are checked by `verify_bundle`.
+    """Open all files of a bundle; check manifest, file list, sizes and headers.
 
-    Raises BundleError; a folder that is still being built is refused unless allow_partial.
+    Digests of contents are checked by `verify_bundle`. Every file is opened once, here.
+    Raises BundleError, StorageReadFailed; a folder that is still being built is refused unless allow_partial.
     """
     if os.path.realpath(path).endswith(PARTIAL_SUFFIX) and not allow_partial:
         raise BundleIncomplete(f"`{path}` is an unfinished compile", "run the compile again with `--resume`")
-    manifest_path = path / MANIFEST_NAME
-    if not manifest_path.is_file():
-        raise BundleIncomplete(f"`{path}` has no `{MANIFEST_NAME}`, so it is not a complete bundle", "compile it again")
-    if manifest_path.is_symlink():
-        raise BundleIncomplete(f"`{manifest_path}` is a link", "copy the bundle again, files instead of links")
-    with manifest_path.open("rb") as file:
-        manifest = decode_manifest(file.read(MAX_MANIFEST_BYTES + 1), str(manifest_path))
+    files, manifest_path = BundleFiles(path), path / MANIFEST_NAME
+    files.open([MANIFEST_NAME])
+    manifest = decode_manifest(files[MANIFEST_NAME].read(MAX_MANIFEST_BYTES), str(manifest_path))
     if not manifest.certified and not allow_partial:
         raise BundleIncomplete(f"`{manifest_path}` is not certified", "run the compile again with `--resume`")
-    _check_file_list(path, manifest)
+    _open_listed(files, manifest)
     headers = {}
     tensors = Counter({DENSE_NAME: len(manifest.dense), TABLES_NAME: len(_TABLES)})
     tensors.update(entry.file for entry in manifest.stored_experts)
     for name, count in sorted(tensors.items()):
-        try:
-            headers[name] = read_header(path / name, count)
-        except HeaderError as error:
-            raise ManifestInvalid(f"`{path / name}`: {error}", "copy the bundle again") from error
-        start = min((entry.offset_bytes for entry in headers[name].values()), default=0)
-        if start % DATA_ALIGNMENT_BYTES:
-            raise ManifestInvalid(
-                f"`{path / name}`: data starts at {start}, expected a multiple of {DATA_ALIGNMENT_BYTES}",
-                _COMPILE_AGAIN,
-            )
-    bundle = Bundle(path, manifest, headers)
+        headers[name] = _checked_header(files[name], count)
+    bundle = Bundle(path, manifest, headers, files)
     _check_headers(bundle)
     return bundle
 
 
-def _check_file_list(path: Path, manifest: BundleManifest) -> None:
-    listed = {entry.name: entry for entry in manifest.files}
+def _open_listed(files: BundleFiles, manifest: BundleManifest) -> None:
+    """Open what the manifest lists, and nothing else may be there. Raises BundleError, StorageReadFailed."""
+    listed = {entry.name for entry in manifest.files}
     for required in (DENSE_NAME, TABLES_NAME, *(entry.file for entry in manifest.stored_experts)):
         if required not in listed:
-            raise ManifestInvalid(f"`{path / MANIFEST_NAME}` does not list `{required}`", "compile the bundle again")
+            raise ManifestInvalid(f"`{files.path / MANIFEST_NAME}` does not list `{required}`", _COMPILE_AGAIN)
+    files.open(entry.name for entry in manifest.files)
     for entry in manifest.files:
-        file = path / entry.name
-        if file.is_symlink():
-            raise BundleIncomplete(f"`{file}` is a link", "copy the bundle again, files instead of links")
-        if not file.is_file():
-            raise BundleIncomplete(f"`{file}` is missing", "copy the bundle again")
-        size = file.stat().st_size
-        if size != entry.size_bytes:
-            raise BundleIncomplete(f"`{file}` has {size} bytes, expected {entry.size_bytes}", "copy the bundle again")
-    extra = sorted(item.name for item in path.iterdir() if item.name not in listed and item.name != MANIFEST_NAME)
+        file = files[entry.name]
+        if file.size_bytes != entry.size_bytes:
+            raise BundleIncomplete(
+                f"`{file.path}` has {file.size_bytes} bytes, expected {entry.size_bytes}", COPY_AGAIN
+            )
+    extra = sorted(name for name in files.names() if name not in listed and name != MANIFEST_NAME)
     if extra:
-        raise BundleIncomplete(f"`{path}` holds `{extra[0]}`, which the manifest does not list", "remove the file")
+        raise BundleIncomplete(
+            f"`{files.path}` holds `{extra[0]}`, which the manifest does not list", "remove the file"
+        )
+
+
+def _checked_header(file: BundleFile, tensors: int) -> dict[str, TensorEntry]:
+    """Tensors of an opened file by name. tensors: how many it should hold.
+
+    Raises ManifestInvalid, StorageReadFailed.
+    """
+    try:
+        header = header_of(file.descriptor, tensors)
+    except HeaderError as error:
+        raise ManifestInvalid(f"`{file.path}`: {error}", COPY_AGAIN) from error
+    except OSError as error:
+        raise StorageReadFailed(f"`{file.path}` cannot be read: {error.strerror}", "check the disk") from error
+    start = min((entry.offset_bytes for entry in header.values()), default=0)
+    if start % DATA_ALIGNMENT_BYTES:
+        raise ManifestInvalid(
+            f"`{file.path}`: data starts at {start}, expected a multiple of {DATA_ALIGNMENT_BYTES}", _COMPILE_AGAIN
+        )
+    return header
 
 
 def _check_headers(bundle: Bundle) -> None:
@@ -300,7 +347,7 @@ def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = 
 
     for entry in bundle.manifest.files:
         path, own = bundle.path / entry.name, sorted(parts[entry.name])
-        found, checksums = _digests(path, own, report)
+        found, checksums = _digests(bundle.files[entry.name], own, report)
         wrong = [part.name for part, checksum in zip(own, checksums, strict=True) if checksum != part.xxh3]
         place = f"`{path}`, {wrong[0]}," if wrong else f"`{path}`"
         if found != entry.sha256:
@@ -320,27 +367,41 @@ class _Part:
     xxh3: str
 
 
-def _digests(path: Path, parts: Sequence[_Part], progress: Callable[[int], None]) -> tuple[str, list[str]]:
-    """SHA-256 of a file and XXH3 of its parts, which are in order and apart; progress: bytes done so far."""
+def _digests(file: BundleFile, parts: Sequence[_Part], progress: Callable[[int], None]) -> tuple[str, list[str]]:
+    """SHA-256 of a file and XXH3 of its parts, which are in order and apart; progress: bytes done so far.
+
+    Raises StorageReadFailed.
+    """
     digest, checksums = hashlib.sha256(), [xxhash.xxh3_128() for _ in parts]
     done, first = 0, 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            end = done + len(chunk)
-            while first < len(parts) and parts[first].offset_bytes < end:
-                start, stop = parts[first].offset_bytes, parts[first].offset_bytes + parts[first].size_bytes
-                checksums[first].update(memoryview(chunk)[max(start - done, 0) : stop - done])
-                if stop > end:
-                    break
-                first += 1
-            done = end
-            progress(done)
+    while chunk := _chunk(file, done):
+        digest.update(chunk)
+        end = done + len(chunk)
+        while first < len(parts) and parts[first].offset_bytes < end:
+            start, stop = parts[first].offset_bytes, parts[first].offset_bytes + parts[first].size_bytes
+            checksums[first].update(memoryview(chunk)[max(start - done, 0) : stop - done])
+            if stop > end:
+                break
+            first += 1
+        done = end
+        progress(done)
     return digest.hexdigest(), [checksum.hexdigest() for checksum in checksums]
 
 
+def _chunk(file: BundleFile, offset_bytes: int) -> bytes:
+    """At most CHUNK_BYTES of a file; none after its end, or after what the manifest says is its end."""
+    try:
+        return os.pread(file.descriptor, min(CHUNK_BYTES, file.size_bytes + 1 - offset_bytes), offset_bytes)
+    except OSError as error:
+        place = f"`{file.path}` at byte {offset_bytes}"
+        raise StorageReadFailed(f"{place}: {error.strerror}", "check the disk, and copy the bundle again") from error
+
+
 def verify_files(bundle: Bundle, names: Sequence[str]) -> None:
-    """Check the SHA-256 of these files, as far as the manifest lists them. Raises ChecksumMismatch."""
+    """Check the SHA-256 of these files, as far as the manifest lists them.
+
+    Raises ChecksumMismatch, StorageReadFailed.
+    """
     for entry in bundle.manifest.files:
-        if entry.name in names and _digests(bundle.path / entry.name, (), lambda done: None)[0] != entry.sha256:
+        if entry.name in names and _digests(bundle.files[entry.name], (), lambda done: None)[0] != entry.sha256:
             raise ChecksumMismatch(f"`{bundle.path / entry.name}` differs from its digest", "copy the bundle again")

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import BundleIncomplete, ContextOverflow, ExecutionError, InputError, ManifestInvalid
-from moec.manifests.input_file import UnreadableFile, read_input
 from moec.manifests.limits import (
     ENCODING_BYTES_PER_BYTE,
     ENCODING_CPU_S,
@@ -24,6 +23,7 @@ from moec.manifests.tokenizer_file import TokenizerBounds, UnsafeTokenizer, chec
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 
 from .budget import MemoryPlan
+from .bundle import Bundle
 
 # Growth of a text that ENCODING_BYTES_PER_BYTE has in it: bytes written as letters, spaces as marks.
 _USUAL_GROWTH = 4
@@ -33,16 +33,23 @@ _TRIM_BYTES = 64 << 10
 _COPY_AGAIN = "copy the bundle again"
 
 
-def load_tokenizer(folder: Path) -> BundleTokenizer:
-    """Read `tokenizer.json`. Raises BundleIncomplete or ManifestInvalid."""
-    path = folder / TOKENIZER_NAME
-    if not path.is_file():
+def load_tokenizer(bundle: Bundle, verify: bool = False) -> BundleTokenizer:
+    """Read `tokenizer.json` of an opened bundle. verify: compare what is read with its digest.
+
+    Raises BundleIncomplete, ManifestInvalid, ChecksumMismatch, StorageReadFailed.
+    """
+    path = bundle.path / TOKENIZER_NAME
+    if not bundle.has_file(TOKENIZER_NAME):
         raise BundleIncomplete(f"`{path}` is missing", "compile a checkpoint that has a fast tokenizer")
+    return parse_tokenizer(bundle.read_file(TOKENIZER_NAME, MAX_TOKENIZER_BYTES, verify=verify), path)
+
+
+def parse_tokenizer(data: bytes, path: Path) -> BundleTokenizer:
+    """Return the tokenizer that a file holds. path: the file, for messages. Raises ManifestInvalid."""
     try:
-        data = read_input(path, MAX_TOKENIZER_BYTES, follow_links=True)
         bounds = check_tokenizer(data)
         tokenizer = Tokenizer.from_buffer(data)
-    except (UnreadableFile, UnsafeTokenizer) as error:
+    except UnsafeTokenizer as error:
         raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", _COPY_AGAIN) from error
     except BaseException as error:
         if not _is_fault(error):

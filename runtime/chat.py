@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ from moec.manifests.limits import (
     MAX_TEMPLATE_MEMORY_BYTES,
     MAX_TEMPLATE_TEXT_CHARACTERS,
 )
+
+from .bundle import Bundle
 
 TEMPLATE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
@@ -38,10 +41,41 @@ Message = Mapping[str, str]
 """`role` (system, user, assistant, ...) and `content`."""
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateFiles:
+    """What a folder says about its chat template.
+
+    folder: for messages.
+    config: content of `tokenizer_config.json`, None without one.
+    template: content of `chat_template.jinja`, None without one.
+    """
+
+    folder: Path
+    config: bytes | None
+    template: bytes | None
+
+
+def template_files(bundle: Bundle, verify: bool) -> TemplateFiles:
+    """Read the files of an opened bundle. verify: compare what is read with its digest.
+
+    Raises BundleIncomplete, ChecksumMismatch, StorageReadFailed.
+    """
+
+    def read(name: str) -> bytes | None:
+        return bundle.read_file(name, MAX_TEMPLATE_FILE_BYTES, verify=verify) if bundle.has_file(name) else None
+
+    return TemplateFiles(bundle.path, read(CONFIG_NAME), read(TEMPLATE_NAME))
+
+
+def folder_files(folder: Path) -> TemplateFiles:
+    """Read the files of a folder that is not opened as a bundle. Raises ManifestInvalid."""
+    return TemplateFiles(folder, _read(folder / CONFIG_NAME), _read(folder / TEMPLATE_NAME))
+
+
 def render_chat(folder: Path, messages: Sequence[Message]) -> str:
-    """Return the text before the assistant's next message; its special tokens are in it. Raises as ChatRenderer."""
+    """Return the text before the assistant's next message by the template of a folder. Raises as ChatRenderer."""
     with ChatRenderer() as renderer:
-        return renderer.render(folder, messages)
+        return renderer.render(folder_files(folder), messages)
 
 
 class ChatRenderer:
@@ -78,14 +112,13 @@ class ChatRenderer:
                 if pipe is not None:
                     pipe.close()
 
-    def render(self, folder: Path, messages: Sequence[Message]) -> str:
-        """Return the text before the assistant's next message; its special tokens are in it.
+    def render(self, files: TemplateFiles, messages: Sequence[Message]) -> str:
+        """Return the text before the assistant's next message; its special tokens are in it. May be called once.
 
-        folder: the bundle. May be called once.
         Raises OptionError where the bundle has no template, ManifestInvalid for one that is damaged or takes more time
         or memory than the limits, InputError where it refuses the messages.
         """
-        config, template = _read(folder / CONFIG_NAME), _read(folder / TEMPLATE_NAME)
+        config, template = files.config, files.template
         plain = json.dumps([dict(message) for message in messages])
         characters = MAX_TEMPLATE_TEXT_CHARACTERS + _TEXT_PER_MESSAGE_BYTE * len(plain)
         request = {
@@ -97,7 +130,7 @@ class ChatRenderer:
             "text_characters": characters,
         }
         parts = (json.dumps(request).encode() + b"\n", config or b"", template or b"")
-        return _text_of(self._ask(parts, 4 * characters), folder)
+        return _text_of(self._ask(parts, 4 * characters), files.folder)
 
     def _ask(self, parts: Sequence[bytes], limit_bytes: int) -> bytes:
         """Return the answer to a request. Raises ManifestInvalid if the process ends without one."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from moec.manifests.bundle import TABLES_NAME, TOKENIZER_NAME
+from moec.manifests.bundle import TABLES_NAME
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
@@ -24,10 +23,11 @@ from .accelerator import open_accelerator
 from .bound_experts import bind_experts
 from .budget import MemoryPlan, plan_memory, require_memory_for_manifest
 from .bundle import Bundle, open_bundle, verify_files
-from .cache_statistics import CacheStats
 from .dense_weights import load_dense
 from .elastic_cache import ElasticCache
 from .eviction import bundle_records, policy_score, warm_order
+from .exclusive_use import ExclusiveUse, exclusively
+from .generation_step import FinishReason, GenerationStep
 from .kv_cache import KVCache
 from .mode_line import mode_line
 from .model import Model
@@ -42,26 +42,9 @@ from .storage import open_storage, page_bytes
 from .text import StopTexts, TextStream, load_tokenizer
 from .token_ids import checked_ids
 
+_Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStep:
-    """One emitted token.
-
-    text: what can be shown now, may be empty. position: of the token in the sequence. elapsed_ns: since the step
-    before (the first includes prefill). cache: what the expert cache did for this token. finish_reason: on the last.
-    """
-
-    token_id: int
-    text: str
-    position: int
-    elapsed_ns: int
-    cache: CacheStats
-    finish_reason: FinishReason | None
 
 
 def load(path: str | Path, **options: Any) -> Engine:
@@ -74,22 +57,28 @@ def load(path: str | Path, **options: Any) -> Engine:
     except TypeError as error:
         raise OptionError(f"unknown option: {error}", "see moec.runtime.RuntimeOptions") from error
     require_memory_for_manifest(Path(path), chosen)
-    return Engine(open_bundle(Path(path)), chosen)
+    return Engine(open_bundle(Path(path)), chosen, closes_bundle=True)
 
 
 class Engine:
-    """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
+    """Everything resident: dense weights, KV cache, expert cache.
 
-    def __init__(self, bundle: Bundle, options: RuntimeOptions) -> None:
-        self.bundle, self.options = bundle, options
+    Threads may take turns. ExecutionError refuses a call while another thread is in one, or in `exclusive`, which
+    callers enter for whom several calls belong together.
+    """
+
+    def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
+        """closes_bundle: with the engine; else it is the caller's to close."""
+        self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
+        self._closes_bundle = closes_bundle
         manifest = bundle.manifest
         kernels.require(manifest.required_cpu_features)
         if options.verify:
-            verify_files(bundle, (TOKENIZER_NAME, TABLES_NAME))
+            verify_files(bundle, (TABLES_NAME,))
         opened = open_accelerator(manifest, options)  # first: what it takes of the memory counts
         host_bytes = 0 if opened is None else opened.host_bytes
         plan_memory(manifest, options, host_bytes)  # by the size of the tokenizer, before it is loaded
-        self.tokenizer = load_tokenizer(bundle.path)
+        self.tokenizer = load_tokenizer(bundle, options.verify)
         self.memory: MemoryPlan = plan_memory(manifest, options, host_bytes)  # by what it has become
         kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
         modes, stored = options.modes, manifest.stored_experts
@@ -153,7 +142,10 @@ class Engine:
             self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
             self.model.accelerator.close()
         self._storage.close()
+        if self._closes_bundle:
+            self.bundle.close()
 
+    @exclusively
     def place_dense(self, on_device: bool) -> None:
         """Compute attention and head on the accelerator or on the CPU; sequences under way cannot go on.
 
@@ -224,11 +216,13 @@ class Engine:
         return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()), StopTexts(stop))
 
     def _decode(self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts) -> Iterator[GenerationStep]:
-        eos, mine = self.bundle.manifest.model.eos_token_ids, self.begin_sequence()
-        before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
-        (known,) = self.begin_texts([0], [tokens])
+        eos = self.bundle.manifest.model.eos_token_ids
+        with self.exclusive:
+            mine = self.begin_sequence()
+            before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
+            (known,) = self.begin_texts([0], [tokens])
+            logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
         stream = TextStream(self.tokenizer, known)
-        logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
         for count in range(1, limit + 1):
             token = sampler(logits, known)
             known.append(token)
@@ -244,14 +238,17 @@ class Engine:
             if reason is not None:
                 return
             before, start_ns = stats, time.perf_counter_ns()
-            if self._sequence != mine:
-                raise ExecutionError(
-                    "another call has taken over the keys and values of this generation",
-                    "finish one generation before the next, or load a second engine",
-                )
-            logits = self.decode([token], [0], [position])[0]
+            if not self.exclusive.acquire(False):
+                raise self.exclusive.refusal()
+            try:
+                if self._sequence != mine:
+                    raise self.exclusive.taken_over()
+                logits = self.decode([token], [0], [position])[0]
+            finally:
+                self.exclusive.release()
             position += 1
 
+    @exclusively
     def begin_sequence(self) -> int:
         """Take over the KV cache: a generation that was under way cannot go on. Returns the number of the sequence.
 
@@ -263,6 +260,7 @@ class Engine:
         self._sequence += 1
         return self._sequence
 
+    @exclusively
     def begin_texts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """What the decoder's text begins with in these slots: the prompt, or with an encoder, which reads it here, the
         start token. Prompts share a pass as far as MAX_PASS_TOKENS goes; each is in one whole.
@@ -295,6 +293,7 @@ class Engine:
         own = len(prompt) if self.model.spec.encoder is None else 1
         return min(wanted, self.memory.context - own + 1)
 
+    @exclusively
     def prefill(self, tokens: Sequence[int]) -> np.ndarray:
         """Run the beginning of a text in the first slot. Returns the residual stream of its last pass."""
         hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
@@ -303,7 +302,7 @@ class Engine:
             hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
         return hidden
 
-    def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    def _step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits.
 
         Raises ExecutionError for a slot whose prompt no encoder has read, of models with one.
@@ -312,31 +311,29 @@ class Engine:
             raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
         return self._pass(self._forward(None if self.lossy is None else self.lossy.prefill), tokens, slots, positions)
 
+    step = exclusively(_step)
+
     def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Logits [T, V] behind the next token of some sequences, one each: where lossy modes decide.
 
         Raises ExecutionError as `step`.
         """
-        if self.lossy is None:
-            return self.model.logits(self.step(tokens, slots, positions))
+        if not self.exclusive.acquire(False):  # written out: every token comes here
+            raise self.exclusive.refusal()
+        try:
+            if self.lossy is None:
+                return self.model.logits(self._step(tokens, slots, positions))
+            return self.lossy.decode(self._run_chosen, tokens, slots, positions)
+        finally:
+            self.exclusive.release()
 
-        def run(
-            tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], choice: PassChoice
-        ) -> np.ndarray:
-            return self._pass(self._forward(choice), tokens, slots, positions)
-
-        return self.lossy.decode(run, tokens, slots, positions)
+    def _run_chosen(self, tokens: _Ints, slots: _Ints, positions: _Ints, choice: PassChoice) -> np.ndarray:
+        return self._pass(self._forward(choice), tokens, slots, positions)
 
     def _forward(self, choice: PassChoice | None) -> _RunStack[np.ndarray]:
         return self.model.forward if choice is None else partial(self.model.forward, choice=choice)
 
-    def _pass(
-        self,
-        run: _RunStack[_Result],
-        tokens: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-    ) -> _Result:
+    def _pass(self, run: _RunStack[_Result], tokens: _Ints, slots: _Ints, positions: _Ints) -> _Result:
         """A stack of the model over a flat batch, with the cache of experts sized for it."""
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
@@ -345,8 +342,11 @@ class Engine:
         )
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
+        if self._storage.mode == "mmap":
+            self._storage.end_pass()
         return result
 
+    @exclusively
     def logits(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> np.ndarray:
         """Logits after every token of one sequence, float32 [T, V]. prompt: what an encoder reads, of models with one.
 
@@ -365,6 +365,7 @@ class Engine:
             out[start : start + len(part)] = self.model.logits(hidden)
         return out
 
+    @exclusively
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
         """Slot i goes on from the first positions of slot parents[i]; all at once."""
         if self._elastic is not None:

@@ -1,7 +1,8 @@
 """NativeCache: the expert cache whose decisions, reads and waits are in the C++ extension.
 
 It decides as ExpertCache does, call by call. Between two reads no Python runs, so that storage does not wait for the
-interpreter. Python reads what has no place of its size to take or failed, and compares what is new with its checksum.
+interpreter. Python reads what has no place of its size to take or failed. It compares what is new, or comes from a file
+that has changed, with its checksum.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class NativeCache(StreamingCache):
         self._reads.serve(self._load, self._check_new if self._storage.verifies else None)
 
     def _check_new(self, run: Sequence[int], addresses: Sequence[int]) -> list[int]:
-        """Compare what has been read for the first time with its checksum; which differs."""
+        """Compare what has been read with its checksum; which differs."""
         failed = []
         for index, address in zip(run, addresses, strict=True):
             try:

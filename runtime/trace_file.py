@@ -55,7 +55,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises InputError with file, line, what was expected and what was found."""
-    line = 0
+    line = read_bytes = 0
     try:
         if path.stat().st_size > MAX_TRACE_BYTES:
             raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
@@ -65,6 +65,9 @@ def read_trace(path: Path) -> Trace:
             header, passes = _header(plain), list[TracedPass]()
             while data := file.readline(MAX_TRACE_LINE_BYTES + 1):
                 line += 1
+                read_bytes += len(data)
+                if read_bytes > MAX_TRACE_BYTES:  # of a pipe, which tells no size
+                    raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes")
                 passes.append(_pass(_object(data), header, plain["version"]))
         trace = Trace(header, tuple(passes))
         if any(each.tokens != 1 for each in passes[trace.prompt_passes :]):

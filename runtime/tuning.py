@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -96,11 +95,11 @@ def write_tuning(bundle: Path, tuning: Tuning) -> Path:
 def read_tuning(bundle: Path) -> Tuning | None:
     """The tuning beside a bundle; None if there is none. Raises ValueError, with what is wrong with the file."""
     path = tuning_path(bundle)
-    if not os.path.exists(path):  # unlike Path.exists, also of a name that is too long
-        return None
     try:
         data = read_input(path, MAX_TUNE_BYTES, follow_links=True)
     except UnreadableFile as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
         raise ValueError(str(error)) from error
     try:
         plain = load_strict_json(data, TUNE_JSON)

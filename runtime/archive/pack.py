@@ -12,11 +12,11 @@ from typing import BinaryIO
 import zstandard
 
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX
-from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, MoecError, OptionError
-from moec.manifests.limits import MAX_CHUNKS
+from moec.manifests.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
 from moec.manifests.output_file import put_in_place
 from moec.runtime.bundle import open_bundle
+from moec.runtime.bundle_files import BundleFile
 
 from .files import file_errors, require_free_bytes
 from .layout import (
@@ -90,10 +90,9 @@ def pack_bundle(
     Raises BundleError (a bundle that does not open or has changed), OptionError, DoesNotFit, InputError.
     """
     bundle, archive = Path(bundle), Path(archive)
-    with file_errors(archive):
-        open_bundle(bundle)
-        raw_manifest = (bundle / MANIFEST_NAME).read_bytes()
-        members = members_of(decode_manifest(raw_manifest, str(bundle / MANIFEST_NAME)), len(raw_manifest))
+    with file_errors(archive), open_bundle(bundle) as opened:
+        raw_manifest = opened.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        members = members_of(opened.manifest, len(raw_manifest))
         _check_target(bundle, archive, overwrite)
         count = sum(member.chunk_count(chunk_bytes) for member in members)
         if count > MAX_CHUNKS:
@@ -107,7 +106,7 @@ def pack_bundle(
                 there = os.fstat(file.fileno()).st_size
                 require_free_bytes(archive.parent, max(0, HEADER_BYTES + count * RECORD_BYTES + total - there))
                 packer = _Packer(file, unfinished, count, total, progress)
-                done = tuple(packer.add(bundle, member, chunk_bytes) for member in members)
+                done = tuple(packer.add(opened.files[member.name], member, chunk_bytes) for member in members)
                 packer.finish(encode_index(chunk_bytes, len(raw_manifest), packer.chunks))
             put_in_place(beside, archive)
         except (MoecError, OSError):
@@ -151,10 +150,11 @@ class _Packer:
             file.truncate()
             file.write(unfinished + bytes(count * RECORD_BYTES))
 
-    def add(self, bundle: Path, member: Member, chunk_bytes: int) -> PackedMember:
-        """Append one file. Raises ChecksumMismatch, BundleIncomplete if it is not what the manifest says."""
-        digest, start, path = hashlib.sha256(), self._offset, bundle / member.name
-        with path.open("rb") as source:
+    def add(self, file: BundleFile, member: Member, chunk_bytes: int) -> PackedMember:
+        """Append one opened file. Raises ChecksumMismatch, BundleIncomplete if it is not what the manifest says."""
+        digest, start, path = hashlib.sha256(), self._offset, file.path
+        with open(file.descriptor, "rb", closefd=False) as source:
+            source.seek(0)
             level = choose_level(sample(source, member.size_bytes), self._total)
             source.seek(0)
             for number, raw_bytes in enumerate(member.raw_sizes(chunk_bytes)):

@@ -18,9 +18,11 @@ from moec.manifests.errors import (
     BundleIncomplete,
     ChecksumMismatch,
     DoesNotFit,
+    InputError,
     ManifestInvalid,
     OptionError,
 )
+from moec.manifests.input_file import UnreadableFile, open_input
 from moec.manifests.output_file import AtomicFile, FileSystem
 from moec.runtime.bundle import open_bundle
 
@@ -67,7 +69,7 @@ def unpack_bundle(
     if os.path.lexists(target):
         raise OptionError(f"`{target}` exists", "choose another folder or remove it")
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
-    with file_errors(target), archive.open("rb") as file:
+    with file_errors(target), _opened(archive) as file:
         index, raw_manifest, manifest = _read_front(file, str(archive), max_bytes)
         if not manifest.certified:
             raise BundleIncomplete(f"`{archive}` holds a bundle that is not certified", "pack a finished bundle")
@@ -98,6 +100,14 @@ def _check_size(place: str, total_bytes: int, max_bytes: int | None) -> None:
             f"`{place}` unpacks to {total_bytes} bytes, the limit is {max_bytes}",
             f"raise the limit if you trust the archive: --max-size {total_bytes}",
         )
+
+
+def _opened(archive: Path) -> BinaryIO:
+    """The archive, if it is a regular file. Raises InputError."""
+    try:
+        return os.fdopen(open_input(archive, follow_links=True), "rb")
+    except UnreadableFile as error:
+        raise InputError(f"`{archive}` {error}", "name an archive made by `moec pack`") from error
 
 
 def _read_front(file: BinaryIO, place: str, max_bytes: int | None) -> tuple[Index, bytes, BundleManifest]:
@@ -147,7 +157,7 @@ def _prepare(partial: Path) -> None:
 def _publish(partial: Path, target: Path) -> None:
     """Check the whole as a runtime would, then give it its name. A bundle that does not open is removed."""
     try:
-        open_bundle(partial, allow_partial=True)
+        open_bundle(partial, allow_partial=True).close()
     except BundleError:
         shutil.rmtree(partial)
         raise

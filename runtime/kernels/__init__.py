@@ -51,6 +51,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linears",
+    "loaded",
     "require",
     "rms_norm",
     "rope",

@@ -144,6 +144,23 @@ def exp(x: Floats, out: Floats) -> None:
     """out[i] = exp(x[i]), [n] each: the exponential that attention, routes and silu are made of."""
 
 def largest(values: Floats, count: int) -> tuple[list[int], list[float]]: ...
+def watch_mapping(address: int, size_bytes: int) -> int:
+    """Put zeros where pages of a mapped file are missing, instead of SIGBUS. Returns a number; -1: not on this system.
+
+    address: of whole pages, as `size_bytes`.
+    """
+
+def has_faulted(watch: int) -> bool:
+    """Whether a page of a watched mapping was missing."""
+
+def first_changed(files: Int64s) -> int:
+    """The first file that has changed since it was mapped, or of which a page was missing; -1: none.
+
+    files: int64 [n, 5], watch, descriptor and identity (size, bytes; times of change, ns) of each.
+    """
+
+def forget_mapping(watch: int) -> None:
+    """Stop watching, before the mapping ends."""
 
 class ExpertReads:
     """The expert cache: what runtime/residency.py decides, threads that read, callers that wait.

@@ -14,7 +14,7 @@ from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.limits import ENCODING_BYTES_PER_BYTE, MAX_PROMPT_BYTES
 from moec.runtime import load
 from moec.runtime.budget import MemoryPlan
-from moec.runtime.bundle_tokenizer import BundleTokenizer, load_tokenizer
+from moec.runtime.bundle_tokenizer import BundleTokenizer, parse_tokenizer
 from tests.cli.conftest import Invoke
 
 
@@ -90,7 +90,8 @@ def test_what_the_normalizer_makes_of_a_text_counts(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.normalizer = normalizers.Replace("a", "a" * 1000)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    loaded = load_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    loaded = parse_tokenizer(path.read_bytes(), path)
     sizes = dict.fromkeys(("process_bytes", "dense_bytes", "kv_bytes", "scratch_bytes", "minimum_expert_bytes"), 0)
     plan = MemoryPlan(**sizes, tables_bytes=0, cache_bytes=0, budget_bytes=None, context=512)
     loaded.check_size("b" * 16_000, plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,17 +30,19 @@ def test_any_range_is_what_the_file_holds(
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 4096, 1000])
 def test_verify_reads_every_byte_once(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     """Parts that begin and end inside a piece of what is read, and in several."""
-    bundle, opened, seen, plain = open_bundle(tiny_bundle), list[str](), list[tuple[int, int]](), Path.open
+    bundle, read, seen, plain = open_bundle(tiny_bundle), dict[int, int](), list[tuple[int, int]](), os.pread
 
-    def open_counted(path: Path, *rest: Any) -> Any:
-        opened.append(path.name)
-        return plain(path, *rest)
+    def read_counted(descriptor: int, size: int, offset: int) -> bytes:
+        assert size <= piece_bytes and offset == read.get(descriptor, 0)
+        data = plain(descriptor, size, offset)
+        read[descriptor] = offset + len(data)
+        return data
 
-    monkeypatch.setattr(Path, "open", open_counted)
+    monkeypatch.setattr(os, "pread", read_counted)
     monkeypatch.setattr("moec.runtime.bundle.CHUNK_BYTES", piece_bytes)
     verify_bundle(bundle, lambda *done: seen.append(done))
     files = bundle.manifest.files
-    assert sorted(opened) == sorted(entry.name for entry in files)
+    assert read == {bundle.files[entry.name].descriptor: entry.size_bytes for entry in files}
     assert seen[-1] == (sum(entry.size_bytes for entry in files),) * 2
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import ManifestInvalid
 from moec.runtime import chat
-from moec.runtime.chat import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, render_chat
+from moec.runtime.chat import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
 from moec.runtime.template_child import render
 from tests.runtime.limited_child import ROOT, outcomes, report
 
@@ -154,7 +154,7 @@ def test_a_process_that_is_killed(number: int, tmp_path: Path) -> None:
     with ChatRenderer() as renderer:
         threading.Timer(0.3, renderer._process.send_signal, [number]).start()
         with pytest.raises(ManifestInvalid, match=f"with {signal.Signals(number).name}|{TIME}"):
-            renderer.render(tmp_path, MESSAGES)
+            renderer.render(folder_files(tmp_path), MESSAGES)
     assert renderer._process.returncode is not None
 
 
@@ -171,7 +171,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from moec.runtime import chat; chat.MAX_TEMPLATE_CPU_S = 20\n"
         "renderer = chat.ChatRenderer(); print(renderer._process.pid, flush=True)\n"
-        "with renderer: renderer.render(Path(sys.argv[1]), [])"
+        "with renderer: renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) as process:

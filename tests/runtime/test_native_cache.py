@@ -31,6 +31,7 @@ from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache, open_cache
 from moec.runtime.options import IoMode, Policy, RuntimeOptions
 from moec.runtime.storage import ReadStorage, open_storage, page_bytes
 from tests.runtime.faulty_source import InTime, each, wait_for
+from tests.runtime.settled import wait_until_settled
 
 LAYERS, EXPERTS = 3, 6
 COUNT = LAYERS * EXPERTS
@@ -142,6 +143,7 @@ def test_experts_are_what_they_are_wherever_they_go(
 
 
 def test_most_reads_need_no_python(own_bundle: Path, outputs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until_settled(own_bundle)
     sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(own_bundle).manifest.stored_experts]
     same = [index for index in range(COUNT) if sizes[index] == sizes[0]]
     assert len(same) >= 3

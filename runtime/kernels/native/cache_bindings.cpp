@@ -10,7 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "arguments.h"
 #include "bound_reads.h"
+#include "mapped_faults.h"
 
 namespace moec {
 namespace {
@@ -80,6 +82,13 @@ void bind_place(BoundReads& reads, int64_t index, int64_t address) {
     reads->place(reads.checked(index), reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(address)));
 }
 
+int64_t bind_first_changed(nb::handle files) {
+    static_assert(sizeof(MappedFileState) == 5 * sizeof(int64_t));
+    const Array states(files, "files", Kind::kInt64, 2);
+    states.expect({states.size(0), 5});
+    return first_changed(states.data<const MappedFileState>(), states.size(0));
+}
+
 Indices list_of(const std::deque<int64_t>& queue) {
     return Indices(queue.begin(), queue.end());
 }
@@ -88,6 +97,10 @@ Indices list_of(const std::deque<int64_t>& queue) {
 
 void bind_cache(nb::module_& module) {
     using namespace nanobind::literals;
+    module.def("watch_mapping", watch_mapping, "address"_a, "size_bytes"_a);
+    module.def("has_faulted", has_faulted, "watch"_a);
+    module.def("first_changed", bind_first_changed, "files"_a);
+    module.def("forget_mapping", forget_mapping, "watch"_a);
     nb::class_<BoundReads>(module, "ExpertReads")
         .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double, const std::string&,
                       int64_t, int64_t, nb::list, bool>(),

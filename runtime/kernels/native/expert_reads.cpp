@@ -18,13 +18,30 @@ namespace moec {
 namespace {
 
 constexpr std::chrono::milliseconds kLook{100};  // how long a wait may keep Python from its signals
+// Age from which an identity is trusted: a younger file may change again without another time stamp.
+constexpr std::chrono::seconds kSettled{2};
+
+bool is_settled(const FileIdentity& identity) {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    const int64_t now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    return identity.size_bytes >= 0 && now_ns - identity.changed_ns > std::chrono::nanoseconds(kSettled).count();
+}
 
 }  // namespace
 
 ExpertReads::ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit,
                          std::vector<ExpertSource> sources, bool drops_pages)
     : Residency(std::move(facts), columns, counts, capacity, pin_limit), sources_(std::move(sources)), drops_pages_(drops_pages),
-      addresses_(sources_.size(), nullptr), has_failed_(sources_.size(), 0) {}
+      file_of_(sources_.size()), verified_(sources_.size(), 0), addresses_(sources_.size(), nullptr), has_failed_(sources_.size(), 0) {
+    for (size_t index = 0; index < sources_.size(); ++index) {
+        const int descriptor = sources_[index].descriptor;
+        const auto found = std::find_if(files_.begin(), files_.end(), [=](const SourceFile& file) { return file.descriptor == descriptor; });
+        file_of_[index] = static_cast<size_t>(found - files_.begin());
+        if (found == files_.end()) {
+            files_.push_back({descriptor, identity_of(descriptor), 1});
+        }
+    }
+}
 
 void ExpertReads::close() {
     const Lock lock(mutex_);
@@ -187,8 +204,10 @@ void ExpertReads::left(int64_t index) {
 
 void ExpertReads::serve(const Load& load, const Check& check) {
     for (;;) {
-        bool is_warm = false, has_places = false, is_new = false;
+        bool is_warm = false, has_places = false, is_known = false;
         Indices run;
+        SourceFile before{};
+        FileIdentity after;
         std::vector<uint8_t*> addresses;
         {
             Lock lock(mutex_);
@@ -199,7 +218,8 @@ void ExpertReads::serve(const Load& load, const Check& check) {
             warming_ += is_warm;
             change_reading(1);
             has_places = give_places(run);
-            is_new = std::any_of(run.begin(), run.end(), [this](int64_t index) { return columns_.is_seen[index] == 0; });
+            before = file_of(run);
+            is_known = is_verified(run, before.state);
             for (const int64_t index : run) {
                 addresses.push_back(addresses_[static_cast<size_t>(index)]);
             }
@@ -207,14 +227,45 @@ void ExpertReads::serve(const Load& load, const Check& check) {
         Indices failed;
         if (!has_places || !read(run, addresses)) {
             failed = load(run);
-        } else if (is_new && check) {
-            failed = check(run, addresses);
+            after = before.identity;  // compared by Python, if it is what it was before
+        } else if (check) {
+            after = identity_of(before.descriptor);
+            if (!is_known || !(after == before.identity)) {
+                failed = check(run, addresses);
+            }
         }
         const Lock lock(mutex_);
+        if (check) {
+            note_verified(run, failed, before, after);
+        }
         change_reading(-1);
         warming_ -= is_warm;
         end(run, failed, is_warm);
         changed_.notify_all();
+    }
+}
+
+bool ExpertReads::is_verified(const Indices& run, uint32_t state) const {
+    return std::all_of(run.begin(), run.end(), [=](int64_t index) { return verified_[static_cast<size_t>(index)] == state; });
+}
+
+// A run was read and compared, or needed no comparison. before: of its file when the read began.
+void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before, const FileIdentity& after) {
+    SourceFile& file = file_of(run);
+    if (!(after == before.identity)) {
+        if (!(after == file.identity)) {
+            file.identity = after;
+            ++file.state;
+        }
+        return;
+    }
+    if (is_verified(run, before.state) || !is_settled(after)) {
+        return;
+    }
+    for (const int64_t index : run) {
+        if (std::find(failed.begin(), failed.end(), index) == failed.end()) {
+            verified_[static_cast<size_t>(index)] = before.state;
+        }
     }
 }
 

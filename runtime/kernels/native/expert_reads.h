@@ -1,8 +1,9 @@
 // The expert cache of runtime/expert_cache.py without the interpreter in its way: threads that read what a Residency queues,
 // into the places of experts that were evicted, and callers that wait for them.
 //
-// What has no place of its size to take or failed is handed to Python, which knows places and errors, and so is for its
-// checksum what is read for the first time. Everything else is one pread between two short holds of a lock.
+// What has no place of its size to take or failed is handed to Python, which knows places and errors. So is, for its checksum,
+// what is read for the first time, or from a file that has changed since: runtime/read_verifier.py is the specification.
+// Everything else is one pread and one fstat between two short holds of a lock.
 
 #pragma once
 
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "file_identity.h"
 #include "operations.h"
 #include "residency.h"
 
@@ -71,6 +73,16 @@ class ExpertReads : public Residency {
   private:
     using Lock = std::unique_lock<std::mutex>;
 
+    // A file that experts are read from. state: counts the identities that it has had, from 1 on.
+    struct SourceFile {
+        int descriptor;
+        FileIdentity identity;
+        uint32_t state;
+    };
+
+    bool is_verified(const Indices& run, uint32_t state) const;
+    void note_verified(const Indices& run, const Indices& failed, const SourceFile& before, const FileIdentity& after);
+    SourceFile& file_of(const Indices& run) { return files_[file_of_[static_cast<size_t>(run[0])]]; }
     Indices next_run(Lock& lock, bool& is_warm);
     bool give_places(const Indices& run);
     void follow(int64_t index);
@@ -83,6 +95,9 @@ class ExpertReads : public Residency {
     std::mutex mutex_;
     std::condition_variable changed_, work_;  // for those who wait for experts; for readers
     std::vector<ExpertSource> sources_;
+    std::vector<SourceFile> files_;
+    std::vector<size_t> file_of_;      // per expert
+    std::vector<uint32_t> verified_;   // per expert: the state of its file in which it was compared; 0: in none
     bool drops_pages_, is_closed_ = false;
     std::vector<uint8_t*> addresses_;  // null: no place that is known here
     std::vector<uint8_t> has_failed_;
