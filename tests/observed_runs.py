@@ -59,7 +59,7 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
     assert type(predictor) is (type(None) if asked["prefetch"].startswith("off") else _PREDICTORS[options.prefetch])
     assert engine.model.advisor.rule == options.prefetch_rule
     assert type(engine.cache) is cache_kind(engine, options)
-    assert reader_threads() == options.readers
+    assert reader_threads(engine) == options.readers
 
 
 def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
@@ -82,16 +82,22 @@ def forget_mappings(bundle: Path) -> None:
 
 
 def how_read(path: Path) -> str:
-    """How this process has a file open, as the operating system tells: mmap, direct, buffered or closed."""
+    """How this process has a file open, as the operating system tells: mmap, direct, buffered or closed.
+
+    A bundle keeps its files open for what is not read directly, next to what reads experts.
+    """
     if is_mapped(path):
         return "mmap"
+    direct = []
     for number in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{number}") == str(path.resolve()):
-                return "direct" if fcntl.fcntl(int(number), fcntl.F_GETFL) & os.O_DIRECT else "buffered"
+                direct.append(bool(fcntl.fcntl(int(number), fcntl.F_GETFL) & os.O_DIRECT))
         except OSError:  # that of the listing itself, closed by now
             continue
-    return "closed"
+    if not direct:
+        return "closed"
+    return "direct" if any(direct) else "buffered"
 
 
 def threads() -> set[int]:
@@ -140,9 +146,10 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def reader_threads() -> int:
-    """Threads that read experts, of the engines that are open."""
-    return sum(thread.name.startswith("moec-reader") for thread in threading.enumerate())
+def reader_threads(engine: Engine) -> int:
+    """Threads of an engine that read experts now."""
+    readers = engine.cache._readers  # type: ignore[attr-defined]
+    return sum(thread.is_alive() and thread.name.startswith("moec-reader") for thread in readers._threads)
 
 
 def begin_trace(engine: Engine) -> TraceRecorder:

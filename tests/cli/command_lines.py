@@ -260,7 +260,7 @@ COMPILES = {
             "modes": Given(f"--modes '{MODES}'", "request.measure_modes", ModesMeasurement(MODES)),
             "limit": Given("--limit 13", f"{OPTIONS}.limit", 13),
             "seed": Given("--seed 4", f"{OPTIONS}.seed", 4),
-            "no_comparisons": Given("--no-comparisons", f"{OPTIONS}.comparisons", False),
+            "comparisons": Given("--no-comparisons", f"{OPTIONS}.comparisons", False),
             "memory": Given("--memory 5GiB", "request.memory_bytes", 5 << 30),
             "cluster": Given("--cluster 10.0.0.1:6379", "request.cluster", "10.0.0.1:6379"),
             "resume": Given("--resume", "request.resume", True),

@@ -35,6 +35,7 @@ CASES = [(name, parameter) for name, line in LINES.items() for parameter in line
 NOT_OFFERED = {
     (BeamOptions, "early_stopping"): "of the library alone",
     (CompileRequest, "talk"): "the log and the progress of the terminal",
+    (CompileRequest, "published"): "writes what lies next to the bundle",
     (CompileRequest, "disk"): "replaced by tests that let it fail",
 }
 # Class -> where its fields stand in what a seam is given, and the seams.
@@ -192,6 +193,6 @@ def test_a_silent_command_line_leaves_the_defaults(folder: Path) -> None:
     silent = Line("compile", LINES["compile"].seam, {}, "--size 3MiB --device laptop")
     request = follow(silent, folder).request
     assert request.options == CompileOptions(Target("size", 3 << 20))
-    told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk"}
+    told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk", "published"}
     for field in fields(CompileRequest):
         assert field.name in told or getattr(request, field.name) == default_of(field), field.name

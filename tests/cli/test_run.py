@@ -73,9 +73,10 @@ def test_the_plan_of_a_budget_adds_up(invoke: Invoke, bundle: Path) -> None:
     assert plan["budget_bytes"] == 64 << 30
     budget = plan["floor_bytes"] + (256 << 20)  # this process may have grown until the next plan
     plan = json.loads(invoke(*asked, "--memory", budget).stdout)["memory"]
-    parts = ("process_bytes", "dense_bytes", "kv_bytes", "scratch_bytes", "accelerator_bytes")
-    fixed, experts = sum(plan[name] for name in parts), open_bundle(bundle).manifest.cost.expert_padded_bytes
-    assert all(plan[name] > 0 for name in parts[:-1]) and plan["accelerator_bytes"] == 0
+    others = {"budget_bytes", "floor_bytes", "minimum_expert_bytes", "cache_bytes", "logical_cache_bytes"}
+    parts = {name: size for name, size in plan.items() if name.endswith("_bytes") and name not in others}
+    fixed, experts = sum(parts.values()), open_bundle(bundle).manifest.cost.expert_padded_bytes
+    assert all(parts[name] > 0 for name in ("process_bytes", "dense_bytes", "kv_bytes", "scratch_bytes"))
     assert plan["budget_bytes"] == budget and plan["floor_bytes"] == fixed + plan["minimum_expert_bytes"] <= budget
     assert plan["cache_bytes"] == min(budget - fixed, experts) >= plan["minimum_expert_bytes"]
 

@@ -79,7 +79,7 @@ def kernel_threads(engine: Engine) -> int:
 
 def readers(engine: Engine) -> int:
     run(engine)
-    return reader_threads()
+    return reader_threads(engine)
 
 
 def shared(engine: Engine) -> dict[str, Any]:
