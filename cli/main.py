@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from moec.manifests.errors import MissingDependency, MoecError
+from moec.manifests.errors import ExecutionError, InputError, MissingDependency, MoecError
 
 from . import output
 
@@ -99,12 +99,26 @@ def _exit_code(run: Callable[[], Any]) -> int:
         problem.show()
         return problem.exit_code
     except MoecError as problem:
-        output.error(problem)
-        return problem.exit_code
+        return _told(problem)
     except ModuleNotFoundError as problem:
         return _missing_module(problem)
+    except MemoryError:
+        return _told(ExecutionError("the system has no memory left for this", "close other programs, or ask for less"))
+    except OSError as problem:
+        return _told(_refused(problem))
     except Exception:
         return _fault()
+
+
+def _told(problem: MoecError) -> int:
+    output.error(problem)
+    return problem.exit_code
+
+
+def _refused(problem: OSError) -> InputError:
+    """What the system refused and nobody nearer to it has put into words."""
+    place = f"`{os.fsdecode(problem.filename)}`: " if isinstance(problem.filename, (str, bytes)) else ""
+    return InputError(f"{place}{problem.strerror or problem}", "check path, permissions and disk")
 
 
 def _missing_module(problem: ModuleNotFoundError) -> int:
@@ -115,8 +129,7 @@ def _missing_module(problem: ModuleNotFoundError) -> int:
         f"this command needs the package `{package}`, which is not installed",
         f'pip install "moec[{_EXTRAS[package]}]"',
     )
-    output.error(missing)
-    return missing.exit_code
+    return _told(missing)
 
 
 def _fault() -> int:

@@ -79,6 +79,15 @@ class Engine:
     """Everything resident: dense weights, KV cache, expert cache. Not for use from several threads at once."""
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions) -> None:
+        try:
+            self._open(bundle, options)
+        except BaseException:  # nobody else can close what is open already
+            for part in ("cache", "_storage"):
+                if (opened := getattr(self, part, None)) is not None:
+                    opened.close()
+            raise
+
+    def _open(self, bundle: Bundle, options: RuntimeOptions) -> None:
         self.bundle, self.options = bundle, options
         manifest = bundle.manifest
         kernels.require(manifest.required_cpu_features)

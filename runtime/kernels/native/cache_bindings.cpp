@@ -4,13 +4,13 @@
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bound_reads.h"
+#include "vector_arguments.h"
 
 namespace moec {
 namespace {
