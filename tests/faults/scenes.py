@@ -147,7 +147,8 @@ class TuneScene:
     arguments: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.arguments = ["tune", str(self.folder / INPUT), "--tokens", "2", "--expert-cache", "40%", "--threads", "1"]
+        few = ["--tokens", "2", "--expert-cache", "40%", "--threads", "1", "--prefetch", "off"]  # 30 engines, else 90
+        self.arguments = ["tune", str(self.folder / INPUT), *few]
         self._file = self.folder / f"{INPUT}.tune.json"
         self._before = b'{"format_version": 0, "of": "an older release"}\n'
 
@@ -182,7 +183,7 @@ class CompileScene:
     arguments: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        named = ["--device", "raspberry-pi-4b-sd", "--overwrite", "-o", str(self.folder / OUTPUT)]
+        named = ["--group-size", "32", "--device", "raspberry-pi-4b-sd", "--overwrite", "-o", str(self.folder / OUTPUT)]
         self.arguments = ["compile", str(self.folder / "model"), "--uniform", "4", *named]
         self._old = digests(self.folder / INPUT)
         self._new: dict[str, str] | None = None
