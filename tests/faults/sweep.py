@@ -22,7 +22,9 @@ def build_shim(folder: Path) -> Path:
     return target
 
 
-def sweep(shim: Path, scene: str, folder: Path, fault: str, first: int = 1, step: int = 1, last: int = 10**6) -> list[dict[str, Any]]:
+def sweep(
+    shim: Path, scene: str, folder: Path, fault: str, first: int = 1, step: int = 1, last: int = 10**6
+) -> list[dict[str, Any]]:
     """Run the scene once for each number and return what `driver.py` says of each.
 
     Numbers go from `first` in steps of `step` up to `last`, or to the first that is more than there are calls; before

@@ -1,4 +1,4 @@
-"""Changes to JSON that keep it JSON: without them nearly every input of a fuzzer ends at the parser of the standard library."""
+"""Changes to JSON that keep it JSON: without them nearly every input ends at the parser of the standard library."""
 
 from __future__ import annotations
 

@@ -1,9 +1,14 @@
-"""Fuzz one target until the time is over or an input fails. As a program: python -m tests.fuzz.one TARGET SECONDS FOLDER"""
+"""Fuzz one target until the time is over or an input fails.
+
+As a program: python -m tests.fuzz.one TARGET SECONDS FOLDER
+With 0 seconds: put those inputs of the folder into the kept corpus that reach what nothing there reaches.
+"""
 
 from __future__ import annotations
 
 import inspect
 import resource
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -11,12 +16,13 @@ from pathlib import Path
 import atheris
 
 from tests.fuzz.mutator import mutator_of
-from tests.fuzz.targets import LARGEST_BYTES, load_target
+from tests.fuzz.targets import LARGEST_BYTES, Target, load_target
 
 MEMORY_BYTES = 2 << 30
 INPUT_S = 10
-WATCHED = ("moec", "json", "tomllib")
 CORPUS = Path(__file__).with_name("corpus")
+WATCHED = ("moec", "json", "tomllib")
+_AGAIN = "again"  # in place of the seconds: what follows is for libFuzzer
 
 
 def instrument() -> int:
@@ -25,13 +31,14 @@ def instrument() -> int:
     atheris.instrument_imports would do it on import, but not for packages of an editable install.
     """
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in WATCHED]
-    owners = {id(module): module for module in modules}
+    owners: list[object] = [*modules]
     for module in modules:
-        owners |= {id(found): found for found in vars(module).values() if isinstance(found, type)}
+        owners += [found for found in vars(module).values() if isinstance(found, type)]
     found: dict[int, types.FunctionType] = {}
-    for owner in owners.values():
+    for owner in owners:
         for value in vars(owner).values():
-            plain = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
+            inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+            plain = inspect.unwrap(inner) if callable(inner) else inner
             if isinstance(plain, types.FunctionType) and plain.__module__.partition(".")[0] in WATCHED:
                 found[id(plain)] = plain
     for function in found.values():
@@ -39,22 +46,31 @@ def instrument() -> int:
     return len(found)
 
 
-def main(name: str, seconds: int, folder: Path) -> None:
-    """folder: takes new inputs and, as crash-*, timeout-* or oom-*, those that fail."""
-    target = load_target(name)
+def start(target: Target, arguments: list[str]) -> None:
+    """Hand over to libFuzzer, which ends the process."""
     print(f"{instrument()} functions are watched", flush=True)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    folder.mkdir(parents=True, exist_ok=True)
-    found = folder / "corpus"
-    found.mkdir(exist_ok=True)
-    limits = [f"-max_total_time={seconds}", f"-timeout={INPUT_S}", f"-rss_limit_mb={MEMORY_BYTES >> 20}"]
-    places = [f"-artifact_prefix={folder}/", str(found), str(CORPUS / name)]
-    arguments = [sys.argv[0], *limits, f"-max_len={LARGEST_BYTES}", "-print_final_stats=1", "-seed=1", *places]
     # Asked for by name each time: Setup puts another function there.
     mutator = mutator_of(lambda data, size: bytes(atheris.Mutate(data, size)))
     atheris.Setup(arguments, target.target, custom_mutator=mutator)
     atheris.Fuzz()
 
 
+def main(name: str, seconds: int, folder: Path) -> None:
+    """folder: takes new inputs and, as crash-*, timeout-* or oom-*, those that fail."""
+    found = folder / "corpus"
+    found.mkdir(parents=True, exist_ok=True)
+    again = folder / "again.sh"  # a merge starts itself for every part of its work
+    again.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.fuzz.one {name} {_AGAIN} "$@"\n')
+    again.chmod(0o755)
+    way = [f"-max_total_time={seconds}", "-print_final_stats=1"] if seconds else ["-merge=1"]
+    limits = [f"-timeout={INPUT_S}", f"-rss_limit_mb={MEMORY_BYTES >> 20}", f"-max_len={LARGEST_BYTES}"]
+    places = (found, CORPUS / name) if seconds else (CORPUS / name, found)
+    start(load_target(name), [str(again), *way, *limits, f"-artifact_prefix={folder}/", *map(str, places)])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[2] == _AGAIN:
+        start(load_target(sys.argv[1]), [sys.argv[0], *sys.argv[3:]])
+    else:
+        main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]).resolve())

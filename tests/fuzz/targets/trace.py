@@ -38,6 +38,11 @@ def seeds() -> list[bytes]:
     }
     times = {name: [1, 1] for name in ("dense_ns", "experts_ns", "shared_ns")}
     rest = {"head_ns": 1, "elapsed_ns": 9, "stall_ns": 0}
-    prompt: dict[str, object] = {"tokens": 2, "chosen": [[0, 1, 2, 3], [3, 2, 1, 0]], "advice": [[], []], "scores": None}
+    prompt: dict[str, object] = {
+        "tokens": 2,
+        "chosen": [[0, 1, 2, 3], [3, 2, 1, 0]],
+        "advice": [[], []],
+        "scores": None,
+    }
     token: dict[str, object] = {"tokens": 1, "chosen": [[0, 1], [3, 2]], "advice": [[4, 5], []], "scores": None}
     return [_lines(header, {**prompt, **times, **rest}, {**token, **times, **rest})]
