@@ -161,10 +161,12 @@ OPENED(open64, , )
 OPENED(openat, int at COMMA, at COMMA)
 OPENED(openat64, int at COMMA, at COMMA)
 
-// glibc maps its own memory without asking here: what comes is of the mmap module and of libraries.
+// glibc maps its own memory without asking here: what comes is of the mmap module, of libraries, and stacks of frames of the
+// interpreter, 16 KiB each, without which CPython 3.11 waits for ever for a thread that it has started.
 void *mmap64(void *at, size_t size, int protection, int flags, int fd, off64_t offset) {
     REAL(mmap64);
-    const int fate = fd >= 0 ? on_descriptor(MAP, "mmap", fd) : counts(ALLOCATE) ? decide(ALLOCATE, "anonymous mapping", "") : PASS;
+    const int is_counted = size >= LARGE_BYTES && counts(ALLOCATE);
+    const int fate = fd >= 0 ? on_descriptor(MAP, "mmap", fd) : is_counted ? decide(ALLOCATE, "anonymous mapping", "") : PASS;
     if (fate != PASS) {
         errno = ENOMEM;
         return MAP_FAILED;
