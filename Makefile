@@ -73,7 +73,7 @@ $(BIN)/uv: $(READY)
 update-dependencies: $(BIN)/uv  ## Write constraints.txt anew: the newest versions, for every Python and extra
 	@mkdir -p build
 	echo "$(TORCH)" > build/torch.txt
-	$(UV_COMPILE) -c build/torch.txt --universal --python-version 3.10 --upgrade --extra dev --extra bench > build/newest.txt
+	$(UV_COMPILE) -c build/torch.txt --universal --python-version 3.10 --upgrade --extra dev --extra bench --extra fuzz > build/newest.txt
 	{ echo "# Exact versions of everything that make installs. Written by: make update-dependencies"; \
 	    $(WITHOUT_CUDA) build/newest.txt; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -118,3 +118,34 @@ docs: $(READY)  ## Write docs/cli.md from the commands
 clean:  ## Remove what was built, .venv included
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: fuzz sanitize gates-full gate-seconds
+
+fuzz: $(READY)  ## Fuzz the parsers and the extension's calls, SECONDS each (60); Linux on x86-64
+	$(PIP_INSTALL) "atheris>=2.3"
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60)
+
+# A package of its own in an environment of its own, which sees
+# the packages of the other one but not its links to the tree.
+SANITIZED := build/sanitize/venv
+SANITIZED_SITE = $$($(SANITIZED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+
+sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSanitizer and UBSan: 15 min, gcc
+	test -x $(SANITIZED)/bin/python || $(BIN)/python -m venv --without-pip $(SANITIZED)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(SANITIZED_SITE)/tested.pth"
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation \
+	    --no-deps --upgrade --target "$(SANITIZED_SITE)" -C build-dir=build/sanitize/objects \
+	    -C cmake.define.MOEC_SANITIZE=ON .
+	$(SANITIZERS) $(SANITIZED)/bin/python -m pytest -p no:cacheprovider tests/sanitized \
+	    tests/kernels --ignore tests/kernels/test_instruction_sets.py tests/runtime/test_native_cache.py \
+	    tests/runtime/test_native_residency.py tests/runtime/test_token_experts.py tests/runtime/test_token_experts_faults.py
+	$(SANITIZERS) $(SANITIZED)/bin/python -m tests.fuzz.native $(or $(SECONDS),60) 1 build/sanitize/call
+
+gates-full: $(READY)  ## Every gate with its full counts, the slow ones, the kept inputs and all faults: hours
+	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest -m gate
+	MOEC_FULL_GATES=1 $(BIN)/python -m pytest tests/fuzz tests/faults
+
+gate-seconds:  ## The table of docs/ci.md, from the reports of the last .ci/run
+	$(BIN)/python -m tests.gate_seconds $(wildcard build/gates-fast.json) build/gates.json

@@ -68,9 +68,20 @@ class Engine:
     """
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
-        """closes_bundle: with the engine; else it is the caller's to close."""
+        """closes_bundle: with the engine, also where it cannot be opened; else it is the caller's to close."""
         self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
         self._closes_bundle = closes_bundle
+        try:
+            self._open(bundle, options)
+        except BaseException:  # what is open already has no other owner
+            for part in ("cache", "_storage"):
+                if (opened := getattr(self, part, None)) is not None:
+                    opened.close()
+            if closes_bundle:
+                bundle.close()
+            raise
+
+    def _open(self, bundle: Bundle, options: RuntimeOptions) -> None:
         manifest = bundle.manifest
         kernels.require(manifest.required_cpu_features)
         if options.verify:

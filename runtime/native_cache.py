@@ -98,7 +98,7 @@ class NativeCache(StreamingCache):
         self._storage = storage
         self._readers = ReaderThreads(readers, self._serve)
         self._stop: Callable[[], object] | None = None  # once they run
-        self._is_closed = False
+        self._is_closed = self._has_no_memory = False
         self._failures: dict[int, Exception] = {}  # the last of every expert that could not be read
 
     @property
@@ -217,7 +217,16 @@ class NativeCache(StreamingCache):
             self._stop = stop
 
     def _serve(self) -> None:
-        self._reads.serve(self._load, self._check_new if self._storage.verifies else None)
+        try:
+            self._reads.serve(self._load, self._check_new if self._storage.verifies else None)
+        except MemoryError:  # what it was at is not known any more, and nobody shall wait for it
+            self._has_no_memory = True
+            self._reads.close()
+
+    def _closed_error(self) -> ExecutionError:
+        if self._has_no_memory:
+            return ExecutionError("no memory was left while experts were read", "load the bundle again with less of it")
+        return super()._closed_error()
 
     def _check_new(self, run: Sequence[int], addresses: Sequence[int]) -> list[int]:
         """Compare what has been read with its checksum; which differs."""

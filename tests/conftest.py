@@ -1,5 +1,6 @@
-"""Gate report: every test marked `gate(id)` is counted; the summary goes to the terminal and to build/gates.json. Tests
-that were skipped with a reason that begins with NOT RUN are counted there, too.
+"""Gate report: every test marked `gate(id)` is counted; the summary goes to the terminal and to build/gates.json, with
+the seconds that their tests took, set-up included. Tests that were skipped with a reason that begins with NOT RUN are
+counted there, too.
 
 And `one_thread`, for tests whose results or times depend on torch's threads.
 """
@@ -19,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 _results: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+_seconds: dict[str, float] = defaultdict(float)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -27,8 +29,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or report.outcome != "passed":
-        for gate in (value for name, value in report.user_properties if name == "gate"):
+    for gate in (value for name, value in report.user_properties if name == "gate"):
+        _seconds[str(gate)] += report.duration
+        if report.when == "call" or report.outcome != "passed":
             _results[str(gate)][report.outcome] += 1
 
 
@@ -54,7 +57,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{gate:>4} {state(counts)}: {counts}")
     target = config.rootpath / "build" / "gates.json"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({gate: {"state": state(counts), **counts} for gate, counts in gates.items()}) + "\n")
+    told = {
+        gate: {"state": state(counts), **counts, "seconds": round(_seconds[gate], 1)} for gate, counts in gates.items()
+    }
+    target.write_text(json.dumps(told) + "\n")
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def test_what_cannot_be_searched(bundle: Path) -> None:
             beam_search(engine, PROMPT, 4, BeamOptions(2))
         with pytest.raises(ContextOverflow):
             beam_search(engine, [5] * 17, 4, BeamOptions(1))
-        with pytest.raises(OptionError, match="at least 1"):
+        with pytest.raises(OptionError, match="of 1 or more"):
             beam_search(engine, PROMPT, 0, BeamOptions(1))
     with engine_of(bundle, slots=3) as engine:  # the context ends all beams
         found = beam_search(engine, PROMPT, 100, BeamOptions(3))

@@ -3,7 +3,6 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
@@ -16,6 +15,7 @@
 #include "lookahead_bindings.h"
 #include "operations.h"
 #include "thread_pool.h"
+#include "vector_arguments.h"
 
 namespace moec {
 namespace {

@@ -4,7 +4,6 @@
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <string>
 #include <utility>
@@ -13,6 +12,7 @@
 #include "arguments.h"
 #include "bound_reads.h"
 #include "mapped_faults.h"
+#include "vector_arguments.h"
 
 namespace moec {
 namespace {

@@ -2,7 +2,6 @@
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
@@ -13,6 +12,7 @@
 #include "bound_reads.h"
 #include "cache_bindings.h"
 #include "expert_layers.h"
+#include "vector_arguments.h"
 
 namespace moec {
 namespace {
@@ -20,8 +20,7 @@ namespace {
 constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
 // The running layer's rank, number, first expert and top-k of a layer ahead; its router, norm and bias or None, or None for
 // all three and what is likely whatever the token, with its scores.
-using Ahead =
-    std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, nb::object, std::vector<int64_t>, std::vector<double>>;
+using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, nb::object, nb::object, nb::object>;
 
 nb::object field(const nb::dict& fields, const char* name) {
     if (!fields.contains(name)) {
@@ -30,13 +29,19 @@ nb::object field(const nb::dict& fields, const char* name) {
     return nb::borrow(fields[name]);
 }
 
+// nb::try_cast is noexcept: a list that memory does not suffice for would end the process.
 template <class Value>
-Value value(const nb::dict& fields, const char* name) {
-    Value found;
-    if (!nb::try_cast(field(fields, name), found)) {
+Value cast_or_refuse(nb::handle object, const char* name) {
+    try {
+        return nb::cast<Value>(object);
+    } catch (const nb::cast_error&) {
         refuse(std::string(name) + ": found a value of another type");
     }
-    return found;
+}
+
+template <class Value>
+Value value(const nb::dict& fields, const char* name) {
+    return cast_or_refuse<Value>(field(fields, name), name);
 }
 
 BoundReads& reads_of(nb::handle object) {
@@ -208,7 +213,9 @@ class BoundLayers {
     }
 
     LayerAhead ahead_of(const Ahead& fields, int64_t size) {
-        const auto& [rank, layer, first, top_k, router, norm, router_bias, experts, scores] = fields;
+        const auto& [rank, layer, first, top_k, router, norm, router_bias, known_experts, known_scores] = fields;
+        auto experts = cast_or_refuse<std::vector<int64_t>>(known_experts, "ahead");
+        auto scores = cast_or_refuse<std::vector<double>>(known_scores, "ahead");
         LayerAhead ahead{rank, layer, first, top_k, {nullptr, nullptr, nullptr}, {experts, scores}};
         if (!router.is_none()) {
             const MatrixView* const gate = matrix(router);

@@ -180,6 +180,11 @@ bool ExpertReads::resize(int64_t capacity, int64_t pin_limit) {
 
 void ExpertReads::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare) {
     const Lock lock(mutex_);
+    size_t count = 0;
+    for (const auto& [size, experts] : spare_) {
+        count += experts.size();
+    }
+    spare.reserve(count);  // first: where memory is refused, nothing has been taken yet
     moved.swap(moved_);
     for (auto& [size, experts] : spare_) {
         for (const int64_t index : experts) {

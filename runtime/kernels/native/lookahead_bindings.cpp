@@ -3,7 +3,6 @@
 #include "lookahead_bindings.h"
 
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
@@ -12,6 +11,7 @@
 
 #include "bound_weights.h"
 #include "operations.h"
+#include "vector_arguments.h"
 
 namespace moec {
 namespace {

@@ -1,0 +1,40 @@
+// Lists as arguments of bindings, in place of nanobind/stl/vector.h: its conversion is noexcept, so a list that memory does not
+// suffice for would end the process. This one raises MemoryError.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/detail/nb_list.h>
+
+#include <vector>
+
+namespace nanobind::detail {
+
+template <typename Entry>
+struct type_caster<std::vector<Entry>> : list_caster<std::vector<Entry>, Entry> {
+    bool from_python(handle source, uint32_t flags, cleanup_list* cleanup) {
+        std::vector<Entry>& value = this->value;
+        value.clear();
+        if (!PySequence_Check(source.ptr()) || PyUnicode_Check(source.ptr()) || PyBytes_Check(source.ptr())) {
+            return false;
+        }
+        const object items = steal(PySequence_Fast(source.ptr(), ""));
+        if (!items.is_valid()) {
+            PyErr_Clear();
+            return false;
+        }
+        const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
+        value.reserve(static_cast<size_t>(size));
+        const uint32_t entry_flags = flags_for_local_caster<Entry>(flags);
+        for (Py_ssize_t i = 0; i < size; ++i) {
+            make_caster<Entry> entry;
+            if (!entry.from_python(PySequence_Fast_GET_ITEM(items.ptr(), i), entry_flags, cleanup) || !entry.template can_cast<Entry>()) {
+                return false;
+            }
+            value.push_back(entry.operator cast_t<Entry>());
+        }
+        return true;
+    }
+};
+
+}  // namespace nanobind::detail

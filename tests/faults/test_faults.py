@@ -1,0 +1,103 @@
+"""The n-th call of a kind fails, around the commands that read and write bundles.
+
+Exit code 0, 1 or 3, no traceback; what existed is whole, no half result stands under a name, descriptors and threads
+are given back, and the next run works. Each sweep here takes a few numbers spread over all; MOEC_FULL_GATES=1 takes
+every number, of a compile every twentieth.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moec.runtime.archive import pack_bundle
+from tests.faults.sweep import build_shim, sweep
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+IS_FULL = os.environ.get("MOEC_FULL_GATES") == "1"
+READS = ("read", "reads", "short-read", "interrupted-read", "open")
+WRITES = ("write", "writes", "short-write", "sync")
+SWEEPS = [
+    *(("run-direct", fault) for fault in (*READS, "allocation")),
+    *(("run-mmap", fault) for fault in ("read", "open", "map", "allocation")),
+    *(("run-numpy", fault) for fault in ("read", "allocation")),
+    *((scene, fault) for scene in ("unpack", "pack") for fault in (*READS, *WRITES)),
+    *(("tune", fault) for fault in ("read", "open", "write", "sync", "allocation")),
+    *(("compile", fault) for fault in ("read", "open", *WRITES)),
+]
+# CI takes those that have found something, or that nothing else in it covers.
+IN_CI = [
+    ("run-direct", "read"),
+    ("run-direct", "allocation"),
+    ("run-mmap", "map"),
+    ("unpack", "write"),
+    ("unpack", "sync"),
+]
+CI_RUNS = 6
+"""Faults in each sweep in CI, at most."""
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or platform.libc_ver()[0] != "glibc" or shutil.which("cc") is None,
+    reason="NOT RUN: faults by counter need Linux, glibc and cc",
+)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, a bundle of it, and the bundle packed."""
+    root = tmp_path_factory.mktemp("faults")
+    model = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=8, seed=21))
+    emit_bundle(model, root / "bundle", mixed=True)
+    pack_bundle(root / "bundle", root / "packed.moec")
+    return root
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "scene"))
+
+
+def step_of(shim: Path, scene: str, folder: Path, fault: str) -> int:
+    """How far apart the numbers are that a sweep takes."""
+    if IS_FULL and scene == "compile":
+        return 20
+    if IS_FULL and scene == "tune" and fault not in ("write", "sync"):
+        return 97  # thousands of calls of engines, which the sweeps of `run` take one by one
+    if IS_FULL:
+        return 1
+    (counted,) = sweep(shim, scene, folder, fault, last=0)
+    return max(1, -(-int(counted["calls"]) // CI_RUNS))
+
+
+@pytest.mark.parametrize(("scene", "fault"), SWEEPS if IS_FULL else IN_CI, ids=lambda value: value)
+def test_any_call_may_fail(shim: Path, folder: Path, scene: str, fault: str) -> None:
+    step = step_of(shim, scene, folder, fault)
+    told = sweep(shim, scene, folder, fault, first=max(1, step // 2), step=step)
+    assert told[0]["code"] == 0, told[0]["error"]
+    wrong = [each for each in told if each["wrong"]]
+    assert not wrong, "\n".join(f"{each['n']} {each['failed']}: {each['wrong']}\n{each['error']}" for each in wrong[:5])
+    assert told[0]["calls"] == 0 or any(each["failed"] for each in told), "no call failed: the shim does not work"
+
+
+def test_a_shim_that_does_nothing_is_seen(folder: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.so"
+    subprocess.run(["cc", "-shared", "-o", nothing, "-x", "c", "/dev/null"], check=True)
+    with pytest.raises(RuntimeError, match="no run of run-direct"):
+        sweep(nothing, "run-direct", folder, "read", last=0)
+
+
+def test_exit_codes_are_those_of_the_command(shim: Path, folder: Path) -> None:
+    (folder / "bundle" / "moec.json").unlink()
+    (told,) = sweep(shim, "run-direct", folder, "read", last=0)
+    assert told["code"] == 3 and told["wrong"] == []

@@ -1,0 +1,28 @@
+"""What is fuzzed: a module per parser of files that a stranger may have made.
+
+Each has `target(data)`, which raises nothing but a fault of moec, and `seeds()`, well-formed inputs to start from.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+NAMES = ("manifest", "header", "archive", "trace", "tuning", "profile", "json_lines")
+LARGEST_BYTES = 1 << 16
+"""Size of an input. Nothing in these parsers depends on more."""
+
+
+class Target(Protocol):
+    """A module of this package."""
+
+    def target(self, data: bytes) -> None:
+        """Parse, and check what was accepted."""
+
+    def seeds(self) -> list[bytes]:
+        """Inputs that are accepted."""
+
+
+def load_target(name: str) -> Target:
+    """Import one of NAMES."""
+    return cast(Target, importlib.import_module(f"tests.fuzz.targets.{name}"))
