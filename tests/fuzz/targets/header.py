@@ -10,8 +10,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.codec import load_strict_json
+from moec.manifests.limits import header_json
 from moec.manifests.safetensors_header import HeaderError, build_header, read_header
+from moec.manifests.strict_json import load_strict_json
 from tests.fuzz.targets.scratch import file_of
 
 _LONGEST_BYTES = 1 << 40  # the file is sparse
@@ -20,7 +21,7 @@ _LONGEST_BYTES = 1 << 40  # the file is sparse
 def fitting_file(data: bytes) -> Path | None:
     """A file with this JSON as its header, of the size that the offsets in it ask for."""
     try:
-        plain: Any = load_strict_json(data)
+        plain: Any = load_strict_json(data, header_json())
         ends = [value["data_offsets"][1] for name, value in plain.items() if name != "__metadata__"]
         size = 8 + len(data) + max(ends, default=0)
         if type(size) is not int or not 0 < size < _LONGEST_BYTES:

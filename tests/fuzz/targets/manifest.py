@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from moec.manifests.codec import DIGEST_FIELD, canonical_json, decode_manifest, encode_manifest, load_strict_json
+from moec.manifests.codec import DIGEST_FIELD, canonical_json, decode_manifest, encode_manifest
 from moec.manifests.errors import BundleError
+from moec.manifests.limits import MANIFEST_JSON
+from moec.manifests.strict_json import load_strict_json
 from tests.runtime.tiny_bundle import files_and_experts, manifest_of
 
 
 def sealed(data: bytes) -> bytes:
     """The same object in canonical form, with the digest that it then has."""
     try:
-        plain: Any = load_strict_json(data)
+        plain: Any = load_strict_json(data, MANIFEST_JSON)
         if not isinstance(plain, dict):
             return data
         plain.pop(DIGEST_FIELD, None)
