@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ def main() -> None:
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background hears none
     if is_heard:
         signal.signal(signal.SIGINT, _leave)
+        # Registered first, so it runs last. What follows restores the default, by which an interrupt kills the process.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     _hold_closed_streams()
     _settle_encodings()
     # Threads that spin while they wait starve each other as soon as anything else runs: on a busy machine with two
@@ -67,8 +70,6 @@ def _end_interrupted() -> None:
 
     The interpreter's own end would kill the process by the signal where the interrupt came in the middle of an `exec`.
     """
-    import atexit
-
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

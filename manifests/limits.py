@@ -173,6 +173,26 @@ MAX_TOKENIZER_STEPS = 64
 MAX_TOKENIZER_GROWTH = 1024
 """How many times longer the steps of a section may make a text, bytes for each byte."""
 
+DECODED_BYTES_PER_BYTE = 16
+"""Text that the decoder may make of a token, bytes for each byte of `tokenizer.json`. Published decoders make at most
+12 bytes of one.
+"""
+
+MAX_DECODED_BYTES = 16 << 20
+"""Text that the decoder may make of a token in any case, bytes."""
+
+MAX_ADDED_TOKEN_BYTES = 4 << 20
+"""Size of the texts of all added tokens, bytes. 131,072 tokens of 24 bytes have 3 MB."""
+
+ADDED_TOKEN_MEMORY_PER_BYTE = 78
+"""Memory of the automaton that finds added tokens, bytes for each byte of their texts. Measured: 61 to 78."""
+
+MAX_ADDED_TOKEN_MEMORY_PER_FILE_BYTE = 13
+"""Memory of added tokens, bytes for each byte of `tokenizer.json`: what a memory plan counts for them."""
+
+ADDED_TOKEN_SLACK_BYTES = 8 << 20
+"""Memory of added tokens beyond that, bytes: a half of the slack of a memory plan."""
+
 MAX_TEMPLATE_TOKENS = 256
 """Special tokens that a post-processor puts around a text."""
 

@@ -16,6 +16,12 @@ from typing import Any
 
 from .charsmap import DamagedCharsmap, check_charsmap
 from .limits import (
+    ADDED_TOKEN_MEMORY_PER_BYTE,
+    ADDED_TOKEN_SLACK_BYTES,
+    DECODED_BYTES_PER_BYTE,
+    MAX_ADDED_TOKEN_BYTES,
+    MAX_ADDED_TOKEN_MEMORY_PER_FILE_BYTE,
+    MAX_DECODED_BYTES,
     MAX_PIECE_BYTES,
     MAX_TEMPLATE_TOKENS,
     MAX_TOKENIZER_BYTES,
@@ -63,10 +69,13 @@ def check_tokenizer(data: bytes) -> TokenizerBounds:
         for name in _SECTIONS:
             growth[name] = _growth_of(name, sections.get(name))
         _check_model(sections.get("model"))
+        _check_added_tokens(sections.get("added_tokens"), len(data))
     except CostlyPattern as error:
         raise UnsafeTokenizer(f"a regular expression {error}") from error
     except DamagedCharsmap as error:
         raise UnsafeTokenizer(f"`precompiled_charsmap` {error}") from error
+    if growth["decoder"] * len(data) > max(MAX_DECODED_BYTES, DECODED_BYTES_PER_BYTE * len(data)):
+        raise UnsafeTokenizer(f"`decoder` makes a token of a file of this size {growth['decoder']} times longer")
     return TokenizerBounds(growth["normalizer"], growth["pre_tokenizer"])
 
 
@@ -363,6 +372,19 @@ def _check_model(model: Any) -> None:
             parts = merge.split(" ") if isinstance(merge, str) else merge
             if not isinstance(parts, list) or len(parts) != 2 or not str(parts[1]).startswith(prefix):
                 raise UnsafeTokenizer("a merge does not go on with `continuing_subword_prefix`")
+
+
+def _check_added_tokens(tokens: Any, file_bytes: int) -> None:
+    """Check the texts that are searched for before all else: the library's automaton has a state for each byte.
+
+    file_bytes: size of the whole file, which a memory plan knows. Raises UnsafeTokenizer.
+    """
+    contents = (token.get("content") for token in tokens or () if isinstance(token, dict))
+    total_bytes = sum(_size(content) for content in contents if isinstance(content, str))
+    allowed_bytes = MAX_ADDED_TOKEN_MEMORY_PER_FILE_BYTE * file_bytes + ADDED_TOKEN_SLACK_BYTES
+    limit = min(MAX_ADDED_TOKEN_BYTES, allowed_bytes // ADDED_TOKEN_MEMORY_PER_BYTE)
+    if total_bytes > limit:
+        raise UnsafeTokenizer(f"`added_tokens` has texts of {total_bytes} bytes, more than the limit of {limit}")
 
 
 def _check_pieces(pieces: list[Any], model: Mapping[str, Any]) -> None:

@@ -54,6 +54,26 @@ def test_an_interrupt_while_modules_are_loaded(
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
+LATE_INTERRUPT = """
+import os, signal, sys
+from moec.cli.main import main
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+
+late = Late()  # is deleted after the handlers of signals
+sys.argv = ["moec", "--version"]
+main()
+"""
+
+
+def test_an_interrupt_after_the_end_changes_nothing() -> None:
+    ended = subprocess.run([sys.executable, "-c", LATE_INTERRUPT], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("moec ")
+
+
 def test_an_interrupt_that_is_ignored_stays_ignored(bundle: Path) -> None:
     """As of a job in the background of a script."""
     done = shell("trap '' INT; PYTHONSTARTUP= \"$@\" & sleep 0.05; kill -INT $!; wait $!; echo $?", "--version")

@@ -163,6 +163,11 @@ def changed(**sections: Any) -> dict[str, Any]:
     return {**level_json(), **sections}
 
 
+def added(content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": 0, "content": content, **flags}
+
+
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 SPLIT = {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False}
 
@@ -191,6 +196,12 @@ NOT_LOADED: dict[str, dict[str, Any]] = {
     "4 large replaces": changed(decoder={"type": "Sequence", "decoders": [{**REPLACE, "content": "a" * 1000}] * 4}),
     "replace of nothing": changed(normalizer={**REPLACE, "pattern": {"Regex": "a*"}, "content": "b" * 2000}),
     "65 steps": changed(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}] * 65}),
+    "long token made longer": changed(
+        model={"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, "a" * 100_000: 1}},
+        decoder={**REPLACE, "content": "a" * 1000},
+    ),
+    "long added token": changed(added_tokens=[added("b" * 1_000_000)]),
+    "long added tokens": changed(added_tokens=[added(f"{at}".rjust(1000, "b")) for at in range(1000)]),
     "unknown step": changed(normalizer={"type": "Explode"}),
     "100,000,000 tokens": changed(
         post_processor=template([WHOLE] * 100_000, {"x": {"id": "x", "ids": [1] * 1000, "tokens": ["x"] * 1000}})
@@ -213,6 +224,16 @@ NOT_ENCODED = {
     "Unigram without unk_id": changed(model={"type": "Unigram", "vocab": [["b", 0.0]]}, pre_tokenizer=None),
     "WordLevel without its unk_token": changed(model={"type": "WordLevel", "unk_token": "x", "vocab": {"a": 0}}),
 }
+
+
+@pytest.mark.parametrize("count", [0, 1000, 30_000])
+def test_many_added_tokens_are_taken(count: int, tmp_path: Path) -> None:
+    """As models of speech and pictures have them."""
+    plain = changed(added_tokens=[{**added(f"<|visual token {at:06}|>"), "id": 500 + at} for at in range(count)])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    assert load(tmp_path).encode(TEXT).ids
+
+
 EVIL = '"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}'
 
 
