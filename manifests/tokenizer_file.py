@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from .charsmap import DamagedCharsmap, check_charsmap
+from .empty_matches import check_empty_matches
 from .limits import (
     ADDED_TOKEN_MEMORY_PER_BYTE,
     ADDED_TOKEN_SLACK_BYTES,
@@ -68,6 +69,7 @@ def check_tokenizer(data: bytes) -> TokenizerBounds:
     try:
         for name in _SECTIONS:
             growth[name] = _growth_of(name, sections.get(name))
+        check_empty_matches(sections)
         _check_model(sections.get("model"))
         _check_added_tokens(sections.get("added_tokens"), len(data))
     except CostlyPattern as error:

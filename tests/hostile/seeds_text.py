@@ -95,6 +95,22 @@ SEEDS = [
     _tokenizer("strip both ends", decoder={"type": "Strip", "content": "a", "start": 1, "stop": 1}),
     _tokenizer("12 replaces", normalizer={"type": "Sequence", "normalizers": [REPLACE] * 12}),
     _tokenizer("4 replaces", decoder={"type": "Sequence", "decoders": [{**REPLACE, "content": "a" * 1000}] * 4}),
+    _tokenizer("a replace of nothing", normalizer={**REPLACE, "pattern": {"String": ""}, "content": "x"}),
+    _tokenizer("a regular replace of nothing", normalizer={**REPLACE, "pattern": {"Regex": r"\b"}, "content": "x"}),
+    _tokenizer(
+        "a long added token",
+        added_tokens=[
+            {
+                "id": 300,
+                "content": "b" * 5_000_000,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+    ),
     _tokenizer("a million tokens", post_processor=MANY),
     _tokenizer("no unk_id", REFUSED, model={"type": "Unigram", "vocab": [["b", 0.0]]}),
     _tokenizer("empty WordLevel", model={"type": "WordLevel", "unk_token": "x", "vocab": {}}),

@@ -195,6 +195,10 @@ NOT_LOADED: dict[str, dict[str, Any]] = {
     "12 replaces": changed(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 12}),
     "4 large replaces": changed(decoder={"type": "Sequence", "decoders": [{**REPLACE, "content": "a" * 1000}] * 4}),
     "replace of nothing": changed(normalizer={**REPLACE, "pattern": {"Regex": "a*"}, "content": "b" * 2000}),
+    "bytes after a replace of nothing": changed(
+        normalizer={**REPLACE, "pattern": {"String": ""}, "content": "x"},
+        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ),
     "65 steps": changed(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}] * 65}),
     "long token made longer": changed(
         model={"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, "a" * 100_000: 1}},
