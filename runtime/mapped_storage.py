@@ -11,12 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
 from moec.manifests.bundle import ExpertEntry
-from moec.manifests.errors import StorageReadFailed
+from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 
 from . import kernels
 from .bundle import Bundle
@@ -61,6 +62,19 @@ class MappedFile:
             )
 
 
+@contextmanager
+def _missing_pages_first(file: MappedFile) -> Iterator[None]:
+    """Say that a file has shrunk, where its bytes were compared and its missing pages read as zeros.
+
+    Raises StorageReadFailed in place of ChecksumMismatch.
+    """
+    try:
+        yield
+    except ChecksumMismatch:
+        file.require_pages()
+        raise
+
+
 class MappedStorage:
     """Expert files mapped read-only. Released ranges leave the mapping and the page cache."""
 
@@ -93,7 +107,8 @@ class MappedStorage:
             file.mapping.madvise(mmap.MADV_WILLNEED, *self._pages(entry))
             np.add.reduce(block[:: mmap.PAGESIZE], dtype=np.int64)
             file.require_pages()
-            self._verifier.end((index,), (block,), before)
+            with _missing_pages_first(file):
+                self._verifier.end((index,), (block,), before)
             self._loaded.add(index)
 
     def _pages(self, entry: ExpertEntry) -> tuple[int, int]:
@@ -149,7 +164,8 @@ class MappedStorage:
     def _compare_loaded(self, name: str) -> None:
         for index in tuple(self._loaded):  # readers add to it meanwhile
             if self._entries[index].file == name:
-                self._verifier.compare(index, self.block(index))
+                with _missing_pages_first(self._mapped[name]):
+                    self._verifier.compare(index, self.block(index))
 
     def close(self) -> None:
         self._files.clear()

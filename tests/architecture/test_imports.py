@@ -19,7 +19,7 @@ from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 ROOMS = Path(moec.manifests.__file__).parent.parent
 HEAVY = {"torch", "transformers", "datasets", "optimum", "evaluate", "safetensors", "rouge_score", "matplotlib"}
 # tokenizers imports huggingface_hub only where a hub name is asked for; numpy and tokenizers bring nothing else.
-ALLOWED = {"moec", "numpy", "tokenizers", "xxhash"}
+ALLOWED = {"moec", "numpy", "tokenizers", "xxhash", "cython_runtime"}  # the last: made by numpy 1, no package
 RUNTIME_IMPORT_S = 0.25
 ENGINE_IMPORT_S = 1.0  # of a processor, measured .34 without bytecode; torch alone takes 1.1
 PROBE = """
@@ -83,7 +83,7 @@ def test_an_import_of_the_runtime_takes_no_time_to_speak_of() -> None:
     """The engine, with numpy and tokenizers, comes when it is asked for; its time is a processor's, which other work
     does not lengthen.
     """
-    assert more_seconds("import moec.runtime")[0] <= RUNTIME_IMPORT_S
+    assert more_seconds("import moec.runtime")[1] <= RUNTIME_IMPORT_S
     assert more_seconds("from moec.runtime import load")[1] <= ENGINE_IMPORT_S
 
 
