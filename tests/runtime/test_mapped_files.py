@@ -65,6 +65,26 @@ for call in (storage.end_pass, lambda: storage.load(2), lambda: storage.load(3),
 storage.load(len(stored) - 1)  # of another file
 """
 
+COMPARED = """
+import os, sys
+from pathlib import Path
+from moec.manifests.errors import StorageReadFailed
+from moec.runtime.bundle import open_bundle
+from moec.runtime.read_verifier import ReadVerifier
+from moec.runtime.storage import open_storage
+bundle = open_bundle(Path(sys.argv[1]))
+storage = open_storage(bundle, "mmap", verify=True)
+plain = ReadVerifier.compare
+def cut(self, index, block):
+    os.truncate(bundle.path / bundle.manifest.stored_experts[index].file, 4096)
+    plain(self, index, block)
+ReadVerifier.compare = cut
+try:
+    storage.load(2)
+except StorageReadFailed as error:
+    print(error)
+"""
+
 CHAIN = """
 import mmap, os, sys
 from pathlib import Path
@@ -118,6 +138,12 @@ def test_products_with_missing_pages(own: Path, name: str, verify: str, kept_byt
     done = child(PRODUCT, own, name, verify, kept_bytes)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     assert len(done.stdout.splitlines()) == 4 and all("experts-" in line for line in done.stdout.splitlines())
+
+
+def test_a_file_that_is_cut_while_it_is_compared_has_become_shorter(own: Path) -> None:
+    """Its missing pages read as zeros, which have another checksum."""
+    done = child(COMPARED, own)
+    assert done.returncode == 0 and "has become shorter" in done.stdout, (done.stdout, done.stderr[-2000:])
 
 
 @pytest.mark.parametrize("first", ["", "import faulthandler; faulthandler.enable()\n"])
