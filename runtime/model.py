@@ -63,6 +63,9 @@ class Model:
         self.dense, self.experts, self._cache = dense, experts, cache
         self._head_bias: np.ndarray | None = dense.get("lm_head_bias")
         self._norms = stream_norms(self.spec, dense)
+        # numpy's warnings are switched off only where numpy computes: the switch takes 4 % of a small model's token.
+        is_plain = self._head_bias is None and self.spec.logits_scale == 1.0
+        self._is_head_native = is_plain and kernels.loaded() is not None
         ropes = {layer.attention.rope for layer in self.spec.layers if layer.attention.rope is not None}
         rotary = {rope: RotaryTables(rope, context) for rope in ropes}
         biases = _relative_biases(self.spec, dense, context)
@@ -177,19 +180,35 @@ class Model:
 
         What is no number goes through: whoever takes a token from the logits refuses it.
         """
+        one_call = self._token_experts(tokens, choice)
+        if preload := self.advisor.preload(tokens, layers):
+            self.prefetch(preload)
+        if one_call is not None:
+            return self._run_token(layers, tokens, places, kv, one_call)
         with np.errstate(all="ignore"):
-            return self._run_layers(layers, tokens, places, kv, choice)
+            return self._run_steps(layers, tokens, places, kv, choice)
 
-    def _run_layers(
+    def _run_token(
+        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, one_call: TokenExperts
+    ) -> np.ndarray:
+        """Run one token with one call of the extension for the experts of each layer."""
+        hidden = self._embed(tokens)
+        times, blocks = self.times, self.dense_part.blocks
+        for index in layers:
+            started_ns = time.perf_counter_ns()
+            blocks[index](hidden, places, kv.keys[index], kv.values[index])
+            times.dense_ns += time.perf_counter_ns() - started_ns
+            one_call.run(index, hidden, times, self.prefetch_quality, self.trace)
+        return hidden
+
+    def _run_steps(
         self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: PassChoice | None
     ) -> np.ndarray:
+        """Run any tokens; each layer routes, reads and computes in steps."""
         hidden = self._embed(tokens)
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
         state = PassState(0, hidden, chosen, tokens, choice, sequences)
-        together = self._token_experts(state)
-        if preload := self.advisor.preload(tokens, layers):
-            self.prefetch(preload)
         predicted: list[int] | None = None
         try:
             for index in layers:
@@ -198,21 +217,18 @@ class Model:
                 if index in self._cross:
                     self._attend_to_prompt(index, hidden, places.slots, kv)
                 self.times.dense_ns += time.perf_counter_ns() - started_ns
-                if together is not None:
-                    together.run(index, hidden, self.times, self.prefetch_quality, self.trace)
-                    continue
                 state.layer = index
                 predicted = self._experts_layer(state, predicted, places.slots)
         finally:  # between passes this memory is the experts'
             self._parts = np.empty(0, np.float32)
         return hidden
 
-    def _token_experts(self, state: PassState) -> TokenExperts | None:
+    def _token_experts(self, tokens: np.ndarray, choice: PassChoice | None) -> TokenExperts | None:
         """What computes the experts of this pass in one call a layer; None where they go step by step."""
         found = self.token_experts
         if found is None or not found.fits(self._cache, self.advisor):
             return None
-        if len(state.hidden) != 1 or state.choice is not None or self.accelerator is not None:
+        if len(tokens) != 1 or choice is not None or self.accelerator is not None:
             found.forget_guesses()
             return None
         found.begin()
@@ -222,20 +238,28 @@ class Model:
         hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)
         kernels.dequantize_rows(self.dense["embedding"], tokens, hidden)
         if self.spec.embedding_scale != 1.0:
-            hidden *= np.float32(self.spec.embedding_scale)
+            with np.errstate(all="ignore"):
+                hidden *= np.float32(self.spec.embedding_scale)
         return hidden
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Rows of the residual stream [n, D] to logits float32 [n, V]."""
         started_ns = time.perf_counter_ns()
-        with np.errstate(all="ignore"):
-            normed = self._norms["final_norm"](hidden)
-            out = self.dense_part.head(normed)
-            if self._head_bias is not None:
-                out += self._head_bias
-            if self.spec.logits_scale != 1.0:
-                out *= np.float32(self.spec.logits_scale)
+        if self._is_head_native:
+            out = self.dense_part.head(self._norms["final_norm"](hidden))
+        else:
+            with np.errstate(all="ignore"):
+                out = self._numpy_logits(hidden)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
+        return out
+
+    def _numpy_logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Logits of a head with a bias or a scale, or without the extension."""
+        out = self.dense_part.head(self._norms["final_norm"](hidden))
+        if self._head_bias is not None:
+            out += self._head_bias
+        if self.spec.logits_scale != 1.0:
+            out *= np.float32(self.spec.logits_scale)
         return out
 
     def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
