@@ -41,7 +41,7 @@ from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import UnitKey
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 
 MIXTURES = {"Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "IQ2_XS": 20, "IQ3_XXS": 23}  # enum llama_ftype
 TENSORS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}

@@ -16,21 +16,13 @@ from moec.runtime.modes.settings import HALF
 
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
+from .mode_costs import say_mode_cost
 from .mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
+from .opening import accelerator_facts, bundle_folder, mode_text, open_engine
 from .paths import bundle_argument, file_option, output_option
 from .profile_table import profile_rows, profile_table
 from .run import statistics_block
-from .runtime_options import (
-    accelerator_facts,
-    accelerator_options,
-    build_options,
-    bundle_folder,
-    mode_options,
-    mode_text,
-    open_engine,
-    runtime_options,
-    say_mode_cost,
-)
+from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from .traces import recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:

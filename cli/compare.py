@@ -75,7 +75,7 @@ def _request(
     from moec.compiler.options import Talk
     from moec.compiler.targets import parse_size
     from moec.manifests.errors import OptionError
-    from moec.profiles.device import load_profile
+    from moec.profiles.loading import load_profile
 
     logged = _logged(bundle)
     source, data = given[0] or logged.get("model"), given[1] or logged.get("data")

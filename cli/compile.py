@@ -20,11 +20,11 @@ from .paths import PATH, PLACE
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
-    from moec.compiler.certify import MeasureModes
     from moec.compiler.forecast import StageForecast
-    from moec.compiler.loss_curve import LossCurve
     from moec.compiler.options import CompileOptions
-    from moec.compiler.request import CompileRequest, CompileResult
+    from moec.compiler.ports import MeasureModes
+    from moec.compiler.request import CompileRequest
+    from moec.compiler.result import CompileResult, LossCurve
 
     from .engines import BundleEngine
 
@@ -324,7 +324,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
 
 def _profile(name: str, destination: Path) -> Any:
     from moec.compiler.output_lock import existing_parent
-    from moec.profiles.device import load_profile
+    from moec.profiles.loading import load_profile
 
     return load_profile(name, existing_parent(destination))
 
@@ -336,7 +336,8 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
     from moec.runtime.engine import Engine
     from moec.runtime.options import RuntimeOptions
 
-    from .engines import BundleEngine, with_fitting_slots
+    from .engines import BundleEngine
+    from .opening import with_fitting_slots
 
     bundle = open_bundle(path, allow_partial=True)
     options = RuntimeOptions(slots=CERTIFY_SLOTS, memory=str(memory_bytes) if memory_bytes else None)

@@ -22,7 +22,7 @@ from .report import comparison_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
     from moec.compiler.options import CompileOptions
-    from moec.compiler.request import CompileResult
+    from moec.compiler.result import CompileResult
 
 HALF = "50%"
 # Items that the bundle answers again with room for half of its experts, for its speed and hit rate.
@@ -96,7 +96,7 @@ def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[C
     from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
     from moec.compiler.request import CompileRequest
-    from moec.profiles.device import load_profile
+    from moec.profiles.loading import load_profile
 
     log = CompileLog(target_path)
     request = CompileRequest(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -12,11 +11,11 @@ import numpy as np
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, TextEngine
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
-from moec.manifests.errors import ContextOverflow, MemoryBudgetExceeded
+from moec.manifests.errors import ContextOverflow
 from moec.runtime.batch import forced_logits, generate_many
 from moec.runtime.options import RuntimeOptions
 
-from .runtime_options import open_engine
+from .opening import open_engine, with_fitting_slots
 
 if TYPE_CHECKING:
     from moec.runtime.engine import Engine
@@ -109,20 +108,6 @@ def bundle_engine(
     opened = with_fitting_slots(lambda fitting: open_engine(path, fitting, kernels), options, shrinks)
     with opened as engine:
         yield BundleEngine(engine)
-
-
-def with_fitting_slots(use: Callable[[RuntimeOptions], R], options: RuntimeOptions, shrinks: bool = True) -> R:
-    """What `use` makes of the options; shrinks: with half the slots, and half again, where they exceed the budget.
-
-    Raises as `use`.
-    """
-    while True:
-        try:
-            return use(options)
-        except MemoryBudgetExceeded:
-            if not shrinks or options.slots == 1:
-                raise
-            options = dataclasses.replace(options, slots=options.slots // 2)
 
 
 def checkpoint_engine(path: Path, threads: int) -> TextEngine:

@@ -15,22 +15,19 @@ from moec.manifests.errors import InputError, OptionError
 from moec.manifests.output_file import check_output
 
 from . import output
+from .mode_costs import say_mode_cost
 from .mode_sweep import decisions_text, mode_sweep_option
+from .opening import accelerator_facts, bundle_folder, is_bundle, mode_text
 from .paths import PATH, PLACE, output_option, write_json_lines
 from .runtime_options import (
     ACCELERATOR_NAMES,
     MODE_NAMES,
     OPTION_NAMES,
-    accelerator_facts,
     accelerator_options,
     build_options,
-    bundle_folder,
-    is_bundle,
     mode_options,
-    mode_text,
     refuse_given,
     runtime_options,
-    say_mode_cost,
 )
 
 if TYPE_CHECKING:

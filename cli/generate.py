@@ -11,9 +11,10 @@ import click
 from moec.manifests.errors import DataError, OptionError
 
 from . import output
+from .mode_costs import say_mode_cost
 from .mode_sweep import say_decisions
 from .paths import bundle_argument, file_option, output_option, write_json_lines
-from .runtime_options import accelerator_options, build_options, mode_options, runtime_options, say_mode_cost
+from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation

@@ -31,7 +31,7 @@ _COMMANDS = {
     "inspect": "inspect:inspect_command",
     "verify": "verify:verify_command",
     "pack": "pack:pack_command",
-    "unpack": "pack:unpack_command",
+    "unpack": "unpack:unpack_command",
     "bench": "bench:bench_command",
     "simulate": "simulate:simulate_command",
     "tune": "tune:tune_command",

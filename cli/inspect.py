@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
+from .opening import bundle_folder
 from .paths import bundle_argument
 from .report import heat_map, loss_table, verdict_line
-from .runtime_options import bundle_folder
 
 if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest, ExpertEntry

@@ -14,7 +14,7 @@ from moec.runtime.modes.decoder import LossyDecoder, check_modes, confidence
 from moec.runtime.modes.settings import HALF, parse_modes
 
 from .measurement import measure_decode, new_tracer
-from .runtime_options import open_engine
+from .opening import open_engine
 
 if TYPE_CHECKING:
     from moec.runtime.options import RuntimeOptions

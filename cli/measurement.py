@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moec.manifests.errors import InputError, OptionError
 
 from . import output
-from .runtime_options import open_engine
+from .opening import open_engine
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,6 +16,8 @@ from moec.manifests.errors import OptionError
 from moec.runtime.modes.settings import LossyModes, parse_mode_list, parse_modes
 
 from . import output
+from .mode_costs import loss_text
+from .runtime_options import with_missing_experts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from .engines import BundleEngine
 
 F = TypeVar("F", bound=Callable[..., Any])
-DEFAULT_CACHE = "25%"
 LOSSLESS = "lossless"
 KL_TOKENS = 512
 """Of one answer: as many as a certificate layer by layer scores, which its memory is planned for."""
@@ -117,13 +118,6 @@ def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
     if not options.modes.is_lossless:
         raise OptionError("`--modes` sets the modes itself", f"leave out {', '.join(options.modes.parts())}")
     return replace(with_missing_experts(options), slots=1)
-
-
-def with_missing_experts(options: RuntimeOptions) -> RuntimeOptions:
-    """The cache of a sweep: one that misses, where no size was asked for."""
-    if options.memory is None and options.expert_cache is None:
-        return replace(options, expert_cache=DEFAULT_CACHE)
-    return options
 
 
 @dataclass(slots=True)
@@ -283,13 +277,6 @@ def quality_page(record: dict[str, Any]) -> str:
     return f"{told}; losses against the lossless run of the same bundle\n\n{output.table(rows, header)}"
 
 
-def loss_text(loss: dict[str, Any]) -> str:
-    """A loss and its interval, where there is one."""
-    low, high = loss["interval95"]
-    bounds = "" if low is None or high is None else f" ({low:.2%} to {high:.2%})"
-    return f"{loss['loss']:.2%}{bounds}"
-
-
 def say_decisions(engine: Engine) -> None:
     """What lossy modes decided, on stderr; nothing where all are off."""
     if engine.mode_counts is not None:
@@ -312,7 +299,7 @@ def speed_sweep(
     from moec.runtime.modes.record import calibrated_deciles, measured_rows
 
     from .measurement import measure_decode
-    from .runtime_options import bundle_folder, open_engine
+    from .opening import bundle_folder, open_engine
 
     folder = bundle_folder(path)
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .mode_sweep import DEFAULT_CACHE, QualitySweep, allowed_settings, settings_of
+from .mode_sweep import QualitySweep, allowed_settings, settings_of
+from .runtime_options import DEFAULT_CACHE
 
 if TYPE_CHECKING:
-    from moec.compiler.certify import UnpublishedBundle
+    from moec.compiler.ports import UnpublishedBundle
     from moec.manifests.model import ModelSpec
 
 

@@ -10,19 +10,12 @@ import click
 from moec.manifests.errors import OptionError
 
 from . import output
+from .mode_costs import say_mode_cost
 from .mode_sweep import decisions_text, say_decisions
+from .opening import accelerator_facts, mode_text, open_engine
 from .paths import bundle_argument
 from .prompts import RunPrompt
-from .runtime_options import (
-    accelerator_facts,
-    accelerator_options,
-    build_options,
-    mode_options,
-    mode_text,
-    open_engine,
-    runtime_options,
-    say_mode_cost,
-)
+from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
 
 if TYPE_CHECKING:
     from moec.runtime.beam import BeamOptions
@@ -100,8 +93,8 @@ def run_command(
             output.data_json(result[0])
             return
         output.say(statistics_block(result[1], result[0].get("decisions")))
-        if engine.model.accelerator is not None:
-            output.say(f"experts computed: {engine.model.accelerator.counts.to_text()}")
+        if engine.accelerator is not None:
+            output.say(f"experts computed: {engine.accelerator.counts.to_text()}")
 
 
 def _beam_options(

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from moec.manifests.errors import BundleIncomplete, InputError, OptionError
+from moec.manifests.errors import OptionError
 from moec.runtime.modes.settings import CACHE_STATES
 from moec.runtime.options import (
     COOPERATIONS,
@@ -23,11 +23,10 @@ from moec.runtime.options import (
     RuntimeOptions,
 )
 
-from . import output
+from .opening import bundle_folder
 
-if TYPE_CHECKING:
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.engine import Engine
+DEFAULT_CACHE = "25%"
+"""The expert cache of a sweep of modes, where no size was asked for: one that misses."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 OPTION_NAMES = (
@@ -230,7 +229,6 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
 
 def _with_tuned(options: RuntimeOptions, bundle: Path) -> RuntimeOptions:
     """With what `moec tune` found, where the command line is silent."""
-    from .mode_sweep import with_missing_experts
     from .tuned_options import tuned_options
 
     planned = with_missing_experts(options) if _was_given("modes") else options
@@ -268,40 +266,6 @@ def _chosen_thresholds(bundle: Path, text: str) -> str:
     return found
 
 
-def say_mode_cost(bundle: Path, engine: Engine) -> None:
-    """Tell people what the modes of a run were measured to cost; nothing of a lossless run."""
-    if (cost := mode_cost(bundle, engine)) is not None:
-        output.say(cost)
-
-
-def mode_cost(bundle: Path, engine: Engine) -> str | None:
-    """What the modes of a run were measured to cost, in one line; None for a lossless run."""
-    from moec.runtime.modes.record import calibrated_lower_half, measured_rows
-
-    from .mode_sweep import loss_text
-
-    modes = engine.options.modes
-    if modes.is_lossless:
-        return None
-    row = next((row for row in measured_rows(bundle) if row["mode"] == modes.to_text()), None)
-    if row is None:
-        flat = _flatness(calibrated_lower_half(bundle), " on calibration data")
-        return f"its cost was not measured: moec eval BUNDLE --data DATA --modes sweep{flat}"
-    return (
-        f"measured to cost {loss_text(row['loss'])} of {row['task']} on {row['n']} items, "
-        f"cache {row['expert_cache']}, {row['cache_state']} start{_flatness(row['decisions'].get('lower_half_share'))}"
-    )
-
-
-def _flatness(share: object, where: str = "") -> str:
-    """A warning behind other text: of a flat router, every mode costs more than the ranks of what it changes tell."""
-    from moec.runtime.modes.choice import FLAT_SHARE
-
-    if not isinstance(share, float) or share <= FLAT_SHARE:
-        return ""
-    return f"; the router is flat{where}: the lower half of its choice has {share:.0%} of the weight"
-
-
 def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:
     """Raise OptionError if one of these options was given where it has no effect."""
     for name in names:
@@ -309,61 +273,8 @@ def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:
             raise OptionError(f"`--{name.replace('_', '-')}` has no effect: {reason}", "leave it out")
 
 
-def bundle_folder(path: Path) -> Path:
-    """The path, if a bundle can be there. Raises InputError on a path that is no folder."""
-    if path.is_dir():
-        if not is_bundle(path):
-            remedy = "name a folder that `moec compile` wrote"
-            raise InputError(f"`{path}` holds no bundle: `moec.json` is missing", remedy)
-        return path
-    if path.is_file():
-        raise InputError(f"`{path}` is a file, expected a bundle folder", f"if it is packed: moec unpack {path}")
-    raise InputError(f"`{path}` does not exist, expected a bundle folder", "name the folder that `moec compile` wrote")
-
-
-def open_engine(
-    path: Path,
-    options: RuntimeOptions,
-    kernels: str | None = None,
-    before_load: Callable[[Bundle], None] | None = None,
-) -> Engine:
-    """Open a bundle for running, on the kernels of that name if one is given.
-
-    before_load: called with the opened bundle before memory is planned and weights are read.
-    Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable, and what `before_load` raises.
-    """
-    folder = bundle_folder(path)
-    from moec.runtime import kernels as runtime_kernels
-    from moec.runtime.budget import require_memory_for_manifest
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.engine import Engine
-
-    if kernels is not None:
-        runtime_kernels.select(kernels)
-    require_memory_for_manifest(folder, options)
-    bundle = open_bundle(folder)
-    if before_load is not None:
-        before_load(bundle)
-    return Engine(bundle, options, closes_bundle=True)
-
-
-def accelerator_facts(engine: Engine) -> dict[str, Any]:
-    """What an accelerator did and what was measured of it, for `--json`; nothing without one."""
-    used = engine.model.accelerator
-    return {} if used is None else {"accelerator": used.to_plain()}
-
-
-def mode_text(engine: Engine) -> str:
-    """What is on, as a value of `--json`."""
-    return engine.mode.removeprefix("mode: ")
-
-
-def is_bundle(path: Path) -> bool:
-    """Whether a folder is or was a bundle: it has a manifest, or it lost it but kept what only bundles hold."""
-    from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
-
-    if (path / MANIFEST_NAME).exists():
-        return True
-    if (path / DENSE_NAME).exists() and (path / TABLES_NAME).exists():
-        raise BundleIncomplete(f"`{path}` has no `{MANIFEST_NAME}`, so it is not a complete bundle", "copy it again")
-    return False
+def with_missing_experts(options: RuntimeOptions) -> RuntimeOptions:
+    """The cache of a sweep: one that misses, where no size was asked for."""
+    if options.memory is None and options.expert_cache is None:
+        return replace(options, expert_cache=DEFAULT_CACHE)
+    return options

@@ -22,8 +22,9 @@ from moec.runtime.options import (
 from . import output
 from .lossy_replay import require_scores
 from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, settings_of
+from .opening import bundle_folder
 from .paths import PLACE, bundle_argument, file_option
-from .runtime_options import bundle_folder, cache_state_option
+from .runtime_options import cache_state_option
 from .simulated_device import device_rates, parse_accelerator, shared_device
 from .simulation import Row, Simulation, has_static_routers
 from .traces import open_traces, replayed_bundle
@@ -127,7 +128,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     moec simulate mixtral-moec --trace held-out.trace --modes "big-little gamma=0.7; dynamic-precision 0.6,1"
     moec simulate mixtral-moec --trace held-out.trace --accelerator memory=8GiB,expert=600us,token=2us,link=12GB
     """
-    from moec.profiles.device import load_profile
+    from moec.profiles.loading import load_profile
     from moec.runtime.bundle import open_bundle
 
     opened = open_bundle(bundle_folder(bundle))

@@ -55,7 +55,7 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
 
     from moec.runtime.eviction import bundle_records, warm_order
     from moec.runtime.read_runs import successors
-    from moec.runtime.storage import page_bytes
+    from moec.runtime.storage_interface import page_bytes
 
     manifest, count = bundle.manifest, len(bundle.manifest.experts)
     sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)

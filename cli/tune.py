@@ -22,8 +22,9 @@ from .eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
 from .lossy_replay import require_scores
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from .mode_sweep import modes_of
+from .opening import bundle_folder, open_engine
 from .paths import bundle_argument, file_option
-from .runtime_options import build_options, bundle_folder, open_engine, refuse_given, runtime_options
+from .runtime_options import build_options, refuse_given, runtime_options
 from .traces import open_traces, replayed_bundle
 from .tuned_options import made_elsewhere, planned_cache_bytes
 

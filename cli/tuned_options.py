@@ -57,13 +57,12 @@ def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
 
     What an accelerator takes of the host's memory is told when it is opened, and not counted here.
     """
+    import moec.runtime.batch  # noqa: F401  # what a run imports takes its share of the memory
     from moec.runtime.budget import plan_memory
     from moec.runtime.bundle import open_bundle
     from moec.runtime.elastic_cache import BudgetRoom
 
-    # Imports the engine: what a run imports takes its share of the memory.
-    from .engines import with_fitting_slots
-    from .runtime_options import bundle_folder
+    from .opening import bundle_folder, with_fitting_slots
 
     manifest = open_bundle(bundle_folder(bundle)).manifest
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from . import output
+from .opening import bundle_folder
 from .paths import bundle_argument
-from .runtime_options import bundle_folder
 
 
 @click.command("verify", short_help="Check every file of a bundle against its digest.")

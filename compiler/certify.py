@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import cast
 
 import numpy as np
 
@@ -25,9 +23,9 @@ from moec.evaluation.statistics import (
     judge,
 )
 from moec.evaluation.tasks import Item, Task
-from moec.manifests.model import ModelSpec
 
 from .options import Talk
+from .ports import BundleEngine, DivergingEngine
 from .targets import Target
 from .trials import ONE_SIDED_95, Reference
 
@@ -36,52 +34,6 @@ KL_ITEMS = 500
 LOOKS = (500, 1000, 2000, 4000)
 LOGITS_AT_ONCE = 1 << 25
 """Logits of a certificate held at once, on both sides, beyond those of one answer."""
-
-
-class BundleEngine(TextEngine, Protocol):
-    """The runtime, opened on a bundle that is not published yet."""
-
-    def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-        """Logits [A, V] that predict each answer token, the end token included."""
-        ...
-
-
-@runtime_checkable
-class DivergingEngine(Protocol):
-    """An engine that holds itself against the reference, so that no logits travel."""
-
-    def divergence(self, pairs: Sequence[tuple[list[int], list[int]]]) -> DistributionSummary:
-        """KL and agreement over the answer tokens of the pairs."""
-        ...
-
-
-OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
-
-
-@dataclass(frozen=True, slots=True)
-class UnpublishedBundle:
-    """What lossy modes are measured on. shots: solved examples; deciles: quality.unimportance_deciles; memory_bytes: of
-    the runtime, 0: its own choice.
-    """
-
-    path: Path
-    task: Task
-    items: Sequence[Item]
-    shots: Sequence[Item]
-    deciles: Sequence[float]
-    memory_bytes: int = 0
-
-
-class MeasureModes(Protocol):
-    """What quality.json says of a bundle's lossy modes."""
-
-    def check(self, model: ModelSpec, has_low_versions: bool) -> None:
-        """Before any work: refuse modes that the model, or a bundle without low versions, cannot have."""
-        ...
-
-    def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
-        """The record of a bundle."""
-        ...
 
 
 MODES_ITEMS = 500

@@ -20,7 +20,6 @@ from moec.manifests.errors import CheckpointError, DataError, DoesNotFit, Manife
 from moec.manifests.quant import BITWIDTHS
 from moec.profiles.device import DeviceProfile
 
-from .certify import OpenRuntime
 from .checkpoint import Checkpoint, open_checkpoint
 from .comparison import can_compare, compare_with_baselines
 from .durable import Disk
@@ -31,6 +30,7 @@ from .layerwise.memory import whole_bytes
 from .options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
 from .output_lock import hold_output
 from .pipeline import prepare_trials
+from .ports import OpenRuntime
 from .preparation import Prepared
 from .request import CompileRequest
 from .stage import Stage

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from moec.manifests.quant import QuantSpec
 
 from .comparison_budget import BY_USE, EDGEMOE_BITWIDTHS, OURS, PUBLISHED, UNIFORM
+from .exact import importance_list
 from .options import Talk
 from .plan import CompilePlan
-from .search.baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe, fits_all, importance_list
+from .search.baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe
 from .targets import Target
 from .trials import Trials, kl_bound
+from .uniform import fits_all
 from .unit_store import UnitStore
 
 EVERY = frozenset(BY_USE)

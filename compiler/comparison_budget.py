@@ -11,7 +11,7 @@ from math import prod
 
 from moec.manifests.model import ModelSpec
 
-from .search.baselines import EXACT_ITEMS
+from .exact import EXACT_ITEMS
 from .trials import Trials
 
 FREE_MULTIPLICATIONS = 5 * 10**13

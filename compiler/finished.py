@@ -17,7 +17,8 @@ from moec.manifests.strict_json import load_strict_json
 
 from .journal import Journal
 from .plan import CompilePlan
-from .request import CompileRequest, CompileResult
+from .request import CompileRequest
+from .result import CompileResult
 from .work_folder import CERTIFIED, forget, work_folder
 
 

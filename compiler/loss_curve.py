@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from moec.evaluation.statistics import LossEstimate
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 
 from .comparison import can_compare, compare_with_baselines
 from .plan import CompilePlan
+from .result import CurvePoint, LossCurve
 from .search.frontier import ChoiceTable
 from .search.knapsack import search
 from .search.space import SearchSpace
@@ -23,36 +22,6 @@ from .trials import Trials
 from .unit_store import UnitStore
 
 PER_LAYER = "one format per layer"
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One loss: the plan that keeps it, None if none on offer does; what it measured on validation items.
-
-    baselines: expert bytes of the best plan of each kind at the same loss, None where none keeps it.
-    """
-
-    target: float
-    plan: CompilePlan | None
-    losses: Mapping[str, LossEstimate]
-    kl: float | None
-    baselines: Mapping[str, int | None]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        plan = self.plan
-        return {
-            "target": self.target,
-            "expert_packed_bytes": None if plan is None else plan.expert_packed_bytes,
-            "dense_packed_bytes": None if plan is None else plan.dense_packed_bytes,
-            "bits_per_weight": None if plan is None else plan.bits_per_weight,
-            "losses": {task: estimate.to_json() for task, estimate in self.losses.items()},
-            "kl": self.kl,
-            "baselines": dict(self.baselines),
-        }
-
-
-LossCurve = tuple[CurvePoint, ...]
 
 
 def measure_curve(

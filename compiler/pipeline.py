@@ -22,12 +22,7 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from .calibration import ActivationStatistics, calibrate, calibration_summary, unseen_notes
-from .certify import (
-    MODES_ITEMS,
-    MeasureModes,
-    UnpublishedBundle,
-    certify_task,
-)
+from .certify import MODES_ITEMS, certify_task
 from .cluster.session import ClusterSession, cluster_session
 from .comparison import EVERY, Comparison, can_compare, compare_with_baselines, fitting_formats, left_out_note
 from .comparison_budget import affordable_here
@@ -44,17 +39,19 @@ from .layerwise.plan_bundles import PlanBundles, clear_trials
 from .layerwise.store import StreamedStore
 from .layerwise.sweep import Sweep
 from .layerwise.trials import StreamedTrials
-from .loss_curve import LossCurve, measure_curve
+from .loss_curve import measure_curve
 from .low_versions import with_low_versions
 from .objective import byte_weights
 from .options import UNIFORM_DENSE_BITS
 from .output_lock import hold_output
 from .plan import CompilePlan
+from .ports import MeasureModes, UnpublishedBundle
 from .preparation import KL_ITEMS, prepare
 from .quality import model_card, quality_report, unimportance_deciles
 from .quantized import LEFT_OUT
 from .reference import ReferenceModel
-from .request import CompileRequest, CompileResult
+from .request import CompileRequest
+from .result import CompileResult, LossCurve
 from .search.knapsack import search
 from .search.pruning import left_out_losses, with_pruning
 from .search.space import build_space

@@ -1,20 +1,18 @@
-"""What a compile is asked for, and what comes out of it."""
+"""What a compile is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from moec.profiles.device import DeviceProfile
 from moec.profiles.probe import memory_limit_bytes
 
-from .certify import MeasureModes, OpenRuntime
 from .durable import Disk
-from .loss_curve import LossCurve
 from .options import CompileOptions, Talk
-from .plan import CompilePlan
+from .ports import MeasureModes, OpenRuntime
+from .result import CompileResult
 
 
 @dataclass(slots=True)
@@ -40,13 +38,3 @@ class CompileRequest:
     @property
     def memory_limit_bytes(self) -> int:
         return self.memory_bytes or memory_limit_bytes() * 7 // 8
-
-
-@dataclass(frozen=True, slots=True)
-class CompileResult:
-    """What came out. path is None after a plan-only run; quality is the content of quality.json; curve: of a sweep."""
-
-    path: Path | None
-    plan: CompilePlan
-    quality: dict[str, Any]
-    curve: LossCurve | None = None

@@ -17,12 +17,12 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
+from .exact import importance_list
 from .fisher import asks_gradients, ranks_well
 from .options import Sensitivity, Talk
 from .plan import CompilePlan
-from .search.baselines import fits_all, importance_list
 from .trials import Trials
-from .uniform import dense_spec
+from .uniform import dense_spec, fits_all
 from .unit_store import UnitStore
 
 Progress = Callable[[int, int], None]

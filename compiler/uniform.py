@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moec.manifests.errors import PlanError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
@@ -73,3 +75,13 @@ def dense_spec(
         return plain
     grouped, per_row = QuantSpec(bits, group_size, symmetric), QuantSpec(bits, 0, symmetric)
     return grouped if grouped.fits(shape[-1]) else per_row if per_row.fits(shape[-1]) else plain
+
+
+def uniform_like(plan: CompilePlan, spec: QuantSpec, quantizer: str | None = None) -> CompilePlan:
+    """All units in one format, everything else as in `plan`."""
+    return replace(plan, units=dict.fromkeys(plan.units, spec), quantizer=quantizer or plan.quantizer)
+
+
+def fits_all(plan: CompilePlan, spec: QuantSpec) -> bool:
+    """Whether every unit can be stored in this format."""
+    return all(spec.fits(plan.model.unit_shape(unit.layer, unit.projection)[1]) for unit in plan.units)

@@ -40,7 +40,6 @@ MAX_PROFILE_BYTES = 64 << 10
 MAX_THREADS = 4096
 _MAX_NUMBER = 1 << 60
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_SHIPPED = Path(__file__).parent
 _NUMBERS = (
     "memory_budget_bytes",
     "memory_bytes_per_s",
@@ -156,29 +155,6 @@ def nearest_power_of_two(value: int) -> int:
     """The power of two nearest to `value`, positive, in ratio."""
     lower: int = 1 << (value.bit_length() - 1)
     return lower if value * value < 2 * lower * lower else 2 * lower
-
-
-def list_profiles() -> tuple[str, ...]:
-    """Names that `--device` takes: `host`, then the shipped profiles."""
-    return (HOST_NAME, *sorted(path.stem for path in _SHIPPED.glob("*.toml")))
-
-
-def load_profile(name_or_path: str | Path, storage: Path | None = None) -> DeviceProfile:
-    """A profile by name or TOML file. `host` probes this machine; `storage` is a file or folder on the device's disk.
-
-    Raises ProfileError with file, key and remedy.
-    """
-    text = str(name_or_path)
-    if text == HOST_NAME:
-        from .probe import probe_host
-
-        return probe_host(storage or Path.cwd())
-    if text in list_profiles():
-        return read_profile(_SHIPPED / f"{text}.toml")
-    if text.endswith(".toml") or Path(text).is_file():
-        return read_profile(Path(text))
-    known = ", ".join(f"`{name}`" for name in list_profiles())
-    raise ProfileError(f"no device profile is called `{text[:200]}`", f"use one of {known}, or a path to a .toml file")
 
 
 def read_profile(path: Path) -> DeviceProfile:

@@ -22,6 +22,7 @@ from pathlib import Path
 from moec.manifests.errors import ProfileError
 
 from .device import HOST_NAME, DeviceProfile
+from .processor import instruction_sets, read_text
 
 REQUEST_BYTES = 2 << 20
 READERS = 2
@@ -37,15 +38,6 @@ COPY_LIMIT_S = 0.3
 LATENCY_READS = 64
 DEFAULT_BLOCK_BYTES = 4096
 # Best first.
-_FEATURES = {
-    "amx": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "amx_tile", "amx_int8"},
-    "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
-    "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
-    "avx2": {"avx2", "fma", "f16c"},
-    "neon-i8mm": {"asimd", "asimddp", "i8mm"},
-    "neon-dot": {"asimd", "asimddp"},
-    "neon": {"asimd"},
-}
 _SYSTEM = Path("/")
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -94,13 +86,6 @@ def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUE
     )
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def resident_set_bytes() -> int:
     """Resident bytes of this process now; 0 where the system does not tell."""
     try:
@@ -115,11 +100,11 @@ def memory_limit_bytes(system: Path = _SYSTEM) -> int:
     Totals, not what happens to be free: the same machine gives the same answer. Raises ProfileError if nothing tells.
     """
     limits = []
-    for line in _read_text(system / "proc/meminfo").splitlines():
+    for line in read_text(system / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             limits.append(int(line.split()[1]) * 1024)
     for path in _limit_files(system):
-        text = _read_text(path).strip()
+        text = read_text(path).strip()
         if text.isdigit() and int(text) > 0:
             limits.append(int(text))
     if not limits:
@@ -129,7 +114,7 @@ def memory_limit_bytes(system: Path = _SYSTEM) -> int:
 
 def _limit_files(system: Path) -> Iterator[Path]:
     """Limits of this process's control groups and of all above them; version 2, then version 1."""
-    for line in _read_text(system / "proc/self/cgroup").splitlines():
+    for line in read_text(system / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
@@ -145,23 +130,12 @@ def last_level_cache_bytes(system: Path = _SYSTEM) -> int:
     """Size of the largest processor cache; 0 where the system does not tell."""
     sizes = [0]
     for path in sorted((system / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")):
-        text = _read_text(path).strip()
+        text = read_text(path).strip()
         unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
         digits = text.rstrip("KMG")
         if digits.isdigit():
             sizes.append(int(digits) * unit)
     return max(sizes)
-
-
-def instruction_sets(system: Path = _SYSTEM) -> tuple[str, ...]:
-    """Instruction sets with kernels that this processor has, best first; `scalar` is always there."""
-    features: set[str] = set()
-    for line in _read_text(system / "proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            features = set(value.split())
-            break
-    return (*(name for name, needed in _FEATURES.items() if needed <= features), "scalar")
 
 
 def machine_sha256(system: Path = _SYSTEM) -> str:
@@ -172,7 +146,7 @@ def machine_sha256(system: Path = _SYSTEM) -> str:
     processor = next(
         (
             line.partition(":")[2].strip()
-            for line in _read_text(system / "proc/cpuinfo").splitlines()
+            for line in read_text(system / "proc/cpuinfo").splitlines()
             if line.startswith(("model name", "CPU part", "Hardware"))
         ),
         "",

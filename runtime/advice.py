@@ -10,7 +10,8 @@ from moec.manifests.model import ModelSpec
 
 from .bundle import Tables
 from .options import Prefetch
-from .predictors import PassState, table_predictor
+from .pass_state import PassState
+from .predictors import table_predictor
 from .prefetch import Advisor
 from .timeline import Advice
 from .trace import Trace, TracedPass

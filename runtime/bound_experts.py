@@ -13,7 +13,7 @@ from moec.manifests.model import PROJECTIONS
 
 from . import kernels
 from .bundle import Bundle
-from .storage import ExpertStorage
+from .storage_interface import ExpertStorage
 
 _NO_GATE = -1
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -38,9 +38,13 @@ from .native_cache import open_cache
 from .options import MAX_THREADS, RuntimeOptions
 from .predictors import make_predictor
 from .sampling import Sampler, SamplingOptions
-from .storage import open_storage, page_bytes
+from .storage_interface import page_bytes
+from .storage_opening import open_storage
 from .text import StopTexts, TextStream, load_tokenizer
 from .token_ids import checked_ids
+
+if TYPE_CHECKING:
+    from .accelerator.cooperative import CooperativeExperts
 
 _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
@@ -70,6 +74,7 @@ class Engine:
     def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
         """closes_bundle: with the engine, also where it cannot be opened; else it is the caller's to close."""
         self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
+        self.accelerator: CooperativeExperts | None = None
         self._closes_bundle = closes_bundle
         try:
             self._open(bundle, options)
@@ -123,8 +128,8 @@ class Engine:
             from .accelerator.opening import start_cooperation
 
             args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)
-            self.model.accelerator = start_cooperation(*args)
-            self.place_dense(on_device=self.model.accelerator.dense is not None)
+            self.model.accelerator = self.accelerator = start_cooperation(*args)
+            self.place_dense(on_device=self.accelerator.dense is not None)
         order = warm_order(records).tolist() if options.cache_state == "warm" else []
         warm = self.model.absent_first([index for index in order if index < count])  # low versions come with a miss
         self.cache.warm(warm)
@@ -132,7 +137,7 @@ class Engine:
         if not modes.is_lossless:
             score = policy_score(options.policy, options.policy_weights)
             limits = (sizes, held_bytes, records, score, held_bytes - manifest.cost.minimum_expert_bytes, warm)
-            on_device = () if self.model.accelerator is None else self.model.accelerator.placement.resident
+            on_device = () if self.accelerator is None else self.accelerator.placement.resident
             logical = LogicalCache(*limits, on_device) if modes.reads_cache else None
             versions = Versions(self.model.first_expert, low_version_indices(manifest))
             self.lossy = LossyDecoder(modes, self.model, versions, logical)
@@ -149,9 +154,9 @@ class Engine:
         """Stop the readers, close files, give the accelerator's memory back; the rest is freed with the engine."""
         self.cache.close()
         self.model.advisor.holds = bool  # no method of the engine: it would live until a collection of cycles
-        if self.model.accelerator is not None:
+        if self.accelerator is not None:
             self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
-            self.model.accelerator.close()
+            self.accelerator.close()
         self._storage.close()
         if self._closes_bundle:
             self.bundle.close()
@@ -162,13 +167,13 @@ class Engine:
 
         Raises OptionError if the accelerator does not have them.
         """
-        dense = None if self.model.accelerator is None else self.model.accelerator.dense
+        dense = None if self.accelerator is None else self.accelerator.dense
         if on_device and dense is None:
             raise OptionError("no accelerator holds the dense weights", "add `--accelerator-dense device`")
         part, kv = (dense.part, dense.kv) if on_device and dense is not None else self._on_host
         self.model.dense_part, self.kv = part, kv
-        if self.model.accelerator is not None:
-            self.model.accelerator.uses_dense = on_device
+        if self.accelerator is not None:
+            self.accelerator.uses_dense = on_device
         self._sequence += 1
 
     def _is_at_hand(self, index: int) -> bool:
@@ -186,7 +191,7 @@ class Engine:
         """One line that says what is on."""
         grows = self._elastic is not None
         line = mode_line(self.bundle.manifest, self.options, self.memory, self._storage.mode, self._holds_all, grows)
-        return line if self.model.accelerator is None else f"{line}; {self.model.accelerator.mode}"
+        return line if self.accelerator is None else f"{line}; {self.accelerator.mode}"
 
     @property
     def is_lossless(self) -> bool:

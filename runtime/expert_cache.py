@@ -16,7 +16,7 @@ from .eviction import ExpertRecords, PolicyScore, eviction_order
 from .read_runs import ReadRuns
 from .readers import BusyClock, ReaderThreads
 from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
-from .storage import ExpertStorage
+from .storage_interface import ExpertStorage
 from .streaming_cache import StreamingCache
 
 

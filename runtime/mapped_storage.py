@@ -8,6 +8,7 @@ system ends the process.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -24,7 +25,7 @@ from .bundle import Bundle
 from .bundle_files import COPY_AGAIN, BundleFile, remedy_of
 from .read_runs import NONE
 from .read_verifier import ReadVerifier
-from .storage import Follow, closed_on_failure, page_bytes
+from .storage_interface import Follow, closed_on_failure, page_bytes
 
 
 class MappedFile:
@@ -169,3 +170,14 @@ class MappedStorage:
 
     def close(self) -> None:
         self._files.clear()
+
+
+def resident_bytes(view: np.ndarray) -> int:
+    """Bytes of a page-aligned mapped range that are in memory (mincore); -1 where the system cannot tell."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = -(-view.nbytes // mmap.PAGESIZE)
+    vector = (ctypes.c_ubyte * pages)()
+    address = view.__array_interface__["data"][0]
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(view.nbytes), vector) != 0:
+        return -1
+    return sum(byte & 1 for byte in vector) * mmap.PAGESIZE

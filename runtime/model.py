@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from . import kernels
 from .attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_block
 from .bundle import Bundle
 from .cross_attention import CrossAttention
+from .expert_offload import ExpertOffload
 from .kv_cache import KVCache
-from .modes.choice import PassChoice
 from .norms import Norm, stream_norms
-from .predictors import PassState
+from .pass_state import ExpertChoice, PassState
 from .prefetch import Advisor
 from .prefetch_quality import LayerAdvice, PrefetchQuality
 from .relative_bias import bias_by_distance
@@ -32,9 +32,6 @@ from .statistics import PhaseTimes
 from .streaming_cache import StreamingCache
 from .token_experts import ModelLayers, TokenExperts, bind_token_experts
 from .trace import TraceRecorder
-
-if TYPE_CHECKING:
-    from .accelerator.cooperative import CooperativeExperts
 
 
 def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> dict[bool, np.ndarray]:
@@ -102,7 +99,7 @@ class Model:
         self.prefetch_quality = PrefetchQuality()
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
-        self.accelerator: CooperativeExperts | None = None
+        self.accelerator: ExpertOffload | None = None
         self.token_experts: TokenExperts | None = None
         self._parts = np.empty(0, np.float32)
 
@@ -147,7 +144,7 @@ class Model:
         slots: np.ndarray,
         positions: np.ndarray,
         kv: KVCache,
-        choice: PassChoice | None = None,
+        choice: ExpertChoice | None = None,
     ) -> np.ndarray:
         """Run T tokens of any sequences through the decoder's layers and store their keys and values.
 
@@ -174,7 +171,7 @@ class Model:
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
     def _run(
-        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: PassChoice | None = None
+        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: ExpertChoice | None = None
     ) -> np.ndarray:
         """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D].
 
@@ -202,7 +199,7 @@ class Model:
         return hidden
 
     def _run_steps(
-        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: PassChoice | None
+        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: ExpertChoice | None
     ) -> np.ndarray:
         """Run any tokens; each layer routes, reads and computes in steps."""
         hidden = self._embed(tokens)
@@ -223,7 +220,7 @@ class Model:
             self._parts = np.empty(0, np.float32)
         return hidden
 
-    def _token_experts(self, tokens: np.ndarray, choice: PassChoice | None) -> TokenExperts | None:
+    def _token_experts(self, tokens: np.ndarray, choice: ExpertChoice | None) -> TokenExperts | None:
         """What computes the experts of this pass in one call a layer; None where they go step by step."""
         found = self.token_experts
         if found is None or not found.fits(self._cache, self.advisor):

@@ -27,7 +27,8 @@ from .options import Policy, RuntimeOptions
 from .read_runs import MAX_RUN_BYTES
 from .readers import ReaderThreads
 from .residency import RESIDENT
-from .storage import ExpertStorage, ReadStorage
+from .storage import ReadStorage
+from .storage_interface import ExpertStorage
 from .streaming_cache import StreamingCache
 
 NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -11,40 +10,15 @@ import numpy as np
 from moec.manifests.model import ModelSpec
 
 from .bundle import Tables
-from .modes.choice import PassChoice
 from .norms import Norm
 from .options import Prefetch
+from .pass_state import PassState
 from .router_stack import RouterStack, stack_routers
 from .routing import Router
 
 # Pairs seen less often than this say less than the expert before alone.
 # Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
 MINIMUM_PAIR_COUNT = 8
-
-
-@dataclass(slots=True)
-class PassState:
-    """What a predictor may look at while layer `layer` of a pass runs.
-
-    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
-    tokens: int64 [T], None where a recorded pass is replayed. choice: what lossy modes make of the routers' choice.
-    sequences: how many the tokens belong to.
-    logits: float32 [T, E], of the running layer, None where it routes nothing. foreseen: of the layers ahead that were
-    asked, the scores [E], nearest first.
-    """
-
-    layer: int
-    hidden: np.ndarray
-    chosen: list[np.ndarray]
-    tokens: np.ndarray | None = None
-    choice: PassChoice | None = None
-    sequences: int = 1
-    logits: np.ndarray | None = None
-    foreseen: list[np.ndarray] = field(default_factory=list)
-
-    def top_k(self, top_k: int) -> int:
-        """Experts per token of this pass in a layer of so many."""
-        return top_k if self.choice is None else self.choice.top_k(top_k)
 
 
 class Predictor(Protocol):

@@ -12,7 +12,8 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from . import kernels
 from .options import PrefetchRule, RuntimeOptions
-from .predictors import PassState, Predictor
+from .pass_state import PassState
+from .predictors import Predictor
 from .prefetch_margins import LearnedMargins
 
 CHOICES_FOR_ALL = 8

@@ -11,9 +11,8 @@ import numpy as np
 
 from moec.manifests.model import ExpertsSpec
 
-from .modes.choice import NOBODY, Routed
-from .predictors import PassState
-from .routing import RoutingRule, within_capacity
+from .pass_state import PassState
+from .routing import NO_EXPERT, Routed, RoutingRule, within_capacity
 
 
 def choose_experts(
@@ -36,9 +35,9 @@ def choose_experts(
     if choice is not None:
         chosen, weights = choice.select(Routed(state.layer, rule, logits, chosen, weights))
     if experts.router.capacity and slots is not None:
-        chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NOBODY))
+        chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NO_EXPERT))
     groups = _places_by_expert(chosen)
-    groups.pop(NOBODY, None)
+    groups.pop(NO_EXPERT, None)
     if choice is None:
         return {first_expert + expert: places for expert, places in groups.items()}, weights
     return {choice.index(state.layer, expert): places for expert, places in groups.items()}, weights

@@ -6,12 +6,16 @@ Shapes: T tokens, E experts, K top-k, G groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from moec.manifests.model import ExpertsSpec, RouterSpec
 
 from . import kernels
+
+NO_EXPERT = -1
+"""In the place of a chosen expert: none computes this rank of the token."""
 
 
 class RoutingRule:
@@ -171,6 +175,24 @@ def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) ->
     places = np.empty(len(keys), np.int64)
     places[order] = np.arange(len(keys)) - np.repeat(first, counts)
     return np.asarray(places < capacity).reshape(chosen.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What the router of a layer chose for the tokens of a pass.
+
+    layer: its number.
+    rule: how its logits become experts.
+    logits: float32 [T, E].
+    chosen: experts, int32 [T, K].
+    weights: float32 [T, K].
+    """
+
+    layer: int
+    rule: RoutingRule
+    logits: np.ndarray
+    chosen: np.ndarray
+    weights: np.ndarray
 
 
 class Router:

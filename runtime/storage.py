@@ -1,4 +1,4 @@
-"""Where expert bytes come from, and the memory they land in.
+"""Read experts from files into anonymous memory.
 
 An expert takes the place of one that was given up (`places`): pages stay where they are, and huge ones hold them. A
 read of 3.4 MiB into pages of 4 KiB is 864 pieces to the system, into huge ones a few, and up to twice as fast
@@ -7,14 +7,12 @@ read of 3.4 MiB into pages of 4 KiB is 864 pieces to the system, into huge ones 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -27,84 +25,9 @@ from .options import IoMode
 from .places import Places, span_bytes
 from .read_runs import successors
 from .read_verifier import ReadVerifier
+from .storage_interface import Follow, HandOvers, closed_on_failure, page_bytes
 
-Follow = Callable[[int, np.ndarray], None]
-"""An expert and its bytes, uint8 [size_bytes]."""
-HandOvers = tuple[list[tuple[int, int]], list[int]]
-"""Experts that gave their place to another of their size, in order, each with the other; experts that left theirs."""
 _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.ENOTDIR)  # the last two: no `/proc`
-
-
-class ExpertStorage(Protocol):
-    """Blocks of expert bytes; indices count what the manifest's expert files hold, in order.
-
-    successors: per expert the one that a read which goes on brings as well, as in `read_runs`.
-    """
-
-    mode: str
-    successors: list[int]
-
-    def block(self, index: int) -> np.ndarray:
-        """uint8 view of one expert, [size_bytes]; content is valid between load and release.
-
-        Under a NativeCache only behind `follow_hand_overs`.
-        """
-
-    def load(self, *run: int) -> None:
-        """Read an expert, or several that follow one another. Thread-safe for different ones.
-
-        Raises StorageReadFailed, ChecksumMismatch: then none of them can be relied on.
-        """
-
-    def release(self, index: int) -> None:
-        """Give up the memory of one expert, if it has any."""
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Change what experts may take together, at least what those in memory do; the rest goes back to the system."""
-
-    def trim(self) -> None:
-        """Give memory that holds no expert back to the system."""
-
-    def made_ready(self, is_wanted: bool) -> AbstractContextManager[None]:
-        """Before the first load: memory is made ready in a `with` block that does something else, if it is wanted.
-
-        Files are closed if that fails.
-        """
-
-    def on_place(self, follow: Follow) -> None:
-        """Who is told where an expert will be, before it is read."""
-
-    def end_pass(self) -> None:
-        """After a pass: whether what it computed with was what is in the files. Raises StorageReadFailed."""
-
-    def close(self) -> None:
-        """Close files; views stay valid until they are dropped."""
-
-
-@contextmanager
-def closed_on_failure(storage: ExpertStorage) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        storage.close()
-        raise
-
-
-def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> ExpertStorage:
-    """`auto` is direct reads where the file system allows them, else buffered reads that drop what they read.
-
-    capacity_bytes: what experts may take together, at least the largest; None: all of them.
-    """
-    if io == "mmap":
-        from .mapped_storage import MappedStorage
-
-        return MappedStorage(bundle, verify)
-    return ReadStorage(bundle, io, verify, capacity_bytes)
-
-
-def page_bytes(size_bytes: int) -> int:
-    """The bytes of the whole pages that hold so many: experts are multiples of 4096, pages may be larger."""
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class ReadStorage:
@@ -237,14 +160,3 @@ class ReadStorage:
 
     def close(self) -> None:
         self._files.clear()
-
-
-def resident_bytes(view: np.ndarray) -> int:
-    """Bytes of a page-aligned mapped range that are in memory (mincore); -1 where the system cannot tell."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    pages = -(-view.nbytes // mmap.PAGESIZE)
-    vector = (ctypes.c_ubyte * pages)()
-    address = view.__array_interface__["data"][0]
-    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(view.nbytes), vector) != 0:
-        return -1
-    return sum(byte & 1 for byte in vector) * mmap.PAGESIZE

@@ -11,9 +11,11 @@ from moec.cli.compile import open_partial
 from moec.compiler.durable import Disk
 from moec.compiler.options import CompileOptions
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.request import CompileRequest, CompileResult
+from moec.compiler.request import CompileRequest
+from moec.compiler.result import CompileResult
 from moec.compiler.targets import Target, TargetKind
-from moec.profiles.device import DeviceProfile, load_profile
+from moec.profiles.device import DeviceProfile
+from moec.profiles.loading import load_profile
 from moec.runtime.bundle import open_bundle, verify_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

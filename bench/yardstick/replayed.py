@@ -20,12 +20,12 @@ import numpy as np
 from moec.cli.measurement import measure_decode, sequence_of
 from moec.runtime.bundle import open_bundle
 from moec.runtime.engine import Engine
-from moec.runtime.modes.choice import NOBODY, ModeCounts, PassChoice, Versions, best_cached
+from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions, best_cached
 from moec.runtime.modes.decoder import LossyDecoder
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.modes.settings import DynamicPrecision, LossyModes
 from moec.runtime.options import RuntimeOptions
-from moec.runtime.routing import RoutingRule
+from moec.runtime.routing import NO_EXPERT, RoutingRule
 
 OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
 
@@ -61,7 +61,7 @@ class ReplayedChoice(PassChoice):
         draw = self.draws.random() * max(1 - self.shares.replaced - self.shares.dropped, 1e-9)
         low = self._versions.low(layer, expert)
         if draw < self.shares.skipped:
-            return NOBODY
+            return NO_EXPERT
         return low if low is not None and draw < self.shares.skipped + self.shares.low else expert
 
     def stand_in(

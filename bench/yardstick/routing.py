@@ -16,7 +16,8 @@ import numpy as np
 
 from moec.runtime import load
 from moec.runtime.engine import Engine
-from moec.runtime.predictors import LookaheadPredictor, PassState, Predictor
+from moec.runtime.pass_state import PassState
+from moec.runtime.predictors import LookaheadPredictor, Predictor
 
 
 class Recorder(Predictor):

@@ -7,9 +7,9 @@ its handle. Shapes: E experts, N rows, K columns, A answer tokens, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,30 +23,13 @@ from moec.manifests.quant import QuantSpec
 from ..layerwise.units import ExpertQuantizer
 from ..packing import unpack
 from ..parallel import workers
-from ..quantized import QuantizedMatrix
 from ..second_moments import SecondMoments
 from ..unit_store import UnitBatch, UnitStore
+from .wire import BundleFiles, Handle, PlainMatrix, to_plain
 
 if TYPE_CHECKING:
     from ..reference_decode import Continuation
     from .site import Site
-
-Handle = Any
-"""Names an object that the cluster holds; `Site.fetch` gives it. Equal handles name the same object."""
-PlainMatrix = tuple[Any, ...]
-"""A QuantizedMatrix on its way: its fields in order, arrays for tensors."""
-
-
-def to_plain(matrix: QuantizedMatrix) -> PlainMatrix:
-    """Fields of a matrix, each array with its own memory: a pickled view of a batch would carry all of the batch."""
-    values = (getattr(matrix, item.name) for item in fields(matrix))
-    return tuple(value.contiguous().numpy().copy() if isinstance(value, torch.Tensor) else value for value in values)
-
-
-def from_plain(values: PlainMatrix) -> QuantizedMatrix:
-    """The inverse of `to_plain`."""
-    fields_again: list[Any] = [torch.tensor(value) if isinstance(value, np.ndarray) else value for value in values]
-    return QuantizedMatrix(*fields_again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,19 +235,6 @@ class Decode:
         with workers(site.threads) as pool:
             list(pool.in_order(lambda group: decoder.decode_rows(list(group)), self.groups))
         return [[item.tokens for item in group] for group in self.groups], None
-
-
-@dataclass(frozen=True, slots=True)
-class BundleFiles:
-    """An unpublished bundle on its way: name -> handles of its pieces, in order. digest: names it.
-
-    share: of its node's memory that a worker's runtime on it may take, and then it stays open until it is closed; 0:
-    what is free, until another bundle is asked for.
-    """
-
-    digest: str
-    files: Mapping[str, Sequence[Handle]]
-    share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ import torch
 
 from moec.manifests.errors import DoesNotFit, ExecutionError, MissingDependency, MoecError, OptionError
 
-from ..certify import OpenRuntime
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..options import Talk
-from .jobs import Handle
+from ..ports import OpenRuntime
 from .site import Site, checkpoint_identity
+from .wire import Handle
 
 RESTARTS = 8
 """How often a worker is started again before the compile is given up. Its jobs are tried as often as it takes: while

@@ -30,11 +30,9 @@ from ..reference_decode import ROWS_PER_STEP, Continuation
 from ..reference_network import TOKENS_PER_FORWARD, length_batches
 from ..unit_store import QuantizedBatch, UnitBatch, UnitStore
 from .jobs import (
-    BundleFiles,
     BundleGenerations,
     Decode,
     Divergences,
-    Handle,
     KeepLogProbs,
     Logits,
     PriceExperts,
@@ -43,9 +41,9 @@ from .jobs import (
     Scores,
     Verify,
     Weights,
-    from_plain,
 )
 from .ray_pool import Answer, Job, Pool
+from .wire import BundleFiles, Handle, from_plain
 
 T = TypeVar("T")
 Divergence = tuple[np.ndarray, np.ndarray]

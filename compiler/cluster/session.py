@@ -11,13 +11,13 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
-from ..certify import BundleEngine
 from ..checkpoint_url import is_url
 from ..families import Lowering
 from ..fisher import asks_gradients
 from ..journal import Journal
 from ..layerwise.memory import PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
 from ..layerwise.planning import runtime_bytes
+from ..ports import BundleEngine
 from ..reference import ReferenceModel
 from ..request import CompileRequest
 from ..trials import Progress, TaskData

@@ -14,11 +14,11 @@ from moec.manifests.codec import canonical_json
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
 
-from ..certify import BundleEngine, OpenRuntime
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..durable import disk_errors
 from ..families import Lowering, lower
-from .jobs import BundleFiles, Handle, from_plain
+from ..ports import BundleEngine, OpenRuntime
+from .wire import BundleFiles, Handle, from_plain
 
 if TYPE_CHECKING:
     from ..layerwise.slot import LayerSlot

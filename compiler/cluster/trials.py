@@ -16,8 +16,9 @@ from moec.manifests.quant import QuantSpec
 from ..plan import CompilePlan
 from ..trials import Trials
 from ..unit_store import UnitStore
-from .jobs import Handle, Weights, to_plain
+from .jobs import Weights
 from .remote import RemoteModel
+from .wire import Handle, to_plain
 
 T = TypeVar("T")
 Wanted = deque[tuple[CompilePlan, bool]]

@@ -28,6 +28,7 @@ from ..comparison_budget import (
     baseline_items,
     bisections,
 )
+from ..exact import EXACT_ITEMS
 from ..fisher import SKETCHES, TEXTS, asks_gradients
 from ..layerwise import planning
 from ..layerwise.gradients import GRADIENT_TOKENS, TOKENS_PER_TEXT
@@ -45,7 +46,6 @@ from ..options import UNIFORM_DENSE_BITS
 from ..preflight import reachable_bytes
 from ..preparation import KL_ITEMS, Prepared
 from ..reference_decode import ROWS_PER_STEP
-from ..search.baselines import EXACT_ITEMS
 from ..search.knapsack import CALIBRATING_KL, MAX_GENERATED, MAX_KL
 from ..search.swaps import SWAPS
 from ..sensitivity import dense_groups

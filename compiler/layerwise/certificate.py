@@ -13,10 +13,11 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.profiles.probe import resident_set_bytes
 
-from ..certify import BundleEngine, DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
+from ..certify import DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
 from ..families import Lowering
 from ..options import Talk
 from ..parallel import one_torch_thread
+from ..ports import BundleEngine
 from ..request import CompileRequest
 from .planning import runtime_bytes
 from .slot import output_head

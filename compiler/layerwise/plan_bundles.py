@@ -16,12 +16,12 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
 from ..calibration import ActivationStatistics
-from ..certify import BundleEngine, OpenRuntime
 from ..checkpoint import Checkpoint
 from ..durable import Disk, disk_errors, require_free_bytes
 from ..emit import emit
 from ..families import Lowering
 from ..plan import CompilePlan
+from ..ports import BundleEngine, OpenRuntime
 from ..request import CompileRequest
 from ..unit_store import UnitStore
 from ..work_folder import WORK_SUFFIX, check_partial

@@ -17,12 +17,12 @@ from moec.evaluation.engine import TextEngine
 from moec.evaluation.statistics import DistributionSummary, distribution_summary
 from moec.manifests.model import UnitKey
 
-from ..certify import BundleEngine, OpenRuntime
 from ..families import Lowering
 from ..journal import Journal
 from ..options import Progress
 from ..parallel import one_torch_thread, workers
 from ..plan import CompilePlan
+from ..ports import BundleEngine, OpenRuntime
 from ..reference_weights import WeightName
 from ..sensitivity import plain_plan
 from ..trials import TaskData, Trials

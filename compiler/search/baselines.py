@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 
+from ..exact import with_lowered_experts
 from ..plan import CompilePlan
 from ..trials import Trials
+from ..uniform import fits_all, uniform_like
 from ..unit_store import UnitStore
 
-# Items of EdgeMoE's sensitivity measurement.
-EXACT_ITEMS = 64
 Progress = Callable[[int, int], None]
 Keeps = Callable[[CompilePlan], bool]
 
@@ -45,11 +45,6 @@ class BaselineResult:
         }
 
 
-def uniform_like(plan: CompilePlan, spec: QuantSpec, quantizer: str | None = None) -> CompilePlan:
-    """All units in one format, everything else as in `plan`."""
-    return replace(plan, units=dict.fromkeys(plan.units, spec), quantizer=quantizer or plan.quantizer)
-
-
 def best_uniform(
     plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, keeps: Keeps, by_size: bool = False
 ) -> BaselineResult:
@@ -72,11 +67,6 @@ def best_uniform(
     return BaselineResult("best uniform", best, frontier)
 
 
-def fits_all(plan: CompilePlan, spec: QuantSpec) -> bool:
-    """Whether every unit can be stored in this format."""
-    return all(spec.fits(plan.model.unit_shape(unit.layer, unit.projection)[1]) for unit in plan.units)
-
-
 def _last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
     """Index of the last plan that keeps the target if plans only get worse; -1 for none. Bisection."""
     low, high = -1, len(ordered)
@@ -96,23 +86,6 @@ def _boundary(ordered: Sequence[CompilePlan], keeps: Keeps, by_size: bool) -> in
         return first if first < len(ordered) else None
     last = _last_kept(ordered, keeps)
     return last if last >= 0 else None
-
-
-def importance_list(
-    plan: CompilePlan, low: QuantSpec, high: QuantSpec, trials: Trials, store: UnitStore, progress: Progress
-) -> dict[ExpertKey, float]:
-    """Answer NLL (nats per token, above all experts at `high`) with one expert at `low` and the others at `high`.
-
-    Source: EdgeMoE, expert-wise bitwidth adaptation: one expert at INT2, the rest at INT4.
-    """
-    base = uniform_like(plan, high, store.quantizer)
-    before = trials.answer_nll(base, store, EXACT_ITEMS)
-    keys, losses = plan.model.expert_keys(), {}
-    plans = (_counted(base, [key], low) for key in keys)
-    for key, after in zip(keys, trials.answer_nll_each(plans, store, EXACT_ITEMS), strict=True):
-        losses[key] = after - before
-        progress(len(losses), len(keys))
-    return losses
 
 
 def edgemoe(
@@ -146,14 +119,9 @@ def edgemoe(
         return BaselineResult(name, uniform[kept], tuple(frontier))
     order = sorted(losses, key=lambda key: (losses[key], key))
     lower = formats[widths[upper + 1]]
-    counts = [_counted(uniform[upper], order[:count], lower) for count in range(len(order) + 1)]
+    counts = [with_lowered_experts(uniform[upper], order[:count], lower) for count in range(len(order) + 1)]
     best = _boundary(counts, measured, by_size)
     return BaselineResult(name, uniform[kept] if best is None else counts[best], tuple(frontier))
-
-
-def _counted(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:
-    lowered = {unit: lower for key in keys for unit in base.model.units_of(key)}
-    return replace(base, units={**base.units, **lowered})
 
 
 def bytes_at_kl(frontier: Sequence[tuple[int, float]], kl: float) -> float | None:

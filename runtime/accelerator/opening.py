@@ -21,7 +21,7 @@ from .. import kernels
 from ..budget import chosen_context
 from ..eviction import ExpertRecords
 from ..options import TORCH_CPU, RuntimeOptions, parse_bytes
-from ..storage import ExpertStorage
+from ..storage_interface import ExpertStorage
 from .cooperative import CooperativeExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice

@@ -1,8 +1,8 @@
 """What the experts of a pass become under the lossy modes: cached ones in their place, low versions, none.
 
-Shapes: T tokens, E experts, K ranks. A chosen expert is its number in the layer, plus E where its low version is meant,
-or NOBODY. A token's best expert is the one with the largest weight; a router that corrects its scores may rank another
-first.
+Shapes: T tokens, E experts, K ranks. A chosen expert is its number in the layer, plus E where its low version is
+meant, or NO_EXPERT. A token's best expert is the one with the largest weight; a router that corrects its scores may
+rank another first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 
-from ..routing import RoutingRule
+from ..routing import NO_EXPERT, Routed, RoutingRule
 from .logical_cache import LogicalCache
 from .settings import CacheRouting, DynamicPrecision, LossyModes
 
-NOBODY = -1
 FLAT_SHARE = 1 / 3
 """Of a flat router the lower-ranked half of a token's experts has more than this share of the weight: leaving one out,
 or another in its place, costs more than its rank tells. An even router has half.
@@ -107,17 +106,6 @@ def best_cached(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """What a layer's router says of a pass. logits: [T, E]; chosen, weights: [T, K]."""
-
-    layer: int
-    rule: RoutingRule
-    logits: np.ndarray
-    chosen: np.ndarray
-    weights: np.ndarray
-
-
 class PassChoice:
     """Of one kind of pass: how many experts a token has, and which of them are computed.
 
@@ -192,7 +180,7 @@ class PassChoice:
         unimportance = 0.0
         for expert in experts:
             version = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
-            if version != NOBODY:
+            if version != NO_EXPERT:
                 found.append(self._versions.index(layer, version))
             unimportance += float(scores[expert]) / total
         return found
@@ -231,7 +219,7 @@ class PassChoice:
             return stand_in
         if self.is_dropped(share, routing.drop):
             self._counts.dropped += 1
-            return NOBODY
+            return NO_EXPERT
         return missed
 
     def stand_in(
@@ -277,16 +265,16 @@ class PassChoice:
             shares = weights / (weights.sum() or np.float32(1))
             unimportance = 0.0
             for rank in np.argsort(-shares, kind="stable").tolist():
-                if row[rank] != NOBODY:
+                if row[rank] != NO_EXPERT:
                     expert = int(row[rank])
                     row[rank] = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
                 unimportance += float(shares[rank])
-        is_skipped = (found == NOBODY) & (chosen != NOBODY)
+        is_skipped = (found == NO_EXPERT) & (chosen != NO_EXPERT)
         self._counts.low += int((found >= routed.logits.shape[1]).sum())
         self._counts.skipped += int(is_skipped.sum())
         if not is_skipped.any() or not routed.rule.can_weigh:
             return replace(routed, chosen=found)
-        kept = np.where(found == NOBODY, np.int32(NOBODY), chosen)
+        kept = np.where(found == NO_EXPERT, np.int32(NO_EXPERT), chosen)
         return replace(routed, chosen=found, weights=routed.rule.weigh(routed.rule.scores(routed.logits), kept))
 
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
@@ -299,7 +287,7 @@ class PassChoice:
         low = self._versions.low(layer, expert)
         if unimportance <= dynamic.skip_above:
             return expert if low is None else low
-        return low if low is not None and self._holds(layer, low) else NOBODY
+        return low if low is not None and self._holds(layer, low) else NO_EXPERT
 
     def _count_foretold(self, foretold: np.ndarray, chosen: np.ndarray) -> None:
         self._counts.foretold += foretold.size

@@ -11,7 +11,8 @@ import numpy as np
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
-from ..predictors import PassState, Predictor
+from ..pass_state import PassState
+from ..predictors import Predictor
 from ..prefetch import Advisor
 from ..routing import Router
 from .choice import ModeCounts, PassChoice, Versions

@@ -15,7 +15,8 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from ..predictors import PassState, Predictor
+from ..pass_state import PassState
+from ..predictors import Predictor
 from ..prefetch import Advisor, routed_ahead
 from ..requests import choose_experts
 from ..routing import Router

@@ -14,7 +14,7 @@ from moec.runtime.accelerator.placement import place_experts, working_bytes
 from moec.runtime.bound_experts import bind_experts
 from moec.runtime.bundle import open_bundle
 from moec.runtime.dense_weights import load_dense
-from moec.runtime.storage import open_storage
+from moec.runtime.storage_opening import open_storage
 
 
 @given(

@@ -13,7 +13,7 @@ from moec.cli.simulated_device import AcceleratorRates, parse_accelerator, share
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
 from moec.manifests.errors import OptionError
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.placement import LIBRARY_BYTES
 from moec.runtime.accelerator.planner import ExpertLoad

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from moec.cli.bench import predict, run_ceiling_ns
-from moec.profiles.device import DeviceProfile, load_profile
+from moec.profiles.device import DeviceProfile
+from moec.profiles.loading import load_profile
 from moec.runtime.bundle import open_bundle
 from moec.runtime.eviction import SCORES
 from moec.runtime.statistics import DecodeShares, RunRecorder

@@ -22,7 +22,7 @@ from moec.compiler.options import CompileOptions
 from moec.compiler.request import CompileRequest
 from moec.compiler.targets import Target
 from moec.manifests.errors import OptionError
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 from moec.runtime.beam import BeamOptions
 from moec.runtime.options import RuntimeOptions
 from moec.runtime.sampling import SamplingOptions

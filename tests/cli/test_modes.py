@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from moec.cli.main import cli
 from moec.cli.mode_sweep import QualitySweep, allowed_settings, settings_of
 from moec.cli.modes_measurement import ModesMeasurement
-from moec.compiler.certify import UnpublishedBundle
+from moec.compiler.ports import UnpublishedBundle
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from moec.cli.main import cli
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 
 
 def test_the_file_is_a_profile(tmp_path: Path) -> None:

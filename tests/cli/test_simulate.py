@@ -11,7 +11,8 @@ import pytest
 from moec.cli.simulated_device import parse_time_ns
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
-from moec.profiles.device import DeviceProfile, load_profile
+from moec.profiles.device import DeviceProfile
+from moec.profiles.loading import load_profile
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

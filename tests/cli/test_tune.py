@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 
 from moec.cli import tune
 from moec.cli.main import cli
+from moec.cli.opening import open_engine
 from moec.cli.output import human_bytes
-from moec.cli.runtime_options import open_engine
 from moec.cli.tuned_options import planned_cache_bytes
 from moec.manifests.errors import MoecError
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 from moec.profiles.probe import machine_sha256
 from moec.profiles.storage_identity import storage_sha256
 from moec.runtime.budget import plan_memory

@@ -10,17 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moec.compiler.exact import importance_list
 from moec.compiler.plan import CompilePlan
-from moec.compiler.search.baselines import (
-    BaselineResult,
-    _last_kept,
-    best_uniform,
-    bytes_at_kl,
-    edgemoe,
-    importance_list,
-    uniform_like,
-)
+from moec.compiler.search.baselines import BaselineResult, _last_kept, best_uniform, bytes_at_kl, edgemoe
 from moec.compiler.sensitivity import plain_plan
+from moec.compiler.uniform import uniform_like
 from moec.compiler.unit_store import UnitStore
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec

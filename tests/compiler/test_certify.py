@@ -14,7 +14,6 @@ import torch
 from moec.cli.report import verdict_line
 from moec.compiler.certify import (
     KL_ITEMS,
-    BundleEngine,
     DivergenceCertificate,
     TaskCertificate,
     certify_task,
@@ -22,6 +21,7 @@ from moec.compiler.certify import (
     look_counts,
 )
 from moec.compiler.options import Talk
+from moec.compiler.ports import BundleEngine
 from moec.compiler.quality import overall_verdict
 from moec.compiler.reference import ReferenceModel
 from moec.compiler.targets import Target

@@ -12,7 +12,8 @@ from moec.compiler.plan import CompilePlan
 from moec.compiler.sensitivity import plain_plan
 from moec.compiler.uniform import uniform_plan
 from moec.manifests.errors import DoesNotFit
-from moec.profiles.device import DeviceProfile, load_profile
+from moec.profiles.device import DeviceProfile
+from moec.profiles.loading import load_profile
 from moec.profiles.memory_floor import memory_option
 from tests.compiler.toy_search import BF16, toy_model
 

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from moec.compiler.loss_curve import PER_LAYER, CurvePoint, LossCurve, per_layer_space
+from moec.compiler.loss_curve import PER_LAYER, per_layer_space
 from moec.compiler.plots import curve_picture
-from moec.compiler.request import CompileResult
+from moec.compiler.result import CompileResult, CurvePoint, LossCurve
 from moec.compiler.search.frontier import least_cost
 from moec.compiler.targets import parse_sweep
 from moec.manifests.errors import OptionError

@@ -9,7 +9,7 @@ from moec.compiler.device_fit import choose_objective
 from moec.compiler.objective import SIZE_SHARE, byte_weights, reads_decide
 from moec.compiler.search.frontier import least_cost
 from moec.compiler.sensitivity import plain_plan
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 from tests.compiler.toy_search import BF16, toy_model, toy_space
 
 # 2.2 GB at 8 bits: more than a Raspberry Pi has for experts, less than a Jetson.

@@ -15,10 +15,11 @@ from moec.compiler.comparison import Comparison, _group_size, can_compare
 from moec.compiler.emit import cost_summary
 from moec.compiler.plan import CompilePlan
 from moec.compiler.quality import QUALITY_VERSION, quality_report
-from moec.compiler.search.baselines import BaselineResult, uniform_like
+from moec.compiler.search.baselines import BaselineResult
 from moec.compiler.sensitivity import SensitivityTable, dense_groups, plain_plan
 from moec.compiler.targets import Target
 from moec.compiler.trials import Trial
+from moec.compiler.uniform import uniform_like
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.statistics import DistributionSummary, judge
 from moec.manifests.codec import canonical_json

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.compiler.durable import Disk
-from moec.compiler.request import CompileResult
+from moec.compiler.result import CompileResult
 from tests.tiny_compile import compile_tiny
 
 OPERATIONS = ("open", "write", "sync", "sync_file", "sync_directory", "rename", "make_directory", "remove_tree")

@@ -20,7 +20,7 @@ import pytest
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime import load
-from moec.runtime.storage import resident_bytes
+from moec.runtime.mapped_storage import resident_bytes
 from tests.gates.memory_group import MemoryGroup, memory_group
 from tests.tiny_models import TinyMixtral, compile_uniform, save_tiny_mixtral
 

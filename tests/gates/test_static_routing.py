@@ -24,7 +24,7 @@ from moec.compiler.families import Lowering, lower
 from moec.compiler.uniform import uniform_plan
 from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 from moec.runtime import load
 from moec.runtime.advice import recorded_advice
 from moec.runtime.bundle import open_bundle

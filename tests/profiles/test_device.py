@@ -15,13 +15,12 @@ from moec.profiles.device import (
     MAX_PROFILE_BYTES,
     PROVENANCE_KINDS,
     DeviceProfile,
-    list_profiles,
-    load_profile,
     nearest_power_of_two,
     read_profile,
     round_down,
     to_toml,
 )
+from moec.profiles.loading import list_profiles, load_profile
 
 NUMBERS = {
     "memory_budget_bytes": 1000000,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import DoesNotFit
-from moec.profiles.device import DeviceProfile, load_profile
+from moec.profiles.device import DeviceProfile
+from moec.profiles.loading import load_profile
 from moec.profiles.memory_floor import PROCESS_BYTES, FixedMemory, memory_option
 from moec.profiles.predict import (
     compute_ns,

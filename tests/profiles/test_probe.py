@@ -12,7 +12,7 @@ import pytest
 
 from moec.manifests.errors import ProfileError
 from moec.profiles import probe
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 
 FLAGS = "flags\t\t: fpu sse2 fma f16c avx avx2"
 

@@ -10,7 +10,7 @@ import pytest
 from moec.profiles.memory_floor import pass_bytes
 from moec.runtime import load
 from moec.runtime.engine import Engine
-from moec.runtime.storage import resident_bytes
+from moec.runtime.mapped_storage import resident_bytes
 
 CONTEXT = 128
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(3, 259, CONTEXT)]

@@ -14,7 +14,7 @@ from moec.runtime.bundle import open_bundle
 from moec.runtime.eviction import SCORES, bundle_records, warm_order
 from moec.runtime.residency import Residency
 from moec.runtime.simulate import replay
-from moec.runtime.storage import page_bytes
+from moec.runtime.storage_interface import page_bytes
 from moec.runtime.timeline import DeviceRates, predict_timeline
 from moec.runtime.trace import Trace, TraceHeader, TraceRecorder
 from tests.gates.bundles import emit_bundle

@@ -30,7 +30,8 @@ from moec.runtime import engine as engine_module
 from moec.runtime.bundle import open_bundle
 from moec.runtime.cache_statistics import CacheStats
 from moec.runtime.sampling import Sampler, SamplingOptions
-from moec.runtime.storage import ReadStorage, page_bytes
+from moec.runtime.storage import ReadStorage
+from moec.runtime.storage_interface import page_bytes
 
 CONTEXT = 64
 PROMPT = [5, 60, 31, 7, 90, 2, 8]

@@ -27,7 +27,7 @@ from moec.runtime.engine import Engine
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.native_cache import NativeCache
 from moec.runtime.options import RuntimeOptions
-from moec.runtime.storage import open_storage
+from moec.runtime.storage_opening import open_storage
 from tests.runtime.faulty_source import InTime
 from tests.runtime.settled import wait_until_settled
 

@@ -18,7 +18,8 @@ from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.modes.settings import parse_modes
 from moec.runtime.norms import Norm
-from moec.runtime.predictors import LookaheadPredictor, PassState, Predictor
+from moec.runtime.pass_state import PassState
+from moec.runtime.predictors import LookaheadPredictor, Predictor
 from moec.runtime.prefetch import Advisor
 from moec.runtime.router_stack import stack_routers
 from moec.runtime.routing import Router

@@ -29,7 +29,9 @@ from moec.runtime.eviction import bundle_records
 from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache, open_cache
 from moec.runtime.options import IoMode, Policy, RuntimeOptions
-from moec.runtime.storage import ReadStorage, open_storage, page_bytes
+from moec.runtime.storage import ReadStorage
+from moec.runtime.storage_interface import page_bytes
+from moec.runtime.storage_opening import open_storage
 from tests.runtime.faulty_source import InTime, each, wait_for
 from tests.runtime.settled import wait_until_settled
 

@@ -14,10 +14,10 @@ from moec.manifests.model import ModelSpec, SharedSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime import load
 from moec.runtime.bundle import PathTables, Tables
+from moec.runtime.pass_state import PassState
 from moec.runtime.predictors import (
     MINIMUM_PAIR_COUNT,
     LookaheadPredictor,
-    PassState,
     PathPredictor,
     PopularityPredictor,
     Predictor,

@@ -10,7 +10,8 @@ import pytest
 
 from moec.manifests.model import SharedSpec
 from moec.runtime import load
-from moec.runtime.predictors import PassState, Predictor
+from moec.runtime.pass_state import PassState
+from moec.runtime.predictors import Predictor
 from moec.runtime.prefetch import Advisor
 from moec.runtime.prefetch_margins import PRECISION, LearnedMargins
 from moec.runtime.token_experts import TokenExperts

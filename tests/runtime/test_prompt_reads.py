@@ -14,7 +14,8 @@ from moec.runtime.expert_cache import ExpertCache
 from moec.runtime.native_cache import NativeCache
 from moec.runtime.options import Policy, Prefetch, PrefetchRule
 from moec.runtime.prefetch import advised_experts
-from moec.runtime.storage import ReadStorage, page_bytes
+from moec.runtime.storage import ReadStorage
+from moec.runtime.storage_interface import page_bytes
 from moec.runtime.streaming_cache import StreamingCache
 
 CONTEXT = 64

@@ -22,8 +22,10 @@ from moec.runtime.address_space import find_page_maker
 from moec.runtime.bound_experts import bind_experts
 from moec.runtime.bundle import Bundle, open_bundle
 from moec.runtime.dense_weights import load_dense
+from moec.runtime.mapped_storage import resident_bytes
 from moec.runtime.options import IoMode
-from moec.runtime.storage import ReadStorage, open_storage, resident_bytes
+from moec.runtime.storage import ReadStorage
+from moec.runtime.storage_opening import open_storage
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
 every_mode = pytest.mark.parametrize("io", MODES)

@@ -9,9 +9,9 @@ import numpy as np
 
 from moec.manifests.model import ExpertsSpec
 from moec.manifests.router import RouterSpec
-from moec.runtime.modes.choice import NOBODY, ModeCounts, PassChoice, Routed, Versions
+from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
 from moec.runtime.modes.settings import parse_modes
-from moec.runtime.routing import RoutingRule
+from moec.runtime.routing import NO_EXPERT, Routed, RoutingRule
 
 EXPERTS = 4
 LOW = EXPERTS  # the low version of expert e is stored at LOW + e, and chosen as that
@@ -68,7 +68,7 @@ def test_the_best_expert_of_a_token_is_the_one_with_the_largest_weight() -> None
     chosen, weights, _ = decided(logits, set(), router, cache_routing="drop=0.01")
     assert chosen == [0, 1] and weights[0] < 0.2 < weights[1]
     chosen, weights, counts = decided(logits, set(), router, cache_routing="drop=0.5")
-    assert chosen == [NOBODY, 1] and counts.dropped == 1
+    assert chosen == [NO_EXPERT, 1] and counts.dropped == 1
     assert weights[1] == 1.0, "the rest has the weight"
     chosen, _, _ = decided(logits, set(), router, dynamic_precision="0,1")
     assert chosen == [LOW, 1]
@@ -79,4 +79,4 @@ def test_unimportant_misses_are_low_or_skipped() -> None:
     assert decided(logits, set(), dynamic_precision="0.8,1")[0] == [0, 1]
     assert decided(logits, set(), dynamic_precision="0.5,1")[0] == [0, LOW + 1]
     chosen, weights, counts = decided(logits, set(), dynamic_precision="0.5,0.6")
-    assert chosen == [0, NOBODY] and weights[0] == 1.0 and counts.skipped == 1
+    assert chosen == [0, NO_EXPERT] and weights[0] == 1.0 and counts.skipped == 1

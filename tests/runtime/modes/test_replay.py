@@ -14,7 +14,7 @@ from moec.cli.lossy_replay import LossyReplay
 from moec.cli.measurement import measure_decode, new_tracer
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 from moec.runtime.advice import recorded_advice
 from moec.runtime.bundle import open_bundle
 from moec.runtime.engine import Engine

@@ -1,0 +1,29 @@
+"""What `moec pack` and `moec unpack` share: the check of the target before the work, and the report after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moec.manifests.bundle import PARTIAL_SUFFIX
+from moec.manifests.errors import InputError
+from moec.manifests.output_file import STDOUT, check_folder
+
+from . import output
+
+
+def check_target(target: Path) -> None:
+    """Refuse before the work what cannot become a new archive or a new bundle. Raises InputError, DoesNotFit."""
+    if os.path.lexists(target):
+        raise InputError(f"`{target}` exists already", "remove it or name another")
+    if target == STDOUT:
+        raise InputError("an archive or a bundle is not written to standard output", "name a file or a folder")
+    check_folder(target, PARTIAL_SUFFIX)
+
+
+def report_archive(what: str, source: Path, target: Path, before: int, after: int, as_json: bool) -> None:
+    if as_json:
+        output.data_json({"path": str(target), "source_bytes": before, "bytes": after})
+        return
+    sizes = f"{output.human_bytes(before)} to {output.human_bytes(after)}"
+    output.data(f"{what} `{source}` into `{target}`: {sizes}")

@@ -1,0 +1,91 @@
+"""Open a bundle for a command: refuse a path that is none, plan memory, select kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moec.manifests.errors import BundleIncomplete, InputError, MemoryBudgetExceeded
+
+if TYPE_CHECKING:
+    from moec.runtime.bundle import Bundle
+    from moec.runtime.engine import Engine
+    from moec.runtime.options import RuntimeOptions
+
+R = TypeVar("R")
+
+
+def bundle_folder(path: Path) -> Path:
+    """The path, if a bundle can be there. Raises InputError on a path that is no folder."""
+    if path.is_dir():
+        if not is_bundle(path):
+            remedy = "name a folder that `moec compile` wrote"
+            raise InputError(f"`{path}` holds no bundle: `moec.json` is missing", remedy)
+        return path
+    if path.is_file():
+        raise InputError(f"`{path}` is a file, expected a bundle folder", f"if it is packed: moec unpack {path}")
+    raise InputError(f"`{path}` does not exist, expected a bundle folder", "name the folder that `moec compile` wrote")
+
+
+def open_engine(
+    path: Path,
+    options: RuntimeOptions,
+    kernels: str | None = None,
+    before_load: Callable[[Bundle], None] | None = None,
+) -> Engine:
+    """Open a bundle for running, on the kernels of that name if one is given.
+
+    before_load: called with the opened bundle before memory is planned and weights are read.
+    Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable, and what `before_load` raises.
+    """
+    folder = bundle_folder(path)
+    from moec.runtime import kernels as runtime_kernels
+    from moec.runtime.budget import require_memory_for_manifest
+    from moec.runtime.bundle import open_bundle
+    from moec.runtime.engine import Engine
+
+    if kernels is not None:
+        runtime_kernels.select(kernels)
+    require_memory_for_manifest(folder, options)
+    bundle = open_bundle(folder)
+    if before_load is not None:
+        before_load(bundle)
+    return Engine(bundle, options, closes_bundle=True)
+
+
+def accelerator_facts(engine: Engine) -> dict[str, Any]:
+    """What an accelerator did and what was measured of it, for `--json`; nothing without one."""
+    used = engine.accelerator
+    return {} if used is None else {"accelerator": used.to_plain()}
+
+
+def mode_text(engine: Engine) -> str:
+    """What is on, as a value of `--json`."""
+    return engine.mode.removeprefix("mode: ")
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a folder is or was a bundle: it has a manifest, or it lost it but kept what only bundles hold."""
+    from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
+
+    if (path / MANIFEST_NAME).exists():
+        return True
+    if (path / DENSE_NAME).exists() and (path / TABLES_NAME).exists():
+        raise BundleIncomplete(f"`{path}` has no `{MANIFEST_NAME}`, so it is not a complete bundle", "copy it again")
+    return False
+
+
+def with_fitting_slots(use: Callable[[RuntimeOptions], R], options: RuntimeOptions, shrinks: bool = True) -> R:
+    """What `use` makes of the options; shrinks: with half the slots, and half again, where they exceed the budget.
+
+    Raises as `use`.
+    """
+    while True:
+        try:
+            return use(options)
+        except MemoryBudgetExceeded:
+            if not shrinks or options.slots == 1:
+                raise
+            options = replace(options, slots=options.slots // 2)

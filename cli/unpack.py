@@ -1,0 +1,50 @@
+"""`moec unpack`: a packed file as a bundle again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from moec.manifests.errors import InputError
+from moec.manifests.output_file import made_folders
+
+from . import output
+from .archives import check_target, report_archive
+from .paths import PATH
+
+
+@click.command("unpack", short_help="Make a bundle from a packed file.")
+@click.argument("file", type=PATH)
+@click.argument("folder", metavar="[DIR]", required=False, type=PATH)
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    help="Refuse an archive that unpacks to more than SIZE, like `8GiB`.  [default: what the disk has free]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_json: bool) -> None:
+    """Unpack FILE into the new folder DIR, by default FILE without its ending, and check every byte.
+
+    The bundle is the one that was packed, byte for byte. The folder appears when it is complete; an interrupted unpack
+    goes on where it stopped. A packed file of a few kB can unpack to any size: bound it with --max-size. The size is
+    known before anything is written.
+
+    \b
+    moec unpack mixtral.moec
+    moec unpack mixtral.moec /models/mixtral --max-size 30GiB
+    """
+    if not file.is_file():
+        raise InputError(f"`{file}` is not a file, expected a packed bundle", "name the file that `moec pack` wrote")
+    target = folder or file.with_suffix("")
+    if target == file:
+        raise InputError(f"`{file}` has no ending to leave out", f"name the folder: moec unpack {file} DIR")
+    check_target(target)
+    from moec.runtime.archive import unpack_bundle
+    from moec.runtime.options import parse_bytes
+
+    max_bytes = None if max_size is None else parse_bytes(max_size)
+    with made_folders(target), output.Progress("unpacking") as progress:
+        unpack_bundle(file, target, progress, max_bytes=max_bytes)
+    after = sum(path.stat().st_size for path in target.iterdir())
+    report_archive("unpacked", file, target, file.stat().st_size, after, as_json)
