@@ -42,7 +42,7 @@ from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request import CompileRequest
 from moec.compiler.targets import Target
 from moec.profiles.device import load_profile
-from moec.runtime.statistics import peak_memory_bytes
+from moec.runtime.trace.statistics import peak_memory_bytes
 planning.goes_layer_by_layer = lambda *_: True
 model, data, items, quantizer, out = sys.argv[1:]
 options = CompileOptions(Target("bits_per_weight", 4.0), data=data, bits=(2, 4, 16), group_sizes=(32,), dense_bits=8,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from turns import begin, decode_in_turns, print_turns
 
-from moec.runtime import Engine, load, native_cache
+from moec.runtime import Engine, load
+from moec.runtime.expert_cache import native_cache
 
 
 def opened(path: Path, expert_cache: str, policies: tuple[str, ...]) -> Engine:

@@ -13,10 +13,10 @@ import argparse
 from pathlib import Path
 
 from moec.cli.traces import ReplayedBundle, open_traces, replayed_bundle
-from moec.runtime.advice import no_advice, recorded_advice
-from moec.runtime.bundle import open_bundle
-from moec.runtime.timeline import Advice, DeviceRates, Timeline, predict_steps, timed_pass
-from moec.runtime.trace import Trace, TracedPass
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
+from moec.runtime.simulation.timeline import Advice, DeviceRates, Timeline, predict_steps, timed_pass
+from moec.runtime.trace.trace import Trace, TracedPass
 
 POLICY, READERS, DEPTHS = "lrfu", 2, (1, 2, 4)
 

@@ -22,7 +22,7 @@ from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from moec.runtime.accelerator.image import expert_bytes, write_image
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line
-from moec.runtime.accelerator.workload import STRATEGIES, Workload, decode_ns, prefill_ns
+from moec.runtime.simulation.accelerator_workload import STRATEGIES, Workload, decode_ns, prefill_ns
 
 _DENSE_TIMES = ("dense_fixed_ns", "dense_token_ns", "head_ns")
 PROMPTS, BEAMS = (512, 1024, 2048, 4096), (4, 8, 12)

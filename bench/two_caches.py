@@ -14,15 +14,15 @@ from pathlib import Path
 
 from moec.cli.traces import ReplayedBundle, open_traces, replayed_bundle
 from moec.manifests.errors import MemoryBudgetExceeded
-from moec.runtime.advice import no_advice
-from moec.runtime.bundle import Bundle, open_bundle
-from moec.runtime.eviction import SCORES, ExpertRecords
+from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.expert_cache.eviction import SCORES, ExpertRecords
 from moec.runtime.modes.choice import Versions, low_version_indices
 from moec.runtime.modes.logical_cache import LogicalCache
-from moec.runtime.modes.replay import RecordedPredictor, TracedModel, replay_modes
-from moec.runtime.modes.settings import parse_modes
-from moec.runtime.prefetch import Advisor
-from moec.runtime.trace import Trace
+from moec.runtime.options.lossy import parse_modes
+from moec.runtime.prefetch.advisor import Advisor
+from moec.runtime.simulation.lossy_replay import RecordedPredictor, TracedModel, replay_modes
+from moec.runtime.simulation.recorded_advice import no_advice
+from moec.runtime.trace.trace import Trace
 
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 THRESHOLDS = ("0,1", "0.4,0.8", "0.6,0.9")

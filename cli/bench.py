@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.modes.settings import HALF
+from moec.runtime.options.lossy import HALF
 
 from . import output
 from .measurement import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
@@ -27,13 +27,13 @@ from .traces import recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.engine import Engine
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.engine.engine import Engine
     from moec.runtime.kernels.profile import KernelTimes
-    from moec.runtime.options import RuntimeOptions
-    from moec.runtime.prefetch_quality import LayerAdvice
-    from moec.runtime.statistics import RunStatistics
-    from moec.runtime.trace import Trace
+    from moec.runtime.options.runtime import RuntimeOptions
+    from moec.runtime.prefetch.quality import LayerAdvice
+    from moec.runtime.trace.statistics import RunStatistics
+    from moec.runtime.trace.trace import Trace
 
 SHARES = (0.25, 0.5, 0.75)
 
@@ -98,9 +98,9 @@ def bench_command(
     moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
     moec bench mixtral-moec --memory 4GiB --profile
     """
-    from moec.runtime.bundle import open_bundle
+    from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.kernels.profile import timed_kernels
-    from moec.runtime.statistics import reset_peak_memory
+    from moec.runtime.trace.statistics import reset_peak_memory
 
     opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
     is_traced = trace_out is not None or policies != "none"
@@ -163,7 +163,7 @@ def _check_little(bundle: Path, trace_out: Path | None, little_k: str) -> None:
 
 def _write_trace(path: Path, trace: Trace, *asked: Any) -> None:
     """With what the little model says of every token, where there is one. asked: as for `with_little_model`."""
-    from moec.runtime.trace_file import write_trace
+    from moec.runtime.trace.trace_file import write_trace
 
     from .little_model import with_little_model
 
@@ -248,7 +248,7 @@ def _probed_host(bundle: Bundle) -> DeviceProfile:
 
 def _measured_host(bundle: Bundle, threads: int | None) -> DeviceProfile:
     """This machine, its memory by as many threads reading as will decode. threads: None for all processors."""
-    from moec.runtime.bandwidth import buffer_bytes, read_bytes_per_s
+    from moec.runtime.memory.bandwidth import buffer_bytes, read_bytes_per_s
 
     host = _probed_host(bundle)
     threads = threads or host.threads
@@ -320,8 +320,8 @@ def _dense_bytes_per_token(bundle: Bundle) -> int:
 
 def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
     """The run's trace under every policy at every share of the experts, prefetch off."""
-    from moec.runtime.eviction import SCORES
-    from moec.runtime.simulate import OPTIMUM, POPULARITY, replay
+    from moec.runtime.expert_cache.eviction import SCORES
+    from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 
     replayed, accesses, rows = replayed_bundle(bundle), trace.accesses(), list[dict[str, Any]]()
     for share in SHARES:

@@ -39,7 +39,7 @@ def compare_command(
     moec compare mixtral-moec --model mixtral --data gsm8k/
     """
     from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
-    from moec.runtime.bundle import open_bundle
+    from moec.runtime.bundle.opening import open_bundle
 
     from .inspect import read_quality
 

@@ -332,9 +332,9 @@ def _profile(name: str, destination: Path) -> Any:
 @contextmanager
 def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
     """The runtime on a bundle that is not published yet: how a compile certifies itself. memory_bytes 0: its own."""
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.engine import Engine
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.options.runtime import RuntimeOptions
 
     from .engines import BundleEngine
     from .opening import with_fitting_slots

@@ -99,7 +99,7 @@ class CompileLog:
             self._bar.__exit__(None, None, None)
             self._bar = None
         if self._running is not None:
-            from moec.runtime.statistics import peak_memory_bytes
+            from moec.runtime.trace.statistics import peak_memory_bytes
 
             (title, started), self._running = self._running, None
             stage = self._stages.setdefault(title, Stage(title))

@@ -156,7 +156,7 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[
     """Held-out items answered with half of the experts in memory."""
     from moec.evaluation.data import load_items
     from moec.evaluation.run import evaluate
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.options.runtime import RuntimeOptions
 
     from .engines import bundle_engine
 

@@ -12,13 +12,13 @@ import numpy as np
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, TextEngine
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow
-from moec.runtime.batch import forced_logits, generate_many
-from moec.runtime.options import RuntimeOptions
+from moec.runtime.engine.batch import forced_logits, generate_many
+from moec.runtime.options.runtime import RuntimeOptions
 
 from .opening import open_engine, with_fitting_slots
 
 if TYPE_CHECKING:
-    from moec.runtime.engine import Engine
+    from moec.runtime.engine.engine import Engine
 
 R = TypeVar("R")
 

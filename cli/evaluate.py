@@ -129,8 +129,8 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """`--modes sweep`: the table, and the record beside the bundle."""
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.modes.record import calibrated_deciles, record_path, write_record
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.tuning.mode_records import calibrated_deciles, record_path, write_record
 
     from .mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
@@ -169,7 +169,7 @@ def _engine(
 
 
 def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
-    from moec.runtime.statistics import peak_memory_bytes
+    from moec.runtime.trace.statistics import peak_memory_bytes
 
     from .engines import BundleEngine
 

@@ -13,11 +13,11 @@ from .mode_sweep import decisions_text, modes_of
 from .traces import ReplayedBundle
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.cache_statistics import CacheStats
-    from moec.runtime.eviction import PolicyScore
-    from moec.runtime.options import EvictionWeights
-    from moec.runtime.trace import Access, Trace
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.expert_cache.counts import CacheStats
+    from moec.runtime.expert_cache.eviction import PolicyScore
+    from moec.runtime.options.runtime import EvictionWeights
+    from moec.runtime.trace.trace import Access, Trace
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
 BASELINES = ("lru", "lfu", "edgemoe")
@@ -100,8 +100,8 @@ class PolicyFit:
 
     def _fit(self, capacity: int, name: str, progress: Callable[[float], None]) -> tuple[PolicyScore, str]:
         """The score of the least penalty on the training traces, and its weights as text."""
-        from moec.runtime.eviction import MultidimensionalScore
-        from moec.runtime.fitting import fit_weights
+        from moec.runtime.expert_cache.eviction import MultidimensionalScore
+        from moec.runtime.simulation.fitting import fit_weights
 
         as_printed, tried = name == "hobbit-printed", list[float]()
         has_low = self._has_low_versions and name != WITHOUT_LHU
@@ -119,8 +119,8 @@ class PolicyFit:
         self, trace: tuple[Trace, Sequence[Access]], capacity: int, policy: str | PolicyScore
     ) -> CacheStats | Decided:
         """HOBBIT's penalty is what misses cost, which is what they read: less for a low version."""
-        from moec.runtime.advice import no_advice
-        from moec.runtime.simulate import named_score, replay
+        from moec.runtime.simulation.recorded_advice import no_advice
+        from moec.runtime.simulation.replay import named_score, replay
 
         known, score = self._replayed, named_score(policy)
         if self._options and score is not None:

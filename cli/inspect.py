@@ -15,7 +15,7 @@ from .report import heat_map, loss_table, verdict_line
 
 if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest, ExpertEntry
-    from moec.runtime.bundle import Bundle
+    from moec.runtime.bundle.opening import Bundle
 
 
 @click.command("inspect", short_help="Show what is in a bundle: shape, formats, sizes, quality.")
@@ -31,7 +31,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
     moec inspect mixtral-moec --json | jq .sizes.expert_packed_bytes
     """
     folder = bundle_folder(bundle)
-    from moec.runtime.bundle import open_bundle
+    from moec.runtime.bundle.opening import open_bundle
 
     opened = open_bundle(folder)
     facts = describe(opened)
@@ -46,7 +46,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     """Everything `inspect` tells, as plain values."""
     from moec.profiles.memory_floor import memory_option
     from moec.runtime import kernels
-    from moec.runtime.budget import nominal_memory
+    from moec.runtime.memory.budget import nominal_memory
 
     manifest = bundle.manifest
     model, cost = manifest.model, manifest.cost

@@ -11,14 +11,14 @@ import numpy as np
 
 from moec.manifests.errors import OptionError
 from moec.runtime.modes.decoder import LossyDecoder, check_modes, confidence
-from moec.runtime.modes.settings import HALF, parse_modes
+from moec.runtime.options.lossy import HALF, parse_modes
 
 from .measurement import measure_decode, new_tracer
 from .opening import open_engine
 
 if TYPE_CHECKING:
-    from moec.runtime.options import RuntimeOptions
-    from moec.runtime.trace import Trace, TracedPass
+    from moec.runtime.options.runtime import RuntimeOptions
+    from moec.runtime.trace.trace import Trace, TracedPass
 
 _BIG_LITTLE = "gamma=1,k="
 
@@ -71,7 +71,7 @@ def _noted(each: TracedPass, little: TracedPass, sure: float | None) -> TracedPa
 
 def has_little_model(path: Path, little_k: str = HALF) -> bool:
     """Whether a bundle's model has one. Raises OptionError for one of a certain size that it does not have."""
-    from moec.runtime.bundle import open_bundle
+    from moec.runtime.bundle.opening import open_bundle
 
     if little_k != HALF and not re.fullmatch("[1-9][0-9]{0,5}", little_k):
         raise OptionError(f"`--trace-little {little_k[:20]}` is not a number of experts", "write it like `2`, or `K/2`")

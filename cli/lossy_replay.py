@@ -12,15 +12,15 @@ from moec.manifests.errors import OptionError
 from .mode_sweep import modes_of
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.eviction import PolicyScore
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.expert_cache.eviction import PolicyScore
     from moec.runtime.modes.choice import ModeCounts
     from moec.runtime.modes.logical_cache import LogicalCache
-    from moec.runtime.modes.replay import TracedModel
-    from moec.runtime.options import Prefetch
-    from moec.runtime.predictors import Predictor
-    from moec.runtime.timeline import Advice, TimedPass
-    from moec.runtime.trace import Trace
+    from moec.runtime.options.runtime import Prefetch
+    from moec.runtime.prefetch.predictors import Predictor
+    from moec.runtime.simulation.lossy_replay import TracedModel
+    from moec.runtime.simulation.timeline import Advice, TimedPass
+    from moec.runtime.trace.trace import Trace
 
     from .traces import ReplayedBundle
 
@@ -59,7 +59,7 @@ class LossyReplay:
         """
         from moec.runtime.modes.choice import Versions, low_version_indices
         from moec.runtime.modes.logical_cache import LogicalCache
-        from moec.runtime.modes.replay import replay_modes
+        from moec.runtime.simulation.lossy_replay import replay_modes
 
         replayed = self.replayed
         limits = (replayed.sizes, capacity, replayed.records, score, capacity - replayed.minimum_bytes, self.warm)
@@ -70,8 +70,8 @@ class LossyReplay:
         return Decided(steps, counts, cache.bytes_read)
 
     def _model(self, trace: Trace, cache: LogicalCache, capacity: int) -> TracedModel:
-        from moec.runtime.modes.replay import TracedModel
-        from moec.runtime.prefetch import Advisor
+        from moec.runtime.prefetch.advisor import Advisor
+        from moec.runtime.simulation.lossy_replay import TracedModel
 
         header, spec = trace.header, self.bundle.manifest.model
         advisor = Advisor(
@@ -86,8 +86,8 @@ class LossyReplay:
         return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
 
     def _predictor(self) -> Predictor | None:
-        from moec.runtime.modes.replay import RecordedPredictor
-        from moec.runtime.predictors import table_predictor
+        from moec.runtime.prefetch.predictors import table_predictor
+        from moec.runtime.simulation.lossy_replay import RecordedPredictor
 
         if self.prefetch == "lookahead":
             return RecordedPredictor(self.bundle.manifest.model)
@@ -96,7 +96,7 @@ class LossyReplay:
 
 def require_scores(path: Path, trace: Trace, options: dict[str, str]) -> None:
     """Refuse modes that decide by what a trace lacks. Raises OptionError."""
-    from moec.runtime.modes.replay import missing_scores
+    from moec.runtime.simulation.lossy_replay import missing_scores
 
     missing = missing_scores(trace, modes_of(options))
     if missing is not None:

@@ -14,12 +14,12 @@ from .opening import open_engine
 if TYPE_CHECKING:
     import numpy as np
 
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.engine import Engine
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.engine.engine import Engine
     from moec.runtime.kernels.profile import KernelTimes
-    from moec.runtime.options import RuntimeOptions
-    from moec.runtime.statistics import RunStatistics
-    from moec.runtime.trace import TraceRecorder
+    from moec.runtime.options.runtime import RuntimeOptions
+    from moec.runtime.trace.statistics import RunStatistics
+    from moec.runtime.trace.trace import TraceRecorder
 
 DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\nAnswer:"
 
@@ -56,7 +56,7 @@ def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
 
 def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> list[int]:
     """The first tokens of a text: a prompt and `tokens` more. Raises InputError, OptionError if there are too few."""
-    from moec.runtime.text import load_tokenizer
+    from moec.runtime.text.streaming_text import load_tokenizer
 
     try:
         sequence = list(load_tokenizer(bundle).encode(path.read_text(encoding="utf-8")).ids)
@@ -84,7 +84,7 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
 
 def new_tracer(engine: Engine) -> TraceRecorder:
     """For `measure_decode`: notes what a trace is made of."""
-    from moec.runtime.trace import TraceRecorder
+    from moec.runtime.trace.trace import TraceRecorder
 
     first_decoder_layer = engine.model.spec.first_decoder_layer
     return TraceRecorder(engine.model.times, lambda: engine.cache.stats, first_decoder_layer)
@@ -104,7 +104,7 @@ def measure_decode(
     logits: takes those of every step [1, V], if it is there. kernel_times: begun anew behind the prefill. tracer: takes
     every pass, at about 2 ms a token on the yardstick where experts are streamed.
     """
-    from moec.runtime.statistics import RunRecorder
+    from moec.runtime.trace.statistics import RunRecorder
 
     engine.model.trace = tracer
     recorder = RunRecorder(prompt_tokens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import output
 
 if TYPE_CHECKING:
-    from moec.runtime.engine import Engine
+    from moec.runtime.engine.engine import Engine
 
 
 def say_mode_cost(bundle: Path, engine: Engine) -> None:
@@ -19,7 +19,7 @@ def say_mode_cost(bundle: Path, engine: Engine) -> None:
 
 def mode_cost(bundle: Path, engine: Engine) -> str | None:
     """What the modes of a run were measured to cost, in one line; None for a lossless run."""
-    from moec.runtime.modes.record import calibrated_lower_half, measured_rows
+    from moec.runtime.tuning.mode_records import calibrated_lower_half, measured_rows
 
     modes = engine.options.modes
     if modes.is_lossless:

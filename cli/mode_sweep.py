@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.modes.settings import LossyModes, parse_mode_list, parse_modes
+from moec.runtime.options.lossy import LossyModes, parse_mode_list, parse_modes
 
 from . import output
 from .mode_costs import loss_text
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from moec.evaluation.tasks import Item, Task
     from moec.manifests.bundle import BundleManifest
     from moec.manifests.model import ModelSpec
-    from moec.runtime.engine import Engine
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.options.runtime import RuntimeOptions
 
     from .engines import BundleEngine
 
@@ -66,7 +66,7 @@ def allowed_settings(
     has besides. Raises OptionError for a setting that this model or these options refuse; a sweep leaves it out.
     """
     from moec.runtime.modes.decoder import check_modes
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.options.runtime import RuntimeOptions
 
     is_sweep, refusal = text == "sweep", None
     found: list[dict[str, str]] = [{}]
@@ -175,8 +175,8 @@ class QualitySweep:
     @contextmanager
     def _opened(self, setting: dict[str, str], is_partial: bool) -> Iterator[BundleEngine]:
         from moec.runtime import kernels
-        from moec.runtime.bundle import open_bundle
-        from moec.runtime.engine import Engine
+        from moec.runtime.bundle.opening import open_bundle
+        from moec.runtime.engine.engine import Engine
 
         from .engines import BundleEngine
 
@@ -295,8 +295,8 @@ def speed_sweep(
 ) -> list[dict[str, Any]]:
     """Every setting timed on the same forced tokens, each in an engine of its own; logits are held against lossless."""
     from moec.evaluation.divergence import log_softmax, summarise_divergence
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.modes.record import calibrated_deciles, measured_rows
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.tuning.mode_records import calibrated_deciles, measured_rows
 
     from .measurement import measure_decode
     from .opening import bundle_folder, open_engine

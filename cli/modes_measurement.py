@@ -28,9 +28,9 @@ class ModesMeasurement:
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """The record for quality.json. Raises MemoryBudgetExceeded."""
         from moec.compiler.layerwise.memory import PROCESS_BYTES
-        from moec.runtime.budget import plan_memory
-        from moec.runtime.bundle import open_bundle
-        from moec.runtime.options import RuntimeOptions
+        from moec.runtime.bundle.opening import open_bundle
+        from moec.runtime.memory.budget import plan_memory
+        from moec.runtime.options.runtime import RuntimeOptions
 
         manifest = open_bundle(bundle.path, allow_partial=True).manifest
         settings = settings_of(self.modes, manifest, bundle.deciles)

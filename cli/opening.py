@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moec.manifests.errors import BundleIncomplete, InputError, MemoryBudgetExceeded
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.engine import Engine
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.options.runtime import RuntimeOptions
 
 R = TypeVar("R")
 
@@ -42,9 +42,9 @@ def open_engine(
     """
     folder = bundle_folder(path)
     from moec.runtime import kernels as runtime_kernels
-    from moec.runtime.budget import require_memory_for_manifest
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.engine import Engine
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.memory.budget import require_memory_for_manifest
 
     if kernels is not None:
         runtime_kernels.select(kernels)

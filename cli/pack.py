@@ -33,7 +33,7 @@ def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
     folder = bundle_folder(bundle)
     target = file or folder.resolve().with_name(folder.resolve().name + SUFFIX)
     check_target(target)
-    from moec.runtime.archive import pack_bundle
+    from moec.runtime.bundle.archive import pack_bundle
 
     with made_folders(target), output.Progress("packing") as progress:
         pack_bundle(folder, target, progress)

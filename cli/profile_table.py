@@ -8,7 +8,7 @@ from . import output
 
 if TYPE_CHECKING:
     from moec.runtime.kernels.profile import KernelTimes
-    from moec.runtime.statistics import RunStatistics
+    from moec.runtime.trace.statistics import RunStatistics
 
 WAITING, PYTHON = "waiting for experts", "Python and numpy"
 WAITS = "experts_layer"

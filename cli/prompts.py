@@ -9,8 +9,8 @@ from moec.manifests.errors import ContextOverflow, InputError, OptionError
 from moec.manifests.limits import MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.options.runtime import RuntimeOptions
 
 
 class RunPrompt:
@@ -32,7 +32,7 @@ class RunPrompt:
         self.adds_special_tokens = not is_chat  # a rendered chat has them already
         self._renderer = None
         if is_chat:
-            from moec.runtime.chat import ChatRenderer
+            from moec.runtime.text.chat import ChatRenderer
 
             self._renderer = ChatRenderer()
 
@@ -48,14 +48,14 @@ class RunPrompt:
 
         Raises InputError or ContextOverflow for a prompt that cannot be used, and what ChatRenderer.render raises.
         """
-        from moec.runtime.budget import chosen_context
+        from moec.runtime.memory.budget import chosen_context
 
         limit_bytes = prompt_limit_bytes(chosen_context(bundle.manifest.model, options))
         text = _standard_input(limit_bytes) if self._prompt == "-" else self._prompt
         if self._renderer is None:
             self.text = text
             return
-        from moec.runtime.chat import template_files
+        from moec.runtime.text.chat import template_files
 
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         self.text = self._renderer.render(

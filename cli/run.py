@@ -18,10 +18,10 @@ from .prompts import RunPrompt
 from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
 
 if TYPE_CHECKING:
-    from moec.runtime.beam import BeamOptions
-    from moec.runtime.engine import Engine
-    from moec.runtime.sampling import SamplingOptions
-    from moec.runtime.statistics import RunStatistics
+    from moec.runtime.engine.beam import BeamOptions
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.text.sampling import SamplingOptions
+    from moec.runtime.trace.statistics import RunStatistics
 
 
 @click.command("run", short_help="Continue a prompt, experts streamed inside a budget.")
@@ -75,7 +75,7 @@ def run_command(
     echo "Once upon a time" | moec run mixtral-moec --prompt - --temperature 0.8 --seed 1
     """
     with RunPrompt(prompt, chat, system) as chosen:  # first: its process imports while this one does
-        from moec.runtime.sampling import SamplingOptions
+        from moec.runtime.text.sampling import SamplingOptions
 
         sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         search = _beam_options(beams, length_penalty, sampling, stop)
@@ -101,7 +101,7 @@ def _beam_options(
     beams: int, length_penalty: float, sampling: SamplingOptions, stop: tuple[str, ...]
 ) -> BeamOptions | None:
     """None for one beam. Raises OptionError for what does not go together."""
-    from moec.runtime.beam import BeamOptions
+    from moec.runtime.engine.beam import BeamOptions
 
     options = BeamOptions(beams, length_penalty)
     if beams == 1:
@@ -117,7 +117,7 @@ def _beam_options(
 
 
 def _print_beams(engine: Engine, tokens: list[int], max_new_tokens: int, options: BeamOptions, as_json: bool) -> None:
-    from moec.runtime.beam import beam_search
+    from moec.runtime.engine.beam import beam_search
 
     found = beam_search(engine, tokens, max_new_tokens, options)
     ends = engine.bundle.manifest.model.eos_token_ids
@@ -145,7 +145,7 @@ def _generate(
     shows_text: bool,
 ) -> tuple[dict[str, Any], RunStatistics]:
     """Decode, showing the text or not. Returns the values of `--json` and the statistics."""
-    from moec.runtime.statistics import RunRecorder
+    from moec.runtime.trace.statistics import RunRecorder
 
     recorder, pieces, ids, reason = RunRecorder(len(tokens)), list[str](), list[int](), None
     for step in engine.generate(tokens, max_new_tokens, sampling, stop):

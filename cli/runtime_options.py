@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.modes.settings import CACHE_STATES
-from moec.runtime.options import (
+from moec.runtime.options.lossy import CACHE_STATES
+from moec.runtime.options.runtime import (
     COOPERATIONS,
     DENSE_PLACES,
     IO_MODES,
@@ -250,8 +250,8 @@ def _was_given(name: str) -> bool:
 
 def _chosen_thresholds(bundle: Path, text: str) -> str:
     """Those of `--dynamic-precision auto`. Raises OptionError where none was measured to be within the loss."""
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.modes.record import choose_thresholds, measured_rows
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.tuning.mode_records import choose_thresholds, measured_rows
 
     match = re.fullmatch(r"([0-9]{1,2}(?:\.[0-9]{1,6})?)%", text.strip())
     if match is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import DoesNotFit, OptionError
-from moec.runtime.options import (
+from moec.runtime.options.runtime import (
     COOPERATIONS,
     POLICIES,
     PREFETCH_RULES,
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moec.profiles.device import DeviceProfile
-    from moec.runtime.accelerator.replayed import ReplayedDevice
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.eviction import PolicyScore
-    from moec.runtime.options import Cooperation, Prefetch, PrefetchRule
-    from moec.runtime.timeline import Advice, DeviceRates
-    from moec.runtime.trace import Trace
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.expert_cache.eviction import PolicyScore
+    from moec.runtime.options.runtime import Cooperation, Prefetch, PrefetchRule
+    from moec.runtime.simulation.accelerator_replay import ReplayedDevice
+    from moec.runtime.simulation.timeline import Advice, DeviceRates
+    from moec.runtime.trace.trace import Trace
 
 OPTIMUM = "optimum"
 DEFAULT_CACHES = ("10%", "25%", "50%", "75%")
@@ -129,7 +129,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     moec simulate mixtral-moec --trace held-out.trace --accelerator memory=8GiB,expert=600us,token=2us,link=12GB
     """
     from moec.profiles.loading import load_profile
-    from moec.runtime.bundle import open_bundle
+    from moec.runtime.bundle.opening import open_bundle
 
     opened = open_bundle(bundle_folder(bundle))
     (trace,) = open_traces([trace_path], opened)
@@ -181,8 +181,8 @@ def _shared_plain(shared: ReplayedDevice | None) -> dict[str, Any] | None:
 
 def _with_rule(trace: Trace, path: Path, bundle: Bundle, prefetch: Prefetch, rule: PrefetchRule | None) -> Trace:
     """The trace as if recorded under this rule of lookahead. Raises OptionError where it cannot be decided again."""
-    from moec.runtime.modes.replay import missing_scores
-    from moec.runtime.modes.settings import LossyModes
+    from moec.runtime.options.lossy import LossyModes
+    from moec.runtime.simulation.lossy_replay import missing_scores
 
     if rule is None or rule == trace.header.prefetch_rule:
         return trace
@@ -205,7 +205,7 @@ def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> li
     """Options of every setting that is asked for, the lossless one first. Raises OptionError where the trace lacks what
     one of them decides by; a sweep leaves that one out.
     """
-    from moec.runtime.modes.record import calibrated_deciles
+    from moec.runtime.tuning.mode_records import calibrated_deciles
 
     found: list[dict[str, str]] = [{}]
     asked = [] if modes is None else settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))[1:]
@@ -232,7 +232,7 @@ def _policies(asked: Sequence[str], settings: Sequence[dict[str, str]]) -> Seque
 
 
 def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | PolicyScore]:
-    from moec.runtime.eviction import MultidimensionalScore
+    from moec.runtime.expert_cache.eviction import MultidimensionalScore
 
     if weights is None:
         return {policy: policy for policy in policies}
@@ -247,7 +247,7 @@ def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | Pol
 
 def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
     """What a prefetcher would have said, pass by pass and layer by layer."""
-    from moec.runtime.advice import recorded_advice, table_advice
+    from moec.runtime.simulation.recorded_advice import recorded_advice, table_advice
 
     if prefetch == trace.header.prefetch:
         return recorded_advice
@@ -262,7 +262,7 @@ def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
 def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
     """What the device's memory leaves for experts at the default context; None if it cannot hold the rest."""
     from moec.profiles.predict import recommended_cache_bytes
-    from moec.runtime.budget import nominal_memory
+    from moec.runtime.memory.budget import nominal_memory
 
     try:
         fixed = nominal_memory(bundle.manifest)

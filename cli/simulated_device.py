@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
-from moec.runtime.options import MAX_READERS, parse_bytes
+from moec.runtime.options.runtime import MAX_READERS, parse_bytes
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
-    from moec.runtime.accelerator.replayed import ReplayedDevice
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.options import Cooperation
-    from moec.runtime.timeline import DeviceRates
-    from moec.runtime.trace import Trace, TraceHeader
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.options.runtime import Cooperation
+    from moec.runtime.simulation.accelerator_replay import ReplayedDevice
+    from moec.runtime.simulation.timeline import DeviceRates
+    from moec.runtime.trace.trace import Trace, TraceHeader
 
 _STAGED_BYTES = 2
 """The processor reads and writes each byte of a copy."""
@@ -35,7 +35,7 @@ def device_rates(
     header: TraceHeader, profile: DeviceProfile | None, readers: int, read_rate: str | None, read_latency: str | None
 ) -> DeviceRates:
     """A device's rates, or the recording machine's; read_rate and read_latency override. Raises OptionError."""
-    from moec.runtime.timeline import DeviceRates
+    from moec.runtime.simulation.timeline import DeviceRates
 
     if not 1 <= readers <= MAX_READERS:
         raise OptionError(f"readers must be 1 to {MAX_READERS}, found {readers}", "leave it out for 2")
@@ -105,8 +105,8 @@ def shared_device(
     from moec.runtime.accelerator.image import entry_bytes
     from moec.runtime.accelerator.latency import LatencyModel
     from moec.runtime.accelerator.placement import LIBRARY_BYTES, place_experts, working_bytes
-    from moec.runtime.accelerator.replayed import ReplayedDevice, traced_cpu_line
-    from moec.runtime.eviction import bundle_records
+    from moec.runtime.expert_cache.eviction import bundle_records
+    from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cpu_line
 
     manifest, header = bundle.manifest, trace.header
     sizes = tuple(entry_bytes(manifest.model, entry) for entry in manifest.stored_experts)

@@ -11,12 +11,12 @@ from .lossy_replay import LossyReplay
 from .mode_sweep import modes_of
 
 if TYPE_CHECKING:
-    from moec.runtime.accelerator.replayed import ReplayedDevice
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.eviction import PolicyScore
-    from moec.runtime.options import Prefetch
-    from moec.runtime.timeline import Advice, DeviceRates, TimedPass, Timeline
-    from moec.runtime.trace import Trace
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.expert_cache.eviction import PolicyScore
+    from moec.runtime.options.runtime import Prefetch
+    from moec.runtime.simulation.accelerator_replay import ReplayedDevice
+    from moec.runtime.simulation.timeline import Advice, DeviceRates, TimedPass, Timeline
+    from moec.runtime.trace.trace import Trace
 
     from .traces import ReplayedBundle
 
@@ -85,9 +85,9 @@ class Simulation:
     def _predict(
         self, capacity: int, policy: str | PolicyScore, options: dict[str, str]
     ) -> tuple[Timeline, dict[str, Any] | None]:
-        from moec.runtime.advice import no_advice
-        from moec.runtime.simulate import OPTIMUM
-        from moec.runtime.timeline import predict_steps, timed_pass
+        from moec.runtime.simulation.recorded_advice import no_advice
+        from moec.runtime.simulation.replay import OPTIMUM
+        from moec.runtime.simulation.timeline import predict_steps, timed_pass
 
         replayed, first = self.replayed, self.trace.header.first_expert
         held = min(capacity, replayed.total_bytes)
@@ -130,7 +130,7 @@ def has_static_routers(bundle: Bundle) -> bool:
 
 
 def _score(policy: str | PolicyScore) -> PolicyScore:
-    from moec.runtime.simulate import named_score
+    from moec.runtime.simulation.replay import named_score
 
     score = named_score(policy)
     if score is None:

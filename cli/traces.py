@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moec.profiles.device import DeviceProfile
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.engine import Engine
-    from moec.runtime.eviction import ExpertRecords
-    from moec.runtime.trace import Trace, TraceRecorder
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.expert_cache.eviction import ExpertRecords
+    from moec.runtime.trace.trace import Trace, TraceRecorder
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     """What replays know of a bundle."""
     import numpy as np
 
-    from moec.runtime.eviction import bundle_records, warm_order
-    from moec.runtime.read_runs import successors
-    from moec.runtime.storage_interface import page_bytes
+    from moec.runtime.expert_cache.eviction import bundle_records, warm_order
+    from moec.runtime.storage.interface import page_bytes
+    from moec.runtime.storage.read_runs import successors
 
     manifest, count = bundle.manifest, len(bundle.manifest.experts)
     sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)
@@ -72,8 +72,8 @@ def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, ho
     to 30 % less than two readers of 3.4 MiB each then got.
     """
     from moec.runtime import kernels
-    from moec.runtime.trace import Trace, TraceHeader
-    from moec.runtime.tuning import bundle_sha256
+    from moec.runtime.trace.trace import Trace, TraceHeader
+    from moec.runtime.tuning.tune_file import bundle_sha256
 
     layers = engine.model.spec.layers
     header = TraceHeader(
@@ -99,8 +99,8 @@ def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
 
     A trace of another compile of the same model has the same routes, nearly, and other times: that is said.
     """
-    from moec.runtime.trace_file import read_trace
-    from moec.runtime.tuning import bundle_sha256
+    from moec.runtime.trace.trace_file import read_trace
+    from moec.runtime.tuning.tune_file import bundle_sha256
 
     digest = bundle_sha256(bundle.path)
     traces: list[Trace] = []

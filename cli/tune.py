@@ -15,7 +15,7 @@ import click
 from moec.manifests.errors import OptionError
 from moec.manifests.output_file import check_output
 from moec.profiles.probe import available_threads
-from moec.runtime.options import PREFETCH_RULES
+from moec.runtime.options.runtime import PREFETCH_RULES
 
 from . import output
 from .eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
@@ -29,9 +29,9 @@ from .traces import open_traces, replayed_bundle
 from .tuned_options import made_elsewhere, planned_cache_bytes
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle import Bundle
-    from moec.runtime.options import RuntimeOptions
-    from moec.runtime.trace import Trace
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.options.runtime import RuntimeOptions
+    from moec.runtime.trace.trace import Trace
 
 LEAST_GAIN = 0.03
 ROUNDS = 3
@@ -96,7 +96,7 @@ def tune_command(
     moec tune mixtral-moec --memory 4GiB --trace a.trace --trace b.trace --held-out c.trace --held-out d.trace
     moec tune mixtral-moec --trace a.trace --held-out c.trace --modes "dynamic-precision 0.6,1"
     """
-    from moec.runtime.tuning import tuning_path
+    from moec.runtime.tuning.tune_file import tuning_path
 
     if bool(training) != bool(held_out):
         raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
@@ -118,7 +118,7 @@ def _time(
     folder: Path, options: RuntimeOptions, kernels: str | None, tokens: int, text_path: Path | None, as_json: bool
 ) -> None:
     """Decode the same tokens with every alternative, and keep what pays."""
-    from moec.runtime.bundle import open_bundle
+    from moec.runtime.bundle.opening import open_bundle
 
     cache_bytes = planned_cache_bytes(folder, options)
     if text_path is not None:
@@ -154,7 +154,7 @@ def _fit(
     as_json: bool,
 ) -> None:
     """Fit the policy's weights, say what they are worth, keep them if they pay in the cache in use."""
-    from moec.runtime.bundle import open_bundle
+    from moec.runtime.bundle.opening import open_bundle
 
     in_use = planned_cache_bytes(folder, options)  # before traces are read, which a run does not do
     opened = open_bundle(folder)
@@ -193,7 +193,7 @@ def _written(path: Path, cache_bytes: int) -> str:
 def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, str]:
     """The one setting of `--modes`. Raises OptionError where the bundle or a trace lacks what it needs."""
     from moec.runtime.modes.decoder import check_modes
-    from moec.runtime.modes.settings import parse_mode_list
+    from moec.runtime.options.lossy import parse_mode_list
 
     settings = [] if text == "sweep" else parse_mode_list(text)
     if len(settings) != 1:
@@ -213,7 +213,7 @@ def _choose(
     fit: PolicyFit, rows: list[FittedRow], options: RuntimeOptions
 ) -> tuple[dict[str, str | int], list[dict[str, Any]]]:
     """The fitted policy that surely reads less than the one in use, the most if several do, and every comparison."""
-    from moec.runtime.eviction import policy_score
+    from moec.runtime.expert_cache.eviction import policy_score
 
     in_use = policy_score(options.policy, options.policy_weights)
     kept: dict[str, str | int] = {}
@@ -238,7 +238,7 @@ def _write(
     """Write what is kept beside what an earlier tuning found of the other options; the place and all of them."""
     from moec.profiles.probe import machine_sha256
     from moec.profiles.storage_identity import storage_sha256
-    from moec.runtime.tuning import Tuning, bundle_sha256, read_tuning, write_tuning
+    from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, write_tuning
 
     try:
         before = read_tuning(folder)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from . import output
 
 if TYPE_CHECKING:
-    from moec.runtime.options import RuntimeOptions
-    from moec.runtime.tuning import Tuning
+    from moec.runtime.options.runtime import RuntimeOptions
+    from moec.runtime.tuning.tune_file import Tuning
 
 
 def tuned_options(bundle: Path, options: RuntimeOptions) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def tuned_options(bundle: Path, options: RuntimeOptions) -> dict[str, Any]:
 
     Raises as `planned_cache_bytes`.
     """
-    from moec.runtime.tuning import read_tuning, tuning_path
+    from moec.runtime.tuning.tune_file import read_tuning, tuning_path
 
     of_size = ""
     try:
@@ -41,7 +41,7 @@ def made_elsewhere(tuning: Tuning, bundle: Path) -> str | None:
     """Why a tuning says nothing of a bundle as it lies here, whatever the cache; None if it does. Raises OSError."""
     from moec.profiles.probe import machine_sha256
     from moec.profiles.storage_identity import storage_sha256
-    from moec.runtime.tuning import bundle_sha256
+    from moec.runtime.tuning.tune_file import bundle_sha256
 
     if tuning.bundle != bundle_sha256(bundle):
         return "was made for another compile of the bundle"
@@ -57,10 +57,10 @@ def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
 
     What an accelerator takes of the host's memory is told when it is opened, and not counted here.
     """
-    import moec.runtime.batch  # noqa: F401  # what a run imports takes its share of the memory
-    from moec.runtime.budget import plan_memory
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.elastic_cache import BudgetRoom
+    import moec.runtime.engine.batch  # noqa: F401  # what a run imports takes its share of the memory
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.memory.budget import plan_memory
+    from moec.runtime.memory.elastic_cache import BudgetRoom
 
     from .opening import bundle_folder, with_fitting_slots
 

@@ -24,7 +24,7 @@ def verify_command(bundle: Path, as_json: bool) -> None:
     moec verify mixtral-moec && scp -r mixtral-moec device:
     """
     folder = bundle_folder(bundle)
-    from moec.runtime.bundle import open_bundle, verify_bundle
+    from moec.runtime.bundle.opening import open_bundle, verify_bundle
 
     opened = open_bundle(folder)
     opened.tables()

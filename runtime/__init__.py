@@ -10,20 +10,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import Engine, load
-    from .generation_step import GenerationStep
-    from .options import RuntimeOptions
+    from .engine.engine import Engine, load
+    from .engine.generation_step import GenerationStep
+    from .options.runtime import RuntimeOptions
 
 __all__ = ["Engine", "GenerationStep", "RuntimeOptions", "load"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "RuntimeOptions":
-        from .options import RuntimeOptions
+        from .options.runtime import RuntimeOptions
 
         return RuntimeOptions
     if name in __all__:
-        from . import engine
+        from .engine import engine
 
         return getattr(engine, name)
     raise AttributeError(f"module `moec.runtime` has no attribute `{name}`")

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from moec.cli.traces import replayed_bundle
 from moec.runtime import Engine, RuntimeOptions, kernels
-from moec.runtime.bundle import open_bundle
-from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.eviction import policy_score
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache
-from moec.runtime.predictors import LookaheadPredictor, PathPredictor, PopularityPredictor
-from moec.runtime.simulate import replay
-from moec.runtime.streaming_cache import StreamingCache
-from moec.runtime.trace import TraceRecorder
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.eviction import policy_score
+from moec.runtime.expert_cache.interface import StreamingCache
+from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.prefetch.predictors import LookaheadPredictor, PathPredictor, PopularityPredictor
+from moec.runtime.simulation.replay import replay
+from moec.runtime.trace.trace import TraceRecorder
 
 _MODE = re.compile(
     r"mode: (?P<kind>streaming|resident), (?P<loss>.*); expert cache (?P<cache>.*), policy (?P<policy>.*), "

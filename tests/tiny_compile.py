@@ -16,7 +16,7 @@ from moec.compiler.result import CompileResult
 from moec.compiler.targets import Target, TargetKind
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
-from moec.runtime.bundle import open_bundle, verify_bundle
+from moec.runtime.bundle.opening import open_bundle, verify_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 SPLITS = {"train": 8, "validation": 8, "test": 40}

@@ -227,7 +227,7 @@ def prepare(folder: Path) -> Yard:
 
 def machine(folder: Path) -> dict[str, Any]:
     """What the figures belong to, and in which state it is."""
-    from moec.runtime.bandwidth import MOST_BYTES, read_bytes_per_s
+    from moec.runtime.memory.bandwidth import MOST_BYTES, read_bytes_per_s
 
     told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()

@@ -14,10 +14,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from moec.cli.measurement import measure_decode, sequence_of
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine
-from moec.runtime.options import RuntimeOptions
-from moec.runtime.streaming_cache import StreamingCache
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.expert_cache.interface import StreamingCache
+from moec.runtime.options.runtime import RuntimeOptions
 
 LAYERS_HELD = 2
 

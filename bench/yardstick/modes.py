@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moec.runtime.bundle import open_bundle
-from moec.runtime.options import parse_cache
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.options.runtime import parse_cache
 from yardstick.limits import drop_caches, run_limited
 
 LOSSLESS = ""

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from moec.cli.measurement import measure_decode, sequence_of
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.layers.routing import NO_EXPERT, RoutingRule
 from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions, best_cached
 from moec.runtime.modes.decoder import LossyDecoder
 from moec.runtime.modes.logical_cache import LogicalCache
-from moec.runtime.modes.settings import DynamicPrecision, LossyModes
-from moec.runtime.options import RuntimeOptions
-from moec.runtime.routing import NO_EXPERT, RoutingRule
+from moec.runtime.options.lossy import DynamicPrecision, LossyModes
+from moec.runtime.options.runtime import RuntimeOptions
 
 OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
 

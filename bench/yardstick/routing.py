@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from moec.runtime import load
-from moec.runtime.engine import Engine
-from moec.runtime.pass_state import PassState
-from moec.runtime.predictors import LookaheadPredictor, Predictor
+from moec.runtime.engine.engine import Engine
+from moec.runtime.prefetch.pass_state import PassState
+from moec.runtime.prefetch.predictors import LookaheadPredictor, Predictor
 
 
 class Recorder(Predictor):

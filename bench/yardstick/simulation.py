@@ -19,7 +19,7 @@ from typing import Any
 
 from commands import command_line, moec
 
-from moec.runtime.modes.settings import parse_mode_list
+from moec.runtime.options.lossy import parse_mode_list
 from yardstick.limits import drop_caches, run_limited
 
 RATES = (90_000_000, 500_000_000, 0)  # 0: storage as it is

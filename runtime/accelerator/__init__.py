@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest
 
-    from ..options import RuntimeOptions
+    from ..options.runtime import RuntimeOptions
     from .opening import OpenedAccelerator
 
 

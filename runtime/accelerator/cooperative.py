@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from ..options import Cooperation
+from ..options.runtime import Cooperation
 from .dense import DenseLatency, DenseOnDevice
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .latency import LatencyModel

@@ -20,8 +20,8 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.model import LayerSpec, ModelSpec
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES, round_up
 
-from ..attention import AttentionBlock, DensePart, TokenPlaces
-from ..kv_cache import KVCache
+from ..layers.attention import AttentionBlock, DensePart, TokenPlaces
+from ..layers.kv_cache import KVCache
 from .latency import fit_line, median_ns
 from .placement import UNPACKING_BYTES
 

@@ -1,4 +1,5 @@
-"""ExpertDevice: what a device must be able to do with experts. Implementations: torch_device.py, simulated.py."""
+"""ExpertDevice: what a device must be able to do with experts. Implementations: torch_device.py and
+simulation/accelerator_device.py."""
 
 from __future__ import annotations
 

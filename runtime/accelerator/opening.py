@@ -18,10 +18,10 @@ from moec.manifests.errors import AcceleratorUnavailable, MissingDependency, Opt
 from moec.profiles.memory_floor import longest_pass
 
 from .. import kernels
-from ..budget import chosen_context
-from ..eviction import ExpertRecords
-from ..options import TORCH_CPU, RuntimeOptions, parse_bytes
-from ..storage_interface import ExpertStorage
+from ..expert_cache.eviction import ExpertRecords
+from ..memory.budget import chosen_context
+from ..options.runtime import TORCH_CPU, RuntimeOptions, parse_bytes
+from ..storage.interface import ExpertStorage
 from .cooperative import CooperativeExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
@@ -32,8 +32,8 @@ from .placement import LIBRARY_BYTES, Placement, place_experts, working_bytes
 if TYPE_CHECKING:
     import torch
 
-    from ..kv_cache import KVCache
-    from ..model import Model
+    from ..layers.kv_cache import KVCache
+    from ..model.forward import Model
 
 _SAMPLES = 3
 """Experts that are timed: the smallest, the median and the largest."""

@@ -18,7 +18,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..options import Cooperation
+from ..options.runtime import Cooperation
 from .device import COPY_SLOTS
 from .latency import LatencyModel
 

@@ -1,7 +1,9 @@
-"""Attention of one layer on a torch device, over keys and values that lie there: what `runtime/attention.py` computes.
+"""Attention of one layer on a torch device, with its keys and values there.
+
+The specification is `runtime/layers/attention.py`.
 
 Weights are unpacked once, to the kernels' own float32 values; activations are rounded as the kernels round them. Sums
-have another order. Shapes as in `runtime/attention.py`; E: positions up to the last that a query sees, B: sequences.
+have another order. Shapes are those of the specification; E: positions up to the last that a query sees, B: sequences.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import torch
 from moec.manifests.model import AttentionSpec, LatentSpec
 from moec.manifests.quant import ROWS_PER_BLOCK, round_up
 
-from ..attention import TokenPlaces, Weights
 from ..kernels.packed_matrix import PackedMatrix
-from ..rotary import RotaryTables
+from ..layers.attention import TokenPlaces, Weights
+from ..layers.rotary import RotaryTables
 from .dense import CHUNK_FLOATS, UNPACKED_AT_ONCE
 from .torch_weights import round_activations, unpack
 

@@ -11,11 +11,11 @@ import torch
 
 from moec.manifests.model import ModelSpec
 
-from ..attention import DensePart, TokenPlaces, layer_weights
 from ..kernels.packed_matrix import PackedMatrix
-from ..kv_cache import KVCache
-from ..norms import Norm, stream_norms
-from ..rotary import RotaryTables
+from ..layers.attention import DensePart, TokenPlaces, layer_weights
+from ..layers.kv_cache import KVCache
+from ..layers.norms import Norm, stream_norms
+from ..layers.rotary import RotaryTables
 from .dense import HEAD_ROWS, DenseOnDevice
 from .torch_attention import PlacesOnDevice, TorchHeadAttention, TorchLatentAttention, TorchLinear, TorchRotary
 

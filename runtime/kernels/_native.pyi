@@ -163,7 +163,7 @@ def forget_mapping(watch: int) -> None:
     """Stop watching, before the mapping ends."""
 
 class ExpertReads:
-    """The expert cache: what runtime/residency.py decides, threads that read, callers that wait.
+    """The expert cache: what runtime/expert_cache/residency.py decides, threads that read, callers that wait.
 
     arrays: written here, [N] each: state, is_leased, is_ahead, is_seen, uint8; last_used, uses, int64; heat, float64;
     prefetches, int64 [2, N]; counts, int64, the fields of CacheStats. sizes, layers, following: per expert; following:
@@ -227,13 +227,15 @@ class ExpertReads:
     def close(self) -> None: ...
 
 class ExpertLayers:
-    """The routed experts of every layer for one token, out of a cache: Model._experts_layer of runtime/model.py.
+    """The routed experts of every layer for one token, out of a cache.
+
+    The specification is `Model._experts_layer` of runtime/model/forward.py.
 
     layers: of each norm, float32 [D], norm_eps, router or None, shared or None, layer, first_expert, top_k,
     renormalizes, weight_scale, residual_scale, experts, one per row of the router, and ahead, nearest first: of layers
     that are looked at, how many route up to it, its number, first expert and top_k, its router and norm, [] and []; or
     None and None where no router can be asked, and what is always likely with its scores. size: D. ahead_eps: of all
-    those norms. rules: the constants of runtime/prefetch_margins.py. Raises ValueError.
+    those norms. rules: the constants of runtime/prefetch/margins.py. Raises ValueError.
     """
 
     def __init__(

@@ -15,9 +15,9 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 
-from ..routing import NO_EXPERT, Routed, RoutingRule
+from ..layers.routing import NO_EXPERT, Routed, RoutingRule
+from ..options.lossy import CacheRouting, DynamicPrecision, LossyModes
 from .logical_cache import LogicalCache
-from .settings import CacheRouting, DynamicPrecision, LossyModes
 
 FLAT_SHARE = 1 / 3
 """Of a flat router the lower-ranked half of a token's experts has more than this share of the weight: leaving one out,

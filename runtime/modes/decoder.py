@@ -11,13 +11,13 @@ import numpy as np
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
-from ..pass_state import PassState
-from ..predictors import Predictor
-from ..prefetch import Advisor
-from ..routing import Router
+from ..layers.routing import Router
+from ..options.lossy import LossyModes
+from ..prefetch.advisor import Advisor
+from ..prefetch.pass_state import PassState
+from ..prefetch.predictors import Predictor
 from .choice import ModeCounts, PassChoice, Versions
 from .logical_cache import LogicalCache
-from .settings import LossyModes
 
 RunPass = Callable[[Sequence[int], Sequence[int], Sequence[int], PassChoice], np.ndarray]
 """Tokens, slots, positions and how experts are chosen -> residual stream [T, D]."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from moec.manifests.errors import MemoryBudgetExceeded
 
-from ..eviction import ExpertRecords, PolicyScore
-from ..simulated_cache import SimulatedCache
+from ..expert_cache.eviction import ExpertRecords, PolicyScore
+from ..expert_cache.simulated_cache import SimulatedCache
 
 
 class LogicalCache:

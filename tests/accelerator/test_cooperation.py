@@ -17,10 +17,10 @@ from moec.runtime.accelerator.image import entry_bytes
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.opening import bring
 from moec.runtime.accelerator.placement import place_experts, working_bytes
-from moec.runtime.accelerator.simulated import SimulatedDevice
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine
-from moec.runtime.options import COOPERATIONS
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.options.runtime import COOPERATIONS
+from moec.runtime.simulation.accelerator_device import SimulatedDevice
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import PRUNED, save_whole
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family

@@ -21,13 +21,13 @@ from moec.runtime.accelerator.dense import DenseLatency, dense_bytes, shared_byt
 from moec.runtime.accelerator.torch_attention import together, unpacked
 from moec.runtime.accelerator.torch_dense import dense_on
 from moec.runtime.accelerator.torch_device import TorchDevice
-from moec.runtime.attention import TokenPlaces
-from moec.runtime.batch import generate_many
-from moec.runtime.beam import BeamOptions, beam_search
-from moec.runtime.bundle import open_bundle
-from moec.runtime.dense_weights import load_dense
-from moec.runtime.engine import Engine
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.batch import generate_many
+from moec.runtime.engine.beam import BeamOptions, beam_search
+from moec.runtime.engine.engine import Engine
 from moec.runtime.kernels import reference
+from moec.runtime.layers.attention import TokenPlaces
+from moec.runtime.model.dense_weights import load_dense
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import random_matrix
 from tests.kernels.products import inputs, matrix_of

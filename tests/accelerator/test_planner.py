@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.planner import Action, ExpertLoad, pays_alone, plan_layer, schedule
-from moec.runtime.accelerator.workload import layer_ns
-from moec.runtime.options import COOPERATIONS
+from moec.runtime.options.runtime import COOPERATIONS
+from moec.runtime.simulation.accelerator_workload import layer_ns
 
 times = st.floats(0, 1e7, allow_nan=False, width=32)
 latencies = st.builds(

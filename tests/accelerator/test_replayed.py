@@ -17,14 +17,14 @@ from moec.profiles.loading import load_profile
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.placement import LIBRARY_BYTES
 from moec.runtime.accelerator.planner import ExpertLoad
-from moec.runtime.accelerator.replayed import ReplayedDevice, traced_cpu_line
-from moec.runtime.accelerator.workload import layer_ns
-from moec.runtime.advice import recorded_advice
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine
-from moec.runtime.eviction import expert_records
-from moec.runtime.options import COOPERATIONS, Cooperation, RuntimeOptions
-from moec.runtime.timeline import DeviceRates, TimedPass, Timeline, predict_steps
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.expert_cache.eviction import expert_records
+from moec.runtime.options.runtime import COOPERATIONS, Cooperation, RuntimeOptions
+from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cpu_line
+from moec.runtime.simulation.accelerator_workload import layer_ns
+from moec.runtime.simulation.recorded_advice import recorded_advice
+from moec.runtime.simulation.timeline import DeviceRates, TimedPass, Timeline, predict_steps
 from tests.runtime.test_timeline import RATES, one_token, trace_of
 
 from .conftest import memory_for

@@ -95,8 +95,9 @@ def test_runtime_package_loads_nothing() -> None:
 @pytest.mark.gate("G7")
 def test_engine_loads_numpy_and_tokenizers_only() -> None:
     found = foreign(
-        "import moec.runtime.engine, moec.runtime.batch, moec.runtime.simulate, moec.runtime.statistics\n"
-        "import moec.runtime.accelerator.opening, moec.runtime.accelerator.workload\n"
+        "import moec.runtime.engine.engine, moec.runtime.engine.batch\n"
+        "import moec.runtime.simulation.replay, moec.runtime.trace.statistics\n"
+        "import moec.runtime.accelerator.opening, moec.runtime.simulation.accelerator_workload\n"
         "from moec.runtime import Engine, load"
     )
     assert found <= ALLOWED, f"not on the list: {sorted(found - ALLOWED)}"
@@ -128,7 +129,7 @@ def find(name, package=None):
 importlib.util.find_spec = find
 system.meta_path.insert(0, Hide())
 import numpy as np
-import moec.runtime.engine
+import moec.runtime.engine.engine
 from moec.runtime import kernels
 kernels.Path = type("NoFiles", (), {"__init__": lambda self, folder: None, "glob": lambda self, pattern: []})
 out = np.empty((1, 32), np.float32)

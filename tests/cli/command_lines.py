@@ -15,10 +15,10 @@ from moec.cli.compile import open_partial
 from moec.cli.generate import CODE_STOPS
 from moec.cli.modes_measurement import ModesMeasurement
 from moec.compiler.targets import Target
-from moec.runtime.eviction import MultidimensionalScore
-from moec.runtime.options import parse_weights
+from moec.runtime.expert_cache.eviction import MultidimensionalScore
+from moec.runtime.options.runtime import parse_weights
 
-ENGINE = "moec.runtime.engine.Engine"
+ENGINE = "moec.runtime.engine.engine.Engine"
 COMPILE = "moec.compiler.pipeline.compile_checkpoint"
 MODES = "big-little gamma=0.5"
 WEIGHTS = "0.1,0.5,0,0.4"
@@ -89,7 +89,7 @@ RUNS = {
     "run": Line("run", ENGINE, {**ALL, "beams": Given("--beams 3", "options.slots", 3)}, "--prompt x"),
     "run, sampling": Line(
         "run",
-        "moec.runtime.engine.Engine.generate",
+        "moec.runtime.engine.engine.Engine.generate",
         {
             "max_new_tokens": Given("--max-new-tokens 9", "max_new_tokens", 9),
             "temperature": Given("--temperature 0.7", "sampling.temperature", 0.7),
@@ -104,7 +104,7 @@ RUNS = {
     ),
     "run, beams": Line(
         "run",
-        "moec.runtime.beam.beam_search",
+        "moec.runtime.engine.beam.beam_search",
         {
             "beams": Given("--beams 3", "options.beams", 3),
             "length_penalty": Given("--length-penalty 0.5", "options.length_penalty", 0.5),

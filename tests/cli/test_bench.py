@@ -12,10 +12,10 @@ import pytest
 from moec.cli.bench import predict, run_ceiling_ns
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
-from moec.runtime.bundle import open_bundle
-from moec.runtime.eviction import SCORES
-from moec.runtime.statistics import DecodeShares, RunRecorder
-from moec.runtime.trace import TraceRecorder
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache.eviction import SCORES
+from moec.runtime.trace.statistics import DecodeShares, RunRecorder
+from moec.runtime.trace.trace import TraceRecorder
 
 from .conftest import Invoke
 
@@ -25,7 +25,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
     """A shipped profile in place of the probe, which takes seconds."""
     profile = load_profile("raspberry-pi-4b-sd")
     monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
-    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     return profile
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import load
-from moec.runtime.bundle import open_bundle
-from moec.runtime.trace import Trace, TracedPass, TraceHeader
-from moec.runtime.trace_file import read_trace, write_trace
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
+from moec.runtime.trace.trace_file import read_trace, write_trace
 from tests.tiny_compile import compile_tiny, save_dialogues, save_texts
 from tests.tiny_switch import TINY_SWITCHES, Oracle, save_tiny_switch
 

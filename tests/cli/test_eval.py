@@ -10,7 +10,7 @@ import pytest
 
 from moec.cli.engines import bundle_engine, checkpoint_engine
 from moec.evaluation.engine import GenerationRequest, no_progress
-from moec.runtime.options import RuntimeOptions
+from moec.runtime.options.runtime import RuntimeOptions
 
 from .conftest import Invoke
 
@@ -82,12 +82,12 @@ def test_slots_shrink_to_fit_unless_they_are_asked_for(
     invoke: Invoke, bundle: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moec.manifests.bundle import BundleManifest
-    from moec.runtime.budget import plan_memory
-    from moec.runtime.bundle import open_bundle
-    from moec.runtime.options import RuntimeOptions
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.memory.budget import plan_memory
+    from moec.runtime.options.runtime import RuntimeOptions
 
     # What this process holds changes from one moment to the next.
-    monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda: 100 << 20)
+    monkeypatch.setattr("moec.runtime.memory.budget.resident_set_bytes", lambda: 100 << 20)
     manifest: BundleManifest = open_bundle(bundle).manifest
     room = plan_memory(manifest, RuntimeOptions(expert_cache="100%", slots=8)).floor_bytes + (1 << 20)
     values = evaluate(invoke, bundle, "--data", texts, "--memory", room)

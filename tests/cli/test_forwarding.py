@@ -23,9 +23,9 @@ from moec.compiler.request import CompileRequest
 from moec.compiler.targets import Target
 from moec.manifests.errors import OptionError
 from moec.profiles.loading import load_profile
-from moec.runtime.beam import BeamOptions
-from moec.runtime.options import RuntimeOptions
-from moec.runtime.sampling import SamplingOptions
+from moec.runtime.engine.beam import BeamOptions
+from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.text.sampling import SamplingOptions
 
 from .command_lines import ENGINE, LINES, SHOWN_ELSEWHERE, Given, Line
 
@@ -41,8 +41,8 @@ NOT_OFFERED = {
 # Class -> where its fields stand in what a seam is given, and the seams.
 PLACES = {
     RuntimeOptions: ("options.", {ENGINE}),
-    SamplingOptions: ("sampling.", {"moec.runtime.engine.Engine.generate"}),
-    BeamOptions: ("options.", {"moec.runtime.beam.beam_search"}),
+    SamplingOptions: ("sampling.", {"moec.runtime.engine.engine.Engine.generate"}),
+    BeamOptions: ("options.", {"moec.runtime.engine.beam.beam_search"}),
     CompileOptions: ("request.options.", {"moec.compiler.pipeline.compile_checkpoint"}),
     CompileRequest: ("request.", {"moec.compiler.pipeline.compile_checkpoint"}),
 }
@@ -63,7 +63,7 @@ def folder(checkpoint: Path, two_version_bundle: Path, tmp_path_factory: pytest.
     with pytest.MonkeyPatch.context() as patch:
         laptop = load_profile("laptop")
         patch.setattr("moec.cli.bench._probed_host", lambda bundle: laptop)
-        patch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+        patch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
         done = CliRunner().invoke(cli, [*words(recorded, folder), "--expert-cache", "50%"])
     assert done.exit_code == 0, done.stderr
     return folder

@@ -18,9 +18,9 @@ from moec.compiler.ports import UnpublishedBundle
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
-from moec.runtime.bundle import open_bundle
-from moec.runtime.modes.record import calibrated_deciles, calibrated_lower_half, measured_rows, record_path
-from moec.runtime.options import RuntimeOptions
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.tuning.mode_records import calibrated_deciles, calibrated_lower_half, measured_rows, record_path
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
@@ -111,7 +111,7 @@ def test_modes_that_nobody_measured_are_checked_against_calibration(
     told = invoke(*asked)
     assert "its cost was not measured" in told.stderr and "is flat" not in told.stderr
     for share, is_flat in ((0.43, True), (0.3, False)):
-        monkeypatch.setattr("moec.runtime.modes.record.calibrated_lower_half", lambda bundle, found=share: found)
+        monkeypatch.setattr("moec.runtime.tuning.mode_records.calibrated_lower_half", lambda bundle, found=share: found)
         told = invoke(*asked)
         warning = "the router is flat on calibration data: the lower half of its choice has 43% of the weight"
         assert told.exit_code == 0 and (warning in told.stderr) == is_flat

@@ -132,7 +132,7 @@ def test_a_compile_that_fails_leaves_no_bar_under_its_error(tmp_path: Path, monk
     terminal, log = Terminal(), CompileLog(tmp_path / "out")
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(output, "REDRAW_S", 0.0)
-    monkeypatch.setattr("moec.runtime.statistics.peak_memory_bytes", lambda: 7 << 20)
+    monkeypatch.setattr("moec.runtime.trace.statistics.peak_memory_bytes", lambda: 7 << 20)
     with pytest.raises(OptionError), log:
         log.progress("calibrating")(1, 2)
         raise OptionError("no", "do")

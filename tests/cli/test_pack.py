@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import moec.runtime.archive
+import moec.runtime.bundle.archive
 
 from .conftest import Invoke
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(moec.runtime.archive, "pack_bundle"), reason="runtime/archive is not in the tree yet"
+    not hasattr(moec.runtime.bundle.archive, "pack_bundle"), reason="runtime/archive is not in the tree yet"
 )
 
 

@@ -13,8 +13,8 @@ from moec.cli.prompts import prompt_limit_bytes
 from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.limits import ENCODING_BYTES_PER_BYTE, MAX_PROMPT_BYTES
 from moec.runtime import load
-from moec.runtime.budget import MemoryPlan
-from moec.runtime.bundle_tokenizer import BundleTokenizer, parse_tokenizer
+from moec.runtime.memory.budget import MemoryPlan
+from moec.runtime.text.tokenizer import BundleTokenizer, parse_tokenizer
 from tests.cli.conftest import Invoke
 
 

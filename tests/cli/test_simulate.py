@@ -26,7 +26,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
     """A shipped profile in place of the probe, which takes seconds."""
     profile = load_profile("laptop")
     monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
-    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     return profile
 
 

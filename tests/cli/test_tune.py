@@ -22,11 +22,11 @@ from moec.manifests.errors import MoecError
 from moec.profiles.loading import load_profile
 from moec.profiles.probe import machine_sha256
 from moec.profiles.storage_identity import storage_sha256
-from moec.runtime.budget import plan_memory
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine, load
-from moec.runtime.options import RuntimeOptions, parse_cache
-from moec.runtime.tuning import Tuning, bundle_sha256, read_tuning, tuning_path, write_tuning
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine, load
+from moec.runtime.memory.budget import plan_memory
+from moec.runtime.options.runtime import RuntimeOptions, parse_cache
+from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, tuning_path, write_tuning
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_sweep_of_modes_has_a_cache_of_its_own(bundle: Path, tmp_path: Path) -
 
 
 def test_what_the_rest_of_a_budget_does_not_use_yet_counts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda: 64 << 20)
+    monkeypatch.setattr("moec.runtime.memory.budget.resident_set_bytes", lambda: 64 << 20)
     budget = str(plan_memory(open_bundle(bundle).manifest, RuntimeOptions(memory="2GiB")).floor_bytes)
     with load(bundle, memory=budget) as engine:
         cache_bytes = engine.decoding_cache_bytes(0)
@@ -188,7 +188,7 @@ def test_what_the_rest_of_a_budget_does_not_use_yet_counts(bundle: Path, monkeyp
 
 
 def test_the_cache_is_planned_beside_the_slots_of_the_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda: 64 << 20)
+    monkeypatch.setattr("moec.runtime.memory.budget.resident_set_bytes", lambda: 64 << 20)
     budget = str(plan_memory(open_bundle(bundle).manifest, RuntimeOptions(memory="2GiB")).floor_bytes)
     one, four = (planned_cache_bytes(bundle, RuntimeOptions(memory=budget, slots=slots)) for slots in (1, 4))
     assert four == one, "slots that do not fit give way"
@@ -258,7 +258,7 @@ def test_weights_are_fitted_and_compared_on_other_traces(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
-    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     training = traced(bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = [traced(bundle, tmp_path, name, f"{name} is another text, for comparing them") for name in "bc"]
     write_tuning(bundle, tuning_of(bundle, {"readers": 5, "policy": "lfu"}))
@@ -299,7 +299,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     two_version_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
-    monkeypatch.setattr("moec.runtime.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
     training = traced(two_version_bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = traced(two_version_bundle, tmp_path, "b", "b is another text, for comparing them")
     arguments = ["tune", str(two_version_bundle), "--trace", str(training), "--held-out", str(held_out)]

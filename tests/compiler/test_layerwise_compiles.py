@@ -12,7 +12,7 @@ from moec.compiler.targets import TargetKind
 from moec.evaluation.data import load_splits
 from moec.evaluation.run import evaluate
 from moec.manifests.errors import OptionError
-from moec.runtime.bundle import open_bundle
+from moec.runtime.bundle.opening import open_bundle
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
 
 

@@ -24,7 +24,7 @@ TOKENS = 4_000  # more than the texts have
 COMPILE = """
 import json, sys
 from pathlib import Path
-from moec.runtime.statistics import peak_memory_bytes
+from moec.runtime.trace.statistics import peak_memory_bytes
 from tests.tiny_compile import compile_tiny
 from moec.compiler.layerwise import planning
 planning.goes_layer_by_layer = lambda *_: True

@@ -21,7 +21,7 @@ from moec.compiler.reference import ReferenceModel
 from moec.compiler.reference_weights import WeightStore
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
-from moec.runtime.chat import render_chat
+from moec.runtime.text.chat import render_chat
 from tests.compiler.configured import configured, lowered
 from tests.lossless_runs import check_lossless
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import OptionError
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine
-from moec.runtime.options import RuntimeOptions
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.options.runtime import RuntimeOptions
 from tests.tiny_compile import check_bundle, compile_tiny, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -22,7 +22,7 @@ from moec.evaluation.engine import GenerationRequest
 from moec.manifests.errors import CheckpointError, InputError, OptionError
 from moec.manifests.model import RelativeBiasSpec, UnitKey
 from moec.runtime import load
-from moec.runtime.bundle import open_bundle
+from moec.runtime.bundle.opening import open_bundle
 from tests.compiler.configured import configured, lowered
 from tests.lossless_runs import WAYS
 from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts

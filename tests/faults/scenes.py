@@ -158,7 +158,7 @@ class TuneScene:
         self._file.write_bytes(self._before)
 
     def complaints(self, outcome: Outcome) -> list[str]:
-        from moec.runtime.tuning import read_tuning
+        from moec.runtime.tuning.tune_file import read_tuning
 
         if self._file.read_bytes() == self._before:
             return ["nothing was written"] if outcome.code == 0 else []

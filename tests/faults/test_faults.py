@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime.archive import pack_bundle
+from moec.runtime.bundle.archive import pack_bundle
 from tests.faults.sweep import build_shim, sweep
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

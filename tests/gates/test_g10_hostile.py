@@ -18,8 +18,8 @@ import pytest
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.errors import BundleError, BundleIncomplete, ManifestInvalid, MoecError
 from moec.manifests.safetensors_header import read_header
-from moec.runtime.bundle import open_bundle
-from moec.runtime.statistics import peak_memory_bytes, reset_peak_memory
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.trace.statistics import peak_memory_bytes, reset_peak_memory
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import IO_MODES, check, flip, places, plain_manifest, run, seal, seal_files, write_tables
 from tests.manifests.examples import get, paths, put
@@ -356,7 +356,7 @@ def test_tables_that_are_well_formed_are_accepted(bundle: Path) -> None:
 def test_more_path_keys_than_the_limit(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused by the header, whatever the prefetcher."""
     write_tables(bundle, **PATHS)
-    monkeypatch.setattr("moec.runtime.bundle.MAX_PATH_KEYS", 0)
+    monkeypatch.setattr("moec.runtime.bundle.opening.MAX_PATH_KEYS", 0)
     for action in (check, run):
         error = refused(lambda act=action: act(bundle), TABLES_NAME)
         assert "`path.keys` has 1 rows, more than the limit of 0" in error.message

@@ -24,8 +24,8 @@ from moec.manifests.bundle import FORMAT_VERSION, MANIFEST_NAME
 from moec.manifests.codec import encode_manifest, manifest_schema
 from moec.manifests.quant import BITWIDTHS, BYTE_SCALES_BITWIDTHS, PRUNED
 from moec.runtime import kernels, load
-from moec.runtime.archive import unpack_bundle
-from moec.runtime.bundle import open_bundle
+from moec.runtime.bundle.archive import unpack_bundle
+from moec.runtime.bundle.opening import open_bundle
 from tests.gates.damage import plain_manifest, seal
 from tests.gates.released_bundles import LOSSLESS, TOLERANCE, differ, logits_of
 from tests.manifests.examples import get, put

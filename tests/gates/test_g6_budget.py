@@ -20,7 +20,7 @@ import pytest
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime import load
-from moec.runtime.mapped_storage import resident_bytes
+from moec.runtime.storage.mapped_storage import resident_bytes
 from tests.gates.memory_group import MemoryGroup, memory_group
 from tests.tiny_models import TinyMixtral, compile_uniform, save_tiny_mixtral
 
@@ -35,8 +35,8 @@ DECODE = """
 import ctypes, json, mmap, random, sys
 import numpy as np
 from moec.runtime import load
-from moec.runtime.statistics import peak_memory_bytes
-from moec.runtime.storage import resident_bytes
+from moec.runtime.trace.statistics import peak_memory_bytes
+from moec.runtime.storage.read_storage import resident_bytes
 folder, budget, io, count, files = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:]
 tokens = random.Random(0)
 with load(folder, memory=budget, context=128, io=io) as engine:
@@ -145,7 +145,7 @@ def test_dense_weights_stay_where_page_cache_fills_the_group(bundle: Path) -> No
 
 ABANDON = """
 import mmap, os, sys
-from moec.runtime.arena import HUGE_PAGE_BYTES, Arena
+from moec.runtime.storage.arena import HUGE_PAGE_BYTES, Arena
 from pathlib import Path
 Path(sys.argv[1]).write_text(str(os.getpid()))
 arena, size, half = Arena(32 * HUGE_PAGE_BYTES, "a test"), 32 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES // 2

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from moec.compiler.checkpoint import WEIGHTS_NAME
 from moec.runtime import load
-from moec.runtime.beam import BeamOptions, beam_search
+from moec.runtime.engine.beam import BeamOptions, beam_search
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import VOCABULARY
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, save_tiny_switch

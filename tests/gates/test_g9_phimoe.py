@@ -17,7 +17,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.runtime import load
-from moec.runtime.routing import RoutingRule
+from moec.runtime.layers.routing import RoutingRule
 from tests.gates.bundles import emit_bundle
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import VOCABULARY

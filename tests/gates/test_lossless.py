@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from moec.runtime import RuntimeOptions, kernels, load
-from moec.runtime.bundle import open_bundle
-from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.options import POLICIES
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.options.runtime import POLICIES
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import write_tables
 from tests.observed_runs import Workers, begin_trace, check_took_effect, counts, forget_mappings, replayed, threads

@@ -26,11 +26,11 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
 from moec.profiles.loading import load_profile
 from moec.runtime import load
-from moec.runtime.advice import recorded_advice
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine
-from moec.runtime.options import RuntimeOptions
-from moec.runtime.timeline import DeviceRates
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.simulation.recorded_advice import recorded_advice
+from moec.runtime.simulation.timeline import DeviceRates
 from tests.gates.bundles import DEVICE
 from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_mixtral
 

@@ -29,7 +29,7 @@ from moec.manifests.model import (
     RouterSpec,
 )
 from moec.manifests.safetensors_header import build_header
-from moec.runtime.archive.layout import COMPRESSED, Chunk, encode_index
+from moec.runtime.bundle.archive.layout import COMPRESSED, Chunk, encode_index
 from tests.hostile.bundle_writer import empty_tables
 from tests.hostile.seed import Seed, edit_manifest
 from tests.hostile.tiny_bundle import EXPERTS, MODEL, write_tiny_bundle

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.errors import StorageReadFailed
-from moec.runtime.eviction import SCORES, expert_records
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.read_runs import NONE
+from moec.runtime.expert_cache.eviction import SCORES, expert_records
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.storage.read_runs import NONE
 
 LAYERS, EXPERTS = 3, 4
 COUNT = LAYERS * EXPERTS

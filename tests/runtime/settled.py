@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from moec.runtime.read_verifier import SETTLED_NS
+from moec.runtime.storage.read_verifier import SETTLED_NS
 
 
 def wait_until_settled(bundle: Path) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import ContextOverflow, InputError
-from moec.runtime import Engine, batch, load
-from moec.runtime import engine as engine_module
-from moec.runtime.batch import forced_logits, generate_many
+from moec.runtime import Engine, load
+from moec.runtime.engine import batch
+from moec.runtime.engine import engine as engine_module
+from moec.runtime.engine.batch import forced_logits, generate_many
 
 CONTEXT, VOCABULARY = 96, 288
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 60)

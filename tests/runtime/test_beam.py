@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from moec.manifests.errors import ContextOverflow, OptionError
 from moec.runtime import load
-from moec.runtime.beam import Beam, BeamOptions, beam_search
-from moec.runtime.engine import Engine
+from moec.runtime.engine.beam import Beam, BeamOptions, beam_search
+from moec.runtime.engine.engine import Engine
 from tests.gates.bundles import emit_bundle
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

@@ -19,9 +19,9 @@ from moec.profiles.memory_floor import (
     memory_option,
     scratch_bytes,
 )
-from moec.runtime import budget
-from moec.runtime.budget import nominal_memory, plan_memory
-from moec.runtime.options import RuntimeOptions
+from moec.runtime.memory import budget
+from moec.runtime.memory.budget import nominal_memory, plan_memory
+from moec.runtime.options.runtime import RuntimeOptions
 from tests.manifests.examples import example_manifest
 
 PROCESS, AVAILABLE = 50_000_000, 800_000_000

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import kernels, load
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.native_cache import NativeCache
-from moec.runtime.options import Policy
-from moec.runtime.residency import QUEUED
-from moec.runtime.streaming_cache import StreamingCache
+from moec.runtime.expert_cache.interface import StreamingCache
+from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.residency import QUEUED
+from moec.runtime.options.runtime import Policy
 from tests.runtime.faulty_source import InTime, each, wait_for
 
 ADVISED = [6, 9, 13, 16]

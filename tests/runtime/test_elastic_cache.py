@@ -9,8 +9,8 @@ import pytest
 
 from moec.profiles.memory_floor import pass_bytes
 from moec.runtime import load
-from moec.runtime.engine import Engine
-from moec.runtime.mapped_storage import resident_bytes
+from moec.runtime.engine.engine import Engine
+from moec.runtime.storage.mapped_storage import resident_bytes
 
 CONTEXT = 128
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(3, 259, CONTEXT)]
@@ -29,7 +29,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose budget leaves a quarter of the experts beside everything else."""
-    from moec.runtime import budget
+    from moec.runtime.memory import budget
 
     own = budget.plan_memory
 
@@ -38,7 +38,7 @@ def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
         return replace(own(manifest, options, accelerator_bytes), cache_bytes=manifest.cost.expert_padded_bytes // 4)
 
-    monkeypatch.setattr("moec.runtime.engine.plan_memory", small)
+    monkeypatch.setattr("moec.runtime.engine.engine.plan_memory", small)
     return load(bundle, memory="100GB", context=CONTEXT)  # whatever the process of the tests holds
 
 

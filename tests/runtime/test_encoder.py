@@ -14,14 +14,14 @@ from moec.manifests.errors import ContextOverflow, ExecutionError, InputError
 from moec.manifests.quant import QuantSpec
 from moec.profiles.probe import resident_set_bytes
 from moec.runtime import kernels, load
-from moec.runtime.batch import forced_logits, generate_many
-from moec.runtime.bundle import open_bundle
-from moec.runtime.cross_attention import CrossAttention
-from moec.runtime.engine import Engine
-from moec.runtime.eviction import SCORES, eviction_order, expert_records, warm_order
-from moec.runtime.kv_cache import KVCache
-from moec.runtime.routing import within_capacity
-from moec.runtime.trace import Access, TraceRecorder
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.batch import forced_logits, generate_many
+from moec.runtime.engine.engine import Engine
+from moec.runtime.expert_cache.eviction import SCORES, eviction_order, expert_records, warm_order
+from moec.runtime.layers.cross_attention import CrossAttention
+from moec.runtime.layers.kv_cache import KVCache
+from moec.runtime.layers.routing import within_capacity
+from moec.runtime.trace.trace import Access, TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import pack_16_bit
 from tests.manifests.encoder_examples import CROSS, MODEL
@@ -214,7 +214,7 @@ def test_prompts_are_checked(bundle: Path) -> None:
 def test_a_prompt_longer_than_a_pass_is_one_pass(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bidirectional attention needs all of it; the budget counts on it."""
     from moec.profiles import memory_floor
-    from moec.runtime import batch, engine
+    from moec.runtime.engine import batch, engine
 
     exact = emit_bundle(folder, tmp_path / "exact")
     expected = Oracle(folder).logits(PROMPT, [START])

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from moec.runtime import load
-from moec.runtime.advice import table_advice
-from moec.runtime.bundle import open_bundle
-from moec.runtime.eviction import SCORES, bundle_records, warm_order
-from moec.runtime.residency import Residency
-from moec.runtime.simulate import replay
-from moec.runtime.storage_interface import page_bytes
-from moec.runtime.timeline import DeviceRates, predict_timeline
-from moec.runtime.trace import Trace, TraceHeader, TraceRecorder
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache.eviction import SCORES, bundle_records, warm_order
+from moec.runtime.expert_cache.residency import Residency
+from moec.runtime.simulation.recorded_advice import table_advice
+from moec.runtime.simulation.replay import replay
+from moec.runtime.simulation.timeline import DeviceRates, predict_timeline
+from moec.runtime.storage.interface import page_bytes
+from moec.runtime.trace.trace import Trace, TraceHeader, TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import VOCABULARY
 from tests.tiny_switch import TinySwitch, save_tiny_switch

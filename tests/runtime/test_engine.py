@@ -26,12 +26,12 @@ from moec.manifests.errors import (
     OptionError,
 )
 from moec.runtime import Engine, RuntimeOptions, kernels, load
-from moec.runtime import engine as engine_module
-from moec.runtime.bundle import open_bundle
-from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.sampling import Sampler, SamplingOptions
-from moec.runtime.storage import ReadStorage
-from moec.runtime.storage_interface import page_bytes
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine import engine as engine_module
+from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.storage.interface import page_bytes
+from moec.runtime.storage.read_storage import ReadStorage
+from moec.runtime.text.sampling import Sampler, SamplingOptions
 
 CONTEXT = 64
 PROMPT = [5, 60, 31, 7, 90, 2, 8]

@@ -9,10 +9,10 @@ import pytest
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.bundle import open_bundle
-from moec.runtime.elastic_cache import ElasticCache
+from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.kernels.reference import as_cached
-from moec.runtime.kv_cache import KVCache
+from moec.runtime.layers.kv_cache import KVCache
+from moec.runtime.memory.elastic_cache import ElasticCache
 from tests.gates.bundles import emit_bundle
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ManifestInvalid
-from moec.runtime import chat
-from moec.runtime.chat import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
-from moec.runtime.template_child import render
+from moec.runtime.text import chat
+from moec.runtime.text.chat import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
+from moec.runtime.text.template_child import render
 from tests.runtime.limited_child import ROOT, outcomes, report
 
 MESSAGES = [{"role": "user", "content": "hello"}]

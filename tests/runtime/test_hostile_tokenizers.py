@@ -19,9 +19,9 @@ from moec.manifests.charsmap import DamagedCharsmap, check_charsmap
 from moec.manifests.errors import ManifestInvalid
 from moec.manifests.regex_cost import CostlyPattern, check_pattern
 from moec.manifests.tokenizer_file import UnsafeTokenizer, check_tokenizer
-from moec.runtime import bundle_tokenizer
-from moec.runtime.bundle_tokenizer import BundleTokenizer, parse_tokenizer
-from moec.runtime.text import TextStream
+from moec.runtime.text import tokenizer as bundle_tokenizer
+from moec.runtime.text.streaming_text import TextStream
+from moec.runtime.text.tokenizer import BundleTokenizer, parse_tokenizer
 from tests.runtime.limited_child import outcomes, report
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.runtime.bundle import open_bundle
-from moec.runtime.kv_cache import KVCache
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.layers.kv_cache import KVCache
 
 SLOTS, CONTEXT, COPIED = 6, 8, 5
 

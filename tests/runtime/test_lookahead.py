@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels, load
-from moec.runtime.eviction import SCORES, expert_records
+from moec.runtime.expert_cache.eviction import SCORES, expert_records
+from moec.runtime.expert_cache.simulated_cache import SimulatedCache
+from moec.runtime.layers.norms import Norm
+from moec.runtime.layers.router_stack import stack_routers
+from moec.runtime.layers.routing import Router
 from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
-from moec.runtime.modes.settings import parse_modes
-from moec.runtime.norms import Norm
-from moec.runtime.pass_state import PassState
-from moec.runtime.predictors import LookaheadPredictor, Predictor
-from moec.runtime.prefetch import Advisor
-from moec.runtime.router_stack import stack_routers
-from moec.runtime.routing import Router
-from moec.runtime.simulated_cache import SimulatedCache
+from moec.runtime.options.lossy import parse_modes
+from moec.runtime.prefetch.advisor import Advisor
+from moec.runtime.prefetch.pass_state import PassState
+from moec.runtime.prefetch.predictors import LookaheadPredictor, Predictor
 from tests.kernels.packer import random_matrix
 from tests.manifests.examples import layer_spec, model_spec
 
@@ -99,7 +99,7 @@ def test_all_layers_ahead_are_asked_in_one_product(tiny_bundle: Path, monkeypatc
         assert isinstance(predictor, LookaheadPredictor)
         hidden = np.random.default_rng(4).standard_normal((1, engine.model.spec.hidden_size)).astype(np.float32)
         state = PassState(0, hidden, [])
-        monkeypatch.setattr("moec.runtime.router_stack.kernels.router_shares", counted)
+        monkeypatch.setattr("moec.runtime.layers.router_stack.kernels.router_shares", counted)
         together = predictor.scores_ahead(state, [1, 2])
         assert products == [2]
         for ahead, found in zip((1, 2), together, strict=True):

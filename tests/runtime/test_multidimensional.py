@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.eviction import (
+from moec.runtime.expert_cache.eviction import (
     MultidimensionalScore,
     eviction_order,
     expert_records,
@@ -19,8 +19,8 @@ from moec.runtime.eviction import (
     lru_score,
     policy_score,
 )
-from moec.runtime.fitting import UNITS, fit_weights
-from moec.runtime.options import EvictionWeights, RuntimeOptions, parse_weights
+from moec.runtime.options.runtime import EvictionWeights, RuntimeOptions, parse_weights
+from moec.runtime.simulation.fitting import UNITS, fit_weights
 
 LAYERS, EXPERTS = 3, 2
 LAYER = np.repeat(np.arange(LAYERS), EXPERTS)

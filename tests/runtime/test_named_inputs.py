@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from moec.manifests.errors import InputError
-from moec.runtime import trace_file
-from moec.runtime.archive.pack import pack_bundle
-from moec.runtime.archive.unpack import unpack_bundle
-from moec.runtime.bundle import open_bundle
-from moec.runtime.tuning import bundle_sha256, read_tuning, tuning_path
+from moec.runtime.bundle.archive.pack import pack_bundle
+from moec.runtime.bundle.archive.unpack import unpack_bundle
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.trace import trace_file
+from moec.runtime.tuning.tune_file import bundle_sha256, read_tuning, tuning_path
 from tests.runtime.faulty_source import InTime
 
 
@@ -50,7 +50,7 @@ def test_an_archive_that_is_a_pipe(own: Path, tmp_path: Path, in_time: InTime) -
 def test_a_bundle_that_is_swapped_while_it_is_packed(
     own: Path, tmp_path: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moec.runtime.archive import pack
+    from moec.runtime.bundle.archive import pack
 
     expected = bundle_sha256(own)
 

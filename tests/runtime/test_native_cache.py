@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded, StorageReadFailed
 from moec.runtime import kernels, load
-from moec.runtime.bound_experts import BoundExperts, bind_experts
-from moec.runtime.bundle import Bundle, open_bundle
-from moec.runtime.dense_weights import load_dense
-from moec.runtime.eviction import bundle_records
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.native_cache import NATIVE_POLICIES, NativeCache, open_cache
-from moec.runtime.options import IoMode, Policy, RuntimeOptions
-from moec.runtime.storage import ReadStorage
-from moec.runtime.storage_interface import page_bytes
-from moec.runtime.storage_opening import open_storage
+from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
+from moec.runtime.expert_cache.eviction import bundle_records
+from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache, open_cache
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.model.dense_weights import load_dense
+from moec.runtime.options.runtime import IoMode, Policy, RuntimeOptions
+from moec.runtime.storage.interface import page_bytes
+from moec.runtime.storage.opening import open_storage
+from moec.runtime.storage.read_storage import ReadStorage
 from tests.runtime.faulty_source import InTime, each, wait_for
 from tests.runtime.settled import wait_until_settled
 

@@ -1,4 +1,4 @@
-"""The extension decides as runtime/residency.py does: the same calls, the same states, queues, order and counts."""
+"""The extension decides as expert_cache/residency.py does: the same calls, the same states, queues, order, counts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moec.runtime import kernels
-from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.eviction import SCORES, ExpertRecords, eviction_order, expert_records
-from moec.runtime.native_cache import NATIVE_POLICIES
-from moec.runtime.options import Policy
-from moec.runtime.read_runs import MAX_RUN_BYTES, NONE, ReadRuns
-from moec.runtime.residency import Residency
+from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.eviction import SCORES, ExpertRecords, eviction_order, expert_records
+from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES
+from moec.runtime.expert_cache.residency import Residency
+from moec.runtime.options.runtime import Policy
+from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns
 
 LAYERS, EXPERTS = 3, 5
 COUNT = LAYERS * EXPERTS

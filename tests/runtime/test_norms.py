@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moec.runtime.norms import Norm, stream_norms
+from moec.runtime.layers.norms import Norm, stream_norms
 from tests.manifests.examples import model_spec
 
 HIDDEN = np.random.default_rng(2).normal(3, 2, (5, 40)).astype(np.float32)

@@ -14,9 +14,9 @@ import pytest
 from moec.manifests.bundle import DENSE_NAME, TABLES_NAME
 from moec.manifests.errors import ChecksumMismatch, ContextOverflow, MemoryBudgetExceeded, OptionError
 from moec.runtime import Engine, RuntimeOptions, load
-from moec.runtime.beam import BeamOptions, beam_search
-from moec.runtime.bundle import open_bundle
-from moec.runtime.sampling import Sampler, SamplingOptions
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.beam import BeamOptions, beam_search
+from moec.runtime.text.sampling import Sampler, SamplingOptions
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import flip, write_tables
 from tests.observed_runs import begin_trace, forget_mappings, how_read, reader_threads, threads

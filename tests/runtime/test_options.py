@@ -22,9 +22,9 @@ from transformers import (
 
 from moec.manifests.errors import ExecutionError, InputError, OptionError
 from moec.runtime import RuntimeOptions, load
-from moec.runtime.options import MAX_THREADS, parse_bytes, parse_cache
-from moec.runtime.sampling import Sampler, SamplingOptions, penalised
-from moec.runtime.token_ids import checked_ids
+from moec.runtime.options.runtime import MAX_THREADS, parse_bytes, parse_cache
+from moec.runtime.text.sampling import Sampler, SamplingOptions, penalised
+from moec.runtime.text.token_ids import checked_ids
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pytest import MonkeyPatch
 
-from moec.runtime import places as places_module
-from moec.runtime.places import Places, span_bytes
+from moec.runtime.storage import places as places_module
+from moec.runtime.storage.places import Places, span_bytes
 
 UNIT = 4
 

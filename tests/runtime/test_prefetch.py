@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from moec.manifests.model import ModelSpec, SharedSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime import load
-from moec.runtime.bundle import PathTables, Tables
-from moec.runtime.pass_state import PassState
-from moec.runtime.predictors import (
+from moec.runtime.bundle.opening import PathTables, Tables
+from moec.runtime.prefetch.advisor import Advisor, advised_experts, candidates, routed_ahead
+from moec.runtime.prefetch.pass_state import PassState
+from moec.runtime.prefetch.predictors import (
     MINIMUM_PAIR_COUNT,
     LookaheadPredictor,
     PathPredictor,
@@ -23,8 +24,7 @@ from moec.runtime.predictors import (
     Predictor,
     make_predictor,
 )
-from moec.runtime.prefetch import Advisor, advised_experts, candidates, routed_ahead
-from moec.runtime.prefetch_quality import PrefetchQuality
+from moec.runtime.prefetch.quality import PrefetchQuality
 from tests.manifests.encoder_examples import MODEL as ENCODER_DECODER
 from tests.manifests.examples import layer_spec, model_spec
 

@@ -10,11 +10,11 @@ import pytest
 
 from moec.manifests.model import SharedSpec
 from moec.runtime import load
-from moec.runtime.pass_state import PassState
-from moec.runtime.predictors import Predictor
-from moec.runtime.prefetch import Advisor
-from moec.runtime.prefetch_margins import PRECISION, LearnedMargins
-from moec.runtime.token_experts import TokenExperts
+from moec.runtime.model.one_call import TokenExperts
+from moec.runtime.prefetch.advisor import Advisor
+from moec.runtime.prefetch.margins import PRECISION, LearnedMargins
+from moec.runtime.prefetch.pass_state import PassState
+from moec.runtime.prefetch.predictors import Predictor
 from tests.manifests.examples import layer_spec, model_spec
 
 EXPERTS, TOP_K = 32, 4

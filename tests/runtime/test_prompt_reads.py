@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import Engine, kernels, load
-from moec.runtime import engine as engine_module
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.native_cache import NativeCache
-from moec.runtime.options import Policy, Prefetch, PrefetchRule
-from moec.runtime.prefetch import advised_experts
-from moec.runtime.storage import ReadStorage
-from moec.runtime.storage_interface import page_bytes
-from moec.runtime.streaming_cache import StreamingCache
+from moec.runtime.engine import engine as engine_module
+from moec.runtime.expert_cache.interface import StreamingCache
+from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.options.runtime import Policy, Prefetch, PrefetchRule
+from moec.runtime.prefetch.advisor import advised_experts
+from moec.runtime.storage.interface import page_bytes
+from moec.runtime.storage.read_storage import ReadStorage
 
 CONTEXT = 64
 PROMPT = [(7 * at * at + 5 * at + 3) % 250 + 3 for at in range(40)]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.quant import PRUNED, QuantSpec
-from moec.runtime.bundle import open_bundle
-from moec.runtime.read_runs import MAX_RUN_BYTES, NONE, ReadRuns, predecessors, successors
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns, predecessors, successors
 
 QUARTER = MAX_RUN_BYTES // 4
 

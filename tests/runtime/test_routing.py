@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.model import ExpertsSpec, RouterSpec, StaticRouting
-from moec.runtime.routing import RoutingRule
+from moec.runtime.layers.routing import RoutingRule
 
 EXPERTS = 8
 

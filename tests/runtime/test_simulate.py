@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
-from moec.runtime.eviction import SCORES, expert_records, warm_order
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.options import MAX_THREADS
-from moec.runtime.read_runs import NONE
-from moec.runtime.simulate import OPTIMUM, POPULARITY, replay
-from moec.runtime.trace import Access
+from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.options.runtime import MAX_THREADS
+from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
+from moec.runtime.storage.read_runs import NONE
+from moec.runtime.trace.trace import Access
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 COUNT = LAYERS * EXPERTS

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import StorageReadFailed
-from moec.runtime.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
-from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.eviction import SCORES, expert_records
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.read_runs import NONE
-from moec.runtime.statistics import PhaseTimes, RunRecorder, quantile
+from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.eviction import SCORES, expert_records
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.memory.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
+from moec.runtime.storage.read_runs import NONE
+from moec.runtime.trace.statistics import PhaseTimes, RunRecorder, quantile
 
 
 def test_quantiles_are_values_that_occur() -> None:
@@ -47,10 +47,10 @@ def test_shares_of_the_time_are_those_of_the_tokens_after_the_first() -> None:
 
 
 def test_a_large_model_is_compared_with_memory_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.runtime.bandwidth.available_memory_bytes", lambda: 20 << 30)
+    monkeypatch.setattr("moec.runtime.memory.bandwidth.available_memory_bytes", lambda: 20 << 30)
     assert MOST_BYTES == 4 << 30 == buffer_bytes(1 << 30) == buffer_bytes(1 << 40)
     assert buffer_bytes(100 << 20) == 100 << 20 and buffer_bytes(1) == LEAST_BYTES
-    monkeypatch.setattr("moec.runtime.bandwidth.available_memory_bytes", lambda: 2 << 30)
+    monkeypatch.setattr("moec.runtime.memory.bandwidth.available_memory_bytes", lambda: 2 << 30)
     assert buffer_bytes(1 << 40) == 1 << 30
 
 
@@ -65,7 +65,7 @@ def test_a_run_without_tokens_has_no_times() -> None:
 
 PEAK = """
 import numpy as np
-from moec.runtime.statistics import peak_memory_bytes, reset_peak_memory
+from moec.runtime.trace.statistics import peak_memory_bytes, reset_peak_memory
 if not reset_peak_memory():
     raise SystemExit(77)
 before = peak_memory_bytes()

@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
-from moec.runtime import arena as arena_module
 from moec.runtime import kernels
-from moec.runtime.address_space import find_page_maker
-from moec.runtime.bound_experts import bind_experts
-from moec.runtime.bundle import Bundle, open_bundle
-from moec.runtime.dense_weights import load_dense
-from moec.runtime.mapped_storage import resident_bytes
-from moec.runtime.options import IoMode
-from moec.runtime.storage import ReadStorage
-from moec.runtime.storage_opening import open_storage
+from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.expert_cache.bound_experts import bind_experts
+from moec.runtime.model.dense_weights import load_dense
+from moec.runtime.options.runtime import IoMode
+from moec.runtime.storage import arena as arena_module
+from moec.runtime.storage.address_space import find_page_maker
+from moec.runtime.storage.mapped_storage import resident_bytes
+from moec.runtime.storage.opening import open_storage
+from moec.runtime.storage.read_storage import ReadStorage
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
 every_mode = pytest.mark.parametrize("io", MODES)

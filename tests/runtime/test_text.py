@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moec.manifests.errors import ManifestInvalid
-from moec.runtime.bundle_tokenizer import parse_tokenizer
-from moec.runtime.text import StopTexts, TextStream
+from moec.runtime.text.streaming_text import StopTexts, TextStream
+from moec.runtime.text.tokenizer import parse_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("\u0120", "a"), ("\u00f0", "\u0141"), ("a", "b")]  # the second: the first half of an emoji

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
-from moec.runtime.advice import no_advice, recorded_advice
-from moec.runtime.eviction import SCORES, expert_records, warm_order
-from moec.runtime.expert_cache import ExpertCache
-from moec.runtime.residency import LOADING, QUEUED
-from moec.runtime.simulate import replay
-from moec.runtime.timeline import DeviceRates, Timeline, predict_steps, predict_timeline, timed_pass
-from moec.runtime.trace import Trace, TracedPass, TraceHeader
+from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
+from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.residency import LOADING, QUEUED
+from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
+from moec.runtime.simulation.replay import replay
+from moec.runtime.simulation.timeline import DeviceRates, Timeline, predict_steps, predict_timeline, timed_pass
+from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from tests.runtime.test_simulate import MemoryStorage
 
 # One byte takes one nanosecond; a read waits 5 ns for its first.

@@ -12,12 +12,12 @@ import pytest
 
 from moec.manifests.model import ModelSpec
 from moec.runtime import Engine, kernels, load
-from moec.runtime.bundle import open_bundle
-from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.native_cache import NativeCache
-from moec.runtime.options import RuntimeOptions
-from moec.runtime.predictors import PopularityPredictor
-from moec.runtime.trace import TraceRecorder
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.prefetch.predictors import PopularityPredictor
+from moec.runtime.trace.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.runtime.one_call import LAYERS, bundle, calls, in_one_call, steps_only
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family

@@ -14,9 +14,9 @@ import pytest
 
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded
 from moec.runtime import Engine, kernels, load
-from moec.runtime.bundle import open_bundle
-from moec.runtime.native_cache import NativeCache
-from moec.runtime.prefetch_margins import RULES
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.prefetch.margins import RULES
 from tests.runtime.faulty_source import InTime
 from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 

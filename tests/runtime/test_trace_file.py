@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import InputError
-from moec.runtime.cache_statistics import CacheStats
-from moec.runtime.options import MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS
-from moec.runtime.statistics import PhaseTimes
-from moec.runtime.trace import LEAST_READ_BYTES, PassScores, Trace, TracedPass, TraceHeader, TraceRecorder
-from moec.runtime.trace_file import read_trace, write_trace
+from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.options.runtime import MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS
+from moec.runtime.trace.statistics import PhaseTimes
+from moec.runtime.trace.trace import LEAST_READ_BYTES, PassScores, Trace, TracedPass, TraceHeader, TraceRecorder
+from moec.runtime.trace.trace_file import read_trace, write_trace
 
 NS = st.integers(0, 1 << 60)
 

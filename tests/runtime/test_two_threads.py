@@ -12,9 +12,9 @@ import pytest
 
 from moec.manifests.errors import ExecutionError
 from moec.runtime import load
-from moec.runtime.batch import forced_logits, generate_many
-from moec.runtime.beam import BeamOptions, beam_search
-from moec.runtime.engine import Engine
+from moec.runtime.engine.batch import forced_logits, generate_many
+from moec.runtime.engine.beam import BeamOptions, beam_search
+from moec.runtime.engine.engine import Engine
 
 TEXTS = [[1, 5, 9, 3, 7], [2, 8, 4, 6], [3, 1, 4, 1, 5, 9, 2, 6]]
 REFUSAL = "in use by another thread"

@@ -1,5 +1,5 @@
 // The routed experts of each layer for one token, from the residual stream to the residual stream: what the model does in
-// Model._experts_layer (runtime/model.py, the specification), between whose steps no Python runs.
+// Model._experts_layer (runtime/model/forward.py, the specification), between whose steps no Python runs.
 
 #pragma once
 

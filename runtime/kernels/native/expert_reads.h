@@ -1,8 +1,8 @@
-// The expert cache of runtime/expert_cache.py without the interpreter in its way: threads that read what a Residency queues,
+// The expert cache of runtime/expert_cache/python_cache.py without the interpreter in its way: threads that read what a Residency queues,
 // into the places of experts that were evicted, and callers that wait for them.
 //
 // What has no place of its size to take or failed is handed to Python, which knows places and errors. So is, for its checksum,
-// what is read for the first time, or from a file that has changed since: runtime/read_verifier.py is the specification.
+// what is read for the first time, or from a file that has changed since: runtime/storage/read_verifier.py is the specification.
 // Everything else is one pread and one fstat between two short holds of a lock.
 
 #pragma once

@@ -1,4 +1,4 @@
-// How sure a prediction must be before an expert is read ahead. runtime/prefetch_margins.py is the specification.
+// How sure a prediction must be before an expert is read ahead. runtime/prefetch/margins.py is the specification.
 
 #pragma once
 

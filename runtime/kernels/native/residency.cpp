@@ -167,7 +167,7 @@ Residency::Indices Residency::next_read() {
     return run;
 }
 
-// The first of a queue and its neighbours that wait there too, as they lie in the file: runtime/read_runs.py.
+// The first of a queue and its neighbours that wait there too, as they lie in the file: runtime/storage/read_runs.py.
 Residency::Indices Residency::take(std::deque<int64_t>& queue) {
     const int64_t waiting = static_cast<int64_t>(queue.size());
     const size_t most = static_cast<size_t>((waiting + facts_.readers - 1) / facts_.readers);

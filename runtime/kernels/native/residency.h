@@ -1,5 +1,5 @@
 // Which of N experts are absent, queued, being read or in memory, and what makes room for another: the decisions of
-// runtime/residency.py, which is their specification. Held to it, call by call, by tests/runtime/test_native_residency.py.
+// runtime/expert_cache/residency.py, which is their specification. Held to it, call by call, by tests/runtime/test_native_residency.py.
 // No storage, threads or time: the owner begins the reads, says when they end, and holds a lock where several threads ask.
 
 #pragma once
@@ -27,7 +27,7 @@ struct Columns {
     int64_t* uses;
 };
 
-// Fields of runtime/cache_statistics.py, in their order.
+// Fields of runtime/expert_cache/counts.py, in their order.
 struct CacheCounts {
     int64_t lookups, hits, misses, late_hits, evictions, reads, rereads, bytes_read, stall_ns, prefetch_reads, prefetch_used,
         prefetch_hits, warm_reads, busy_ns;

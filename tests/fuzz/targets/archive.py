@@ -9,7 +9,7 @@ from itertools import islice
 import zstandard
 
 from moec.manifests.errors import BundleError
-from moec.runtime.archive.layout import (
+from moec.runtime.bundle.archive.layout import (
     COMPRESSED,
     HEADER_BYTES,
     RECORD_BYTES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from moec.manifests.errors import InputError
-from moec.runtime.trace_file import read_trace
+from moec.runtime.trace.trace_file import read_trace
 from tests.fuzz.targets.scratch import file_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from moec.runtime.tuning import SUFFIX, read_tuning
+from moec.runtime.tuning.tune_file import SUFFIX, read_tuning
 from tests.fuzz.targets.scratch import file_of
 
 

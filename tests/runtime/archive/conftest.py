@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime.archive import pack_bundle
-from moec.runtime.archive.layout import MIN_CHUNK_BYTES
+from moec.runtime.bundle.archive import pack_bundle
+from moec.runtime.bundle.archive.layout import MIN_CHUNK_BYTES
 from tests.runtime.tiny_bundle import write_bundle
 
 

@@ -21,10 +21,10 @@ from moec.manifests.errors import (
     ManifestInvalid,
     OptionError,
 )
-from moec.runtime.archive import files as archive_files
-from moec.runtime.archive import pack_bundle, unpack_bundle
-from moec.runtime.archive.layout import HEADER_BYTES, MIN_CHUNK_BYTES
-from moec.runtime.archive.pack import (
+from moec.runtime.bundle.archive import files as archive_files
+from moec.runtime.bundle.archive import pack_bundle, unpack_bundle
+from moec.runtime.bundle.archive.layout import HEADER_BYTES, MIN_CHUNK_BYTES
+from moec.runtime.bundle.archive.pack import (
     LEVELS,
     MAX_STRONGEST_BYTES,
     SAMPLE_PIECE_BYTES,

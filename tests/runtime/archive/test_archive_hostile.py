@@ -26,8 +26,8 @@ from moec.manifests.errors import (
     UnknownFormatVersion,
 )
 from moec.manifests.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
-from moec.runtime.archive import unpack_bundle
-from moec.runtime.archive.layout import (
+from moec.runtime.bundle.archive import unpack_bundle
+from moec.runtime.bundle.archive.layout import (
     COMPRESSED,
     HEADER_BYTES,
     MIN_CHUNK_BYTES,
@@ -37,7 +37,7 @@ from moec.runtime.archive.layout import (
     encode_index,
     read_index,
 )
-from moec.runtime.archive.pack import compress
+from moec.runtime.bundle.archive.pack import compress
 from tests.runtime.tiny_bundle import content, files_and_experts, manifest_of, write_archive
 
 CHUNK = MIN_CHUNK_BYTES
@@ -290,7 +290,7 @@ UNPACK = """
 import resource, sys, time
 from pathlib import Path
 from moec.manifests.errors import BundleError
-from moec.runtime.archive import unpack_bundle
+from moec.runtime.bundle.archive import unpack_bundle
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     unpack_bundle(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -9,9 +9,9 @@ import numpy as np
 
 from moec.manifests.model import ExpertsSpec
 from moec.manifests.router import RouterSpec
+from moec.runtime.layers.routing import NO_EXPERT, Routed, RoutingRule
 from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
-from moec.runtime.modes.settings import parse_modes
-from moec.runtime.routing import NO_EXPERT, Routed, RoutingRule
+from moec.runtime.options.lossy import parse_modes
 
 EXPERTS = 4
 LOW = EXPERTS  # the low version of expert e is stored at LOW + e, and chosen as that

@@ -14,12 +14,12 @@ from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec, StaticRouting
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 from moec.runtime import load
-from moec.runtime.batch import forced_logits, generate_many
-from moec.runtime.budget import nominal_process_bytes
-from moec.runtime.bundle import open_bundle
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.batch import forced_logits, generate_many
+from moec.runtime.memory.budget import nominal_process_bytes
 from moec.runtime.modes.choice import ModeCounts
 from moec.runtime.modes.decoder import check_modes
-from moec.runtime.modes.settings import parse_modes
+from moec.runtime.options.lossy import parse_modes
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -289,7 +289,7 @@ def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
     found = []
     for more_bytes in (-32 << 20, 0, experts // 8):
         taken_bytes = nominal - PROCESS_SLACK_BYTES + more_bytes
-        monkeypatch.setattr("moec.runtime.budget.resident_set_bytes", lambda taken=taken_bytes: taken)
+        monkeypatch.setattr("moec.runtime.memory.budget.resident_set_bytes", lambda taken=taken_bytes: taken)
         with load(two_version_bundle, context=64, **options) as engine:
             assert engine.memory.logical_cache_bytes == experts // 2
             assert engine.memory.cache_bytes == experts // 2 - max(more_bytes, 0)

@@ -15,15 +15,15 @@ from moec.cli.measurement import measure_decode, new_tracer
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
 from moec.profiles.loading import load_profile
-from moec.runtime.advice import recorded_advice
-from moec.runtime.bundle import open_bundle
-from moec.runtime.engine import Engine
-from moec.runtime.eviction import lru_score
-from moec.runtime.modes.replay import missing_scores
-from moec.runtime.modes.settings import parse_modes
-from moec.runtime.options import RuntimeOptions
-from moec.runtime.timeline import DeviceRates
-from moec.runtime.trace import Trace
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.expert_cache.eviction import lru_score
+from moec.runtime.options.lossy import parse_modes
+from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.simulation.lossy_replay import missing_scores
+from moec.runtime.simulation.recorded_advice import recorded_advice
+from moec.runtime.simulation.timeline import DeviceRates
+from moec.runtime.trace.trace import Trace
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 44).tolist()
 PROMPT_TOKENS = 20

@@ -1,0 +1,216 @@
+"""One file to bundle folder, resumable: chunks that already lie on disk and match their digest are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX, BundleManifest
+from moec.manifests.codec import decode_manifest
+from moec.manifests.errors import (
+    BundleError,
+    BundleIncomplete,
+    ChecksumMismatch,
+    DoesNotFit,
+    InputError,
+    ManifestInvalid,
+    OptionError,
+)
+from moec.manifests.input_file import UnreadableFile, open_input
+from moec.manifests.output_file import AtomicFile, FileSystem
+from moec.runtime.bundle.opening import open_bundle
+
+from .files import file_errors, require_free_bytes
+from .layout import (
+    AGAIN,
+    Index,
+    Member,
+    Place,
+    check_file_bytes,
+    decode_chunk,
+    members_of,
+    places_of,
+    read_index,
+)
+
+Progress = Callable[[int, int], None]
+_MANIFEST_BESIDE = f".{MANIFEST_NAME}.writing"
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A finished bundle folder. kept_bytes: those that an interrupted run had already written."""
+
+    path: Path
+    raw_bytes: int
+    kept_bytes: int
+
+
+def unpack_bundle(
+    archive: Path, target: Path, progress: Progress | None = None, *, max_bytes: int | None = None
+) -> Unpacked:
+    """Write the bundle in an archive to the new folder `target`.
+
+    The files grow in `TARGET.partial`; `moec.json` comes last, then the folder takes its name. What an interrupted run
+    left there is checked and kept.
+
+    progress: called with (raw bytes done, raw bytes in all).
+    max_bytes: the most that the archive may unpack to. None: what the disk has free.
+    Raises BundleError naming the damaged chunk (what was unpacked stays, for a better copy of the archive),
+    OptionError, DoesNotFit before anything is written, InputError.
+    """
+    archive, target = Path(archive), Path(target)
+    if os.path.lexists(target):
+        raise OptionError(f"`{target}` exists", "choose another folder or remove it")
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    with file_errors(target), _opened(archive) as file:
+        index, raw_manifest, manifest = _read_front(file, str(archive), max_bytes)
+        if not manifest.certified:
+            raise BundleIncomplete(f"`{archive}` holds a bundle that is not certified", "pack a finished bundle")
+        members = members_of(manifest, len(raw_manifest))
+        expected = sum(member.chunk_count(index.chunk_bytes) for member in members)
+        if expected != index.count:
+            raise ManifestInvalid(f"`{archive}`: its files take {expected} chunks, the index has {index.count}", AGAIN)
+        total = sum(member.size_bytes for member in members)
+        _check_size(str(archive), total, max_bytes)
+        for _ in places_of(index, members):  # every size is checked before anything is written
+            pass
+        kept_on_disk = _look_through(partial, manifest)
+        require_free_bytes(target.parent, max(0, total - kept_on_disk))
+        _prepare(partial)
+        unpacker = _Unpacker(file, index.chunk_bytes, partial, total, progress)
+        remaining = islice(places_of(index, members), members[0].chunk_count(index.chunk_bytes), None)
+        for member in members[1:]:
+            unpacker.write(member, remaining)
+        unpacker.finish(raw_manifest)
+        _publish(partial, target)
+    return Unpacked(target, total, unpacker.kept_bytes)
+
+
+def _check_size(place: str, total_bytes: int, max_bytes: int | None) -> None:
+    """Raise DoesNotFit if an archive unpacks to more than it may."""
+    if max_bytes is not None and total_bytes > max_bytes:
+        raise DoesNotFit(
+            f"`{place}` unpacks to {total_bytes} bytes, the limit is {max_bytes}",
+            f"raise the limit if you trust the archive: --max-size {total_bytes}",
+        )
+
+
+def _opened(archive: Path) -> BinaryIO:
+    """The archive, if it is a regular file. Raises InputError."""
+    try:
+        return os.fdopen(open_input(archive, follow_links=True), "rb")
+    except UnreadableFile as error:
+        raise InputError(f"`{archive}` {error}", "name an archive made by `moec pack`") from error
+
+
+def _read_front(file: BinaryIO, place: str, max_bytes: int | None) -> tuple[Index, bytes, BundleManifest]:
+    """Index and manifest, both checked. Raises BundleError, and DoesNotFit if the manifest alone is too large."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    index = read_index(file, place, file_bytes)
+    _check_size(place, index.manifest_bytes, max_bytes)
+    check_file_bytes(index, place, file_bytes)
+    own = Member(MANIFEST_NAME, index.manifest_bytes, None)
+    parts = [decode_chunk(_read_at(file, item), item) for item in places_of(index, [own])]
+    raw_manifest = b"".join(parts)
+    return index, raw_manifest, decode_manifest(raw_manifest, f"{place}: {MANIFEST_NAME}")
+
+
+def _read_at(file: BinaryIO, place: Place) -> bytes:
+    # A seek to where the file already stands is none, so an archive that is read from the start streams.
+    if file.tell() != place.offset:
+        file.seek(place.offset)
+    return file.read(place.chunk.stored_bytes)
+
+
+def _look_through(partial: Path, manifest: BundleManifest) -> int:
+    """Return the bytes that an interrupted run left in the folder, 0 if there is none.
+
+    Raises OptionError if the folder holds anything this archive would not put there.
+    """
+    if not os.path.lexists(partial):
+        return 0
+    if partial.is_symlink():
+        raise OptionError(f"`{partial}` is a link", "remove it")
+    names = {entry.name for entry in manifest.files} | {MANIFEST_NAME, _MANIFEST_BESIDE}
+    found = 0
+    for path in sorted(partial.iterdir()):
+        if path.name not in names or path.is_symlink() or not path.is_file():
+            raise OptionError(f"`{path}` is not part of this archive", f"remove `{partial}`")
+        found += path.stat().st_size
+    return found
+
+
+def _prepare(partial: Path) -> None:
+    """Make the folder. Until the end it has no manifest, so nothing takes it for a bundle."""
+    partial.mkdir(exist_ok=True)
+    for name in (MANIFEST_NAME, _MANIFEST_BESIDE):
+        (partial / name).unlink(missing_ok=True)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Check the whole as a runtime would, then give it its name. A bundle that does not open is removed."""
+    try:
+        open_bundle(partial, allow_partial=True).close()
+    except BundleError:
+        shutil.rmtree(partial)
+        raise
+    os.rename(partial, target)
+    FileSystem().sync_directory(target.parent)
+
+
+class _Unpacker:
+    """Writes members into a folder, chunk by chunk, each checked before it is written."""
+
+    def __init__(
+        self, archive: BinaryIO, chunk_bytes: int, partial: Path, total_bytes: int, progress: Progress | None
+    ) -> None:
+        self._archive, self._chunk_bytes, self._partial = archive, chunk_bytes, partial
+        self._done, self._total, self._progress = 0, total_bytes, progress
+        self.kept_bytes = 0
+
+    def write(self, member: Member, places: Iterator[Place]) -> None:
+        """One file, taking its chunks from `places`; synced at the end. Raises BundleError, OSError."""
+        digest, path = hashlib.sha256(), self._partial / member.name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "r+b") as file:
+            for place in islice(places, member.chunk_count(self._chunk_bytes)):
+                digest.update(self._write_chunk(file, place))
+            file.truncate(member.size_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != member.sha256:
+            raise ChecksumMismatch(f"`{member.name}` differs from the digest in `{MANIFEST_NAME}`", AGAIN)
+
+    def _write_chunk(self, file: BinaryIO, place: Place) -> bytes:
+        start = place.number * self._chunk_bytes
+        file.seek(start)
+        raw = file.read(place.raw_bytes)
+        if len(raw) == place.raw_bytes and hashlib.sha256(raw).digest() == place.chunk.sha256:
+            self.kept_bytes += len(raw)
+        else:
+            raw = decode_chunk(_read_at(self._archive, place), place)
+            if self._done + len(raw) > self._total:
+                raise ManifestInvalid(f"{place}: the archive unpacks to more than its index says", AGAIN)
+            file.seek(start)
+            file.write(raw)
+        self._step(len(raw))
+        return raw
+
+    def finish(self, raw_manifest: bytes) -> None:
+        """Write `moec.json`: all other files are on disk."""
+        FileSystem().sync_directory(self._partial)
+        with AtomicFile(self._partial / MANIFEST_NAME, self._partial / _MANIFEST_BESIDE, FileSystem()) as file:
+            file.write(raw_manifest)
+        self._step(len(raw_manifest))
+
+    def _step(self, raw_bytes: int) -> None:
+        self._done += raw_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)

@@ -1,0 +1,1 @@
+"""An opened bundle that decodes: one sequence, many, or beams."""

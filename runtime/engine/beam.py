@@ -1,0 +1,138 @@
+"""Beam search: the most likely answers as far as a few beams see, equal to transformers' `generate`.
+
+Shapes: B beams, V vocabulary. Source: transformers, generation/utils.py (`_beam_search`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moec.manifests.errors import ExecutionError, OptionError
+
+from ..text.token_ids import checked_ids
+from .engine import Engine
+
+MAX_BEAMS = 64
+_NEVER = np.float32(-1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """beams: width. length_penalty: finished answers are judged by log-probability / length ** penalty.
+
+    early_stopping: end with the first B finished answers; otherwise when no running beam looks better than they do.
+    Raises OptionError outside the ranges.
+    """
+
+    beams: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.beams <= MAX_BEAMS:
+            raise OptionError(f"beams must be 1 to {MAX_BEAMS}, found {self.beams}")
+        if not -10 <= self.length_penalty <= 10:
+            raise OptionError(f"the length penalty must be -10 to 10, found {self.length_penalty}")
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One answer. tokens: the end token included; score: log-probability / length ** penalty, nats."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+def beam_search(engine: Engine, prompt: Sequence[int], max_new_tokens: int, options: BeamOptions) -> list[Beam]:
+    """At most B answers, best first. The engine must have a slot for each beam.
+
+    Raises ContextOverflow if the prompt leaves no room, InputError for ids outside the vocabulary, OptionError.
+    """
+    tokens = checked_ids(prompt)
+    engine.check_tokens(tokens)
+    if max_new_tokens < 1:
+        raise OptionError(f"max_new_tokens must be a whole number of 1 or more, found {max_new_tokens}")
+    if engine.options.slots < options.beams:
+        raise OptionError(
+            f"{options.beams} beams need as many slots, the engine has {engine.options.slots}",
+            f"load the bundle with slots={options.beams}",
+        )
+    limit = engine.new_tokens_limit(tokens, max_new_tokens)
+    return _Search(engine, tokens, limit, options).run()
+
+
+class _Search:
+    def __init__(self, engine: Engine, prompt: list[int], limit: int, options: BeamOptions) -> None:
+        self._engine, self._prompt, self._limit, self._options = engine, prompt, limit, options
+        self._ends = engine.bundle.manifest.model.eos_token_ids
+        # Only the first beam counts at the start: they are all the same.
+        self._running: list[tuple[int, ...]] = [()] * options.beams
+        self._scores = np.full(options.beams, _NEVER, np.float32)
+        self._scores[0] = 0
+        self._finished: list[Beam] = []
+
+    def run(self) -> list[Beam]:
+        with self._engine.exclusive:
+            return self._run()
+
+    def _run(self) -> list[Beam]:
+        engine, beams = self._engine, self._options.beams
+        engine.begin_sequence()
+        (prompt,) = engine.begin_texts([0], [self._prompt])
+        hidden = engine.prefill(prompt)[-1:]
+        engine.copy_slots([0] * beams, len(prompt))
+        log_probs = np.repeat(self._log_probs(engine.model.logits(hidden)), beams, axis=0)
+        while True:
+            parents = self._advance(log_probs)
+            length = len(self._running[0])
+            if self._is_over(length):
+                return sorted(self._finished, key=lambda beam: -beam.score)[:beams]
+            positions = len(prompt) + length - 1
+            engine.copy_slots(parents, positions)
+            last = [tokens[-1] for tokens in self._running]
+            log_probs = self._log_probs(engine.decode(last, range(beams), [positions] * beams))
+
+    def _log_probs(self, logits: np.ndarray) -> np.ndarray:
+        """[B, V] float32, of logits [B, V]."""
+        if not np.isfinite(logits.max()):
+            raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float32)
+
+    def _advance(self, log_probs: np.ndarray) -> list[int]:
+        """One token further; which beam each new one comes from."""
+        beams, vocabulary = self._options.beams, log_probs.shape[1]
+        total = (log_probs + self._scores[:, None]).reshape(-1)
+        # Enough that B remain if every best one ends.
+        wanted = min(max(2, 1 + len(self._ends)) * beams, len(total))
+        best = np.argpartition(-total, wanted - 1)[:wanted]
+        best = best[np.lexsort((best, -total[best]))]
+        found = [(int(at) // vocabulary, int(at) % vocabulary, total[at]) for at in best]
+        length = len(self._running[0]) + 1
+        ends = [token in self._ends or length >= self._limit for _, token, _ in found]
+        is_full = len(self._finished) >= beams and self._options.early_stopping
+        for (parent, token, score), is_end in list(zip(found, ends, strict=True))[:beams]:
+            if is_end and not is_full:
+                value = score / np.float32(length**self._options.length_penalty)
+                self._finished.append(Beam((*self._running[parent], token), float(value)))
+        self._finished = sorted(self._finished, key=lambda beam: -beam.score)[:beams]
+        going = [entry for entry, is_end in zip(found, ends, strict=True) if not is_end][:beams]
+        if len(going) < beams:  # the limit ends all of them
+            self._running = [(*self._running[parent], token) for parent, token, _ in found[:beams]]
+            return [parent for parent, _, _ in found[:beams]]
+        self._running = [(*self._running[parent], token) for parent, token, _ in going]
+        self._scores = np.array([score for _, _, score in going], np.float32)
+        return [parent for parent, _, _ in going]
+
+    def _is_over(self, length: int) -> bool:
+        if length >= self._limit:
+            return True
+        if len(self._finished) < self._options.beams:
+            return False
+        if self._options.early_stopping:
+            return True
+        possible = self._scores[0] / np.float32(length**self._options.length_penalty)
+        return bool(possible <= self._finished[-1].score)

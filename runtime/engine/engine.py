@@ -1,0 +1,419 @@
+"""Engine: one opened bundle that decodes inside its budget.
+
+Prefill and decode are the same pass over a flat batch of tokens; what differs is how many tokens go in.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from moec.manifests.bundle import TABLES_NAME
+from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+
+from .. import kernels
+from ..accelerator import open_accelerator
+from ..bundle.opening import Bundle, open_bundle, verify_files
+from ..expert_cache.bound_experts import bind_experts
+from ..expert_cache.eviction import bundle_records, policy_score, warm_order
+from ..expert_cache.native_cache import open_cache
+from ..layers.kv_cache import KVCache
+from ..memory.budget import MemoryPlan, plan_memory, require_memory_for_manifest
+from ..memory.elastic_cache import ElasticCache
+from ..model.dense_weights import load_dense
+from ..model.forward import Model
+from ..modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
+from ..modes.decoder import LossyDecoder, check_modes
+from ..modes.logical_cache import LogicalCache
+from ..options.runtime import MAX_THREADS, RuntimeOptions
+from ..prefetch.predictors import make_predictor
+from ..storage.interface import page_bytes
+from ..storage.opening import open_storage
+from ..text.sampling import Sampler, SamplingOptions
+from ..text.streaming_text import StopTexts, TextStream, load_tokenizer
+from ..text.token_ids import checked_ids
+from .exclusive_use import ExclusiveUse, exclusively
+from .generation_step import FinishReason, GenerationStep
+from .mode_line import mode_line
+
+if TYPE_CHECKING:
+    from ..accelerator.cooperative import CooperativeExperts
+
+_Ints: TypeAlias = Sequence[int]
+_Result = TypeVar("_Result")
+_RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
+
+
+def load(path: str | Path, **options: Any) -> Engine:
+    """Open a bundle: `load("x-moec", memory="2GiB")`; options are the fields of RuntimeOptions.
+
+    Raises BundleError, MemoryBudgetExceeded, OptionError.
+    """
+    try:
+        chosen = RuntimeOptions(**options)
+    except TypeError as error:
+        raise OptionError(f"unknown option: {error}", "see moec.runtime.RuntimeOptions") from error
+    require_memory_for_manifest(Path(path), chosen)
+    return Engine(open_bundle(Path(path)), chosen, closes_bundle=True)
+
+
+class Engine:
+    """Everything resident: dense weights, KV cache, expert cache.
+
+    Threads may take turns. ExecutionError refuses a call while another thread is in one, or in `exclusive`, which
+    callers enter for whom several calls belong together.
+    """
+
+    def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
+        """closes_bundle: with the engine, also where it cannot be opened; else it is the caller's to close."""
+        self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
+        self.accelerator: CooperativeExperts | None = None
+        self._closes_bundle = closes_bundle
+        try:
+            self._open(bundle, options)
+        except BaseException:  # what is open already has no other owner
+            for part in ("cache", "_storage"):
+                if (opened := getattr(self, part, None)) is not None:
+                    opened.close()
+            if closes_bundle:
+                bundle.close()
+            raise
+
+    def _open(self, bundle: Bundle, options: RuntimeOptions) -> None:
+        manifest = bundle.manifest
+        kernels.require(manifest.required_cpu_features)
+        if options.verify:
+            verify_files(bundle, (TABLES_NAME,))
+        opened = open_accelerator(manifest, options)  # first: what it takes of the memory counts
+        host_bytes = 0 if opened is None else opened.host_bytes
+        plan_memory(manifest, options, host_bytes)  # by the size of the tokenizer, before it is loaded
+        self.tokenizer = load_tokenizer(bundle, options.verify)
+        self.memory: MemoryPlan = plan_memory(manifest, options, host_bytes)  # by what it has become
+        kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+        modes, stored = options.modes, manifest.stored_experts
+        check_modes(modes, manifest.model, len(manifest.low_experts))
+        sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
+        count = len(manifest.experts)
+        self._holds_all = int(sizes[:count].sum()) <= self.memory.cache_bytes
+        # What is read ahead may not depend on what this process takes, where decisions go by it.
+        held_bytes = self.memory.logical_cache_bytes if modes.reads_cache else self.memory.cache_bytes
+        is_guessing = int(sizes[:count].sum()) > held_bytes
+        tables = bundle.tables(has_paths=is_guessing and options.prefetch == "path")
+        self._records = records = bundle_records(bundle, tables, stored)
+        pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
+        self._storage = open_storage(bundle, options.io, options.verify, self.memory.cache_bytes)
+        with self._storage.made_ready(is_wanted=options.cache_state == "warm"):  # a warm start fills all of it
+            dense = load_dense(bundle, options.verify)
+            bound = bind_experts(bundle, stored, self._storage, dense)
+            self.cache = open_cache(self._storage, bound, sizes, self.memory.cache_bytes, records, options, pin_limit)
+            self.kv = KVCache(manifest.model, options.slots, self.memory.context, options.kv)
+            self.model = Model(bundle, dense, bound.experts, self.cache, self.memory.context)
+        if is_guessing:
+            self.model.advisor.predictor = make_predictor(
+                options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
+            )
+        is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
+        self._sequence, self._on_host = 0, (self.model.dense_part, self.kv)
+        self.model.advisor.set_options(options, self._is_at_hand)
+        self.model.bind_token_experts()
+        self._elastic = ElasticCache(manifest, self.memory, options, self.cache) if is_elastic else None
+        if opened is not None:
+            from ..accelerator.opening import start_cooperation
+
+            args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)
+            self.model.accelerator = self.accelerator = start_cooperation(*args)
+            self.place_dense(on_device=self.accelerator.dense is not None)
+        order = warm_order(records).tolist() if options.cache_state == "warm" else []
+        warm = self.model.absent_first([index for index in order if index < count])  # low versions come with a miss
+        self.cache.warm(warm)
+        self.lossy = None
+        if not modes.is_lossless:
+            score = policy_score(options.policy, options.policy_weights)
+            limits = (sizes, held_bytes, records, score, held_bytes - manifest.cost.minimum_expert_bytes, warm)
+            on_device = () if self.accelerator is None else self.accelerator.placement.resident
+            logical = LogicalCache(*limits, on_device) if modes.reads_cache else None
+            versions = Versions(self.model.first_expert, low_version_indices(manifest))
+            self.lossy = LossyDecoder(modes, self.model, versions, logical)
+            if logical is not None:  # then what is advised must not depend on arrival either
+                self.model.advisor.holds = logical.holds
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the readers, close files, give the accelerator's memory back; the rest is freed with the engine."""
+        self.cache.close()
+        self.model.advisor.holds = bool  # no method of the engine: it would live until a collection of cycles
+        if self.accelerator is not None:
+            self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
+            self.accelerator.close()
+        self._storage.close()
+        if self._closes_bundle:
+            self.bundle.close()
+
+    @exclusively
+    def place_dense(self, on_device: bool) -> None:
+        """Compute attention and head on the accelerator or on the CPU; sequences under way cannot go on.
+
+        Raises OptionError if the accelerator does not have them.
+        """
+        dense = None if self.accelerator is None else self.accelerator.dense
+        if on_device and dense is None:
+            raise OptionError("no accelerator holds the dense weights", "add `--accelerator-dense device`")
+        part, kv = (dense.part, dense.kv) if on_device and dense is not None else self._on_host
+        self.model.dense_part, self.kv = part, kv
+        if self.accelerator is not None:
+            self.accelerator.uses_dense = on_device
+        self._sequence += 1
+
+    def _is_at_hand(self, index: int) -> bool:
+        """Whether a stored expert need not be read."""
+        return self.cache.holds(index) or not self.model.absent([index])
+
+    def decoding_cache_bytes(self, positions: int) -> int:
+        """The experts' share while one sequence of so many positions is decoded."""
+        if self._elastic is None:
+            return self.memory.cache_bytes
+        return self._elastic.capacity_bytes(1, [positions] + [0] * (self.options.slots - 1))
+
+    @property
+    def mode(self) -> str:
+        """One line that says what is on."""
+        grows = self._elastic is not None
+        line = mode_line(self.bundle.manifest, self.options, self.memory, self._storage.mode, self._holds_all, grows)
+        return line if self.accelerator is None else f"{line}; {self.accelerator.mode}"
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every token is the model's own."""
+        return self.lossy is None
+
+    @property
+    def mode_counts(self) -> ModeCounts | None:
+        """What the lossy modes decided so far; None where all are off."""
+        return None if self.lossy is None else self.lossy.counts
+
+    # -- generation --------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, adds_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, special tokens as the tokenizer adds them; a rendered chat has them already.
+
+        Raises ContextOverflow for a text that is too long to be encoded, InputError for what is not Unicode.
+        """
+        self.tokenizer.check_size(text, self.memory)
+        return self.tokenizer.encode(text, adds_special_tokens).ids
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+    ) -> Iterator[GenerationStep]:
+        """Decode one sequence; yields one step per token, the eos token included. stop: texts that end it, unshown.
+
+        Raises ContextOverflow if the prompt leaves no room; the generation stops where the context ends.
+        """
+        tokens = self.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt)
+        self.check_tokens(tokens)
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens must be a whole number of 1 or more, found {max_new_tokens}")
+        limit = self.new_tokens_limit(tokens, max_new_tokens)
+        return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()), StopTexts(stop))
+
+    def _decode(self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts) -> Iterator[GenerationStep]:
+        eos = self.bundle.manifest.model.eos_token_ids
+        with self.exclusive:
+            mine = self.begin_sequence()
+            before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
+            (known,) = self.begin_texts([0], [tokens])
+            logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
+        stream = TextStream(self.tokenizer, known)
+        for count in range(1, limit + 1):
+            token = sampler(logits, known)
+            known.append(token)
+            reason: FinishReason | None = "stop" if token in eos else ("length" if count == limit else None)
+            text = "" if token in eos else stream.push(token)
+            text, is_ended = stop.push(text if reason is None else text + stream.flush())
+            if is_ended:
+                reason = "stop"
+            elif reason is not None:
+                text += stop.flush()
+            now_ns, stats = time.perf_counter_ns(), self.cache.stats.copy()
+            yield GenerationStep(token, text, position, now_ns - start_ns, stats.since(before), reason)
+            if reason is not None:
+                return
+            before, start_ns = stats, time.perf_counter_ns()
+            if not self.exclusive.acquire(False):
+                raise self.exclusive.refusal()
+            try:
+                if self._sequence != mine:
+                    raise self.exclusive.taken_over()
+                logits = self.decode([token], [0], [position])[0]
+            finally:
+                self.exclusive.release()
+            position += 1
+
+    @exclusively
+    def begin_sequence(self) -> int:
+        """Take over the KV cache: a generation that was under way cannot go on. Returns the number of the sequence.
+
+        Policies that count within a sequence begin anew, also where others go on beside it.
+        """
+        self._records.begin_sequence()
+        if self.lossy is not None:
+            self.lossy.begin_sequence()
+        self._sequence += 1
+        return self._sequence
+
+    @exclusively
+    def begin_texts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What the decoder's text begins with in these slots: the prompt, or with an encoder, which reads it here, the
+        start token. Prompts share a pass as far as MAX_PASS_TOKENS goes; each is in one whole.
+        """
+        encoder = self.model.spec.encoder
+        if encoder is None:
+            return [list(prompt) for prompt in prompts]
+        group, waiting = list[tuple[int, Sequence[int]]](), 0
+        for slot, prompt in zip(slots, prompts, strict=True):
+            if group and waiting + len(prompt) > MAX_PASS_TOKENS:
+                self._encode(group)
+                group, waiting = [], 0
+            group.append((slot, prompt))
+            waiting += len(prompt)
+        if group:
+            self._encode(group)
+        return [[encoder.start_token_id] for _ in prompts]
+
+    def _encode(self, group: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """One pass of the encoder over whole prompts."""
+        tokens = [token for _, prompt in group for token in prompt]
+        slots = [slot for slot, prompt in group for _ in prompt]
+        positions = [position for _, prompt in group for position in range(len(prompt))]
+        for slot, prompt in group:
+            self.kv.begin_prompt(slot, len(prompt))
+        self._pass(self.model.encode, tokens, slots, positions)
+
+    def new_tokens_limit(self, prompt: Sequence[int], wanted: int) -> int:
+        """How many of the wanted new tokens the context has room for; an encoder has its own."""
+        own = len(prompt) if self.model.spec.encoder is None else 1
+        return min(wanted, self.memory.context - own + 1)
+
+    @exclusively
+    def prefill(self, tokens: Sequence[int]) -> np.ndarray:
+        """Run the beginning of a text in the first slot. Returns the residual stream of its last pass."""
+        hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
+        for start in range(0, len(tokens), MAX_PASS_TOKENS):
+            part = tokens[start : start + MAX_PASS_TOKENS]
+            hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
+        return hidden
+
+    def _step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits.
+
+        Raises ExecutionError for a slot whose prompt no encoder has read, of models with one.
+        """
+        if self.model.spec.encoder is not None and not self.kv.prompt_lengths[list(slots)].all():
+            raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
+        return self._pass(self._forward(None if self.lossy is None else self.lossy.prefill), tokens, slots, positions)
+
+    step = exclusively(_step)
+
+    def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """Logits [T, V] behind the next token of some sequences, one each: where lossy modes decide.
+
+        Raises ExecutionError as `step`.
+        """
+        if not self.exclusive.acquire(False):  # written out: every token comes here
+            raise self.exclusive.refusal()
+        try:
+            if self.lossy is None:
+                return self.model.logits(self._step(tokens, slots, positions))
+            return self.lossy.decode(self._run_chosen, tokens, slots, positions)
+        finally:
+            self.exclusive.release()
+
+    def _run_chosen(self, tokens: _Ints, slots: _Ints, positions: _Ints, choice: PassChoice) -> np.ndarray:
+        return self._pass(self._forward(choice), tokens, slots, positions)
+
+    def _forward(self, choice: PassChoice | None) -> _RunStack[np.ndarray]:
+        return self.model.forward if choice is None else partial(self.model.forward, choice=choice)
+
+    def _pass(self, run: _RunStack[_Result], tokens: _Ints, slots: _Ints, positions: _Ints) -> _Result:
+        """A stack of the model over a flat batch, with the cache of experts sized for it."""
+        if self._elastic is not None:
+            self._elastic.before_pass(slots, positions)
+        result = run(
+            np.asarray(tokens, np.int64), np.asarray(slots, np.int32), np.asarray(positions, np.int32), self.kv
+        )
+        if self._elastic is not None:
+            self._elastic.after_pass(len(tokens))
+        if self._storage.mode == "mmap":
+            self._storage.end_pass()
+        return result
+
+    @exclusively
+    def logits(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> np.ndarray:
+        """Logits after every token of one sequence, float32 [T, V]. prompt: what an encoder reads, of models with one.
+
+        Raises ContextOverflow, InputError.
+        """
+        tokens = checked_ids(token_ids)
+        self.check_tokens(tokens, room=0)
+        self.begin_sequence()
+        if self.model.spec.encoder is not None:
+            self.check_tokens(prompt, room=0)
+            self.begin_texts([0], [prompt])
+        out = np.empty((len(tokens), self.model.spec.vocab_size), np.float32)
+        for start in range(0, len(tokens), MAX_PASS_TOKENS):
+            part = tokens[start : start + MAX_PASS_TOKENS]
+            hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
+            out[start : start + len(part)] = self.model.logits(hidden)
+        return out
+
+    @exclusively
+    def copy_slots(self, parents: Sequence[int], positions: int) -> None:
+        """Slot i goes on from the first positions of slot parents[i]; all at once."""
+        if self._elastic is not None:
+            longest = max(positions, int(self.kv.prompt_lengths.max()))
+            self._elastic.before_pass(range(len(parents)), [longest - 1] * len(parents))
+        self.kv.copy_slots(parents, positions)
+
+    def check_tokens(self, tokens: Sequence[int], room: int = 1) -> None:
+        """Refuse an empty prompt, ids outside the vocabulary, and prompts that leave no room in the context."""
+        if not tokens:
+            raise InputError("the prompt is empty", "give at least one token")
+        self.check_vocabulary(tokens)
+        if len(tokens) + room - 1 > self.memory.context or len(tokens) > self.memory.context:
+            raise ContextOverflow(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.memory.context}",
+                "shorten it or raise `--context`",
+            )
+
+    def check_pair(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Refuse a prompt and an answer that cannot be scored, for the reasons of `check_tokens`."""
+        if self.model.spec.encoder is None:
+            self.check_tokens([*prompt, *answer], room=0)
+            return
+        self.check_tokens(prompt)
+        if answer:
+            self.check_tokens(answer)
+
+    def check_vocabulary(self, tokens: Sequence[int]) -> None:
+        """Refuse ids outside the vocabulary."""
+        vocab_size = self.model.spec.vocab_size
+        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InputError(
+                f"token id {wrong} is outside the vocabulary of {vocab_size}", "use this bundle's tokenizer"
+            )

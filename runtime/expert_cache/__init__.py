@@ -1,0 +1,1 @@
+"""Which experts are in memory, and which one makes room for the next."""

@@ -1,0 +1,283 @@
+"""NativeCache: the expert cache whose decisions, reads and waits are in the C++ extension.
+
+It decides as ExpertCache does, call by call. Between two reads no Python runs, so that storage does not wait for the
+interpreter. Python reads what has no place of its size to take or failed. It compares what is new, or comes from a file
+that has changed, with its checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.errors import ExecutionError
+
+from .. import kernels
+from ..options.runtime import Policy, RuntimeOptions
+from ..storage.interface import ExpertStorage
+from ..storage.read_runs import MAX_RUN_BYTES
+from ..storage.read_storage import ReadStorage
+from ..storage.readers import ReaderThreads
+from .bound_experts import BoundExperts
+from .counts import CacheStats
+from .eviction import ExpertRecords, policy_score
+from .interface import StreamingCache
+from .python_cache import ExpertCache
+from .residency import RESIDENT
+
+NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")
+
+
+def open_cache(
+    storage: ExpertStorage,
+    experts: BoundExperts,
+    sizes: np.ndarray,
+    capacity_bytes: int,
+    records: ExpertRecords,
+    options: RuntimeOptions,
+    pin_limit_bytes: int,
+) -> StreamingCache:
+    """A NativeCache where it can be one, else an ExpertCache, which decides alike. Sizes and limits as in both."""
+    is_known = options.policy in NATIVE_POLICIES and not records.encoder_layers and options.accelerator is None
+    if is_known and isinstance(storage, ReadStorage) and kernels.compiled() is not None:
+        limits = (sizes, capacity_bytes, records, options.policy, pin_limit_bytes, options.readers)
+        return NativeCache(storage, experts, *limits)
+    score = policy_score(options.policy, options.policy_weights)
+    return ExpertCache(storage, sizes, capacity_bytes, records, score, pin_limit_bytes, options.readers)
+
+
+class NativeCache(StreamingCache):
+    """As ExpertCache, for policies of NATIVE_POLICIES and models without an encoder."""
+
+    def __init__(
+        self,
+        storage: ReadStorage,
+        experts: BoundExperts,
+        sizes: np.ndarray,
+        capacity_bytes: int,
+        records: ExpertRecords,
+        policy: Policy,
+        pin_limit_bytes: int,
+        readers: int = 1,
+    ) -> None:
+        count = len(sizes)
+        super().__init__(sizes, np.empty(count, np.int8))
+        self._leases, self.prefetches = np.zeros(count, bool), np.zeros((2, count), np.int64)
+        self._counts = np.zeros(len(CacheStats.__slots__), np.int64)
+        columns = {
+            "state": self._state,
+            "is_leased": self._leases,
+            "is_ahead": np.zeros(count, bool),
+            "is_seen": np.zeros(count, bool),
+        }
+        shared = {"heat": records.heat, "last_used": records.last_used, "uses": records.uses}
+        extension = kernels.compiled()
+        if extension is None:
+            raise ValueError("a native cache needs native kernels")
+        self._reads = extension.ExpertReads(
+            {name: column.view(np.uint8) for name, column in columns.items()}
+            | shared
+            | {"prefetches": self.prefetches, "counts": self._counts},
+            sizes.tolist(),
+            records.layer.tolist(),
+            storage.successors,
+            readers,
+            MAX_RUN_BYTES,
+            records.half_life,
+            policy,
+            capacity_bytes,
+            pin_limit_bytes,
+            [(*storage.source(index), *experts.native(index)) for index in range(count)],
+            storage.mode == "buffered",
+        )
+        self._storage = storage
+        self._readers = ReaderThreads(readers, self._serve)
+        self._stop: Callable[[], object] | None = None  # once they run
+        self._is_closed = self._has_no_memory = False
+        self._failures: dict[int, Exception] = {}  # the last of every expert that could not be read
+
+    @property
+    def stats(self) -> CacheStats:
+        return CacheStats(*self._counts.tolist())
+
+    @property
+    def capacity_bytes(self) -> int:
+        return int(self._reads.capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return int(self._reads.used_bytes)
+
+    def resident(self) -> np.ndarray:
+        return np.flatnonzero(self._state == RESIDENT)
+
+    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        self._require_kernels()
+        found = self._reads.begin(layer, indices)
+        if found is None:
+            raise self._closed_error()
+        hits, misses = found
+        try:
+            self._start_readers()
+        except BaseException:
+            self._unlease([*hits, *misses])
+            raise
+        return hits, misses
+
+    def _require_kernels(self) -> None:
+        if kernels.compiled() is None:  # the reference does not see where experts have moved
+            raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
+
+    def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+        while True:
+            self._start_readers()
+            state, found = self._reads.wait(remaining, together)
+            if state == "ready":
+                return list(found)
+            if state != "again":
+                raise self._error(state, found[0] if state == "failed" else remaining[0])
+
+    def _error(self, state: str, index: int) -> Exception:
+        """Why an expert that was asked for did not come."""
+        if state == "closed":
+            return self._closed_error()
+        return self._too_large_error(index) if state == "too large" else self._failures[index]
+
+    def _unlease(self, indices: Sequence[int]) -> None:
+        self._reads.unlease(indices)
+
+    def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]) -> Any:
+        """The extension's `ExpertLayers` over this cache; arguments as it takes them."""
+        extension = kernels.compiled()
+        if extension is None:
+            raise ValueError("layers need native kernels")
+        return extension.ExpertLayers(self._reads, layers, size, ahead_eps, rules)
+
+    def begin_token(self) -> None:
+        """A token alone goes through bound layers next. Raises ExecutionError as `stream` does."""
+        self._require_process()
+        self._require_kernels()
+        if self._is_closed:
+            raise self._closed_error()
+        self._start_readers(are_needed=True)
+
+    def check_end(self, state: str, index: int) -> None:
+        """Raise what `stream` raises, if a bound layer ended without its experts."""
+        if state != "done":
+            raise self._error(state, index)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        self._reads.prefetch(indices)
+        self._start_readers()
+
+    def warm(self, indices: Sequence[int]) -> None:
+        self._reads.warm(indices)
+        self._start_readers()
+
+    def finish_warming(self) -> None:
+        while not self._reads.wait_warmed():
+            pass  # signals are looked at here
+
+    def resize(self, capacity_bytes: int) -> None:
+        self._require_process()
+        pin_limit_bytes = self._reads.pin_limit_bytes + capacity_bytes - self.capacity_bytes
+        while not self._reads.resize(capacity_bytes, pin_limit_bytes):
+            pass
+        if self.used_bytes <= capacity_bytes:
+            _finish(partial(self._resize_storage, capacity_bytes))
+
+    def _resize_storage(self, capacity_bytes: int) -> None:
+        self._storage.follow_hand_overs(self._reads.take_places)
+        self._storage.resize(capacity_bytes)
+
+    def check_invariants(self) -> None:
+        self._check(*self._reads.audit())
+
+    def close(self) -> None:
+        if self._is_forked:
+            return
+        self._is_closed = True
+        if self._stop is None:
+            _stop_readers(self._reads, self._readers, self._process)
+        else:
+            self._stop()
+
+    # -- readers -----------------------------------------------------------------------------------------------
+
+    def _start_readers(self, are_needed: bool = False) -> None:
+        if self._stop is None and (are_needed or self._reads.has_work()):
+            # At the latest when the process ends: a thread that is in the extension cannot end with the interpreter.
+            stop = weakref.finalize(self, _stop_readers, self._reads, self._readers, self._process)
+            self._readers.start()
+            self._stop = stop
+
+    def _serve(self) -> None:
+        try:
+            self._reads.serve(self._load, self._check_new if self._storage.verifies else None)
+        except MemoryError:  # what it was at is not known any more, and nobody shall wait for it
+            self._has_no_memory = True
+            self._reads.close()
+
+    def _closed_error(self) -> ExecutionError:
+        if self._has_no_memory:
+            return ExecutionError("no memory was left while experts were read", "load the bundle again with less of it")
+        return super()._closed_error()
+
+    def _check_new(self, run: Sequence[int], addresses: Sequence[int]) -> list[int]:
+        """Compare what has been read with its checksum; which differs."""
+        failed = []
+        for index, address in zip(run, addresses, strict=True):
+            try:
+                self._storage.check(index, address)
+            except Exception as error:
+                self._failures[index] = error
+                failed.append(index)
+        return failed
+
+    def _load(self, run: Sequence[int]) -> list[int]:
+        """Read experts into places of their own; which failed. Of several that fail together each is read again."""
+        try:
+            self._storage.follow_hand_overs(self._reads.take_places)
+            self._storage.load(*run)
+            for index in run:
+                self._reads.place(index, self._storage.address(index))
+        except Exception as error:
+            if len(run) > 1:
+                return [failed for index in run for failed in self._load([index])]
+            self._failures[run[0]] = error
+            self._storage.release(run[0])
+            self._reads.place(run[0], 0)
+            return list(run)
+        return []
+
+
+def _stop_readers(reads: Any, readers: ReaderThreads, process: int) -> None:
+    if os.getpid() == process:
+        reads.close()
+        readers.join()
+
+
+def _finish(work: Callable[[], None]) -> None:
+    """Do something whole, also where a signal raises in the main thread meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="moec-resize")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,252 @@
+"""ExpertCache: a StreamingCache over any storage, under any policy, and the specification of NativeCache."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from ..storage.interface import ExpertStorage
+from ..storage.read_runs import ReadRuns
+from ..storage.readers import BusyClock, ReaderThreads
+from .counts import CacheStats
+from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .interface import StreamingCache
+from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
+
+
+class ExpertCache(StreamingCache):
+    """Residency of all routed experts of one bundle.
+
+    sizes: padded bytes per expert, int64 [N]. capacity_bytes must hold the experts that one token needs in a layer.
+    readers: threads that read. Invariant: bytes of queued, loading and resident experts never exceed the capacity.
+    """
+
+    def __init__(
+        self,
+        storage: ExpertStorage,
+        sizes: np.ndarray,
+        capacity_bytes: int,
+        records: ExpertRecords,
+        policy: PolicyScore,
+        pin_limit_bytes: int,
+        readers: int = 1,
+    ) -> None:
+        self._storage = storage
+        order = partial(eviction_order, records, policy)
+        runs = ReadRuns(sizes.tolist(), storage.successors, readers)
+        ledger = Residency(sizes, capacity_bytes, records, order, pin_limit_bytes, storage.release, runs)
+        super().__init__(sizes, ledger.state)
+        self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # for those who wait for experts
+        self._work = threading.Condition(self._lock)  # for readers: a layer that only hits must not wake them
+        self._warmup = deque[int]()
+        self._readers = ReaderThreads(readers, self._read_loop)
+        self._reads, self._warming = BusyClock(), 0
+        self._failures: dict[int, Exception] = {}
+        self._closed = False
+
+    @property
+    def stats(self) -> CacheStats:
+        return self._ledger.stats
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._ledger.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._ledger.used_bytes
+
+    # -- demand ------------------------------------------------------------------------------------------------
+
+    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        with self._lock:
+            self._require_open()
+            hits, misses = self._ledger.ask(layer, indices)
+            self._ledger.issue(misses)
+            self._wake_reader()
+        return hits, misses
+
+    def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+        start_ns = time.perf_counter_ns()
+        with self._changed:
+            while True:
+                self._require_open()
+                failed = next((i for i in remaining if i in self._failures), None)
+                if failed is not None:
+                    raise self._failures.pop(failed)
+                self._ledger.issue(remaining)
+                self._wake_reader()
+                ready = [i for i in remaining if self._leases[i] and self._state[i] == RESIDENT]
+                if ready:
+                    some = ready if together else ready[:1]
+                    for index in some:
+                        if self._ledger.is_ahead[index]:
+                            self._ledger.count_use_of_advice(index)
+                    self.stats.stall_ns += time.perf_counter_ns() - start_ns
+                    return some
+                if not any(self._leases[i] for i in remaining) and not self._is_reading():
+                    raise self._too_large_error(remaining[0])
+                self._changed.wait()
+
+    def _is_reading(self) -> bool:
+        """Reads that are under way, also those of a stream that was given up, make room when they end."""
+        return bool(np.any((self._state == LOADING) | (self._state == QUEUED)))
+
+    def _unlease(self, indices: Sequence[int]) -> None:
+        with self._changed:
+            for index in indices:
+                self._leases[index] = 0
+                self._failures.pop(index, None)
+            self._changed.notify_all()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise self._closed_error()
+
+    # -- advice ------------------------------------------------------------------------------------------------
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        with self._lock:
+            self._ledger.advise(indices)
+            self._wake_reader()
+
+    # -- warm start --------------------------------------------------------------------------------------------
+
+    def warm(self, indices: Sequence[int]) -> None:
+        with self._lock:
+            self._warmup = deque(indices)
+            self._wake_reader()
+
+    def finish_warming(self) -> None:
+        with self._changed:
+            while not self._closed and (self._warmup or self._warming):
+                self._changed.wait()
+
+    def _next_to_warm(self) -> int | None:
+        """The next expert that is absent and fits, its read begun; what does not fit in its turn is left out."""
+        while self._warmup:
+            index = self._warmup.popleft()
+            if self._ledger.fits_free(index):
+                self._ledger.begin_warm(index)
+                return index
+        self._changed.notify_all()
+        return None
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def resize(self, capacity_bytes: int) -> None:
+        self._require_process()
+        ledger = self._ledger
+        with self._changed:
+            ledger.pin_limit_bytes += capacity_bytes - ledger.capacity_bytes
+            ledger.capacity_bytes = capacity_bytes
+            if ledger.used_bytes > capacity_bytes:
+                self._shrink()
+            if ledger.used_bytes <= capacity_bytes:
+                self._storage.resize(capacity_bytes)
+
+    def _shrink(self) -> None:
+        """Evict what no longer fits. The lock is held."""
+        ledger = self._ledger
+        ledger.drop_advice()
+        victims = ledger.victims(spares_pins=False)
+        while ledger.used_bytes > ledger.capacity_bytes and not self._closed:
+            victim = next(victims, None)
+            if victim is not None:
+                ledger.evict(victim)
+            elif self._reads.running or ledger.demand:
+                self._changed.wait()
+                victims = ledger.victims(spares_pins=False)
+            else:
+                break
+
+    # -- reader ------------------------------------------------------------------------------------------------
+
+    def _wake_reader(self) -> None:
+        if not (self._ledger.demand or self._ledger.advice or self._warmup):
+            return
+        self._readers.start()
+        self._work.notify_all()
+
+    def _read_loop(self) -> None:
+        while True:
+            with self._changed:
+                run, warms = self._next_read()
+                if not run:
+                    return
+                self._warming += warms
+                self.stats.busy_ns += self._reads.change(1)
+            failures = self._load(run)
+            with self._changed:
+                self.stats.busy_ns += self._reads.change(-1)
+                self._warming -= warms
+                for index in run:
+                    self._end_read(index, warms, failures.get(index))
+                self._changed.notify_all()
+
+    def _next_read(self) -> tuple[list[int], bool]:
+        """Wait for the most urgent read: its experts, none once closed; whether the warm start asked for it."""
+        while not self._closed:
+            if run := self._ledger.next_read():
+                return run, False
+            index = self._next_to_warm()
+            if index is not None:
+                return [index], True
+            self._work.wait()
+        return [], False
+
+    def _load(self, run: Sequence[int]) -> dict[int, Exception]:
+        """Read experts; which failed, and why. Where one of several fails each is read again, alone."""
+        try:
+            self._storage.load(*run)
+        except Exception as error:
+            if len(run) == 1:
+                return {run[0]: error}
+            failures: dict[int, Exception] = {}
+            for index in run:
+                self._give_up(index)
+                failures |= self._load([index])
+            return failures
+        return {}
+
+    def _give_up(self, index: int) -> None:
+        with contextlib.suppress(OSError):  # the readers must go on
+            self._storage.release(index)
+
+    def _end_read(self, index: int, warms: bool, failure: Exception | None) -> None:
+        """A failure is kept for the stream that waits for the expert, if one does."""
+        if failure is not None:
+            self._give_up(index)
+            self._ledger.withdraw(index)
+            if self._leases[index]:
+                self._failures[index] = failure
+        elif warms:
+            self._ledger.arrive_warm(index)
+            self.stats.warm_reads += 1
+        else:
+            self._ledger.arrive(index)
+
+    def check_invariants(self) -> None:
+        with self._lock:
+            self._check(self.used_bytes, int(self._sizes[self._state != ABSENT].sum()))
+
+    def resident(self) -> np.ndarray:
+        with self._lock:
+            return np.flatnonzero(self._state == RESIDENT)
+
+    def close(self) -> None:
+        if self._is_forked:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._work.notify_all()
+        self._readers.join()

@@ -1,0 +1,234 @@
+"""Residency: which of N experts are absent, queued, being read or in memory, and what makes room for another.
+
+The decisions of ExpertCache and SimulatedCache. It knows no storage, threads or time: its owner begins the reads, says
+when they end, and holds a lock where several threads ask.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ..storage.read_runs import NONE, ReadRuns
+from .counts import CacheStats
+from .eviction import ExpertRecords
+
+ABSENT, QUEUED, LOADING, RESIDENT = range(4)
+_FEW = 8
+"""Experts that are rarely all evicted at once."""
+Order = Callable[[int, np.ndarray, int], np.ndarray]
+"""The running layer, candidates, int [C], and a count -> so many of these, first to evict first."""
+
+
+class Residency:
+    """A ledger. Invariant: bytes of queued, loading and resident experts never exceed the capacity.
+
+    sizes: bytes per expert, int64 [N]; an expert of none is left out of its model: always there.
+    records: told of every use. pin_limit_bytes: what advice may hold. evicted: told of every expert that goes.
+    runs: which of them are read together; None: one by one.
+    state, int8; is_leased; is_ahead: read ahead and not asked for since; is_seen: [N].
+    A predicted expert is pinned until its layer asks: it is leased then, or was guessed wrong.
+    demand, advice: queued reads, most urgent first. prefetches, int64 [2, N]: read ahead; of these, asked for in time.
+    """
+
+    def __init__(
+        self,
+        sizes: np.ndarray,
+        capacity_bytes: int,
+        records: ExpertRecords,
+        order: Order,
+        pin_limit_bytes: int,
+        evicted: Callable[[int], None] = lambda index: None,
+        runs: ReadRuns | None = None,
+    ) -> None:
+        self.sizes: list[int] = sizes.tolist()
+        self.capacity_bytes, self.pin_limit_bytes, self.used_bytes = capacity_bytes, pin_limit_bytes, 0
+        self._records, self._order, self._evicted = records, order, evicted
+        self._is_stored = sizes > 0
+        self.state = np.where(self._is_stored, ABSENT, RESIDENT).astype(np.int8)
+        self.is_leased = np.zeros(len(sizes), bool)
+        self.is_ahead = np.zeros(len(sizes), bool)
+        self.is_seen = np.zeros(len(sizes), bool)
+        self.prefetches = np.zeros((2, len(sizes)), np.int64)
+        self.demand, self.advice = deque[int](), deque[int]()
+        self.stats = CacheStats()
+        self._runs = ReadRuns(self.sizes, [NONE] * len(sizes)) if runs is None else runs
+        self._layer_of: list[int] = records.layer.tolist()
+        self._pins: list[int] = []
+        self._clock = self._layer = 0
+
+    def ask(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """One layer of one pass asks for experts: those that are there, now leased, and those that are not."""
+        hits: list[int] = []
+        misses: list[int] = []
+        self._layer = layer
+        self._pins = [index for index in self._pins if self._layer_of[index] != layer]
+        for index in [i for i in self.advice if self._layer_of[i] == layer and i not in experts]:  # guessed wrong
+            self.advice.remove(index)
+            self.withdraw(index)
+        self._clock += 1
+        self._records.use(experts, self._clock)
+        for index in experts:
+            if self.state[index] == RESIDENT:
+                if self.is_ahead[index]:
+                    self.stats.prefetch_hits += 1
+                    self.count_use_of_advice(index)
+                self.is_leased[index] = True
+                hits.append(index)
+            else:
+                misses.append(index)
+        self.stats.lookups += len(experts)
+        self.stats.hits += len(hits)
+        self.stats.misses += len(misses)
+        return hits, misses
+
+    def issue(self, waiting: Sequence[int]) -> None:
+        """Queue the reads of as many waiting experts as fit now, and lease them."""
+        victims = self.victims(spares_pins=False)
+        for index in waiting:
+            if self.is_leased[index]:
+                continue
+            state = self.state[index]
+            if state == ABSENT:
+                if not self._make_room(self.sizes[index], victims, is_demand=True):
+                    return
+                self._reserve(index)
+                self.demand.append(index)
+            elif state == QUEUED:
+                # Advised but not begun: now a read on demand. An abandoned stream may have left it in demand already.
+                if index in self.advice:
+                    self.advice.remove(index)
+                    self.is_ahead[index] = False
+                    self.demand.append(index)
+            elif state == LOADING and self.is_ahead[index]:
+                self.stats.late_hits += 1
+            self.is_leased[index] = True
+
+    def advise(self, indices: Sequence[int]) -> None:
+        """Queue reads ahead, likeliest first, as far as room and the pin limit go. Replaces older advice.
+
+        What was predicted before of layers that are not among these stays pinned, as far as it is there, and yields
+        first.
+        """
+        self.drop_advice()
+        layers = {self._layer_of[index] for index in indices}
+        older = [i for i in self._pins if self._layer_of[i] not in layers and self.state[i] != ABSENT]
+        self._pins = self._within_pin_limit([*indices, *older])
+        victims = self.victims(spares_pins=True)
+        for index in self._pins[: len(indices)]:
+            if self.state[index] != ABSENT:
+                continue
+            if not self._make_room(self.sizes[index], victims, is_demand=False):
+                break
+            self._reserve(index)
+            self.is_ahead[index] = True
+            self.advice.append(index)
+
+    def _within_pin_limit(self, indices: Sequence[int]) -> list[int]:
+        """The first of them, as many as advice may hold."""
+        pinned, found = 0, list[int]()
+        for index in indices:
+            pinned += self.sizes[index]
+            if pinned > self.pin_limit_bytes:
+                break
+            found.append(index)
+        return found
+
+    def drop_advice(self) -> None:
+        """Forget advised reads that have not begun."""
+        while self.advice:
+            self.withdraw(self.advice.popleft())
+
+    def next_read(self) -> list[int]:
+        """The most urgent queued read, which has now begun: an expert, or several in a row; none if there is none."""
+        if not (self.demand or self.advice):
+            return []
+        run = self._runs.take(self.demand or self.advice)
+        self.state[run] = LOADING
+        return run
+
+    def arrive(self, index: int) -> None:
+        """A read that a layer or advice asked for is complete."""
+        is_ahead = bool(self.is_ahead[index])
+        self.stats.add_read(self.sizes[index], bool(self.is_seen[index]), is_ahead)
+        self.prefetches[0, index] += is_ahead
+        self.arrive_warm(index)
+
+    def fits_free(self, index: int) -> bool:
+        """Whether an expert is absent and fits beside all others."""
+        return bool(self.state[index] == ABSENT and self.used_bytes + self.sizes[index] <= self.capacity_bytes)
+
+    def begin_warm(self, index: int) -> None:
+        """A read of the warm start has begun."""
+        self.state[index] = LOADING
+        self.used_bytes += self.sizes[index]
+
+    def arrive_warm(self, index: int) -> None:
+        """A read of the warm start is complete."""
+        self.state[index] = RESIDENT
+        self.is_seen[index] = True
+
+    def withdraw(self, index: int) -> None:
+        """Forget a read that has not begun or that failed, or an expert in memory."""
+        self.state[index] = ABSENT
+        self.is_ahead[index] = False
+        self.used_bytes -= self.sizes[index]
+
+    def evict(self, index: int) -> None:
+        """Take an expert out of memory."""
+        self._evicted(index)
+        self.withdraw(index)
+        self.stats.evictions += 1
+
+    def count_use_of_advice(self, index: int) -> None:
+        """An expert that was read ahead is asked for."""
+        self.is_ahead[index] = False
+        self.stats.prefetch_used += 1
+        self.prefetches[1, index] += 1
+
+    def victims(self, spares_pins: bool) -> Iterator[int]:
+        """What may be evicted, first to go first; demand takes pins as well, worst prediction first.
+
+        The order is made when it is first needed, and serves all reads that are started together.
+        """
+        candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased & self._is_stored)
+        pins = dict.fromkeys(reversed(self._pins))  # worst prediction first
+        start, count = 0, _FEW
+        while start < len(candidates):
+            for index in self._order(self._layer, candidates, count)[start:].tolist():
+                if index not in pins and self._may_go(index):
+                    yield index
+            start, count = count, len(candidates)
+        for index in () if spares_pins else pins:
+            if self._may_go(index) and index in candidates:
+                yield index
+
+    def _may_go(self, index: int) -> bool:
+        return bool(self.state[index] == RESIDENT and not self.is_leased[index])
+
+    def _reserve(self, index: int) -> None:
+        self.state[index] = QUEUED
+        self.used_bytes += self.sizes[index]
+
+    def _make_room(self, need_bytes: int, victims: Iterator[int], is_demand: bool) -> bool:
+        """Evict until need_bytes are free; demand withdraws advice first, likeliest last.
+
+        Returns False if that cannot work before leases or reads end.
+        """
+        missing = self.used_bytes + need_bytes - self.capacity_bytes
+        while is_demand and self.advice and missing > 0:
+            index = self.advice.pop()
+            self.withdraw(index)
+            missing -= self.sizes[index]
+        taken: list[int] = []
+        while missing > 0:
+            victim = next(victims, None)
+            if victim is None:
+                return False
+            taken.append(victim)
+            missing -= self.sizes[victim]
+        for victim in taken:
+            self.evict(victim)
+        return True

@@ -1,0 +1,161 @@
+"""Attention of one layer over its cache of keys and values.
+
+Shapes: T tokens of any sequences, D hidden, H heads, Hkv key and value heads, Dh head size, S slots, C context, Q
+features of the latent vector that keys and values share, R rotated features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from moec.manifests.model import AttentionSpec, LatentSpec, ModelSpec
+
+from .. import kernels
+from .norms import Norm
+from .rotary import RotaryTables
+
+Weights = Mapping[str, Any]
+"""Of one layer by the last part of their names: kernels.PackedMatrix, or a vector as float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """Where the T tokens of a pass stand. slots, positions: int32 [T].
+
+    ends: int32 [T], of an encoder: where the token's sequence ends, all of which it sees; None: what is behind it.
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+    ends: np.ndarray | None = None
+
+
+class AttentionBlock(Protocol):
+    """Attention of one layer, from the residual stream to the residual stream."""
+
+    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> None:
+        """Store what T tokens leave in the cache, and add what they see to the residual stream [T, D].
+
+        keys, values: [S, cache heads, C, cache size], arrays of where this attention is computed.
+        """
+        ...
+
+
+def layer_weights(dense: Weights, index: int) -> dict[str, Any]:
+    """The dense weights of one layer by the last part of their names."""
+    prefix = f"layers.{index}."
+    return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
+
+
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """What may be computed elsewhere: attention by layer, and the head's product, float32 [n, D] -> [n, V]."""
+
+    blocks: Sequence[AttentionBlock]
+    head: Callable[[np.ndarray], np.ndarray]
+
+
+def make_block(
+    model: ModelSpec,
+    spec: AttentionSpec,
+    weights: Weights,
+    norm: Norm,
+    rotary: RotaryTables | None = None,
+    bias: np.ndarray | None = None,
+) -> AttentionBlock:
+    """The attention that a layer asks for. bias: [H, 2 C - 1], see relative_bias.bias_by_distance."""
+    if spec.latent is None:
+        return HeadAttention(model, spec, weights, norm, rotary, bias)
+    if rotary is None:
+        raise ValueError("latent attention needs a rotary embedding")
+    return LatentAttention(spec, spec.latent, weights, norm, rotary, model.residual_scale)
+
+
+def linear_rows(matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """x W^T, with the bias where there is one. [T, K] -> [T, N]."""
+    out = np.empty((len(x), matrix.rows), np.float32)
+    kernels.linear(matrix, x, out)
+    if bias is not None:
+        out += bias
+    return out
+
+
+class HeadAttention:
+    """Grouped heads with their own keys and values; biases and norms of queries and keys where the model has them."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        spec: AttentionSpec,
+        weights: Weights,
+        norm: Norm,
+        rotary: RotaryTables | None,
+        bias: np.ndarray | None = None,
+    ) -> None:
+        """bias: as of `make_block`."""
+        self._layer = kernels.AttentionLayer(
+            norm=norm.weight,
+            norm_bias=norm.bias,
+            norm_eps=norm.eps,
+            matrices=(weights["query"], weights["key"], weights["value"], weights["output"]),
+            biases=tuple(weights.get(f"{name}_bias") for name in ("query", "key", "value", "output")),
+            head_norms=(weights.get("query_norm"), weights.get("key_norm")),
+            head_norm_eps=model.norm_eps,
+            rotation=None if rotary is None else (rotary.cos, rotary.sin),
+            interleaved=rotary is not None and rotary.rope.interleaved,
+            kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            scale=spec.score_scale,
+            window=spec.sliding_window,
+            sinks=weights.get("sinks"),
+            distance_bias=bias,
+            residual_scale=model.residual_scale,
+        )
+
+    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
+        kernels.attend(self._layer, hidden, keys, values, places.slots, places.positions, places.ends)
+
+
+class LatentAttention:
+    """Keys and values of all heads from one vector per position, [Q + R]: `kernels.LatentLayer`."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        latent: LatentSpec,
+        weights: Weights,
+        norm: Norm,
+        rotary: RotaryTables,
+        residual_scale: float,
+    ) -> None:
+        self._layer = kernels.LatentLayer(
+            norm=norm.weight,
+            norm_bias=norm.bias,
+            norm_eps=norm.eps,
+            query_down=weights.get("query_down"),
+            query=weights["query"],
+            latent_down=weights["latent_down"],
+            inner_norms=(weights.get("query_down_norm"), weights["latent_norm"]),
+            inner_norm_eps=latent.norm_eps,
+            key_up=_by_head(weights["key_up"], spec.num_heads),
+            value_up=_by_head(weights["value_up"], spec.num_heads),
+            output=weights["output"],
+            rotation=(rotary.cos, rotary.sin),
+            interleaved=rotary.rope.interleaved,
+            scale=spec.score_scale,
+            residual_scale=residual_scale,
+        )
+
+    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
+        kernels.attend(self._layer, hidden, keys, values, places.slots, places.positions, places.ends)
+
+
+def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMatrix, ...]:
+    """One matrix per head over the same memory: rows come in blocks, of which a head has a whole number."""
+    rows, size = matrix.rows // heads, len(matrix.data) // heads
+    parts = [matrix.data[head * size : (head + 1) * size] for head in range(heads)]
+    return tuple(kernels.PackedMatrix(part, rows, matrix.columns, matrix.spec) for part in parts)

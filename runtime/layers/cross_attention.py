@@ -1,0 +1,40 @@
+"""Attention of a decoder's layer over what the encoder made of the prompt.
+
+Keys and values of the prompt are made once, when the encoder has run, and stay in the cache of the slot.
+Shapes: T tokens, D hidden, H heads, Dh head size, S slots, C context.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moec.manifests.model import AttentionSpec
+
+from .. import kernels
+from .attention import Weights, linear_rows
+
+
+class CrossAttention:
+    """Grouped heads over another sequence: no positions, no norms, no biases."""
+
+    def __init__(self, spec: AttentionSpec, weights: Weights) -> None:
+        self._spec, self._weights = spec, weights
+
+    def store(
+        self, states: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Keep what later tokens will see of the encoder's states [T, D]. slots, positions: int32 [T]."""
+        made = [np.empty((len(states), self._spec.num_kv_heads, self._spec.head_size), np.float32) for _ in range(2)]
+        matrices = [self._weights[f"cross_{name}"] for name in ("key", "value")]
+        kernels.linears(matrices, states, [rows.reshape(len(states), -1) for rows in made])
+        kernels.store_kv(made[0], made[1], keys, values, slots, positions)
+
+    def __call__(
+        self, normed: np.ndarray, slots: np.ndarray, ends: np.ndarray, keys: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
+        """What tokens see of the prompts of their slots. normed [T, D] -> [T, D]; ends: int32 [T], prompt lengths."""
+        spec = self._spec
+        query = linear_rows(self._weights["cross_query"], normed).reshape(-1, spec.num_heads, spec.head_size)
+        mixed = np.empty_like(query)
+        kernels.attention(query, keys, values, slots, np.zeros_like(slots), spec.score_scale, 0, mixed, ends=ends)
+        return linear_rows(self._weights["cross_output"], mixed.reshape(len(normed), -1))

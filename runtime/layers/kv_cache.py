@@ -1,0 +1,110 @@
+"""Keys and values of earlier tokens, allocated once for all slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+
+from ..options.runtime import KvType
+from ..storage.address_space import map_anonymous
+
+KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
+
+
+class KVCache:
+    """[S, Hkv, C, Dh] keys and values per layer, float32 or float16; S slots (sequences), C context positions.
+
+    What one head reads is one run of memory. Positions become resident as they are written. Latent attention has one
+    array for both: its values are the first features of its keys. The layers of an encoder take turns with one pair.
+    cross_keys, cross_values: of the prompt, for each layer of a decoder behind an encoder; prompt_lengths: int32 [S],
+    how many positions of them each slot has.
+    """
+
+    def __init__(self, model: ModelSpec, slots: int, context: int, kv: KvType = "float32") -> None:
+        self.slots, self.context, self._type = slots, context, KV_TYPES[kv]
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
+        self.cross_keys: dict[int, np.ndarray] = {}
+        self.cross_values: dict[int, np.ndarray] = {}
+        self.prompt_lengths = np.zeros(slots, np.int32)
+        self._prompts, self._known_prompts = np.zeros(slots, np.int64), 0
+        self._first = model.first_decoder_layer
+        for index, layer in enumerate(model.layers):
+            if 0 < index < self._first:
+                self.keys.append(self.keys[0])
+                self.values.append(self.values[0])
+                continue
+            attention = layer.attention
+            shape = (slots, attention.cache_heads, context, attention.cache_size)
+            self.keys.append(self.zeros(shape))
+            self.values.append(self.zeros(shape) if attention.cache_arrays == 2 else self.keys[-1])
+            if layer.cross is not None:
+                shape = (slots, layer.cross.cache_heads, context, layer.cross.cache_size)
+                self.cross_keys[index], self.cross_values[index] = self.zeros(shape), self.zeros(shape)
+
+    def begin_prompt(self, slot: int, length: int) -> None:
+        """The slot's prompt is another one, of so many tokens."""
+        self._known_prompts += 1
+        self._prompts[slot], self.prompt_lengths[slot] = self._known_prompts, length
+
+    def copy_slots(self, parents: Sequence[int], positions: int) -> None:
+        """Slot i takes the first positions of slot parents[i], and its prompt; all at once."""
+        steps = _copies(parents)
+        for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True) if steps else ():
+            self._copy_runs(keys, steps, positions)
+            if values is not keys:
+                self._copy_runs(values, steps, positions)
+        order = np.arange(len(self._prompts))
+        order[: len(parents)] = parents
+        if not np.array_equal(self._prompts[order], self._prompts):  # beams of one prompt have it already
+            for array in (*self.cross_keys.values(), *self.cross_values.values()):
+                self._copy_runs(array, steps, int(self.prompt_lengths.max()))
+            self._prompts, self.prompt_lengths = self._prompts[order], self.prompt_lengths[order]
+
+    def _copy_runs(self, array: Any, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
+        """Take the steps of `_copies` with the first positions of [S, H, C, Dh]."""
+        kept = array[0, :, :0]
+        for source, target in steps:
+            if target is None:
+                kept = self.copied(array[source, :, :positions])
+            else:
+                array[target, :, :positions] = kept if source is None else array[source, :, :positions]
+
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        """Memory that becomes resident as it is written."""
+        size_bytes = np.dtype(self._type).itemsize * math.prod(shape)
+        _, memory = map_anonymous(size_bytes, "keys and values", huge_pages=False)
+        return memory.view(self._type).reshape(shape)
+
+    def copied(self, part: Any) -> Any:
+        """A part of its own."""
+        return part.copy()
+
+
+def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:
+    """Copies from slot to slot, one after the other, that together are the one of all at once; None: a slot put aside.
+
+    At most one slot is put aside at a time.
+    """
+    waiting = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
+    steps: list[tuple[int | None, int | None]] = []
+    while waiting:
+        free = next((slot for slot in waiting if slot not in waiting.values()), None)
+        if free is not None:
+            steps.append((waiting.pop(free), free))
+            continue
+        first, source = next(iter(waiting.items()))  # only rings are left, where each waits for the next
+        steps.append((first, None))
+        target = first
+        while source != first:
+            steps.append((source, target))
+            del waiting[target]
+            target, source = source, waiting[source]
+        steps.append((None, target))
+        del waiting[target]
+    return steps

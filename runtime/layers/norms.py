@@ -1,0 +1,38 @@
+"""The norms of the residual stream.
+
+Shapes: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+
+from .. import kernels
+from ..kernels.stream_layer import norm_stream
+
+
+class Norm:
+    """An RMS norm, or with a bias a layer norm: the mean is subtracted first, the bias added last."""
+
+    def __init__(self, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> None:
+        """weight, bias: float32 [D]."""
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def __call__(self, hidden: np.ndarray) -> np.ndarray:
+        """Float32 [T, D] -> [T, D], a new array."""
+        return norm_stream(kernels, hidden, self.weight, self.bias, self.eps)
+
+
+def stream_norms(model: ModelSpec, dense: Mapping[str, Any]) -> dict[str, Norm]:
+    """Every norm of the residual stream by the name of its weight. dense: all dense weights by name."""
+    kinds = ("attention_norm", "experts_norm", "encoder_norm", "final_norm")
+    return {
+        name: Norm(dense[name], dense[f"{name}_bias"] if model.norm == "layer" else None, model.norm_eps)
+        for name in dense
+        if name.endswith(kinds)
+    }

@@ -1,0 +1,45 @@
+"""The expert of a layer that every token passes: resident with the dense weights, one more rank behind the routed ones.
+
+Also the plain feed-forward of a layer without routed experts. Shapes: T tokens, K ranks, the shared one last, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+
+
+class SharedExpert:
+    """One shared expert; with a router of its own, its output is weighed by a sigmoid."""
+
+    def __init__(self, weights: Mapping[str, Any], activation: str) -> None:
+        """weights: `shared_gate`, `shared_up`, `shared_down`, and `shared_router` where there is one.
+
+        activation: as of kernels.Expert; `relu` has no gate.
+        """
+        gate, up, down = weights.get("shared_gate"), weights["shared_up"], weights["shared_down"]
+        self.expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
+        self._router = weights.get("shared_router")
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether its weight depends on the token."""
+        return self._router is not None
+
+    def weights(self, normed: np.ndarray) -> np.ndarray:
+        """What its output is multiplied with, [T, 1]."""
+        if self._router is None:
+            return np.ones((len(normed), 1), np.float32)
+        logits = np.empty((len(normed), 1), np.float32)
+        kernels.linear(self._router, normed, logits)
+        with np.errstate(over="ignore"):
+            return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)
+
+    def __call__(self, normed: np.ndarray, parts: np.ndarray) -> None:
+        """Compute all tokens [T, D] into the last rank of [T, K, D]."""
+        tokens = np.arange(len(normed), dtype=np.int32)
+        kernels.expert_ffn(self.expert, normed, tokens, np.full_like(tokens, parts.shape[1] - 1), parts)

@@ -1,0 +1,181 @@
+"""The memory budget: what a run needs, what it may have, and what is left for experts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.bundle import MANIFEST_NAME, TABLES_NAME, TOKENIZER_NAME, BundleManifest
+from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.manifests.model import ModelSpec
+from moec.profiles.memory_floor import (
+    PROCESS_BYTES,
+    PROCESS_SLACK_BYTES,
+    FixedMemory,
+    kv_bytes,
+    memory_option,
+    process_bytes,
+    scratch_bytes,
+    tables_bytes,
+)
+from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
+
+from ..layers.kv_cache import KV_TYPES
+from ..options.runtime import RuntimeOptions, parse_bytes, parse_cache
+
+_MANIFEST_FACTOR = 13
+"""Peak memory while a manifest is read, by its bytes. Measured: 5 for 65,535 experts with low versions, 12.5 for
+as many numbers as a manifest can hold.
+"""
+
+_SMALL_MANIFEST_BYTES = 4 << 20
+"""Smaller ones are read in what every process has, and the refusal that follows names the whole floor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan(FixedMemory):
+    """All bytes of one run. floor_bytes is the least `--memory` that works; cache_bytes is the experts' share.
+
+    logical_cache_bytes: the share that lossy decisions go by, the same for the same options wherever they run; without
+    any, it is what this machine has free.
+    """
+
+    cache_bytes: int
+    budget_bytes: int | None
+    context: int
+    logical_cache_bytes: int = 0
+
+    def to_plain(self) -> dict[str, int | None]:
+        """For `--json`."""
+        return {**asdict(self), "floor_bytes": self.floor_bytes}
+
+
+def available_memory_bytes() -> int:
+    """Memory that may still be taken: the least of MemAvailable and the room under the control group's limit."""
+    available = [memory_limit_bytes() - resident_set_bytes()]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    return max(0, min(available))
+
+
+def chosen_context(model: ModelSpec, options: RuntimeOptions) -> int:
+    """Longest sequence of a run."""
+    return options.context or model.default_context
+
+
+def require_memory_for_manifest(bundle: Path, options: RuntimeOptions) -> None:
+    """Refuse a large manifest that could not be read inside the budget. Call before it is opened.
+
+    Whatever such a manifest holds, the floor of its run is above this. Raises MemoryBudgetExceeded, OptionError.
+    """
+    try:
+        size = (bundle / MANIFEST_NAME).stat().st_size
+    except OSError:  # `open_bundle` says what is wrong
+        return
+    need = PROCESS_BYTES + _MANIFEST_FACTOR * size
+    if size > _SMALL_MANIFEST_BYTES and options.memory is not None and parse_bytes(options.memory) < need:
+        raise MemoryBudgetExceeded(
+            f"`--memory {options.memory}` is less than the {memory_option(need)} that reading a manifest of {size} "
+            "bytes takes",
+            "`moec inspect` says what a run takes",
+        )
+
+
+def nominal_process_bytes(manifest: BundleManifest, options: RuntimeOptions) -> int:
+    """Return what the process counts for, by the manifest alone: the same on every machine."""
+    sizes = {entry.name: entry.size_bytes for entry in manifest.files}
+    return process_bytes(
+        manifest.model,
+        len(manifest.experts) + len(manifest.low_experts),
+        sizes.get(TOKENIZER_NAME, 0),
+        has_accelerator=options.accelerator is not None,
+    )
+
+
+def nominal_memory(
+    manifest: BundleManifest, options: RuntimeOptions | None = None, accelerator_bytes: int = 0
+) -> FixedMemory:
+    """Return what a run takes by the manifest alone: what `moec inspect` prints, and `--memory` has to be at least.
+
+    options: None for the defaults.
+    """
+    options = options or RuntimeOptions()
+    model, context = manifest.model, chosen_context(manifest.model, options)
+    tables = next((entry.size_bytes for entry in manifest.files if entry.name == TABLES_NAME), 0)
+    return FixedMemory(
+        process_bytes=nominal_process_bytes(manifest, options),
+        dense_bytes=manifest.cost.dense_packed_bytes,
+        kv_bytes=kv_bytes(model, context, options.slots, np.dtype(KV_TYPES[options.kv]).itemsize),
+        scratch_bytes=scratch_bytes(model, options.slots, context),
+        tables_bytes=tables_bytes(model, tables if options.prefetch == "path" else 0),
+        minimum_expert_bytes=manifest.cost.minimum_expert_bytes,
+        accelerator_bytes=accelerator_bytes,
+    )
+
+
+def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_bytes: int = 0) -> MemoryPlan:
+    """Split the budget. Call after imports and before weights are read.
+
+    accelerator_bytes: what an accelerator takes of this process's memory, staging buffers for instance.
+    Raises MemoryBudgetExceeded with the floor when the budget is under it, OptionError when options conflict.
+    """
+    cost, model = manifest.cost, manifest.model
+    context = chosen_context(model, options)
+    if context > model.max_positions:
+        raise OptionError(
+            f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"
+        )
+    nominal = nominal_memory(manifest, options, accelerator_bytes)
+    # Whoever loads an engine into a larger process has that process to count.
+    taken = max(nominal.process_bytes, resident_set_bytes() + PROCESS_SLACK_BYTES)
+    fixed: dict[str, Any] = {**asdict(nominal), "process_bytes": taken, "context": context}
+    bare = MemoryPlan(cache_bytes=0, budget_bytes=None, **fixed)
+    budget = parse_bytes(options.memory) if options.memory is not None else None
+    if options.expert_cache is not None:
+        cache = parse_cache(options.expert_cache, cost.expert_padded_bytes)
+        if cache < cost.minimum_expert_bytes:
+            least = memory_option(cost.minimum_expert_bytes)
+            raise MemoryBudgetExceeded(
+                f"`--expert-cache {options.expert_cache}` is under the floor of {least}", f"--expert-cache {least}"
+            )
+        if budget is not None and bare.fixed_bytes + cache > budget:
+            least = memory_option(bare.fixed_bytes + cache)
+            raise MemoryBudgetExceeded(
+                f"`--expert-cache {options.expert_cache}` needs a budget of {least}, "
+                f"`--memory {options.memory}` is less",
+                f"give one of the two, or --memory {least}",
+            )
+    else:
+        if budget is None:
+            budget = resident_set_bytes() + available_memory_bytes() * 7 // 8
+        cache = budget - bare.fixed_bytes
+        if cache < cost.minimum_expert_bytes:
+            raise _under_floor(bare, options, budget)
+    logical = cache
+    if options.expert_cache is None and options.memory is not None:
+        logical = max(cache + taken - nominal.process_bytes, cost.minimum_expert_bytes)
+    held = {"cache_bytes": cache, "logical_cache_bytes": logical}
+    held = {name: min(size, cost.expert_padded_bytes) for name, size in held.items()}
+    return MemoryPlan(**held, budget_bytes=budget, **fixed)
+
+
+def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int) -> MemoryBudgetExceeded:
+    """Return the refusal of a budget, with the option that would do."""
+    least = memory_option(bare.floor_bytes)
+    if options.memory is not None:
+        return MemoryBudgetExceeded(
+            f"`--memory {options.memory}` is under the floor of {least} for a context of {bare.context}",
+            f"--memory {least}, or a shorter `--context`",
+        )
+    return MemoryBudgetExceeded(
+        f"this machine's free memory, {budget >> 20}MiB of it usable, is under the floor of {least} for a context of "
+        f"{bare.context}",
+        f"free memory, shorten `--context`, or take the risk with --memory {least}",
+    )

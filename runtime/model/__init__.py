@@ -1,0 +1,1 @@
+"""One pass over the layers of a model."""

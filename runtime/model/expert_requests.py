@@ -1,0 +1,61 @@
+"""What a layer asks the cache for: the router's choice, as lossy modes leave it, by stored expert.
+
+The model and replays of its traces decide here, so that both decide alike.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from moec.manifests.model import ExpertsSpec
+
+from ..layers.routing import NO_EXPERT, Routed, RoutingRule, within_capacity
+from ..prefetch.pass_state import PassState
+
+
+def choose_experts(
+    state: PassState,
+    experts: ExpertsSpec,
+    first_expert: int,
+    rule: RoutingRule,
+    logits: np.ndarray,
+    slots: np.ndarray | None = None,
+) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    """The stored experts that the running layer asks for, each with its places (token x top-k + rank), and the weights.
+
+    experts, first_expert: the layer's, and where they begin among all. logits: float32 [T, E], of its router. slots:
+    int32 [T], needed where a layer has a capacity. Notes the router's own choice and logits in `state`.
+    """
+    choice = state.choice
+    chosen, weights = rule.route(logits, state.tokens, state.top_k(experts.top_k))
+    state.chosen.append(chosen)
+    state.logits = logits
+    if choice is not None:
+        chosen, weights = choice.select(Routed(state.layer, rule, logits, chosen, weights))
+    if experts.router.capacity and slots is not None:
+        chosen = np.where(within_capacity(chosen, slots, experts.router.capacity), chosen, np.int32(NO_EXPERT))
+    groups = _places_by_expert(chosen)
+    groups.pop(NO_EXPERT, None)
+    if choice is None:
+        return {first_expert + expert: places for expert, places in groups.items()}, weights
+    return {choice.index(state.layer, expert): places for expert, places in groups.items()}, weights
+
+
+@cache
+def _single_places(count: int) -> tuple[np.ndarray, ...]:
+    """0 to count - 1, each alone, int32 [1]; read only."""
+    places = np.arange(count, dtype=np.int32)
+    places.flags.writeable = False
+    return tuple(places[at : at + 1] for at in range(count))
+
+
+def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
+    """Per expert the places that chose it, token x top-k + rank, ascending. chosen: int32 [T, K]."""
+    flat = chosen.reshape(-1)
+    if len(chosen) == 1 or not len(flat):  # no expert twice: decoding need not sort
+        return dict(zip(flat.tolist(), _single_places(len(flat)), strict=True))
+    order = np.argsort(flat, kind="stable")
+    unique, starts = np.unique(flat[order], return_index=True)
+    return dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))

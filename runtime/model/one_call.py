@@ -1,0 +1,183 @@
+"""The experts of a layer for a token alone, in one call of the extension.
+
+It decides, computes and adds what Model does step by step for everything else, to the bit; where a model, its cache or
+its advice is of another kind than the extension knows, there is none, and Model's steps serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+
+from .. import kernels
+from ..expert_cache.interface import StreamingCache
+from ..expert_cache.native_cache import NativeCache
+from ..layers.norms import Norm
+from ..layers.routing import Router
+from ..layers.shared_expert import SharedExpert
+from ..prefetch.advisor import Advisor, Following
+from ..prefetch.margins import RULES
+from ..prefetch.predictors import LookaheadPredictor
+from ..prefetch.quality import PrefetchQuality
+from ..trace.statistics import PhaseTimes
+from ..trace.trace import TraceRecorder
+
+MAX_ROUTERS = 8
+"""That the extension asks at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """What layers choose and compute with: norms in front of the experts and routers, of every layer; kernels.Expert,
+    counted over all layers; shared experts by layer.
+    """
+
+    spec: ModelSpec
+    norms: Sequence[Norm]
+    routers: Sequence[Router | None]
+    experts: Sequence[Any]
+    shared: Mapping[int, SharedExpert]
+
+
+class TokenExperts:
+    """Layers of one model, bound to its cache. Raises ValueError where their shapes do not fit each other."""
+
+    def __init__(self, layers: ModelLayers, cache: NativeCache, advisor: Advisor) -> None:
+        self._cache, self._predictor, self._advisor = cache, advisor.predictor, advisor
+        self._bound = _bound_to(cache, advisor)
+        self._layers, self._specs = layers, layers.spec.layers
+        fields = [self._fields(at) for at in range(layers.spec.num_layers)]
+        self._native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES)
+
+    def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
+        """Whether experts come from this cache and are read ahead as this advisor does, and no layer runs already.
+
+        One does in a handler of a signal, and for another thread.
+        """
+        return self._bound == _bound_to(cache, advisor) and not self._native.is_running
+
+    def begin(self) -> None:
+        """A token's pass begins. Raises ExecutionError after a fork, or with other kernels than the cache has."""
+        self._cache.begin_token()
+        self._native.begin_pass()
+
+    def forget_guesses(self) -> None:
+        """What was predicted will not be compared: another pass comes first."""
+        self._native.forget_guesses()
+
+    def margin(self, running: int, layer: int, rank: int) -> float:
+        """As of LearnedMargins."""
+        return float(self._native.margin(running, layer, rank))
+
+    def run(
+        self, layer: int, hidden: np.ndarray, times: PhaseTimes, quality: PrefetchQuality, trace: TraceRecorder | None
+    ) -> None:
+        """Add to the residual stream, float32 [1, D], what the layer's experts make of it. Raises as `stream` does."""
+        state, expert, dense_ns, experts_ns, shared_ns, predicted = kernels.experts_layer(self._native, layer, hidden)
+        self._cache.check_end(state, expert)
+        times.dense_ns += dense_ns - shared_ns
+        if predicted >= 0:
+            quality.add(layer, self._specs[layer].experts.top_k, predicted)
+        if trace is not None:
+            self._record(trace, layer, times)
+        times.dense_ns += shared_ns
+        times.shared_ns += shared_ns
+        times.experts_ns += experts_ns
+
+    def _record(self, trace: TraceRecorder, layer: int, times: PhaseTimes) -> None:
+        """The layer that ran last. times: before any of its experts was computed."""
+        native = self._native
+        chosen = np.array(native.chosen, np.int32)[None]
+        logits = np.frombuffer(native.logits, np.float32)[None] if chosen.size else None
+        trace.add_layer(layer, chosen, native.advice, logits, self._foreseen(layer), times.copy())
+
+    def _foreseen(self, layer: int) -> list[np.ndarray]:
+        """The scores [E] of the layers ahead, nearest first."""
+        followings = [] if self._predictor is None else self._advisor.followings(layer)
+        known = [self._known(layer, each) for each in followings]
+        asked = sum(scores is None for scores in known)
+        rows = iter(np.frombuffer(self._native.shares, np.float32).reshape(asked, -1) if asked else ())
+        return [next(rows) if scores is None else scores for scores in known]
+
+    def _known(self, layer: int, following: Following) -> np.ndarray | None:
+        """Scores [E] of a layer whose router cannot be asked; None where it can."""
+        predictor = self._predictor
+        if not isinstance(predictor, LookaheadPredictor) or predictor.router_ahead(layer, following.ahead) is not None:
+            return None
+        return predictor.scores_without_router(layer, following.ahead)[: following.count]
+
+    def _fields(self, at: int) -> dict[str, Any]:
+        """A layer as the extension takes it."""
+        layers, spec, first = self._layers, self._specs[at].experts, self._advisor.first_expert[at]
+        followings = [] if self._predictor is None else self._advisor.followings(at)
+        router, shared = layers.routers[at], layers.shared.get(at)
+        return {
+            "norm": layers.norms[at].weight,
+            "norm_eps": layers.norms[at].eps,
+            "router": None if router is None else _native(router.matrix),
+            "router_bias": None if router is None else router.bias,
+            "shared": None if shared is None else _native(shared.expert),
+            "layer": at,
+            "first_expert": first,
+            "top_k": spec.top_k,
+            "renormalizes": spec.router.renormalize,
+            "weight_scale": spec.router.scale,
+            "residual_scale": layers.spec.residual_scale,
+            "experts": [_native(expert) for expert in layers.experts[first : first + spec.count]],
+            "ahead": [self._ahead(at, each) for each in followings],
+        }
+
+    def _ahead(self, at: int, following: Following) -> tuple[Any, ...]:
+        """A layer that is looked at while layer `at` runs, as the extension takes it."""
+        layer, top_k = following.layer, following.top_k
+        place = (following.rank, layer, self._advisor.first_expert[layer], top_k)
+        scores = self._known(at, following)
+        if scores is not None:
+            return *place, None, None, None, *kernels.largest(scores, top_k + 1)
+        router, norm = self._layers.routers[layer], self._layers.norms[layer].weight
+        if router is None:
+            raise ValueError(f"layer {layer} routes nothing")
+        return *place, _native(router.matrix), norm, router.bias, [], []
+
+
+def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:
+    """None where the extension does not know the model, the cache or the way in which experts are read ahead."""
+    norms, spec = layers.norms, layers.spec
+    is_known = all(_is_known(layers, at) for at in range(spec.num_layers)) and spec.encoder is None
+    is_known = is_known and all(norm.bias is None and norm.eps == norms[0].eps for norm in norms)
+    if not is_known or not _is_advice_known(spec, advisor) or not isinstance(cache, NativeCache):
+        return None
+    return TokenExperts(layers, cache, advisor)
+
+
+def _bound_to(cache: StreamingCache, advisor: Advisor) -> tuple[Any, ...]:
+    """What may be replaced behind loading: layers that are bound to another one must not run."""
+    return id(cache), id(advisor.predictor), advisor.rule, advisor.layers, advisor.experts
+
+
+def _is_known(layers: ModelLayers, at: int) -> bool:
+    """Whether a layer does nothing but choose by softmax, compute and add, beside a shared expert perhaps."""
+    spec, router, shared = layers.spec.layers[at], layers.routers[at], layers.shared.get(at)
+    if spec.cross is not None or spec.experts.router.capacity or (shared is not None and shared.is_weighed):
+        return False
+    return router is None or (router.rule.is_softmax and router.matrix is not None)
+
+
+def _is_advice_known(spec: ModelSpec, advisor: Advisor) -> bool:
+    """Whether nothing is read ahead, or what routers of later layers find likely."""
+    if advisor.predictor is None:
+        return True
+    if advisor.rule != "likely" or advisor.experts or not isinstance(advisor.predictor, LookaheadPredictor):
+        return False
+    is_alike = len({layer.experts.count for layer in spec.layers if layer.experts.count}) == 1
+    return is_alike and advisor.layers <= MAX_ROUTERS
+
+
+def _native(part: Any) -> Any:
+    """A matrix or an expert as the extension has it."""
+    return part.native

@@ -1,0 +1,1 @@
+"""What a user can set about a run, checked in one place."""

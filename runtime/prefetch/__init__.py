@@ -1,0 +1,1 @@
+"""Which experts to read ahead."""

@@ -1,0 +1,170 @@
+"""Predictors: which experts the layers behind the running one are likely to ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+
+from ..bundle.opening import Tables
+from ..layers.norms import Norm
+from ..layers.router_stack import RouterStack, stack_routers
+from ..layers.routing import Router
+from ..options.runtime import Prefetch
+from .pass_state import PassState
+
+# Pairs seen less often than this say less than the expert before alone.
+# Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
+MINIMUM_PAIR_COUNT = 8
+
+
+class Predictor(Protocol):
+    """Scores the experts of the layers after the running one."""
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        """[E] floats >= 0 of the layer so far ahead, likelier is higher; None: nothing to say."""
+
+    def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
+        """`scores` of several layers at once."""
+        return [self.scores(state, ahead) for ahead in aheads]
+
+
+class PopularityPredictor(Predictor):
+    """The experts that calibration saw most often in the layer."""
+
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        self._popularity, self._model = tables.popularity.astype(np.float64), model
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        return self.of_layer(self._model.layer_after(state.layer, ahead))
+
+    def of_layer(self, layer: int) -> np.ndarray:
+        """Counts, float64 [E]."""
+        counts: np.ndarray = self._popularity[layer]
+        return counts
+
+
+class PathPredictor(Predictor):
+    """EdgeMoE's dictionary: the experts of two layers predict those of the next, with back-off.
+
+    Only layers that route count. score(e) sums over pairs (a two layers back, b one layer back) the counts of e; pairs
+    seen fewer than MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity.
+    Source: EdgeMoE, activation-path dictionary.
+    """
+
+    def __init__(self, tables: Tables, model: ModelSpec) -> None:
+        if tables.paths is None:
+            raise ValueError("the path dictionary was not read")
+        self._paths, self._model = tables.paths, model
+        self._popularity, self._experts = PopularityPredictor(tables, model), tables.popularity.shape[1]
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        following, routed = self._model.layer_after(state.layer, ahead), self._model.expert_layers
+        start = self._model.first_decoder_layer if following >= self._model.first_decoder_layer else 0
+        past = [layer for layer in routed if start <= layer <= state.layer]
+        if following <= state.layer or not past:  # the next token's first, or nothing behind it
+            return self._popularity.scores(state, ahead)
+        if any(state.layer < layer < following for layer in routed):
+            return None
+        total = np.zeros(self._experts)
+        for token in range(len(state.chosen[past[-1]])):
+            before = state.chosen[past[-2]][token].tolist() if len(past) > 1 else []
+            total += self._token_scores(following, before, past[-1], state.chosen[past[-1]][token].tolist())
+        return total if total.any() else self._popularity.scores(state, ahead)
+
+    def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
+        """Of the experts of layer `following`, for one token that chose these in `layer` and those before it."""
+        paths = self._paths
+        scores = np.zeros(self._experts)
+        for row in paths.rows(following, before, chosen):
+            part = slice(paths.offsets[row], paths.offsets[row + 1])
+            counts = paths.counts[part].astype(np.float64)
+            if counts.sum() >= MINIMUM_PAIR_COUNT:
+                scores[paths.experts[part]] += counts / counts.sum()
+        if not scores.any():
+            for last in chosen:
+                counts = paths.transitions[layer, last].astype(np.float64)
+                scores += counts / max(counts.sum(), 1)
+        return scores
+
+
+class LookaheadPredictor(Predictor):
+    """The routers of later layers, applied to this layer's residual stream. Source: HOBBIT, layer-level prediction.
+
+    Each reads it through its own layer's norm. The last layer has no next router to ask; there popularity speaks for
+    the first layer of the next token.
+    """
+
+    def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
+        self._model, self._norms, self._routers = model, norms, routers
+        self._fallback = PopularityPredictor(tables, model)
+        self._asked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._stacks: dict[tuple[int, tuple[int, ...]], RouterStack | None] = {}
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        return self.scores_ahead(state, [ahead])[0]
+
+    def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
+        key = (state.layer, tuple(aheads))
+        asked = self._asked.get(key)  # the same for every token
+        if asked is None:
+            asked = tuple(ahead for ahead in aheads if self.router_ahead(state.layer, ahead) is not None)
+            self._asked[key] = asked
+        found = dict(zip(asked, self._demands(state, asked), strict=True))
+        return [found[ahead] if ahead in found else self._fallback.scores(state, ahead) for ahead in aheads]
+
+    def _demands(self, state: PassState, aheads: tuple[int, ...]) -> Iterable[np.ndarray]:
+        """Of routers that can be asked, one after the other or, for one token, together."""
+        key = (state.layer, aheads)
+        if key not in self._stacks:
+            layers = [self._model.layer_after(state.layer, ahead) for ahead in aheads]
+            routers = [router for layer in layers if (router := self._routers[layer]) is not None]
+            self._stacks[key] = stack_routers(routers, [self._norms[layer] for layer in layers])
+        stack = self._stacks[key]
+        if stack is not None and len(state.hidden) == 1:
+            return stack.shares(state.hidden)
+        return [self._demand(state, ahead) for ahead in aheads]
+
+    def _demand(self, state: PassState, ahead: int) -> np.ndarray:
+        layer = self._model.layer_after(state.layer, ahead)
+        router = self._routers[layer]
+        if router is None:
+            raise ValueError(f"layer {layer} routes nothing")
+        return router.rule.demand(router.logits(self._norms[layer](state.hidden)))
+
+    def scores_without_router(self, layer: int, ahead: int) -> np.ndarray:
+        """What is said, [E], whatever the stream is, of a layer whose router cannot be asked."""
+        return self._fallback.of_layer(self._model.layer_after(layer, ahead))
+
+    def router_ahead(self, layer: int, ahead: int) -> Router | None:
+        """Of the layer so far ahead; None where none can be asked."""
+        following, first = self._model.layer_after(layer, ahead), self._model.first_decoder_layer
+        if following <= layer or layer < first <= following:  # an encoder's stream says nothing to a decoder
+            return None
+        return self._routers[following]
+
+
+def make_predictor(
+    kind: Prefetch,
+    tables: Tables,
+    model: ModelSpec,
+    norms: list[Norm],
+    routers: list[Router | None],
+) -> Predictor | None:
+    """The predictor of an option; None for `off`."""
+    if kind == "lookahead":
+        return LookaheadPredictor(tables, model, norms, routers)
+    return table_predictor(kind, tables, model)
+
+
+def table_predictor(kind: Prefetch, tables: Tables, model: ModelSpec) -> Predictor | None:
+    """The predictors that a trace alone can feed; None for `off`. Raises KeyError for `lookahead`."""
+    makers: dict[str, Callable[[Tables, ModelSpec], Predictor | None]] = {
+        "path": PathPredictor,
+        "popularity": PopularityPredictor,
+        "off": lambda tables, model: None,
+    }
+    return makers[kind](tables, model)

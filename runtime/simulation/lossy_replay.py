@@ -1,0 +1,190 @@
+"""What lossy modes would have made of a recorded run: a routing trace, decided again by the code that decides in a run.
+
+`LossyDecoder`, `PassChoice`, `LogicalCache` and `Advisor` are the runtime's own. What a trace stands in for is the
+arithmetic: logits of routers are those of the recorded, lossless run, and how sure the little model is of a token was
+noted beside it. So decisions differ from a run's as far as a lossy run's text of hidden states drifts from the lossless
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec
+
+from ..layers.routing import Router
+from ..model.expert_requests import choose_experts
+from ..modes.choice import ModeCounts, PassChoice, Versions
+from ..modes.decoder import LossyDecoder, MakeChoice
+from ..modes.logical_cache import LogicalCache
+from ..options.lossy import BigLittle, LossyModes
+from ..prefetch.advisor import Advisor, routed_ahead
+from ..prefetch.pass_state import PassState
+from ..prefetch.predictors import Predictor
+from ..trace.trace import PassScores, Trace, TracedPass, TraceHeader
+from ..trace.trace_scores import as_floats, layer_logits
+from .timeline import Advice, TimedPass, timed_pass
+
+_ONE = (0,)
+
+
+class RecordedPredictor(Predictor):
+    """What lookahead found while the trace was recorded."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self._model, self.recorded = model, tuple[tuple[bytes, ...], ...]()
+
+    def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
+        found = self.recorded[state.layer] if self.recorded else ()
+        rank = routed_ahead(self._model, state.layer).index(ahead)
+        return as_floats(found[rank]) if rank < len(found) else None
+
+
+@dataclass(slots=True)
+class TracedModel:
+    """Where LossyDecoder has a model: it computes nothing, routes as the trace says, and notes what is asked for.
+
+    first_expert: [L + 1]; sizes: bytes of all stored experts, int64. unread: a cache that no mode reads, told of what
+    is asked for all the same, for the advisor. passes: of the token under way, as a device would see them.
+    """
+
+    spec: ModelSpec
+    first_expert: Sequence[int]
+    sizes: np.ndarray
+    advisor: Advisor
+    unread: LogicalCache | None = None
+    passes: list[TimedPass] = field(default_factory=list)
+    _routers: list[Router | None] = field(init=False)
+    _preload: tuple[int, ...] = ()
+    _recorded: TracedPass = field(init=False)
+    _scores: PassScores = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._routers = []
+        for layer, first in zip(self.spec.layers, self.first_expert, strict=False):
+            count = layer.experts.count
+            pruned = np.flatnonzero(self.sizes[first : first + count] == 0).tolist()  # nothing is stored of them
+            self._routers.append(Router(layer.experts, None, None, pruned) if count else None)
+
+    def begin(self, recorded: TracedPass, scores: PassScores) -> None:
+        """The next token is this pass."""
+        self._recorded, self._scores, self.passes = recorded, scores, []
+
+    def routers(self) -> list[Router | None]:
+        """Rules alone, without their matrices."""
+        return self._routers
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Nothing that anybody reads: how sure the token is, the trace says."""
+        return np.zeros((len(hidden), 1), np.float32)
+
+    def prefetch(self, experts: Sequence[int]) -> None:
+        """Read ahead before the next pass."""
+        self._preload = tuple(experts)
+        if self.unread is not None:
+            self.unread.advise(experts)
+
+    def run(
+        self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], choice: PassChoice
+    ) -> np.ndarray:
+        """One pass over the token: what each layer asks for under the choice. Returns what stands for hidden states."""
+        layers = self.spec.layers
+        is_little = any(choice.top_k(layer.experts.top_k) < layer.experts.top_k for layer in layers)
+        counts = [layer.experts.count for layer in layers]
+        logits = layer_logits(self._scores.little_logits if is_little else self._scores.logits, counts)
+        state = PassState(0, np.empty((1, 0), np.float32), [], choice=choice)
+        accesses, advice, experts_ns = [], [], []
+        for layer, router in enumerate(self._routers):
+            state.layer, asked = layer, list[int]()
+            if router is None:
+                state.chosen.append(np.empty((1, 0), np.int32))
+            else:
+                first = self.first_expert[layer]
+                found, _ = choose_experts(state, layers[layer].experts, first, router.rule, logits[layer][None])
+                asked = list(found)
+            _, ahead = self.advisor.advise(state)
+            choice.requested(layer, asked, ahead)
+            if self.unread is not None:
+                self.unread.request(layer, asked, ahead)
+            accesses.append((layer, tuple(asked)))
+            advice.append(tuple(ahead))
+            experts_ns.append(self._experts_ns(layer, asked))
+        each = self._recorded
+        own = (each.dense_ns, tuple(experts_ns), each.shared_ns, each.head_ns, each.other_ns)
+        self.passes.append(TimedPass(1, tuple(accesses), tuple(advice), *own, preload=self._preload))
+        self._preload = ()
+        return np.zeros((1, 1), np.float32)
+
+    def _experts_ns(self, layer: int, asked: Sequence[int]) -> float:
+        """As the recorded experts took, by bytes: reading weights is what a single token waits for."""
+        first = self.first_expert[layer]
+        recorded = int(self.sizes[[first + expert for expert in self._recorded.chosen[layer]]].sum())
+        return self._recorded.experts_ns[layer] * int(self.sizes[list(asked)].sum()) / max(recorded, 1)
+
+
+class TracedDecoder(LossyDecoder):
+    """Falls back where the little model was unsure when the trace was recorded."""
+
+    confidence: float | None = None
+
+    def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
+        unsure: np.ndarray = np.array([self.confidence], np.float32) < gamma
+        return unsure
+
+
+def replay_modes(
+    trace: Trace,
+    modes: LossyModes,
+    model: TracedModel,
+    versions: Versions,
+    cache: LogicalCache,
+    advice: Advice,
+    choices: MakeChoice = PassChoice,
+) -> tuple[list[tuple[TimedPass, ...]], ModeCounts]:
+    """The passes of a trace under lossy modes, those of a token together, and what was decided.
+
+    cache: fresh, of the simulated capacity; it says what is cached. advice: while the prompt runs, which decides
+    nothing. The trace must have what the modes need (`missing_scores`), and routes by scores alone (`check_modes`).
+    """
+    decoder = TracedDecoder(modes, model, versions, cache if modes.reads_cache else None, choices)
+    model.unread = None if modes.reads_cache else cache
+    predictor, first = model.advisor.predictor, trace.header.first_expert
+    steps: list[tuple[TimedPass, ...]] = []
+    for number, each in enumerate(trace.passes):
+        if number < trace.prompt_passes or each.scores is None:
+            own = timed_pass(each, first, advice)
+            for (layer, experts), ahead in zip(own.accesses, own.advice, strict=True):
+                cache.request(layer, experts, ahead)
+            steps.append((own,))
+            continue
+        if isinstance(predictor, RecordedPredictor):
+            predictor.recorded = each.scores.ahead
+        decoder.confidence = each.scores.confidence
+        model.begin(each, each.scores)
+        decoder.decode(model.run, _ONE, _ONE, _ONE)
+        steps.append(tuple(model.passes))
+    return steps, decoder.counts
+
+
+def missing_scores(trace: Trace, modes: LossyModes) -> str | None:
+    """What a trace lacks that these modes decide by, for an error; None: nothing."""
+    decoded = [each.scores for each in trace.passes[trace.prompt_passes :]]
+    if any(scores is None for scores in decoded):
+        return "the scores of routers"
+    if modes.big_little is None:
+        return None
+    if any(scores is None or scores.confidence is None for scores in decoded):
+        return "what the little model was sure of"
+    if not _is_recorded(modes.big_little, trace.header):
+        told = trace.header.little_experts or "half of each layer's"
+        return f"a little model of so many experts: the one that was asked has {told}"
+    return None
+
+
+def _is_recorded(little: BigLittle, header: TraceHeader) -> bool:
+    """Whether the trace's little model has as many experts in every layer."""
+    recorded = BigLittle(little.gamma, header.little_experts)
+    return all(little.little_top_k(top_k) == recorded.little_top_k(top_k) for top_k in header.top_k if top_k)

@@ -1,0 +1,349 @@
+"""Replay a trace against a device's rates: when every read begins and ends, and so how long each token takes.
+
+Event by event, in whole nanoseconds, without a clock: the same inputs give the same result. The cache decides as
+ExpertCache does (`simulated_cache.py`); reads go through one queue of storage while layers compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..accelerator.cooperative import CooperationCounts
+from ..expert_cache.counts import CacheStats
+from ..expert_cache.eviction import ExpertRecords, PolicyScore
+from ..expert_cache.simulated_cache import SimulatedCache
+from ..storage.read_runs import ReadRuns
+from ..trace.statistics import quantile
+from ..trace.trace import Access, Trace, TracedPass
+from .accelerator_replay import ReplayedDevice, ReplayedSplit
+from .replay import does_not_fit, named_score, with_next_use
+
+_NS_PER_S = 10**9
+Advice = Callable[[TracedPass, int], Sequence[int]]
+"""What is read ahead while a layer of a pass runs: experts counted over all layers, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """What a device does with a trace.
+
+    storage_bytes_per_s, storage_latency_ns: of its storage; readers: reads under way at once. Bytes follow one another
+    whatever the number of readers; with more than one, the latency of a read passes while another's bytes arrive.
+    compute_scale: its time for what the recording machine computed in one unit of time.
+    """
+
+    storage_bytes_per_s: int
+    storage_latency_ns: int
+    readers: int
+    compute_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """One pass as a device sees it: per layer what it asks for and what is read ahead meanwhile, and its computing.
+
+    accesses: experts counted over all that are stored, low versions behind the others. preload: read ahead before the
+    first layer. Times are in nanoseconds of the recording machine, those of layers [L]; other_ns: of the whole pass.
+    loads: per layer the tokens of each expert that it asks for; empty where that is one each.
+    """
+
+    tokens: int
+    accesses: tuple[Access, ...]
+    advice: tuple[tuple[int, ...], ...]
+    dense_ns: tuple[float, ...]
+    experts_ns: tuple[float, ...]
+    shared_ns: tuple[float, ...]
+    head_ns: float
+    other_ns: float
+    preload: tuple[int, ...] = ()
+    loads: tuple[tuple[int, ...], ...] = ()
+
+    def tokens_of(self, at: int) -> dict[int, int]:
+        """Tokens of each expert that the at-th of its layers asks for."""
+        experts = self.accesses[at][1]
+        return dict(zip(experts, self.loads[at] if self.loads else (1,) * len(experts), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Predicted decoding: the passes behind the prompt's, as RunStatistics counts them; None: nothing to tell.
+
+    cache: counts of all passes. busy: share of decoding in which storage was reading; stall: in which a layer waited.
+    cooperation: who computed the experts of all passes, where an accelerator shares them.
+    """
+
+    policy: str
+    capacity_bytes: int
+    tokens: int
+    ttft_ns: int
+    tpot_mean_ns: int | None
+    tpot_p50_ns: int | None
+    tpot_p95_ns: int | None
+    stall: float
+    busy: float
+    decode_bytes_read_per_token: float
+    cache: CacheStats
+    cooperation: CooperationCounts | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate of decoding."""
+        return _NS_PER_S / self.tpot_mean_ns if self.tpot_mean_ns else None
+
+    def to_plain(self) -> dict[str, Any]:
+        """For `--json`."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")}
+        shared = None if self.cooperation is None else asdict(self.cooperation)
+        return {**own, **self.cache.counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
+
+
+def predict_timeline(
+    trace: Trace,
+    sizes: np.ndarray,
+    capacity_bytes: int,
+    records: ExpertRecords,
+    policy: str | PolicyScore,
+    rates: DeviceRates,
+    advice: Advice,
+    pin_limit_bytes: int,
+    warm: Sequence[int] = (),
+) -> Timeline:
+    """Run a trace on a device. sizes: bytes per expert, int64 [N]; warm: what the cache starts with, as far as it fits.
+
+    records, policy: as in `simulate.replay`. pin_limit_bytes: what advice may hold, as in ExpertCache.
+    Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
+    """
+    first = trace.header.first_expert
+    steps = [(timed_pass(each, first, advice),) for each in trace.passes]
+    return predict_steps(
+        steps, trace.prompt_passes, sizes, capacity_bytes, records, policy, rates, pin_limit_bytes, warm
+    )
+
+
+def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
+    """A pass as it was recorded, with advice of that kind. first_expert: [L + 1]."""
+    return TimedPass(
+        tokens=each.tokens,
+        accesses=tuple(each.accesses(first_expert)),
+        advice=tuple(tuple(advice(each, layer)) for layer, _ in enumerate(each.chosen, each.first_layer)),
+        dense_ns=each.dense_ns,
+        experts_ns=each.experts_ns,
+        shared_ns=each.shared_ns,
+        head_ns=each.head_ns,
+        other_ns=each.other_ns,
+        loads=() if each.tokens == 1 else tuple(tuple(dict(sorted(Counter(c).items())).values()) for c in each.chosen),
+    )
+
+
+def predict_steps(
+    steps: Sequence[Sequence[TimedPass]],
+    prompt_steps: int,
+    sizes: np.ndarray,
+    capacity_bytes: int,
+    records: ExpertRecords,
+    policy: str | PolicyScore,
+    rates: DeviceRates,
+    pin_limit_bytes: int,
+    warm: Sequence[int] = (),
+    shared: ReplayedDevice | None = None,
+    successors: Sequence[int] | None = None,
+) -> Timeline:
+    """`predict_timeline` of passes made ready: those of the prompt in the first steps, then each token in one step.
+
+    shared: a device that shares the experts with the processor. successors: what lies behind each expert on storage,
+    as in `read_runs`; None: each read brings one.
+    """
+    flat = [access for step in steps for each in step for access in each.accesses]
+    with_use, first_use = with_next_use(flat, len(sizes))
+    runs = None if successors is None else ReadRuns(sizes.tolist(), successors, rates.readers)
+    cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes, runs)
+    cache.fill(warm)
+    run, accesses, marks = _Run(cache, rates, shared), iter(with_use), []
+    for step in steps:
+        for each in step:
+            run.run_pass(each, [next(accesses) for _ in each.accesses])
+        marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
+    found = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
+    return found if shared is None else replace(found, cooperation=run.counts)
+
+
+def _summary(
+    cache: SimulatedCache, policy: str, prompt_passes: int, marks: Sequence[tuple[int, int, int, int]]
+) -> Timeline:
+    """marks: after each pass the time, the stall so far, the reading so far, the bytes so far."""
+    start, end, count = marks[prompt_passes - 1], marks[-1], len(marks) - prompt_passes
+    ends = [mark[0] for mark in marks[prompt_passes - 1 :]]
+    steps = [later - earlier for earlier, later in pairwise(ends)]
+    total_ns = max(1, end[0] - start[0])
+    return Timeline(
+        policy=policy,
+        capacity_bytes=cache.capacity_bytes,
+        tokens=count + 1,
+        ttft_ns=start[0],
+        tpot_mean_ns=round(sum(steps) / count) if count else None,
+        tpot_p50_ns=quantile(steps, 0.5),
+        tpot_p95_ns=quantile(steps, 0.95),
+        stall=(end[1] - start[1]) / total_ns,
+        busy=min(1.0, (end[2] - start[2]) / total_ns),
+        decode_bytes_read_per_token=(end[3] - start[3]) / max(count, 1),
+        cache=cache.stats,
+    )
+
+
+class _Storage:
+    """Readers that take what is most urgent, and one stream of bytes behind them."""
+
+    def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
+        self._cache, self._rates = cache, rates
+        self._under_way = deque[tuple[int, list[int]]]()
+        self._free_ns = 0
+        self.busy_ns = 0
+
+    def begin(self, now_ns: int) -> None:
+        """Idle readers begin what is queued now."""
+        while len(self._under_way) < self._rates.readers:
+            run = self._cache.next_read()
+            if not run:
+                return
+            size_bytes = sum(self._cache.sizes[index] for index in run)
+            begins_ns = max(now_ns + self._rates.storage_latency_ns, self._free_ns)
+            ends_ns = begins_ns + math.ceil(size_bytes * _NS_PER_S / self._rates.storage_bytes_per_s)
+            self.busy_ns += ends_ns - max(now_ns, self._free_ns)
+            self._free_ns = ends_ns
+            self._under_way.append((ends_ns, run))
+
+    def run_until(self, now_ns: int) -> None:
+        """Everything that ends by then, and what begins in its place."""
+        while self._under_way and self._under_way[0][0] <= now_ns:
+            self._end_first()
+
+    def run_to_next(self) -> int | None:
+        """The next read to end: when it did; None if nothing is being read."""
+        return self._end_first() if self._under_way else None
+
+    def _end_first(self) -> int:
+        ends_ns, run = self._under_way.popleft()
+        for index in run:
+            self._cache.arrive(index)
+        self.begin(ends_ns)
+        return ends_ns
+
+
+class _Run:
+    """A model that computes nothing but the time it takes. counts: who computed its experts, beside a device."""
+
+    def __init__(self, cache: SimulatedCache, rates: DeviceRates, shared: ReplayedDevice | None = None) -> None:
+        self._cache, self._scale, self._shared = cache, rates.compute_scale, shared
+        self.storage, self.counts = _Storage(cache, rates), CooperationCounts()
+        self.now_ns = self.stall_ns = 0
+
+    def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
+        """All layers, then the head. accesses: with the position of every expert's next use."""
+        other_ns = each.other_ns / len(accesses)
+        if preload := self._absent(each.preload):
+            self._cache.advise(preload)
+            self.storage.begin(self.now_ns)
+        for at, (layer, experts, next_use) in enumerate(accesses):
+            self._compute(each.dense_ns[at] + other_ns)
+            split = self._split(each, at)
+            wanted = list(experts) if split is None else split.wanted
+            hits, misses = self._cache.ask(layer, wanted, next_use[[experts.index(expert) for expert in wanted]])
+            self._cache.issue(misses)
+            self.storage.begin(self.now_ns)
+            self._run_experts(each, at, hits, misses, split)
+        self._compute(each.head_ns)
+
+    def _split(self, each: TimedPass, at: int) -> ReplayedSplit | None:
+        if self._shared is None:
+            return None
+        return ReplayedSplit(self._shared, each.tokens_of(at), self._cache.holds, self.counts, self.now_ns)
+
+    def _absent(self, experts: Sequence[int]) -> list[int]:
+        """Those that no device holds."""
+        return [index for index in experts if self._shared is None or index not in self._shared.resident]
+
+    def _run_experts(
+        self, each: TimedPass, at: int, hits: list[int], misses: list[int], split: ReplayedSplit | None
+    ) -> None:
+        """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first.
+
+        Advice comes as in ExpertCache: behind the first hits where there are misses as well.
+        """
+        times, shared_ns, advice = self._expert_times(each, at), each.shared_ns[at], self._absent(each.advice[at])
+        is_one = each.tokens == 1 and (split is None or split.comes_together)
+        is_to_look = bool(hits and misses)
+        if not is_to_look:
+            self._advise(advice)
+        while hits:
+            some = list(hits) if is_one else hits[:1]
+            self._take(some, times, shared_ns, split)
+            del hits[: len(some)]
+            self._cache.unlease(some)
+            shared_ns = 0
+            if is_to_look:
+                self._advise(advice)
+                is_to_look = False
+        while misses:
+            ready = self._wait(misses)
+            some = ready if is_one else ready[:1]
+            self._take(some, times, shared_ns, split)
+            misses = [index for index in misses if index not in some]
+            self._cache.unlease(some)
+            shared_ns = 0
+        self._compute(shared_ns)
+        if split is not None:
+            self._go_on(split.finish(self.now_ns))
+
+    def _expert_times(self, each: TimedPass, at: int) -> dict[int, float]:
+        """Of each expert on the recording machine's processor; beside a device, which takes some, by their tokens."""
+        tokens = each.tokens_of(at)
+        if self._shared is None:
+            return dict.fromkeys(tokens, each.experts_ns[at] / max(len(tokens), 1))
+        cpu_ns = {expert: self._shared.latency.cpu_ns(count) for expert, count in tokens.items()}
+        whole = sum(cpu_ns.values()) or 1.0
+        return {expert: each.experts_ns[at] * own / whole for expert, own in cpu_ns.items()}
+
+    def _take(
+        self, experts: Sequence[int], times: Mapping[int, float], shared_ns: float, split: ReplayedSplit | None
+    ) -> None:
+        """These are there: copies begin, the others are computed, and a shared expert behind them."""
+        if split is not None:
+            experts, begun_ns = split.take(experts, self.now_ns)
+            self._go_on(begun_ns)
+        self._compute(sum(times[expert] for expert in experts) + shared_ns)
+
+    def _advise(self, advice: Sequence[int]) -> None:
+        if advice:
+            self._cache.advise(advice)
+            self.storage.begin(self.now_ns)
+
+    def _wait(self, misses: Sequence[int]) -> list[int]:
+        """Time passes until one of them can be computed."""
+        started_ns = self.now_ns
+        while True:
+            self._cache.issue(misses)
+            self.storage.begin(self.now_ns)
+            ready = self._cache.ready(misses)
+            if ready:
+                self.stall_ns += self.now_ns - started_ns
+                return ready
+            arrived_ns = self.storage.run_to_next()
+            if arrived_ns is None:
+                raise does_not_fit(self._cache, misses[0])
+            self.now_ns = arrived_ns
+
+    def _compute(self, recorded_ns: float) -> None:
+        """So much of the recording machine's time, on this device; reads go on meanwhile."""
+        self._go_on(self.now_ns + recorded_ns * self._scale)
+
+    def _go_on(self, until_ns: float) -> None:
+        """Time passes; reads go on."""
+        self.now_ns = round(until_ns)
+        self.storage.run_until(self.now_ns)

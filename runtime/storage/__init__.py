@@ -1,0 +1,1 @@
+"""Bytes of experts from disk into memory."""

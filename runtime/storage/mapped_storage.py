@@ -1,0 +1,183 @@
+"""Expert files mapped into memory: the portable way of reading, and the only one in which a file can change later.
+
+What kernels compute with are pages of the files themselves. A page that is no longer there (a shorter file, a disk
+that fails) would end the process with SIGBUS, in whichever thread touches it. The extension puts zeros there instead
+and counts it, so that every thread goes on; `end_pass` then refuses what the pass computed. Without the extension the
+system ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+
+from moec.manifests.bundle import ExpertEntry
+from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
+
+from .. import kernels
+from ..bundle.files import COPY_AGAIN, BundleFile, remedy_of
+from ..bundle.opening import Bundle
+from .interface import Follow, closed_on_failure, page_bytes
+from .read_runs import NONE
+from .read_verifier import ReadVerifier
+
+
+class MappedFile:
+    """One expert file, mapped read-only. The mapping ends with the last view of it."""
+
+    def __init__(self, file: BundleFile) -> None:
+        """Raises StorageReadFailed if the file has another size than when it was opened; OSError, ValueError."""
+        self.path, self.identity = file.path, file.identity()
+        if self.identity[0] != file.size_bytes:
+            raise StorageReadFailed(
+                f"`{file.path}` has {self.identity[0]} bytes, expected {file.size_bytes}: it was changed meanwhile",
+                COPY_AGAIN,
+            )
+        self.mapping = mmap.mmap(file.descriptor, file.size_bytes, prot=mmap.PROT_READ)
+        # Read-around would bring neighbours in that nobody asked for.
+        self.mapping.madvise(mmap.MADV_RANDOM)
+        self.view = np.frombuffer(self.mapping, np.uint8)
+        self._extension = kernels.loaded()
+        self._watch: int | None = None
+        if self._extension is not None:
+            address = self.view.__array_interface__["data"][0]
+            self._watch = self._extension.watch_mapping(address, page_bytes(self.view.nbytes))
+            # Views of the view refer to it, so this comes before the mapping ends.
+            weakref.finalize(self.view, self._extension.forget_mapping, self._watch).atexit = False
+
+    def state(self, file: BundleFile) -> tuple[int, ...]:
+        """Row of what the extension's `first_changed` takes."""
+        return -1 if self._watch is None else self._watch, file.descriptor, *self.identity
+
+    def require_pages(self) -> None:
+        """Raise StorageReadFailed if a page could not be read since the file was mapped."""
+        if self._watch is not None and self._extension is not None and self._extension.has_faulted(self._watch):
+            raise StorageReadFailed(
+                f"`{self.path}` has become shorter than {len(self.view)} bytes, or cannot be read any more", COPY_AGAIN
+            )
+
+
+@contextmanager
+def _missing_pages_first(file: MappedFile) -> Iterator[None]:
+    """Say that a file has shrunk, where its bytes were compared and its missing pages read as zeros.
+
+    Raises StorageReadFailed in place of ChecksumMismatch.
+    """
+    try:
+        yield
+    except ChecksumMismatch:
+        file.require_pages()
+        raise
+
+
+class MappedStorage:
+    """Expert files mapped read-only. Released ranges leave the mapping and the page cache."""
+
+    mode = "mmap"
+
+    def __init__(self, bundle: Bundle, verify: bool) -> None:
+        self._entries = bundle.manifest.stored_experts
+        self.successors = [NONE] * len(self._entries)  # the system is asked for each by itself
+        self._files = {entry.file: bundle.files[entry.file] for entry in self._entries}
+        self._verifier, self._verifies = ReadVerifier(self._entries, self._files, verify), verify
+        self._loaded: set[int] = set()
+        try:
+            self._mapped = {name: MappedFile(file) for name, file in self._files.items()}
+            states = [self._mapped[name].state(file) for name, file in self._files.items()]
+            self._states = np.array(states, np.int64).reshape(-1, 5)
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter by now
+            raise StorageReadFailed(
+                f"cannot map the expert files of `{bundle.path}`: {error}", remedy_of(error)
+            ) from error
+
+    def block(self, index: int) -> np.ndarray:
+        entry = self._entries[index]
+        return self._mapped[entry.file].view[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+
+    def load(self, *run: int) -> None:
+        for index in run:
+            entry, block = self._entries[index], self.block(index)
+            file = self._mapped[entry.file]
+            before = self._verifier.begin(entry.file)
+            file.mapping.madvise(mmap.MADV_WILLNEED, *self._pages(entry))
+            np.add.reduce(block[:: mmap.PAGESIZE], dtype=np.int64)
+            file.require_pages()
+            with _missing_pages_first(file):
+                self._verifier.end((index,), (block,), before)
+            self._loaded.add(index)
+
+    def _pages(self, entry: ExpertEntry) -> tuple[int, int]:
+        """Start and length of the whole pages that hold an expert; a neighbour in them is read again if asked for."""
+        start = entry.offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped_bytes = len(self._mapped[entry.file].view)
+        return start, min(page_bytes(entry.offset_bytes + entry.size_bytes), mapped_bytes) - start
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Nothing is held but what is released one by one."""
+
+    def made_ready(self, is_wanted: bool) -> AbstractContextManager[None]:
+        return closed_on_failure(self)
+
+    def on_place(self, follow: Follow) -> None:
+        """They are where their files are mapped."""
+
+    def release(self, index: int) -> None:
+        entry = self._entries[index]
+        file = self._mapped[entry.file]
+        self._loaded.discard(index)
+        file.mapping.madvise(mmap.MADV_DONTNEED, *self._pages(entry))
+        opened = self._files.get(entry.file)
+        if hasattr(os, "posix_fadvise") and opened is not None:
+            os.posix_fadvise(opened.descriptor, entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
+
+    def trim(self) -> None:
+        """Released ranges are gone already."""
+
+    def end_pass(self) -> None:
+        """Refuse a pass if a file that it may have computed with has changed since it was mapped.
+
+        Where the content may be the same (another name or owner), experts in memory are compared once more.
+        Raises StorageReadFailed, ChecksumMismatch.
+        """
+        extension = kernels.loaded()
+        if extension is not None and self._verifies and extension.first_changed(self._states) < 0:
+            return
+        for at, (name, opened) in enumerate(self._files.items()):
+            file = self._mapped[name]
+            file.require_pages()
+            if not self._verifies:
+                continue
+            identity = opened.identity()
+            if identity == file.identity:
+                continue
+            if identity[:2] != file.identity[:2]:
+                raise StorageReadFailed(f"`{file.path}` was changed while it was in use", COPY_AGAIN)
+            self._compare_loaded(name)
+            file.identity = identity
+            self._states[at] = file.state(opened)
+
+    def _compare_loaded(self, name: str) -> None:
+        for index in tuple(self._loaded):  # readers add to it meanwhile
+            if self._entries[index].file == name:
+                with _missing_pages_first(self._mapped[name]):
+                    self._verifier.compare(index, self.block(index))
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+def resident_bytes(view: np.ndarray) -> int:
+    """Bytes of a page-aligned mapped range that are in memory (mincore); -1 where the system cannot tell."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = -(-view.nbytes // mmap.PAGESIZE)
+    vector = (ctypes.c_ubyte * pages)()
+    address = view.__array_interface__["data"][0]
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(view.nbytes), vector) != 0:
+        return -1
+    return sum(byte & 1 for byte in vector) * mmap.PAGESIZE

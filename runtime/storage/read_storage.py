@@ -1,0 +1,162 @@
+"""Read experts from files into anonymous memory.
+
+An expert takes the place of one that was given up (`places`): pages stay where they are, and huge ones hold them. A
+read of 3.4 MiB into pages of 4 KiB is 864 pieces to the system, into huge ones a few, and up to twice as fast
+(docs/experiments.md, Places). Reads land in place: no copy lies between the file and the kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from moec.manifests.errors import StorageReadFailed
+
+from ..bundle.files import BundleFile, remedy_of
+from ..bundle.opening import Bundle
+from ..options.runtime import IoMode
+from .arena import HUGE_PAGE_BYTES, Arena
+from .interface import Follow, HandOvers, closed_on_failure, page_bytes
+from .places import Places, span_bytes
+from .read_runs import successors
+from .read_verifier import ReadVerifier
+
+_RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.ENOTDIR)  # the last two: no `/proc`
+
+
+class ReadStorage:
+    """Explicit reads into anonymous memory.
+
+    Direct reads bypass the page cache; where the file system refuses them, buffered reads drop their pages at once,
+    so the page cache never holds a second copy that the budget would have to count.
+    """
+
+    def __init__(self, bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> None:
+        self._entries, self._path = bundle.manifest.stored_experts, bundle.path
+        self.successors = successors(self._entries)
+        self._sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
+        self._arena = Arena(span_bytes(self._sizes), "the experts")
+        self._places = Places(self._sizes, self._arena, HUGE_PAGE_BYTES)
+        self._lock = threading.Lock()  # around the places
+        self.resize(sum(self._sizes) if capacity_bytes is None else capacity_bytes)
+        self._follow: Follow = lambda index, block: None
+        opened = {entry.file: bundle.files[entry.file] for entry in self._entries}
+        direct_flag = getattr(os, "O_DIRECT", 0)
+        direct = self._reopened(opened, direct_flag) if io in ("auto", "direct") and direct_flag else None
+        if direct is None and io == "direct":
+            raise StorageReadFailed(f"the file system of `{bundle.path}` refuses direct reads", "use `--io auto`")
+        self.mode = "buffered" if direct is None else "direct"
+        self._files: dict[str, BundleFile] = opened if direct is None else direct
+        self._verifier, self.verifies = ReadVerifier(self._entries, self._files, verify), verify
+        if direct is None and hasattr(os, "posix_fadvise"):
+            for file in opened.values():
+                # What is read ahead of an expert is in no range that is dropped: it would stay in the page cache.
+                # Pages that others have read ahead ask for more, whoever comes to them.
+                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _reopened(self, opened: dict[str, BundleFile], flag: int) -> dict[str, BundleFile] | None:
+        """The files once more, for direct reads; None where they are refused. Raises StorageReadFailed."""
+        try:
+            files = {name: file.reopened(flag) for name, file in opened.items()}
+            first = self._entries[0]
+            probe = mmap.mmap(-1, mmap.PAGESIZE)
+            os.preadv(files[first.file].descriptor, [memoryview(probe)], first.offset_bytes)
+        except OSError as error:
+            if error.errno in _RETRY_FLAGS:
+                return None
+            raise StorageReadFailed(
+                f"cannot open the expert files of `{self._path}`: {error.strerror}", remedy_of(error)
+            ) from error
+        return files
+
+    def block(self, index: int) -> np.ndarray:
+        """Of an expert that has no place, memory that is not its own."""
+        start = self._places.start(index) or 0
+        return self._arena.view[start : start + self._entries[index].size_bytes]
+
+    def load(self, *run: int) -> None:
+        with self._lock:
+            for index in run:
+                if self._places.start(index) is None:
+                    self._places.put(index)
+        for index in run:
+            self._follow(index, self.block(index))
+        blocks = [self.block(index) for index in run]
+        first, total = self._entries[run[0]], sum(len(block) for block in blocks)
+        file = self._files[first.file]
+        before = self._verifier.begin(first.file)
+        try:
+            done = file.read_into([block.data for block in blocks], first.offset_bytes)
+        except OSError as error:
+            raise StorageReadFailed(
+                f"`{self._path / first.file}`, expert {first.expert} at byte {first.offset_bytes}: {error.strerror}",
+                "check the disk, and copy the bundle again",
+            ) from error
+        if done < total:
+            raise StorageReadFailed(
+                f"`{self._path / first.file}` ended at byte {first.offset_bytes + done}, expected "
+                f"{total} bytes from {first.offset_bytes} on",
+                "copy the bundle again",
+            )
+        if self.mode == "buffered" and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.descriptor, first.offset_bytes, total, os.POSIX_FADV_DONTNEED)
+        self._verifier.end(run, blocks, before)
+
+    def release(self, index: int) -> None:
+        with self._lock:
+            self._places.remove(index)
+
+    def source(self, index: int) -> tuple[int, int, int]:
+        """File descriptor, offset and size of an expert; descriptor -1 of one that is left out."""
+        entry = self._entries[index]
+        file = self._files.get(entry.file)
+        return -1 if file is None or not entry.size_bytes else file.descriptor, entry.offset_bytes, entry.size_bytes
+
+    def address(self, index: int) -> int:
+        """Of the first byte of an expert that has a place."""
+        return int(self.block(index).__array_interface__["data"][0])
+
+    def check(self, index: int, address: int) -> None:
+        """Compare an expert that was read to an address with its checksum. Raises ChecksumMismatch."""
+        start = address - int(self._arena.view.__array_interface__["data"][0])
+        self._verifier.compare(index, self._arena.view[start : start + self._entries[index].size_bytes])
+
+    def follow_hand_overs(self, take: Callable[[], HandOvers]) -> None:
+        """Take over what became of places while others than `load` gave them out. take: tells it once."""
+        with self._lock:
+            moved, spare = take()
+            for before, index in moved:
+                self._places.hand_over(before, index)
+            for index in spare:
+                self._places.remove(index)
+
+    def resize(self, capacity_bytes: int) -> None:
+        whole_pages = min(capacity_bytes, sum(self._sizes)) // mmap.PAGESIZE * mmap.PAGESIZE
+        with self._lock:
+            self._places.resize(whole_pages)
+
+    def trim(self) -> None:
+        with self._lock:
+            self._places.trim()
+
+    @contextmanager
+    def made_ready(self, is_wanted: bool) -> Iterator[None]:
+        gaps = self._places.gaps() if is_wanted else []
+        with closed_on_failure(self), self._arena.cleared_meanwhile(gaps):
+            yield
+
+    def on_place(self, follow: Follow) -> None:
+        self._follow = follow
+
+    def end_pass(self) -> None:
+        """What was read is in memory of this process: nobody changes it."""
+
+    def close(self) -> None:
+        self._files.clear()

@@ -1,0 +1,199 @@
+"""The tokenizer of a bundle: checked before it is loaded, bounded in time and memory, its faults told as errors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from moec.manifests.bundle import TOKENIZER_NAME
+from moec.manifests.errors import BundleIncomplete, ContextOverflow, ExecutionError, InputError, ManifestInvalid
+from moec.manifests.limits import (
+    ENCODING_BYTES_PER_BYTE,
+    ENCODING_CPU_S,
+    ENCODING_CPU_S_PER_BYTE,
+    MAX_TOKENIZER_BYTES,
+)
+from moec.manifests.tokenizer_file import TokenizerBounds, UnsafeTokenizer, check_tokenizer
+from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
+
+from ..bundle.opening import Bundle
+from ..memory.budget import MemoryPlan
+
+# Growth of a text that ENCODING_BYTES_PER_BYTE has in it: bytes written as letters, spaces as marks.
+_USUAL_GROWTH = 4
+_PART_CHARACTERS = 1024
+# Texts from this size on leave much to the allocator, which keeps it for the thread that has ended.
+_TRIM_BYTES = 64 << 10
+_COPY_AGAIN = "copy the bundle again"
+
+
+def load_tokenizer(bundle: Bundle, verify: bool = False) -> BundleTokenizer:
+    """Read `tokenizer.json` of an opened bundle. verify: compare what is read with its digest.
+
+    Raises BundleIncomplete, ManifestInvalid, ChecksumMismatch, StorageReadFailed.
+    """
+    path = bundle.path / TOKENIZER_NAME
+    if not bundle.has_file(TOKENIZER_NAME):
+        raise BundleIncomplete(f"`{path}` is missing", "compile a checkpoint that has a fast tokenizer")
+    return parse_tokenizer(bundle.read_file(TOKENIZER_NAME, MAX_TOKENIZER_BYTES, verify=verify), path)
+
+
+def parse_tokenizer(data: bytes, path: Path) -> BundleTokenizer:
+    """Return the tokenizer that a file holds. path: the file, for messages. Raises ManifestInvalid."""
+    try:
+        bounds = check_tokenizer(data)
+        tokenizer = Tokenizer.from_buffer(data)
+    except UnsafeTokenizer as error:
+        raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", _COPY_AGAIN) from error
+    except BaseException as error:
+        if not _is_fault(error):
+            raise
+        raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", _COPY_AGAIN) from error
+    # What a training run left in the file must neither cut a prompt nor fill it up.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return BundleTokenizer(tokenizer, bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """Token ids of a text."""
+
+    ids: list[int]
+
+
+class BundleTokenizer:
+    """Turns texts into tokens and back. Raises ExecutionError where the tokenizer's own library fails."""
+
+    def __init__(self, tokenizer: Tokenizer, bounds: TokenizerBounds) -> None:
+        self._tokenizer, self._bounds = tokenizer, bounds
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> EncodedText:
+        """Return the tokens of one text. Raises ExecutionError."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[EncodedText]:
+        """Return the tokens of some texts. Raises ExecutionError, also for one that takes too long."""
+        size = sum(map(len, texts))
+        call = _Encoding(self._tokenizer, texts, add_special_tokens)
+        call.run_for(ENCODING_CPU_S + ENCODING_CPU_S_PER_BYTE * 4 * size)
+        if size > _TRIM_BYTES:
+            _return_memory()
+        return call.encoded
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones. Raises ExecutionError."""
+        try:
+            text: str = self._tokenizer.decode(ids)
+        except BaseException as error:
+            if not _is_fault(error):
+                raise
+            raise ExecutionError(f"the tokenizer cannot turn tokens into text: {error}", _COPY_AGAIN) from error
+        return text
+
+    def check_size(self, text: str, plan: MemoryPlan) -> None:
+        """Refuse a text whose tokens would take more memory to make than keys, values and a pass may have later.
+
+        Raises ContextOverflow, or InputError for what is not Unicode.
+        """
+        try:
+            size = len(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise InputError(f"the prompt is not UTF-8 at character {error.start}", "convert it to UTF-8") from error
+        limit = (plan.kv_bytes + plan.scratch_bytes + PROCESS_SLACK_BYTES // 2) // ENCODING_BYTES_PER_BYTE
+        growth = self._bounds.normalizer * self._bounds.pre_tokenizer
+        if size <= limit and size * growth > limit * _USUAL_GROWTH:
+            size = max(size, self._grown_bytes(text, limit) * self._bounds.pre_tokenizer // _USUAL_GROWTH)
+        if size > limit:
+            raise ContextOverflow(
+                f"the prompt has {size} bytes, a context of {plan.context} tokens has memory to encode {limit}",
+                "shorten it or raise `--context`",
+            )
+
+    def _grown_bytes(self, text: str, limit: int) -> int:
+        """Return how long the normalizer makes a text, bytes; it may stop counting beyond the limit."""
+        normalizer = self._tokenizer.normalizer
+        if normalizer is None:
+            return 0
+        total = 0
+        for start in range(0, len(text), _PART_CHARACTERS):
+            total += len(normalizer.normalize_str(text[start : start + _PART_CHARACTERS]).encode())
+            if total > limit * _USUAL_GROWTH:
+                break
+        return total
+
+
+class _Encoding(threading.Thread):
+    """Encodes texts in a thread, so that the caller can stop waiting: the library cannot be interrupted.
+
+    `encode_batch` lets other threads run, `encode` does not. Texts go in one by one, or the library would start
+    threads of its own, whose time is not counted here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], adds_special_tokens: bool) -> None:
+        super().__init__(name="encoding", daemon=True)
+        self._tokenizer, self._texts, self._adds_special_tokens = tokenizer, texts, adds_special_tokens
+        self._error: BaseException | None = None
+        self._is_stopped = False
+        self._clock: int | None = None
+        self.encoded = list[EncodedText]()
+
+    def run(self) -> None:
+        """Encode all texts, or as many as there is time for."""
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            for text in self._texts:
+                if self._is_stopped:
+                    break
+                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=self._adds_special_tokens)
+                self.encoded.append(EncodedText(list(encoding.ids)))
+        except BaseException as error:
+            self._error = error
+
+    def run_for(self, cpu_s: float) -> None:
+        """Start, and wait for the end. Raises ExecutionError.
+
+        cpu_s: most processor time, seconds. A thread that takes longer goes on until the process ends.
+        """
+        self.start()
+        try:
+            self.join(0.25)
+            while self.is_alive():
+                if self._used_s() > cpu_s:
+                    raise ExecutionError(
+                        f"the tokenizer takes more than {cpu_s:.1f} s of processor time", "shorten the prompt"
+                    )
+                self.join(0.25)
+        finally:
+            self._is_stopped = True
+        if self._error is None:
+            return
+        if _is_fault(self._error):
+            message = f"the tokenizer cannot turn the text into tokens: {self._error}"
+            raise ExecutionError(message, _COPY_AGAIN) from self._error
+        raise self._error
+
+    def _used_s(self) -> float:
+        """Return the processor time of the thread, 0 where it has just ended."""
+        try:
+            return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+        except OSError:
+            return 0.0
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether an exception is of the tokenizers library: bare Exception, or a panic, which is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _return_memory() -> None:
+    """Give what the allocator keeps back to the system, where its library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

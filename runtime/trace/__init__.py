@@ -1,0 +1,1 @@
+"""What a run did: statistics and routing traces."""

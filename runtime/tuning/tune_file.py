@@ -1,0 +1,141 @@
+"""`NAME.tune.json`: options measured to pay for one bundle on one machine, its storage, and one size of expert cache.
+
+It lies beside the bundle, never inside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import MANIFEST_NAME
+from moec.manifests.errors import BundleIncomplete, OptionError
+from moec.manifests.input_file import UnreadableFile, read_input
+from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_TUNE_BYTES, TUNE_JSON
+from moec.manifests.output_file import write_output
+from moec.manifests.strict_json import load_strict_json, shown
+
+from ..options.runtime import (
+    MAX_PREFETCH_EXPERTS,
+    MAX_PREFETCH_LAYERS,
+    MAX_READERS,
+    MAX_THREADS,
+    POLICIES,
+    PREFETCH_RULES,
+    PREFETCHERS,
+    WEIGHTED_POLICIES,
+    parse_weights,
+)
+
+SUFFIX = ".tune.json"
+FORMAT_VERSION = 1
+CACHE_TOLERANCE = 0.2
+"""What pays depends on how often experts are missed: options hold for caches that differ by no more than this share."""
+# What may be tuned, and what each may be. All of it is lossless.
+_NUMBERS = {
+    "readers": MAX_READERS,
+    "threads": MAX_THREADS,
+    "prefetch_layers": MAX_PREFETCH_LAYERS,
+    "prefetch_experts": MAX_PREFETCH_EXPERTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """options: those that differ from the defaults and paid. trials: every comparison that was made.
+
+    machine: digest of the machine (profiles.probe.machine_sha256). storage: of what the bundle lies on
+    (profiles.storage_identity.storage_sha256). bundle: SHA-256 of the bundle's manifest file. expert_cache_bytes: the
+    capacity of the cache that it was measured with, while a short text is decoded.
+    """
+
+    machine: str
+    storage: str
+    bundle: str
+    expert_cache_bytes: int
+    options: dict[str, str | int]
+    trials: list[dict[str, Any]] = field(default_factory=list)
+
+    def fits_cache(self, cache_bytes: int) -> bool:
+        """Whether a cache of that capacity is near enough to the measured one."""
+        return abs(cache_bytes - self.expert_cache_bytes) <= CACHE_TOLERANCE * self.expert_cache_bytes
+
+
+def tuning_path(bundle: Path) -> Path:
+    """Where the file of a bundle is."""
+    return file_next_to(bundle, SUFFIX)
+
+
+def file_next_to(bundle: Path, suffix: str) -> Path:
+    """The path of a file next to a bundle's folder: the name of the folder, links followed, and a suffix."""
+    folder = bundle.resolve()
+    return folder.parent / (folder.name + suffix)
+
+
+def bundle_sha256(bundle: Path) -> str:
+    """Digest of a bundle's manifest file, which names the digests of all others. Raises BundleIncomplete."""
+    path = bundle / MANIFEST_NAME
+    try:
+        return hashlib.sha256(read_input(path, MAX_MANIFEST_BYTES)).hexdigest()
+    except UnreadableFile as error:
+        raise BundleIncomplete(f"`{path}` {error}", "copy the bundle again") from error
+
+
+def write_tuning(bundle: Path, tuning: Tuning) -> Path:
+    """Write the file, whole or not at all. Raises as `output_file`."""
+    path = tuning_path(bundle)
+    plain = {"format_version": FORMAT_VERSION, **asdict(tuning)}
+    write_output(path, (json.dumps(plain, indent=1) + "\n").encode())
+    return path
+
+
+def read_tuning(bundle: Path) -> Tuning | None:
+    """The tuning beside a bundle; None if there is none. Raises ValueError, with what is wrong with the file."""
+    path = tuning_path(bundle)
+    try:
+        data = read_input(path, MAX_TUNE_BYTES, follow_links=True)
+    except UnreadableFile as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise ValueError(str(error)) from error
+    try:
+        plain = load_strict_json(data, TUNE_JSON)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(plain, dict) or plain.pop("format_version", None) != FORMAT_VERSION:
+        raise ValueError(f"is not of version {FORMAT_VERSION}")
+    if set(plain) != {each.name for each in fields(Tuning)} or not isinstance(plain["options"], dict):
+        raise ValueError("lacks a field, or has one too many")
+    if type(plain["expert_cache_bytes"]) is not int or plain["expert_cache_bytes"] < 0:
+        raise ValueError("has an expert cache of no size")
+    if not isinstance(plain["trials"], list) or not all(isinstance(trial, dict) for trial in plain["trials"]):
+        raise ValueError("has trials that are no list of objects")
+    for name, value in plain["options"].items():
+        if not _is_valid(name, value):
+            raise ValueError(f"has the option `{name[:40]}` = {shown(value)}, which is not on offer")
+    if "policy_weights" in plain["options"] and plain["options"].get("policy") not in WEIGHTED_POLICIES:
+        raise ValueError("has weights of a policy that takes none")
+    return Tuning(**plain)
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if name == "prefetch":
+        return value in PREFETCHERS
+    if name == "prefetch_rule":
+        return value in PREFETCH_RULES
+    if name == "policy":
+        return value in POLICIES
+    if name == "policy_weights":
+        return isinstance(value, str) and _are_weights(value)
+    return name in _NUMBERS and type(value) is int and 0 < value <= _NUMBERS[name]
+
+
+def _are_weights(text: str) -> bool:
+    try:
+        parse_weights(text)
+    except OptionError:
+        return False
+    return True
