@@ -23,9 +23,9 @@ import torch
 from measured_example import measured_example
 from torch import Tensor
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.output_error import output_error, row_errors
-from moec.compiler.quantizers.gptq import DAMPING, PreparedInputs, prepare_inputs
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.quantization.output_error import output_error, row_errors
+from moec.compiler.quantization.quantizers.gptq import DAMPING, PreparedInputs, prepare_inputs
 from moec.manifests.model import PROJECTIONS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

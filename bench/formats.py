@@ -19,13 +19,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 import numpy as np
 from measured_example import measured_example, silent
 
-from moec.compiler.durable import Disk
-from moec.compiler.journal import Journal
-from moec.compiler.objective import byte_weights
-from moec.compiler.search.frontier import ChoiceTable, least_loss
+from moec.compiler.request.objective import byte_weights
+from moec.compiler.request.uniform import fits_all, uniform_like
+from moec.compiler.search.knapsack import ChoiceTable, least_loss
 from moec.compiler.search.pruning import LEFT_OUT, prunable, with_pruning
 from moec.compiler.search.space import SearchSpace
-from moec.compiler.uniform import fits_all, uniform_like
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 

@@ -24,19 +24,19 @@ import torch
 from torch import Tensor
 
 from moec.cli.compile import open_partial
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk
-from moec.compiler.expert_module import intermediate
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.calibration.second_moments import SecondMoments
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.options import CompileOptions
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.plan import CompilePlan
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.request import CompileRequest
-from moec.compiler.second_moments import SecondMoments
-from moec.compiler.targets import Target
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.expert_module import intermediate
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.targets import Target
+from moec.compiler.workspace.durable import Disk
 from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.text_pairs import TokenPair

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.layerwise.memory import streamed_bytes, whole_bytes
+from moec.compiler.walker.memory import streamed_bytes, whole_bytes
 from moec.manifests.quant import QuantSpec
 
 SHAPES = [(layers, 8) for layers in (2, 4, 8, 16)] + [(4, experts) for experts in (4, 16, 32)]
@@ -36,11 +36,11 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from moec.cli.compile import open_partial
-from moec.compiler.layerwise import planning
-from moec.compiler.options import CompileOptions
+from moec.compiler.walker import planning
+from moec.compiler.request.options import CompileOptions
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.request import CompileRequest
-from moec.compiler.targets import Target
+from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.targets import Target
 from moec.profiles.device import load_profile
 from moec.runtime.trace.statistics import peak_memory_bytes
 planning.goes_layer_by_layer = lambda *_: True

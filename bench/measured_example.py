@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.calibration.second_moments import SecondMoments
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.families.lowering import Lowering
-from moec.compiler.fisher import TEXTS, predict_units
-from moec.compiler.journal import Journal
-from moec.compiler.plan import CompilePlan
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.second_moments import SecondMoments
-from moec.compiler.sensitivity import dense_formats, plain_plan
-from moec.compiler.trials import TaskData, Trials
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.sensitivity.fisher import TEXTS, predict_units
+from moec.compiler.sensitivity.sensitivity import dense_formats, plain_plan
+from moec.compiler.sensitivity.trials import TaskData, Trials
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import SplitData, load_splits
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec

@@ -21,8 +21,8 @@ import torch
 from measured_example import MeasuredExample, measured_example, silent
 from torch import Tensor
 
-from moec.compiler.uniform import uniform_like
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.request.uniform import uniform_like
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from measured_example import MeasuredExample, measured_example, silent
 
-from moec.compiler.objective import byte_weights
-from moec.compiler.plan import CompilePlan
-from moec.compiler.search.knapsack import search
+from moec.compiler.request.objective import byte_weights
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.targets import Target
+from moec.compiler.search.bisect import search
 from moec.compiler.search.space import build_space
-from moec.compiler.sensitivity import SensitivityTable, dense_groups, measure_gains, predicted_gains
-from moec.compiler.targets import Target
-from moec.compiler.trials import Trials
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_groups, measure_gains, predicted_gains
+from moec.compiler.sensitivity.trials import Trials
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 

@@ -19,14 +19,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 import numpy as np
 import torch
 
-from moec.compiler.calibration import ActivationStatistics, calibrate
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.calibration.collect import ActivationStatistics, calibrate
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.output_error import output_error
-from moec.compiler.quantizers.gptq import quantize_gptq_batch
-from moec.compiler.quantizers.rtn import quantize_rtn
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.output_error import output_error
+from moec.compiler.quantization.quantizers.gptq import quantize_gptq_batch
+from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.model import ReferenceModel
 from moec.evaluation.data import load_splits
 from moec.manifests.model import PROJECTIONS
 from moec.manifests.quant import QuantSpec

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from measured_example import measured_example, silent
 
-from moec.compiler.durable import Disk
-from moec.compiler.journal import Journal
-from moec.compiler.layerwise.planning import sweep_inputs
-from moec.compiler.layerwise.sweep import Sweep
-from moec.compiler.sensitivity import SensitivityTable, measure_gains
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, measure_gains
+from moec.compiler.walker.planning import sweep_inputs
+from moec.compiler.walker.sweep import Sweep
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec
 
 KL_ITEMS = 128

@@ -72,8 +72,8 @@ def _request(
 ) -> ComparisonRequest:
     """given: `--model` and `--data`. Raises OptionError where nothing says where they lie."""
     from moec.compiler.compare_bundle import ComparisonRequest
-    from moec.compiler.options import Talk
-    from moec.compiler.targets import parse_size
+    from moec.compiler.request.options import Talk
+    from moec.compiler.request.targets import parse_size
     from moec.manifests.errors import OptionError
     from moec.profiles.loading import load_profile
 

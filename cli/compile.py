@@ -21,10 +21,10 @@ from .report import comparison_table, curve_table, loss_table, plan_heat_map, ve
 
 if TYPE_CHECKING:
     from moec.compiler.forecast import StageForecast
-    from moec.compiler.options import CompileOptions
-    from moec.compiler.ports import MeasureModes
-    from moec.compiler.request import CompileRequest
-    from moec.compiler.result import CompileResult, LossCurve
+    from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.ports import MeasureModes
+    from moec.compiler.request.request import CompileRequest
+    from moec.compiler.request.result import CompileResult, LossCurve
 
     from .engines import BundleEngine
 
@@ -238,9 +238,9 @@ def _request(
     model: str, destination: Path, options: CompileOptions, log: CompileLog, values: dict[str, Any]
 ) -> CompileRequest:
     """What the command line asks for, its sweep apart."""
-    from moec.compiler.options import Talk
-    from moec.compiler.request import CompileRequest
-    from moec.compiler.targets import parse_size
+    from moec.compiler.request.options import Talk
+    from moec.compiler.request.request import CompileRequest
+    from moec.compiler.request.targets import parse_size
 
     return CompileRequest(
         source=model,
@@ -282,7 +282,7 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
 
 def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
     """The losses of `--sweep`, the largest of which becomes the target. Raises OptionError."""
-    from moec.compiler.targets import parse_sweep
+    from moec.compiler.request.targets import parse_sweep
     from moec.manifests.errors import OptionError
 
     if values["sweep"] is None:
@@ -295,8 +295,8 @@ def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _options(values: dict[str, Any]) -> CompileOptions:
-    from moec.compiler.options import CompileOptions
-    from moec.compiler.targets import choose_target
+    from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.targets import choose_target
 
     target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
     return CompileOptions(
@@ -323,7 +323,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
 
 
 def _profile(name: str, destination: Path) -> Any:
-    from moec.compiler.output_lock import existing_parent
+    from moec.compiler.workspace.output_lock import existing_parent
     from moec.profiles.loading import load_profile
 
     return load_profile(name, existing_parent(destination))
@@ -349,7 +349,7 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:
     """Write the log with times and the picture next to the bundle. Raises DoesNotFit, InputError."""
-    from moec.compiler.plots import report_picture
+    from moec.compiler.bundle.plots import report_picture
 
     if result.path is None:
         return
@@ -362,7 +362,7 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
 
 def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
     """A sweep: the table, and beside where a bundle would lie, JSON and a plot."""
-    from moec.compiler.plots import curve_picture
+    from moec.compiler.bundle.plots import curve_picture
 
     plain = {"curve": [point.to_json() for point in curve]}
     data = destination.with_name(destination.name + CURVE_SUFFIX)

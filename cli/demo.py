@@ -21,8 +21,8 @@ from .paths import PATH
 from .report import comparison_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
-    from moec.compiler.options import CompileOptions
-    from moec.compiler.result import CompileResult
+    from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.result import CompileResult
 
 HALF = "50%"
 # Items that the bundle answers again with room for half of its experts, for its speed and hit rate.
@@ -82,8 +82,8 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
 
 
 def _compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
-    from moec.compiler.options import CompileOptions
-    from moec.compiler.targets import choose_target
+    from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.targets import choose_target
 
     target = choose_target(loss, None, None, None, None)
     options = CompileOptions(target=target, data=str(example / "data"), tasks=(task,))
@@ -93,9 +93,9 @@ def _compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> 
 
 
 def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[CompileResult, CompileLog]:
-    from moec.compiler.options import Talk
     from moec.compiler.pipeline import compile_checkpoint
-    from moec.compiler.request import CompileRequest
+    from moec.compiler.request.options import Talk
+    from moec.compiler.request.request import CompileRequest
     from moec.profiles.loading import load_profile
 
     log = CompileLog(target_path)
@@ -118,8 +118,8 @@ def second_example(example: Path, folder: Path) -> str:
 
     folder: where the bundles go.
     """
-    from moec.compiler.options import CompileOptions
-    from moec.compiler.targets import Target
+    from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.targets import Target
 
     data = example / "data" / SECOND_TASK / "test.jsonl"
     rows = []

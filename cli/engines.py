@@ -115,7 +115,7 @@ def checkpoint_engine(path: Path, threads: int) -> TextEngine:
 
     Raises CheckpointError; ModuleNotFoundError where the extra is not installed.
     """
-    from moec.compiler.reference import ReferenceModel
+    from moec.compiler.reference.model import ReferenceModel
     from moec.manifests.errors import OptionError
 
     if threads < 0:

@@ -9,7 +9,7 @@ from .mode_sweep import QualitySweep, allowed_settings, settings_of
 from .runtime_options import DEFAULT_CACHE
 
 if TYPE_CHECKING:
-    from moec.compiler.ports import UnpublishedBundle
+    from moec.compiler.request.ports import UnpublishedBundle
     from moec.manifests.model import ModelSpec
 
 
@@ -27,7 +27,7 @@ class ModesMeasurement:
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """The record for quality.json. Raises MemoryBudgetExceeded."""
-        from moec.compiler.layerwise.memory import PROCESS_BYTES
+        from moec.compiler.walker.memory import PROCESS_BYTES
         from moec.runtime.bundle.opening import open_bundle
         from moec.runtime.memory.budget import plan_memory
         from moec.runtime.options.runtime import RuntimeOptions

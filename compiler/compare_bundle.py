@@ -20,23 +20,23 @@ from moec.manifests.errors import CheckpointError, DataError, DoesNotFit, Manife
 from moec.manifests.quant import BITWIDTHS
 from moec.profiles.device import DeviceProfile
 
-from .checkpoint import Checkpoint, open_checkpoint
-from .comparison import can_compare, compare_with_baselines
-from .durable import Disk
+from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
-from .finished import plan_of
-from .layerwise import planning
-from .layerwise.memory import whole_bytes
-from .options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
-from .output_lock import hold_output
 from .pipeline import prepare_trials
-from .ports import OpenRuntime
-from .preparation import Prepared
-from .request import CompileRequest
+from .preflight.finished import plan_of
+from .preflight.preparation import Prepared
+from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
+from .request.ports import OpenRuntime
+from .request.request import CompileRequest
+from .request.targets import Target
+from .request.task_data import load_task_data
+from .search.comparison import can_compare, compare_with_baselines
 from .stage import Stage
-from .targets import Target
-from .task_data import load_task_data
-from .work_folder import work_journal
+from .walker import planning
+from .walker.memory import whole_bytes
+from .workspace.durable import Disk
+from .workspace.output_lock import hold_output
+from .workspace.work_folder import work_journal
 
 COMPARISON_SUFFIX = ".comparison"
 

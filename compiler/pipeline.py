@@ -21,50 +21,50 @@ from moec.manifests.errors import TargetUnreachable
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
-from .calibration import ActivationStatistics, calibrate, calibration_summary, unseen_notes
-from .certify import MODES_ITEMS, certify_task
+from .bundle.certify import MODES_ITEMS, certify_task
+from .bundle.emit import cost_summary, emit, finish
+from .bundle.quality import model_card, quality_report, unimportance_deciles
+from .calibration.collect import ActivationStatistics, calibrate, calibration_summary, unseen_notes
+from .calibration.tables import Tables
+from .checkpoint.tokenizer import load_tokenizer
 from .cluster.session import ClusterSession, cluster_session
-from .comparison import EVERY, Comparison, can_compare, compare_with_baselines, fitting_formats, left_out_note
-from .comparison_budget import affordable_here
-from .device_fit import choose_objective, summarise_device
-from .durable import check_replaceable, disk_errors, publish_directory, recover_replaced
-from .emit import cost_summary, emit, finish
 from .families import TensorSource
-from .finished import complete_earlier_run, may_be_finished, note_certified
-from .fisher import TEXTS, asks_gradients, in_turns, predict_units, predictions
-from .layerwise import planning
-from .layerwise.certificate import certify_layerwise
-from .layerwise.gradients import LayerGradients, with_gradients
-from .layerwise.plan_bundles import PlanBundles, clear_trials
-from .layerwise.store import StreamedStore
-from .layerwise.sweep import Sweep
-from .layerwise.trials import StreamedTrials
-from .loss_curve import measure_curve
-from .low_versions import with_low_versions
-from .objective import byte_weights
-from .options import UNIFORM_DENSE_BITS
-from .output_lock import hold_output
-from .plan import CompilePlan
-from .ports import MeasureModes, UnpublishedBundle
-from .preparation import KL_ITEMS, prepare
-from .quality import model_card, quality_report, unimportance_deciles
-from .quantized import LEFT_OUT
-from .reference import ReferenceModel
-from .request import CompileRequest
-from .result import CompileResult, LossCurve
-from .search.knapsack import search
+from .preflight.device_fit import choose_objective, summarise_device
+from .preflight.finished import complete_earlier_run, may_be_finished, note_certified
+from .preflight.preparation import KL_ITEMS, prepare
+from .quantization.quantized import LEFT_OUT
+from .quantization.unit_store import UnitStore
+from .reference.model import ReferenceModel
+from .request.low_versions import with_low_versions
+from .request.objective import byte_weights
+from .request.options import UNIFORM_DENSE_BITS
+from .request.plan import CompilePlan
+from .request.ports import MeasureModes, UnpublishedBundle
+from .request.request import CompileRequest
+from .request.result import CompileResult, LossCurve
+from .request.task_data import train_texts
+from .request.uniform import uniform_plan, uniform_quantizer, uniform_spec
+from .search.bisect import search
+from .search.comparison import EVERY, Comparison, can_compare, compare_with_baselines, fitting_formats, left_out_note
+from .search.comparison_budget import affordable_here
+from .search.loss_curve import measure_curve
 from .search.pruning import left_out_losses, with_pruning
 from .search.space import build_space
 from .search.swaps import SWAPS, Swaps
-from .sensitivity import Progress, measure_sensitivity
+from .sensitivity.fisher import TEXTS, asks_gradients, in_turns, predict_units, predictions
+from .sensitivity.sensitivity import Progress, measure_sensitivity
+from .sensitivity.trials import TaskData, Trials
 from .stage import Stage
-from .tables import Tables
-from .task_data import train_texts
-from .tokenizer import load_tokenizer
-from .trials import TaskData, Trials
-from .uniform import uniform_plan, uniform_quantizer, uniform_spec
-from .unit_store import UnitStore
-from .work_folder import check_partial, planning_journal, removed_on_failure, work_folder, work_journal
+from .walker import planning
+from .walker.certificate import certify_layerwise
+from .walker.gradients import LayerGradients, with_gradients
+from .walker.plan_bundles import PlanBundles, clear_trials
+from .walker.store import StreamedStore
+from .walker.sweep import Sweep
+from .walker.trials import StreamedTrials
+from .workspace.durable import check_replaceable, disk_errors, publish_directory, recover_replaced
+from .workspace.output_lock import hold_output
+from .workspace.work_folder import check_partial, planning_journal, removed_on_failure, work_folder, work_journal
 
 
 def compile_checkpoint(request: CompileRequest) -> CompileResult:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .calibration import ActivationStatistics
-from .certify import DivergenceCertificate, TaskCertificate
+from .bundle.certify import DivergenceCertificate, TaskCertificate
+from .calibration.collect import ActivationStatistics
 from .cluster.session import ClusterSession
-from .comparison import Comparison
-from .journal import Journal
-from .layerwise.sweep import SweepInputs, SweepResult
-from .preparation import Prepared
-from .reference import ReferenceModel
+from .preflight.preparation import Prepared
+from .quantization.unit_store import UnitStore
+from .reference.model import ReferenceModel
+from .search.comparison import Comparison
 from .search.space import SearchSpace
-from .sensitivity import SensitivityTable
-from .trials import Trials
-from .unit_store import UnitStore
+from .sensitivity.sensitivity import SensitivityTable
+from .sensitivity.trials import Trials
+from .walker.sweep import SweepInputs, SweepResult
+from .workspace.journal import Journal
 
 
 @dataclass(slots=True)

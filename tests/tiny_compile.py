@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from moec.cli.compile import open_partial
-from moec.compiler.durable import Disk
-from moec.compiler.options import CompileOptions
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.request import CompileRequest
-from moec.compiler.result import CompileResult
-from moec.compiler.targets import Target, TargetKind
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.result import CompileResult
+from moec.compiler.request.targets import Target, TargetKind
+from moec.compiler.workspace.durable import Disk
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import open_bundle, verify_bundle

@@ -19,11 +19,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk, publish_directory
-from moec.compiler.emit import emit, finish
+from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.request.uniform import uniform_plan
+from moec.compiler.workspace.durable import Disk, publish_directory
 from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
 
 VOCABULARY = 288  # 256 bytes, four special tokens, the rest never produced by the tokenizer

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import logging as transformers_logging
 
-from moec.compiler.reference_network import cache_argument
+from moec.compiler.reference.network import cache_argument
 from tests.tiny_models import INITIALIZER_RANGE, VOCABULARY, tiny_tokenizer
 
 START = 0

@@ -20,15 +20,15 @@ from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..layerwise.units import ExpertQuantizer
-from ..packing import unpack
-from ..parallel import workers
-from ..second_moments import SecondMoments
-from ..unit_store import UnitBatch, UnitStore
+from ..calibration.second_moments import SecondMoments
+from ..quantization.packing import unpack
+from ..quantization.unit_store import UnitBatch, UnitStore
+from ..walker.units import ExpertQuantizer
+from ..workspace.parallel import workers
 from .wire import BundleFiles, Handle, PlainMatrix, to_plain
 
 if TYPE_CHECKING:
-    from ..reference_decode import Continuation
+    from ..reference.decode import Continuation
     from .site import Site
 
 
@@ -109,7 +109,7 @@ class PriceExperts:
 
     def run(self, site: Site) -> tuple[list[np.ndarray], None]:
         """On as many threads as the site has; weights come from the site's own checkpoint."""
-        from ..layerwise.unit_prices import HandedTexts, expert_squares  # loads transformers, as `site.layer` does
+        from ..walker.unit_prices import HandedTexts, expert_squares  # loads transformers, as `site.layer` does
 
         arrays, packed = site.fetch([self.handed, self.packed])
         handed, module = HandedTexts.from_arrays(arrays, self.num_texts), site.layer(self.layer).experts

@@ -23,9 +23,9 @@ import torch
 
 from moec.manifests.errors import DoesNotFit, ExecutionError, MissingDependency, MoecError, OptionError
 
-from ..checkpoint import Checkpoint, open_checkpoint
-from ..options import Talk
-from ..ports import OpenRuntime
+from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..request.options import Talk
+from ..request.ports import OpenRuntime
 from .site import Site, checkpoint_identity
 from .wire import Handle
 

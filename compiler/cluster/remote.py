@@ -20,15 +20,15 @@ from moec.evaluation.text_pairs import TokenPair, forced_rows
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..layerwise.gradients import PriceElsewhere
-from ..layerwise.store import StreamedStore
-from ..layerwise.unit_prices import HandedTexts
-from ..layerwise.units import Elsewhere, ExpertQuantizer, LayerInputs, Matrices
-from ..parallel import in_parts
-from ..reference import ReferenceModel
-from ..reference_decode import ROWS_PER_STEP, Continuation
-from ..reference_network import TOKENS_PER_FORWARD, length_batches
-from ..unit_store import QuantizedBatch, UnitBatch, UnitStore
+from ..quantization.unit_store import QuantizedBatch, UnitBatch, UnitStore
+from ..reference.decode import ROWS_PER_STEP, Continuation
+from ..reference.model import ReferenceModel
+from ..reference.network import TOKENS_PER_FORWARD, length_batches
+from ..walker.gradients import PriceElsewhere
+from ..walker.store import StreamedStore
+from ..walker.unit_prices import HandedTexts
+from ..walker.units import Elsewhere, ExpertQuantizer, LayerInputs, Matrices
+from ..workspace.parallel import in_parts
 from .jobs import (
     BundleGenerations,
     Decode,

@@ -11,17 +11,17 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 
-from ..checkpoint_url import is_url
+from ..checkpoint.url import is_url
 from ..families import Lowering
-from ..fisher import asks_gradients
-from ..journal import Journal
-from ..layerwise.memory import PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
-from ..layerwise.planning import runtime_bytes
-from ..ports import BundleEngine
-from ..reference import ReferenceModel
-from ..request import CompileRequest
-from ..trials import Progress, TaskData
-from ..unit_store import UnitStore
+from ..quantization.unit_store import UnitStore
+from ..reference.model import ReferenceModel
+from ..request.ports import BundleEngine
+from ..request.request import CompileRequest
+from ..sensitivity.fisher import asks_gradients
+from ..sensitivity.trials import Progress, TaskData
+from ..walker.memory import PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
+from ..walker.planning import runtime_bytes
+from ..workspace.journal import Journal
 from .jobs import CloseBundle, ForgetLayer
 from .ray_pool import Pool, connected
 from .remote import RemoteBundle, RemoteEngine, RemoteModel, experts_priced_by, experts_quantized_by, quantized_by

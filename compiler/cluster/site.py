@@ -14,15 +14,15 @@ from moec.manifests.codec import canonical_json
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
 
-from ..checkpoint import Checkpoint, open_checkpoint
-from ..durable import disk_errors
+from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..families import Lowering, lower
-from ..ports import BundleEngine, OpenRuntime
+from ..request.ports import BundleEngine, OpenRuntime
+from ..workspace.durable import disk_errors
 from .wire import BundleFiles, Handle, from_plain
 
 if TYPE_CHECKING:
-    from ..layerwise.slot import LayerSlot
-    from ..reference import ReferenceModel
+    from ..reference.model import ReferenceModel
+    from ..walker.slot import LayerSlot
 
 _FETCHED_AT_ONCE = 64
 _SAMPLE_BYTES = 1 << 16
@@ -98,7 +98,7 @@ class Site:
         """
         if self._model is None:
             # Loads transformers, which a worker that only quantizes does without.
-            from ..reference import ReferenceModel
+            from ..reference.model import ReferenceModel
 
             self._model = ReferenceModel(self.lowering.checkpoint.root, self.threads)
         wanted = {} if weights is None else self.fetch([weights])[0].matrices
@@ -116,7 +116,7 @@ class Site:
     def layer(self, layer: int) -> LayerSlot:
         """One layer of the checkpoint with its own weights, in the place of one of its kind."""
         if self._slot is None:
-            from ..layerwise.slot import LayerSlot  # loads transformers
+            from ..walker.slot import LayerSlot  # loads transformers
 
             self._slot = LayerSlot(self.lowering)
         if self._loaded != layer:

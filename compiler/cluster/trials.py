@@ -13,9 +13,9 @@ from moec.evaluation.statistics import DistributionSummary
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..plan import CompilePlan
-from ..trials import Trials
-from ..unit_store import UnitStore
+from ..quantization.unit_store import UnitStore
+from ..request.plan import CompilePlan
+from ..sensitivity.trials import Trials
 from .jobs import Weights
 from .remote import RemoteModel
 from .wire import Handle, to_plain

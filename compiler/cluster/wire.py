@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..quantized import QuantizedMatrix
+from ..quantization.quantized import QuantizedMatrix
 
 Handle = Any
 """Names an object that the cluster holds; `Site.fetch` gives it. Equal handles name the same object."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from moec.manifests.errors import CheckpointError
 
-from ..checkpoint import CONFIG_NAME, Checkpoint
+from ..checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from . import (
     deepseek,
     deepseek_moe,

@@ -29,9 +29,9 @@ from moec.manifests.model import (
     UnitKey,
 )
 
-from ..checkpoint import CONFIG_NAME, Checkpoint
-from ..mxfp4 import BLOCK_VALUES, BLOCKS_SUFFIX, SCALES_SUFFIX
-from ..stand_ins import is_stood_in
+from ..checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from ..checkpoint.mxfp4 import BLOCK_VALUES, BLOCKS_SUFFIX, SCALES_SUFFIX
+from ..checkpoint.stand_ins import is_stood_in
 from .lowering import HeadPart, Lowering, TensorSource, common_float_type
 from .rope import read_rope
 from .settings import Settings

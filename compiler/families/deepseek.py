@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec, SharedSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import DecoderNames, DecoderParts, experts_of, lower_family, plain_first, read_corrections
 from .lowering import Lowering
 from .rope import read_rope, score_magnitude

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moec.manifests.model import LayerSpec, RouterSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import (
     DecoderNames,
     DecoderParts,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moec.manifests.model import LayerSpec, RouterSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import DecoderNames, DecoderParts, attention_of, count_layers, experts_of, lower_family, plain_layer
 from .deepseek import shared_width, with_corrections
 from .lowering import Lowering

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moec.manifests.model import LayerSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import DecoderNames, DecoderParts, attention_of, experts_of, lower_family, plain_first
 from .deepseek import ROUTED_EXPERTS, corrected_router, shared_width, with_corrections
 from .lowering import Lowering

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moec.manifests.model import LayerSpec, RouterSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import DecoderNames, DecoderParts, attention_of, count_layers, experts_of, lower_family, read_windows
 from .lowering import Lowering
 from .settings import Settings

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moec.manifests.model import RouterSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import DecoderNames, DecoderParts, alike, attention_of, experts_of, lower_family
 from .lowering import Lowering
 from .settings import Settings

@@ -11,8 +11,8 @@ from moec.manifests.errors import CheckpointError
 from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
-from ..checkpoint import Checkpoint
-from ..mxfp4 import decode
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.mxfp4 import decode
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

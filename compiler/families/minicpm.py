@@ -9,7 +9,7 @@ import math
 
 from moec.manifests.model import RouterSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import DecoderNames, DecoderParts, alike, attention_of, count_layers, experts_of, lower_family
 from .lowering import Lowering
 from .rope import read_early_rope

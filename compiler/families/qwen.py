@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, RouterSpec, SharedSpec
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from .decoder import (
     DecoderNames,
     DecoderParts,

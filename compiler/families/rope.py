@@ -10,7 +10,7 @@ from typing import Any
 
 from moec.manifests.model import RopeSpec
 
-from ..stand_ins import read_config
+from ..checkpoint.stand_ins import read_config
 from .settings import Settings
 
 _REMEDY = "compile a checkpoint whose rotary embedding is plain or one of these"

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from moec.manifests.errors import CheckpointError
 
-from ..checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
+from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
 
 # Keys of transformers' configuration that do not change what a forward pass in evaluation mode computes: identity,
 # training, outputs on request, token ids other than the end, and generation defaults of older configurations.

@@ -26,7 +26,7 @@ from moec.manifests.model import (
     UnitKey,
 )
 
-from ..checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
+from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
 from .lowering import Lowering, TensorSource, common_float_type
 from .settings import Settings
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import OptionError
 
-from ..output_lock import existing_parent
-from ..preparation import Prepared, prepare
-from ..request import CompileRequest
-from ..task_data import train_texts
-from ..tokenizer import load_tokenizer
-from ..uniform import uniform_quantizer, uniform_spec
+from ..checkpoint.tokenizer import load_tokenizer
+from ..preflight.preparation import Prepared, prepare
+from ..request.request import CompileRequest
+from ..request.task_data import train_texts
+from ..request.uniform import uniform_quantizer, uniform_spec
+from ..workspace.output_lock import existing_parent
 from .rates import measure_disk, measure_expert, measure_layer
 from .stages import SearchForecast, StageForecast, uniform_stages
 

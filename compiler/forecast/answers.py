@@ -9,8 +9,8 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import encode_pairs
 
-from ..preparation import Prepared
-from ..tokenizer import load_tokenizer
+from ..checkpoint.tokenizer import load_tokenizer
+from ..preflight.preparation import Prepared
 
 SAMPLE_ITEMS = 256
 """Items that are counted of each task; the others are taken to be as long."""

@@ -20,20 +20,20 @@ import torch
 from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..checkpoint import Checkpoint
-from ..durable import Disk, disk_errors
+from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
-from ..layerwise.memory import layer_weights
-from ..layerwise.slot import LayerSlot, TextStates
-from ..layerwise.sweep import calibrate_layer
-from ..layerwise.units import LayerQuantizer
-from ..options import Progress
-from ..packing import pack, unpack
-from ..parallel import Workers, workers
-from ..quantizers import quantizer as find_quantizer
-from ..quantizers.rtn import rounded_rows
-from ..reference_decode import ROWS_PER_STEP
-from ..reference_network import TOKENS_PER_FORWARD
+from ..quantization.packing import pack, unpack
+from ..quantization.quantizers import quantizer as find_quantizer
+from ..quantization.quantizers.rtn import rounded_rows
+from ..reference.decode import ROWS_PER_STEP
+from ..reference.network import TOKENS_PER_FORWARD
+from ..request.options import Progress
+from ..walker.memory import layer_weights
+from ..walker.slot import LayerSlot, TextStates
+from ..walker.sweep import calibrate_layer
+from ..walker.units import LayerQuantizer
+from ..workspace.durable import Disk, disk_errors
+from ..workspace.parallel import Workers, workers
 
 _DIGESTED_BYTES = 256 << 20
 _ROUNDED_ROWS = 1024

@@ -17,8 +17,14 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
-from ..checkpoint import DIGESTS_AT_ONCE
-from ..comparison_budget import (
+from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
+from ..preflight.preflight import reachable_bytes
+from ..preflight.preparation import KL_ITEMS, Prepared
+from ..reference.decode import ROWS_PER_STEP
+from ..request.options import UNIFORM_DENSE_BITS
+from ..request.uniform import uniform_spec
+from ..search.bisect import CALIBRATING_KL, MAX_GENERATED, MAX_KL
+from ..search.comparison_budget import (
     EDGEMOE_BITWIDTHS,
     UNIFORM,
     ItemCounts,
@@ -28,11 +34,13 @@ from ..comparison_budget import (
     baseline_items,
     bisections,
 )
-from ..exact import EXACT_ITEMS
-from ..fisher import SKETCHES, TEXTS, asks_gradients
-from ..layerwise import planning
-from ..layerwise.gradients import GRADIENT_TOKENS, TOKENS_PER_TEXT
-from ..layerwise.memory import (
+from ..search.swaps import SWAPS
+from ..sensitivity.exact import EXACT_ITEMS
+from ..sensitivity.fisher import SKETCHES, TEXTS, asks_gradients
+from ..sensitivity.sensitivity import dense_groups
+from ..walker import planning
+from ..walker.gradients import GRADIENT_TOKENS, TOKENS_PER_TEXT
+from ..walker.memory import (
     PROCESS_BYTES,
     gradients_bytes,
     layer_weights,
@@ -41,15 +49,7 @@ from ..layerwise.memory import (
     variant_count,
     whole_bytes,
 )
-from ..layerwise.sweep import SweepInputs
-from ..options import UNIFORM_DENSE_BITS
-from ..preflight import reachable_bytes
-from ..preparation import KL_ITEMS, Prepared
-from ..reference_decode import ROWS_PER_STEP
-from ..search.knapsack import CALIBRATING_KL, MAX_GENERATED, MAX_KL
-from ..search.swaps import SWAPS
-from ..sensitivity import dense_groups
-from ..uniform import uniform_spec
+from ..walker.sweep import SweepInputs
 from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 

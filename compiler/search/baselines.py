@@ -14,11 +14,11 @@ import numpy as np
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 
-from ..exact import with_lowered_experts
-from ..plan import CompilePlan
-from ..trials import Trials
-from ..uniform import fits_all, uniform_like
-from ..unit_store import UnitStore
+from ..quantization.unit_store import UnitStore
+from ..request.plan import CompilePlan
+from ..request.uniform import fits_all, uniform_like
+from ..sensitivity.exact import with_lowered_experts
+from ..sensitivity.trials import Trials
 
 Progress = Callable[[int, int], None]
 Keeps = Callable[[CompilePlan], bool]

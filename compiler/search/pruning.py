@@ -16,13 +16,13 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..objective import ByteWeights
-from ..options import CompileOptions
-from ..plan import CompilePlan
-from ..quantized import LEFT_OUT
-from ..sensitivity import SensitivityTable
-from ..unit_store import UnitStore
-from .frontier import ChoiceTable, hull_steps
+from ..quantization.quantized import LEFT_OUT
+from ..quantization.unit_store import UnitStore
+from ..request.objective import ByteWeights
+from ..request.options import CompileOptions
+from ..request.plan import CompilePlan
+from ..sensitivity.sensitivity import SensitivityTable
+from .knapsack import ChoiceTable, hull_steps
 from .space import SearchSpace
 
 LEAST_TOKENS = 32

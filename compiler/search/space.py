@@ -10,11 +10,11 @@ import numpy as np
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
-from ..objective import ByteWeights
-from ..plan import CompilePlan
-from ..sensitivity import DenseGroup, SensitivityTable, dense_groups
-from ..unit_store import UnitStore
-from .frontier import ChoiceTable
+from ..quantization.unit_store import UnitStore
+from ..request.objective import ByteWeights
+from ..request.plan import CompilePlan
+from ..sensitivity.sensitivity import DenseGroup, SensitivityTable, dense_groups
+from .knapsack import ChoiceTable
 
 
 @dataclass(frozen=True, slots=True)

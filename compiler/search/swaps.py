@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..options import Talk
-from ..plan import CompilePlan
-from ..trials import Trials
+from ..request.options import Talk
+from ..request.plan import CompilePlan
+from ..sensitivity.trials import Trials
 from .space import SearchSpace
 
 SWAPS = 24

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from moec.cli.compile import open_partial
 from moec.cli.generate import CODE_STOPS
 from moec.cli.modes_measurement import ModesMeasurement
-from moec.compiler.targets import Target
+from moec.compiler.request.targets import Target
 from moec.runtime.expert_cache.eviction import MultidimensionalScore
 from moec.runtime.options.runtime import parse_weights
 

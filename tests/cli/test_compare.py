@@ -93,7 +93,7 @@ def test_an_interrupted_comparison_is_taken_up(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("moec.compiler.comparison.importance_list", halt)
+        patched.setattr("moec.compiler.search.comparison.importance_list", halt)
         assert invoke("compare", bundle).exit_code != 0
     assert "out.comparison.work" in names(tmp_path) and "out.comparison.lock" not in names(tmp_path)
     result = invoke("compare", bundle, "--resume")

@@ -16,8 +16,8 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from moec.cli.compile import compile_command
-from moec.compiler import durable
-from moec.compiler.durable import Disk
+from moec.compiler.workspace import durable
+from moec.compiler.workspace.durable import Disk
 from tests.tiny_compile import check_bundle, contents, names, save_model, save_problems, save_texts
 
 from .conftest import Invoke

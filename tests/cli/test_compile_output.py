@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from moec.compiler import finished, output_lock
-from moec.compiler.durable import Disk
-from moec.compiler.output_lock import hold_output
+from moec.compiler.preflight import finished
+from moec.compiler.workspace import output_lock
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.output_lock import hold_output
 from moec.manifests.errors import MoecError, OptionError
 from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
 
@@ -155,7 +156,7 @@ CUT_OFF = """
 import os, sys
 from moec.cli import compile
 from moec.compiler import work_folder
-from moec.compiler.journal import Journal
+from moec.compiler.workspace.journal import Journal
 from moec.cli.main import cli
 place, arguments = sys.argv[1], sys.argv[2:]
 if place == "before the report":
@@ -163,7 +164,7 @@ if place == "before the report":
 elif place == "before the removal":
     work_folder.forget = lambda journal: os._exit(9)
 else:
-    from moec.compiler.durable import Disk
+    from moec.compiler.workspace.durable import Disk
     plain = Disk.remove_tree
     def remove_tree(self, path):
         plain(self, path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.compiler.quantizers import QUANTIZERS
+from moec.compiler.quantization.quantizers import QUANTIZERS
 from moec.manifests.quant import BITWIDTHS
 from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
 

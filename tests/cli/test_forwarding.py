@@ -18,9 +18,9 @@ import pytest
 from click.testing import CliRunner
 
 from moec.cli.main import cli
-from moec.compiler.options import CompileOptions
-from moec.compiler.request import CompileRequest
-from moec.compiler.targets import Target
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.targets import Target
 from moec.manifests.errors import OptionError
 from moec.profiles.loading import load_profile
 from moec.runtime.engine.beam import BeamOptions

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from moec.cli.main import cli
 from moec.cli.mode_sweep import QualitySweep, allowed_settings, settings_of
 from moec.cli.modes_measurement import ModesMeasurement
-from moec.compiler.ports import UnpublishedBundle
+from moec.compiler.request.ports import UnpublishedBundle
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
@@ -324,7 +324,7 @@ def test_a_compile_puts_what_modes_cost_into_the_bundle(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool
 ) -> None:
     if is_layerwise:
-        monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+        monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
     target, data = tmp_path / "out", tmp_path / "texts"
     model = save_model(tmp_path / "model", layers=1, experts=8)
     save_texts(data, train=4, validation=4, test=3)
@@ -350,7 +350,7 @@ def test_modes_are_measured_in_what_memory_a_compile_leaves(
     asked = UnpublishedBundle(two_versions, items.task, items.items[:2], (), [], memory_bytes=2 << 30)
     measurement = ModesMeasurement("dynamic-precision 0,1")
     assert measurement(asked)["expert_cache"] == "25%", "there is room for that"
-    monkeypatch.setattr("moec.compiler.layerwise.memory.PROCESS_BYTES", 3 << 30)
+    monkeypatch.setattr("moec.compiler.walker.memory.PROCESS_BYTES", 3 << 30)
     assert measurement(asked)["expert_cache"] == f"--memory {2 << 30}"
 
 

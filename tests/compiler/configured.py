@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from moec.compiler.durable import Disk
+from moec.compiler.workspace.durable import Disk
 
 Mode = Literal["full once", "full from then on", "power cut"]
 MODES: tuple[Mode, ...] = ("full once", "full from then on", "power cut")

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.byte_scales import LARGEST_BYTE, bytes_of, exponents, on_bytes
-from moec.compiler.quantizers.gptq import quantize_gptq
-from moec.compiler.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.byte_scales import LARGEST_BYTE, bytes_of, exponents, on_bytes
+from moec.compiler.quantization.quantizers.gptq import quantize_gptq
+from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,18 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.calibration import UNIMPORTANCE_BINS, ActivationStatistics, calibrate, weight_summary
-from moec.compiler.quality import unimportance_deciles
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.second_moments import SecondMoments
-from moec.compiler.statistics_paths import (
+from moec.compiler.bundle.quality import unimportance_deciles
+from moec.compiler.calibration.collect import UNIMPORTANCE_BINS, ActivationStatistics, calibrate, weight_summary
+from moec.compiler.calibration.paths import (
     count_paths,
     count_popularity,
     count_transitions,
     frequent_share,
     report_paths,
 )
-from moec.compiler.tables import Tables
+from moec.compiler.calibration.second_moments import SecondMoments
+from moec.compiler.calibration.tables import Tables
+from moec.compiler.reference.model import ReferenceModel
 from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

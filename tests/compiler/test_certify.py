@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moec.cli.report import verdict_line
-from moec.compiler.certify import (
+from moec.compiler.bundle.certify import (
     KL_ITEMS,
     DivergenceCertificate,
     TaskCertificate,
@@ -20,11 +20,11 @@ from moec.compiler.certify import (
     judge_divergence,
     look_counts,
 )
-from moec.compiler.options import Talk
-from moec.compiler.ports import BundleEngine
-from moec.compiler.quality import overall_verdict
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.targets import Target
+from moec.compiler.bundle.quality import overall_verdict
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.options import Talk
+from moec.compiler.request.ports import BundleEngine
+from moec.compiler.request.targets import Target
 from moec.evaluation.data import ItemSet
 from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
@@ -133,7 +133,7 @@ def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
 
 def test_a_clear_case_is_decided_at_an_early_look(reference: ReferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the first items alone, but for the wider bounds of several looks; an unclear one goes on to the end."""
-    monkeypatch.setattr("moec.compiler.certify.LOOKS", (40, 80))
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
     equal, first = Coarse(reference, 1.0), certify(reference, Coarse(reference, 1.0), texts=texts[:40])
     early = certify(reference, equal, texts=texts, confidence=0.95)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.checkpoint import INDEX_NAME, WEIGHTS_NAME, open_checkpoint
+from moec.compiler.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME, open_checkpoint
 from moec.manifests.errors import CheckpointError
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral
 

@@ -11,9 +11,9 @@ import fsspec
 import pytest
 from safetensors.torch import load_file
 
-from moec.compiler import checkpoint_url
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.checkpoint_url import CACHE, fetch, is_url, url_name
+from moec.compiler.checkpoint import url as checkpoint_url
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.url import CACHE, fetch, is_url, url_name
 from moec.manifests.errors import CheckpointError, DoesNotFit
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moec.cli.compile import open_partial
-from moec.compiler.reference import ReferenceModel
+from moec.compiler.reference.model import ReferenceModel
 from moec.evaluation.data import load_items
 from moec.evaluation.run import evaluate
 from moec.evaluation.tasks.choices import choices_of

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from moec.cli.compile import open_partial
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.checkpoint_url import CACHE
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.url import CACHE
 from moec.compiler.cluster import ray_pool
 from moec.compiler.cluster.ray_pool import NodeReport
 from moec.compiler.cluster.remote import experts_priced_by
 from moec.compiler.cluster.session import ClusterSession
 from moec.compiler.cluster.site import Site
-from moec.compiler.options import Talk
+from moec.compiler.request.options import Talk
 from moec.manifests.errors import (
     CheckpointError,
     ContextOverflow,
@@ -161,7 +161,7 @@ def test_layer_by_layer_the_bytes_are_those_of_one_machine(
 
     Workers quantize and price experts; for a loss, plans and the certificate's two sides answer there as well.
     """
-    monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+    monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
     monkeypatch.setattr("moec.compiler.cluster.session.experts_priced_by", noted_prices(priced := list[int]()))
     answered, send = list[str](), ClusterSession.open_runtime
 

@@ -17,27 +17,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.cli.compile import open_partial
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.calibration.second_moments import SecondMoments
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.cluster.jobs import CloseBundle
 from moec.compiler.cluster.ray_pool import Answer, Job, Pool
 from moec.compiler.cluster.remote import RemoteBundle, RemoteEngine, RemoteModel, experts_quantized_by, quantized_by
 from moec.compiler.cluster.session import check_cluster, layer_worker_bytes, worker_bytes
 from moec.compiler.cluster.site import Site, checkpoint_identity
 from moec.compiler.cluster.trials import ClusterTrials
-from moec.compiler.durable import Disk
 from moec.compiler.families import lower
-from moec.compiler.journal import Journal
-from moec.compiler.layerwise.memory import PROCESS_BYTES
-from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
-from moec.compiler.layerwise.units import Elsewhere
-from moec.compiler.parallel import in_parts
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.reference_decode import ROWS_PER_STEP
-from moec.compiler.reference_network import length_batches
-from moec.compiler.second_moments import SecondMoments
-from moec.compiler.sensitivity import plain_plan
-from moec.compiler.trials import TaskData, Trials
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.decode import ROWS_PER_STEP
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.reference.network import length_batches
+from moec.compiler.sensitivity.sensitivity import plain_plan
+from moec.compiler.sensitivity.trials import TaskData, Trials
+from moec.compiler.walker.memory import PROCESS_BYTES
+from moec.compiler.walker.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
+from moec.compiler.walker.units import Elsewhere
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
+from moec.compiler.workspace.parallel import in_parts
 from moec.evaluation.data import load_splits
 from moec.evaluation.engine import Generation, GenerationRequest, no_progress
 from moec.manifests.errors import CheckpointError, OptionError

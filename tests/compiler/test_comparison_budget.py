@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from moec.compiler import comparison_budget
-from moec.compiler.comparison_budget import (
+from moec.compiler.forecast import forecast
+from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.search import comparison_budget
+from moec.compiler.search.comparison_budget import (
     BY_USE,
     FREE_MULTIPLICATIONS,
     OURS,
@@ -19,9 +21,7 @@ from moec.compiler.comparison_budget import (
     affordable,
     baseline_items,
 )
-from moec.compiler.forecast import forecast
-from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.trials import Trials
+from moec.compiler.sensitivity.trials import Trials
 from tests.tiny_compile import check_bundle, contents, make_request, save_model, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,7 +61,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_example_is_compared_in_full(tmp_path: Path) -> None:
     """Its comparisons are what the project shows: their most is well inside what any model may take."""
-    from moec.compiler.preparation import prepare
+    from moec.compiler.preflight.preparation import prepare
 
     data = {"data": "examples/data/gsm8k", "tasks": ("gsm8k",)}
     prepared = prepare(make_request(Path("examples/model"), tmp_path / "out", "loss", 0.02, quick=False, **data))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moec.compiler.device_fit import choose_objective, fixed_memory, summarise_device
-from moec.compiler.plan import CompilePlan
-from moec.compiler.sensitivity import plain_plan
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.preflight.device_fit import choose_objective, fixed_memory, summarise_device
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.uniform import uniform_plan
+from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.manifests.errors import DoesNotFit
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile

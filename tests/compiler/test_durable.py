@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 import pytest
 
-from moec.compiler import durable
-from moec.compiler.durable import (
+from moec.compiler.workspace import durable
+from moec.compiler.workspace.durable import (
     Disk,
     check_replaceable,
     disk_errors,

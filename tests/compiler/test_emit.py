@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
-from moec.compiler.durable import Disk
-from moec.compiler.emit import _Emitter, cost_summary, emit, finish, packed_pieces
+from moec.compiler.bundle.emit import _Emitter, cost_summary, emit, finish, packed_pieces
+from moec.compiler.calibration.tables import Tables, encode_tables, read_tables
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.packing import pack
-from moec.compiler.plan import CompilePlan
-from moec.compiler.quantizers.rtn import quantize_rtn
-from moec.compiler.tables import Tables, encode_tables, read_tables
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.quantization.packing import pack
+from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.uniform import uniform_plan
+from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest, expert_tensor_name, experts_file_name, unit_offsets
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moec.compiler.checkpoint import WEIGHTS_NAME
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
 from tests.compiler.configured import configured, lowered

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import FAMILIES, lower
-from moec.compiler.quantized import left_out
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.reference_weights import WeightStore
+from moec.compiler.quantization.quantized import left_out
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.reference.weights import WeightStore
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
 from tests.gates.bundles import emit_bundle

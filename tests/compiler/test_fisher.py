@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from moec.compiler import fisher
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.fisher import FisherProxy, gradient_bytes, in_turns, predict_units, ranks_well, shortened
-from moec.compiler.journal import Journal
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.sensitivity import fisher
+from moec.compiler.sensitivity.fisher import FisherProxy, gradient_bytes, in_turns, predict_units, ranks_well, shortened
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.evaluation.divergence import log_softmax, summarise_divergence
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.forecast import StageForecast, forecast
 from moec.compiler.forecast.answers import count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
-from moec.compiler.journal import Journal
-from moec.compiler.layerwise import planning
-from moec.compiler.options import Talk
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.preparation import prepare
-from moec.compiler.sensitivity import dense_groups
-from moec.compiler.tokenizer import load_tokenizer
+from moec.compiler.preflight.preparation import prepare
+from moec.compiler.request.options import Talk
+from moec.compiler.sensitivity.sensitivity import dense_groups
+from moec.compiler.walker import planning
+from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
 from tests.tiny_compile import compile_tiny, contents, make_request, names, save_model, save_texts
@@ -32,7 +32,7 @@ NO_DISK = DiskRates(0.0, 0.0)
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model fits in memory as a whole."""
-    monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+    monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
 
 
 def named(stages: list[StageForecast]) -> dict[str, StageForecast]:

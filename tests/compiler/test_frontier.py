@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.search.frontier import ChoiceTable, _all_steps, least_cost, least_loss
+from moec.compiler.search.knapsack import ChoiceTable, _all_steps, least_cost, least_loss
 
 # Whole numbers: sums are exact, so the tests need no tolerance but for slopes.
 NUMBERS = st.integers(0, 60).map(float)

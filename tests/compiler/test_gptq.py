@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.output_error import row_errors
-from moec.compiler.quantizers import gptq
-from moec.compiler.quantizers.gptq import inverse_factors, quantize_gptq, quantize_gptq_batch
-from moec.compiler.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.output_error import row_errors
+from moec.compiler.quantization.quantizers import gptq
+from moec.compiler.quantization.quantizers.gptq import inverse_factors, quantize_gptq, quantize_gptq_batch
+from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

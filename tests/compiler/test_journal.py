@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.compiler.durable import Disk
-from moec.compiler.journal import Journal
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.manifests.errors import MoecError, OptionError
 from tests.compiler.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 

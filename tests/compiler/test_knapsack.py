@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moec.compiler.plan import CompilePlan
-from moec.compiler.search.frontier import least_cost
-from moec.compiler.search.knapsack import MAX_GENERATED, MAX_KL, search
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.targets import Target, TargetKind
+from moec.compiler.search.bisect import MAX_GENERATED, MAX_KL, search
+from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.space import SearchSpace
-from moec.compiler.targets import Target, TargetKind
-from moec.compiler.trials import keeps
+from moec.compiler.sensitivity.trials import keeps
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 from tests.compiler.toy_search import ITEMS, SPECS, ToyTrials, estimate, noisy_kl, toy_model, toy_space

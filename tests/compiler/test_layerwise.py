@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.journal import Journal
-from moec.compiler.layerwise.memory import streamed_bytes, whole_bytes
-from moec.compiler.layerwise.slot import LayerSlot, OutputHead, TextStates, divergences
-from moec.compiler.layerwise.store import layer_units
-from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
-from moec.compiler.layerwise.trials import StreamedTrials
-from moec.compiler.parallel import workers
-from moec.compiler.quantized import LEFT_OUT
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.sensitivity import plain_plan
-from moec.compiler.uniform import dense_spec, uniform_plan
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.quantized import LEFT_OUT
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.uniform import dense_spec, uniform_plan
+from moec.compiler.sensitivity.sensitivity import plain_plan
+from moec.compiler.walker.memory import streamed_bytes, whole_bytes
+from moec.compiler.walker.slot import LayerSlot, OutputHead, TextStates, divergences
+from moec.compiler.walker.store import layer_units
+from moec.compiler.walker.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
+from moec.compiler.walker.trials import StreamedTrials
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
+from moec.compiler.workspace.parallel import workers
 from moec.evaluation.divergence import divergence, log_softmax
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.targets import TargetKind
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.targets import TargetKind
 from moec.evaluation.data import load_splits
 from moec.evaluation.run import evaluate
 from moec.manifests.errors import OptionError
@@ -19,7 +19,7 @@ from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model,
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model fits in memory as a whole."""
-    monkeypatch.setattr("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+    monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
 
 
 def test_a_whole_compile_layer_by_layer(too_large: None, tmp_path: Path) -> None:

@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.fisher import FisherProxy
-from moec.compiler.journal import Journal
-from moec.compiler.layerwise import gradients
-from moec.compiler.layerwise.gradients import LayerGradients, with_gradients
-from moec.compiler.layerwise.memory import gradients_bytes
-from moec.compiler.layerwise.store import StreamedStore
-from moec.compiler.layerwise.sweep import AnswerTexts, Sweep, SweepInputs
-from moec.compiler.quantized import LEFT_OUT
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.sensitivity import SensitivityTable, plain_plan
+from moec.compiler.quantization.quantized import LEFT_OUT
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.sensitivity.fisher import FisherProxy
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, plain_plan
+from moec.compiler.walker import gradients
+from moec.compiler.walker.gradients import LayerGradients, with_gradients
+from moec.compiler.walker.memory import gradients_bytes
+from moec.compiler.walker.store import StreamedStore
+from moec.compiler.walker.sweep import AnswerTexts, Sweep, SweepInputs
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec
 from tests.compiler.test_fisher import FAMILIES, pairs, silent
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.layerwise.memory import layer_weights, streamed_bytes
+from moec.compiler.walker.memory import layer_weights, streamed_bytes
 from moec.manifests.quant import QuantSpec
 from tests.tiny_compile import save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
@@ -26,7 +26,7 @@ import json, sys
 from pathlib import Path
 from moec.runtime.trace.statistics import peak_memory_bytes
 from tests.tiny_compile import compile_tiny
-from moec.compiler.layerwise import planning
+from moec.compiler.walker import planning
 planning.goes_layer_by_layer = lambda *_: True
 model, texts, out = sys.argv[1:]
 compile_tiny(Path(model), Path(out), "bits_per_weight", 4.0, data=texts, tasks=("perplexity",), quantizer="rtn")

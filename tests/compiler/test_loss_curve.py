@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from moec.compiler.loss_curve import PER_LAYER, per_layer_space
-from moec.compiler.plots import curve_picture
-from moec.compiler.result import CompileResult, CurvePoint, LossCurve
-from moec.compiler.search.frontier import least_cost
-from moec.compiler.targets import parse_sweep
+from moec.compiler.bundle.plots import curve_picture
+from moec.compiler.request.result import CompileResult, CurvePoint, LossCurve
+from moec.compiler.request.targets import parse_sweep
+from moec.compiler.search.knapsack import least_cost
+from moec.compiler.search.loss_curve import PER_LAYER, per_layer_space
 from moec.manifests.errors import OptionError
 from tests.compiler.toy_search import toy_space
 from tests.tiny_compile import compile_tiny, save_model, save_texts

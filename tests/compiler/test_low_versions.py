@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.low_versions import with_low_versions
-from moec.compiler.packing import unpack
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.quantization.packing import unpack
+from moec.compiler.request.low_versions import with_low_versions
+from moec.compiler.request.uniform import uniform_plan
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import ChecksumMismatch, ManifestInvalid, PlanError
 from moec.manifests.model import UnitKey

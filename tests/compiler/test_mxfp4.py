@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from moec.compiler.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.checkpoint.mxfp4 import decode, encode
 from moec.compiler.families import lower
-from moec.compiler.mxfp4 import decode, encode
-from moec.compiler.packing import pack, unpack
-from moec.compiler.quantizers import quantizer
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.packing import pack, unpack
+from moec.compiler.quantization.quantizers import quantizer
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.model import ReferenceModel
 from moec.manifests.errors import CheckpointError
 from moec.manifests.quant import QuantSpec
 from moec.runtime import load

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moec.compiler.device_fit import choose_objective
-from moec.compiler.objective import SIZE_SHARE, byte_weights, reads_decide
-from moec.compiler.search.frontier import least_cost
-from moec.compiler.sensitivity import plain_plan
+from moec.compiler.preflight.device_fit import choose_objective
+from moec.compiler.request.objective import SIZE_SHARE, byte_weights, reads_decide
+from moec.compiler.search.knapsack import least_cost
+from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.profiles.loading import load_profile
 from tests.compiler.toy_search import BF16, toy_model, toy_space
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from moec.compiler import pipeline
-from moec.compiler.options import CompileOptions
-from moec.compiler.preparation import Prepared, prepare
-from moec.compiler.result import CompileResult
+from moec.compiler.preflight.preparation import Prepared, prepare
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.result import CompileResult
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.options import CompileOptions
-from moec.compiler.targets import Target
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.targets import Target
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import BITWIDTHS, QuantSpec
 

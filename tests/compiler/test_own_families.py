@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import WEIGHTS_NAME, Checkpoint
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint
 from moec.compiler.families import lower
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.reference_weights import WeightStore
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.reference.weights import WeightStore
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
 from moec.runtime.text.chat import render_chat

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.parallel import one_torch_thread, workers
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.workspace.parallel import one_torch_thread, workers
 from moec.evaluation.engine import GenerationRequest
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec

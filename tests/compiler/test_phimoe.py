@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moec.compiler.checkpoint import WEIGHTS_NAME
-from moec.compiler.reference import ReferenceModel
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
+from moec.compiler.reference.model import ReferenceModel
 from moec.manifests.errors import CheckpointError, ContextOverflow
 from tests.compiler.configured import configured, lowered
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, TinyFamily, save_tiny_family

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from moec.cli.compile import open_partial
 from moec.compiler import pipeline
 from moec.compiler.families.lowering import Lowering
-from moec.compiler.options import Talk
+from moec.compiler.request.options import Talk
 from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, TargetUnreachable
 from tests.compiler.test_device_fit import with_budget
 from tests.tiny_compile import (
@@ -344,7 +344,7 @@ def test_resume_measures_nothing_twice(
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
     monkeypatch.setattr(pipeline, "calibrate", fails)
-    monkeypatch.setattr("moec.compiler.trials.Trials._measure_kl", fails)
+    monkeypatch.setattr("moec.compiler.sensitivity.trials.Trials._measure_kl", fails)
     notes: list[str] = []
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
     assert contents(tmp_path / "out") == whole

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.comparison import Comparison
-from moec.compiler.plots import report_picture
+from moec.compiler.bundle.plots import report_picture
+from moec.compiler.request.targets import Target
 from moec.compiler.search.baselines import BaselineResult
-from moec.compiler.targets import Target
+from moec.compiler.search.comparison import Comparison
 from moec.manifests.errors import MissingDependency
 from tests.compiler.test_quality import mixed_plan, report
 

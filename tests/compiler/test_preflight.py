@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.checkpoint import WEIGHTS_NAME, Checkpoint, open_checkpoint
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint, open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.preflight import preflight, reachable_bytes
+from moec.compiler.preflight.preflight import preflight, reachable_bytes
 from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError, PlanError, TargetUnreachable
 from moec.manifests.quant import QuantSpec

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MixtralForCausalLM
 
-from moec.compiler.emit import cost_summary
-from moec.compiler.objective import ByteWeights
-from moec.compiler.options import CompileOptions
-from moec.compiler.quantized import left_out
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.search.frontier import least_cost, least_loss
+from moec.compiler.bundle.emit import cost_summary
+from moec.compiler.quantization.quantized import left_out
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.objective import ByteWeights
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.targets import Target
+from moec.compiler.search.knapsack import least_cost, least_loss
 from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
-from moec.compiler.sensitivity import SensitivityTable
-from moec.compiler.targets import Target
+from moec.compiler.sensitivity.sensitivity import SensitivityTable
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from moec.cli.report import comparison_table, loss_table, plan_heat_map, verdict_line
-from moec.compiler.certify import TaskCertificate
-from moec.compiler.comparison import Comparison, _group_size, can_compare
-from moec.compiler.emit import cost_summary
-from moec.compiler.plan import CompilePlan
-from moec.compiler.quality import QUALITY_VERSION, quality_report
+from moec.compiler.bundle.certify import TaskCertificate
+from moec.compiler.bundle.emit import cost_summary
+from moec.compiler.bundle.quality import QUALITY_VERSION, quality_report
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.targets import Target
+from moec.compiler.request.uniform import uniform_like
 from moec.compiler.search.baselines import BaselineResult
-from moec.compiler.sensitivity import SensitivityTable, dense_groups, plain_plan
-from moec.compiler.targets import Target
-from moec.compiler.trials import Trial
-from moec.compiler.uniform import uniform_like
+from moec.compiler.search.comparison import Comparison, _group_size, can_compare
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_groups, plain_plan
+from moec.compiler.sensitivity.trials import Trial
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.statistics import DistributionSummary, judge
 from moec.manifests.codec import canonical_json

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from moec.compiler.quantizers import quantizer
-from moec.compiler.quantizers.quanto import quantize_quanto
-from moec.compiler.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.quantizers import quantizer
+from moec.compiler.quantization.quantizers.quanto import quantize_quanto
+from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.errors import MissingDependency, OptionError
 from moec.manifests.quant import QuantSpec
 
@@ -83,7 +83,7 @@ def test_what_the_package_cannot_express_is_refused(weight):
 
 
 def test_a_missing_package_is_named(weight, monkeypatch):
-    from moec.compiler.quantizers import quanto
+    from moec.compiler.quantization.quantizers import quanto
 
     quanto._set_up_quanto.cache_clear()
     monkeypatch.setitem(sys.modules, "optimum.quanto", None)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moec.compiler import reference_decode
-from moec.compiler.parallel import workers
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.reference_decode import Continuation, GreedyDecoder
-from moec.compiler.reference_network import length_batches, sorted_experts
+from moec.compiler.reference import decode as reference_decode
+from moec.compiler.reference.decode import Continuation, GreedyDecoder
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.reference.network import length_batches, sorted_experts
+from moec.compiler.workspace.parallel import workers
 from moec.evaluation.engine import GenerationRequest
 from moec.manifests.errors import CheckpointError, ContextOverflow
 from moec.manifests.model import UnitKey

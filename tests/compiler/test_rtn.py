@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moec.compiler.quantizers import quantize_batch, quantizer
-from moec.compiler.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.quantizers import quantize_batch, quantizer
+from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import QuantSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moec.compiler.objective import ByteWeights
-from moec.compiler.search.frontier import least_cost
+from moec.compiler.request.objective import ByteWeights
+from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.space import dense_bytes
 from moec.manifests.quant import QuantSpec
 from tests.compiler.toy_search import BF16, toy_model, toy_space

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moec.compiler.options import CompileOptions, Talk
-from moec.compiler.plan import CompilePlan
-from moec.compiler.search.frontier import least_loss
-from moec.compiler.search.knapsack import CLOSE_COSTS_OF_LOSSES, search
+from moec.compiler.request.options import CompileOptions, Talk
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.targets import Target
+from moec.compiler.search.bisect import CLOSE_COSTS_OF_LOSSES, search
+from moec.compiler.search.knapsack import least_loss
 from moec.compiler.search.pruning import PrunableSpace, with_pruning
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import PATIENCE, Swaps
-from moec.compiler.targets import Target
 from moec.manifests.errors import OptionError
 from tests.compiler.test_pruning import EVEN
 from tests.compiler.toy_search import ToyTrials, noisy_kl, predicted_loss, toy_model, toy_space, uniform_number

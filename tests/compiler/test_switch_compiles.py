@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import SwitchTransformersForConditionalGeneration
 
-from moec.compiler.calibration import calibrate
-from moec.compiler.checkpoint import WEIGHTS_NAME
-from moec.compiler.objective import byte_weights
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.reference_weights import WeightStore
+from moec.compiler.calibration.collect import calibrate
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.reference.weights import WeightStore
+from moec.compiler.request.objective import byte_weights
 from moec.evaluation.engine import GenerationRequest
 from moec.manifests.errors import CheckpointError, InputError, OptionError
 from moec.manifests.model import RelativeBiasSpec, UnitKey

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.targets import Target, choose_target, parse_loss, parse_size
+from moec.compiler.request.targets import Target, choose_target, parse_loss, parse_size
 from moec.manifests.errors import OptionError
 
 NONE: dict[str, Any] = dict.fromkeys(("loss", "kl", "bits_per_weight", "size", "uniform"))

@@ -15,15 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.journal import Journal
-from moec.compiler.plan import CompilePlan
-from moec.compiler.reference import ReferenceModel
-from moec.compiler.sensitivity import plain_plan
-from moec.compiler.trials import LOOKS, Reference, TaskData, Trials, keeps, margin
-from moec.compiler.unit_store import UnitStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.sensitivity.sensitivity import plain_plan
+from moec.compiler.sensitivity.trials import LOOKS, Reference, TaskData, Trials, keeps, margin
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
 from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.engine import Generation, GenerationRequest, Progress

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moec.compiler.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.request.uniform import uniform_plan
 from moec.manifests.errors import PlanError
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.options import CompileOptions
-from moec.compiler.targets import Target
-from moec.compiler.task_data import load_task_data
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.targets import Target
+from moec.compiler.request.task_data import load_task_data
 from moec.evaluation.data import SPLITS, item_key, items_sha256, load_items, load_splits, split_of
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import DataError, MissingDependency, OptionError

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk, publish_directory
-from moec.compiler.emit import emit, finish
+from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.low_versions import with_low_versions
-from moec.compiler.plan import CompilePlan
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.request.low_versions import with_low_versions
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.uniform import uniform_plan
+from moec.compiler.workspace.durable import Disk, publish_directory
 from moec.manifests.bundle import DeviceSummary
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import PRUNED, QuantSpec

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moec.compiler.durable import Disk
-from moec.compiler.result import CompileResult
+from moec.compiler.request.result import CompileResult
+from moec.compiler.workspace.durable import Disk
 from tests.tiny_compile import compile_tiny
 
 OPERATIONS = ("open", "write", "sync", "sync_file", "sync_directory", "rename", "make_directory", "remove_tree")
@@ -24,7 +24,7 @@ WAYS = ("whole", "layer by layer")
 def go(way: str, patch: Callable[[str, Any], None]) -> None:
     """Compile that way: the model at once, or one layer at a time as if it did not fit. patch: sets what has a name."""
     if way != WAYS[0]:
-        patch("moec.compiler.layerwise.planning.goes_layer_by_layer", lambda *_: True)
+        patch("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
 
 
 def compile_here(folder: Path, model: Path, data: Path, disk: Disk, **values: Any) -> CompileResult:

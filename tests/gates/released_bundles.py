@@ -20,15 +20,15 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk, publish_directory
-from moec.compiler.emit import emit, finish
+from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.low_versions import with_low_versions
-from moec.compiler.packing import pack
-from moec.compiler.plan import CompilePlan
-from moec.compiler.quantized import QuantizedMatrix
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.quantization.packing import pack
+from moec.compiler.quantization.quantized import QuantizedMatrix
+from moec.compiler.request.low_versions import with_low_versions
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.uniform import uniform_plan
+from moec.compiler.workspace.durable import Disk, publish_directory
 from moec.manifests.bundle import FORMAT_VERSION
 from moec.manifests.model import ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from moec.cli.compile import open_partial
 from moec.cli.main import cli
-from moec.compiler.reference import ReferenceModel
+from moec.compiler.reference.model import ReferenceModel
 from moec.evaluation.data import item_key, load_splits
 from tests.tiny_compile import check_bundle, compile_tiny, save_model, save_texts
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moec.compiler.durable import Disk
+from moec.compiler.workspace.durable import Disk
 from moec.manifests.errors import MoecError
 from tests.compiler.faulty_disk import MODES, FaultyDisk, PowerCut
 from tests.gates.killed import KILLED, WAYS, WatchedDisk, compile_here, go

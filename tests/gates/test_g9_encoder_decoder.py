@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.checkpoint import WEIGHTS_NAME
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.runtime import load
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from tests.gates.bundles import emit_bundle

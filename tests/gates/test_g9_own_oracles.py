@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moec.compiler.reference import ReferenceModel
+from moec.compiler.reference.model import ReferenceModel
 from moec.runtime import load
 from tests.gates.bundles import emit_bundle
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family

@@ -17,11 +17,11 @@ from moec.cli.measurement import measure_decode, new_tracer
 from moec.cli.simulate import _with_rule
 from moec.cli.simulation import Simulation
 from moec.cli.traces import recorded_trace, replayed_bundle
-from moec.compiler.checkpoint import open_checkpoint
-from moec.compiler.durable import Disk, publish_directory
-from moec.compiler.emit import emit, finish
+from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.uniform import uniform_plan
+from moec.compiler.request.uniform import uniform_plan
+from moec.compiler.workspace.durable import Disk, publish_directory
 from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
 from moec.profiles.loading import load_profile

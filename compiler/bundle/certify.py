@@ -1,0 +1,171 @@
+"""Certify: the emitted bundle, run by the runtime that ships, against the reference on items nothing else saw."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from moec.evaluation.data import ItemSet
+from moec.evaluation.divergence import divergence, log_softmax, summarise_divergence
+from moec.evaluation.engine import TextEngine
+from moec.evaluation.results import EvaluationResult
+from moec.evaluation.run import compare, evaluate, joined
+from moec.evaluation.statistics import (
+    ERROR,
+    DistributionSummary,
+    LossEstimate,
+    Verdict,
+    distribution_summary,
+    judge,
+)
+from moec.evaluation.tasks import Item, Task
+
+from ..request.options import Talk
+from ..request.ports import BundleEngine, DivergingEngine
+from ..request.targets import Target
+from ..sensitivity.trials import ONE_SIDED_95, Reference
+
+# KL and agreement are means over tokens and need fewer items than a task metric.
+KL_ITEMS = 500
+LOOKS = (500, 1000, 2000, 4000)
+LOGITS_AT_ONCE = 1 << 25
+"""Logits of a certificate held at once, on both sides, beyond those of one answer."""
+
+
+MODES_ITEMS = 500
+"""Held-out items that lossy modes are measured on, one sequence at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCertificate:
+    """One task on held-out items. verdict: None where the target is not a loss; loss: None where the baseline is 0."""
+
+    baseline: EvaluationResult
+    value: EvaluationResult
+    loss: LossEstimate | None
+    verdict: Verdict | None
+    divergence: DistributionSummary
+
+    def to_json(self) -> dict[str, object]:
+        """What quality.json says of the task; no time, so that equal bundles have equal reports."""
+        return {
+            "metric": self.value.metric,
+            "n": self.value.n,
+            "baseline": self.baseline.value,
+            "baseline_interval95": list(self.baseline.interval95),
+            "value": self.value.value,
+            "value_interval95": list(self.value.interval95),
+            "other_metrics": {
+                name: {"baseline": self.baseline.other_metrics[name], "value": value}
+                for name, value in self.value.other_metrics.items()
+            },
+            "loss": None if self.loss is None else self.loss.to_json(),
+            "verdict": None if self.verdict is None else self.verdict.to_json(),
+            "kl": self.divergence.to_json(),
+            "data_sha256": self.value.data_sha256,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceCertificate:
+    """KL on one task's held-out answers, where the reference scores answers and generates none. items: answers."""
+
+    divergence: DistributionSummary
+    items: int
+
+
+def certify_divergence(
+    task: str,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    reference_log_probs: Callable[[int, int], list[np.ndarray]],
+    vocab_size: int,
+    engine: BundleEngine,
+    talk: Talk,
+) -> DivergenceCertificate:
+    """Hold the bundle against the reference on answers, as many at a time as LOGITS_AT_ONCE allow.
+
+    reference_log_probs: log probabilities [A, V] of the pairs from one index to another.
+    """
+    progress, parts = talk.progress(f"KL on {task}"), list[tuple[np.ndarray, np.ndarray]]()
+    end = 0
+    while end < len(pairs):
+        start, end = end, end + 1
+        rows = [(len(answer) + 1) * vocab_size for _, answer in pairs[start:]]  # the end token is scored as well
+        held = rows[0]
+        while end < len(pairs) and held + rows[end - start] <= LOGITS_AT_ONCE:
+            held += rows[end - start]
+            end += 1
+        logits, own = engine.forced_logits(pairs[start:end]), reference_log_probs(start, end)
+        parts += [divergence(log_p, found) for log_p, found in zip(own, logits, strict=True)]
+        del logits, own  # before the next ones are made
+        progress(end, len(pairs))
+    items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
+    kl, agrees = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
+    return DivergenceCertificate(distribution_summary(kl, agrees, items), len(parts))
+
+
+def judge_divergence(summary: DistributionSummary, target: float) -> str:
+    """supported, met, missed or refuted: a mean KL in nats per token against its target, one-sided at 95 %."""
+    width = ONE_SIDED_95 * summary.standard_error
+    if summary.mean <= target:
+        return "supported" if summary.mean + width <= target else "met"
+    return "refuted" if summary.mean - width > target else "missed"
+
+
+def certify_task(
+    task: Task,
+    items: ItemSet,
+    shots: tuple[Item, ...],
+    reference: TextEngine,
+    engine: BundleEngine,
+    target: Target,
+    talk: Talk,
+    confidence: float | None = None,
+    divergence: DistributionSummary | None = None,
+) -> TaskCertificate:
+    """Evaluate both, compare item by item, and hold the loss against the target.
+
+    confidence: of a verdict that may come before the last item, after LOOKS items, each look with its share of the
+    error; None: one look at all items, at 95 %. divergence: as measured elsewhere; None: on KL_ITEMS answers, which
+    needs a Reference.
+    """
+    counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
+    error = ERROR if confidence is None else (1 - confidence) / len(counts)
+    parts: tuple[list[EvaluationResult], list[EvaluationResult]] = ([], [])
+    for before, count in itertools.pairwise([0, *counts]):
+        chosen, title = items.items[before:count], f"{task.name}, items {before + 1} to {count}"
+        own = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
+        drafts = [" " + item.prediction for item in own.items]
+        found = evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=talk.progress(f"bundle on {title}"))
+        for part, result in zip(parts, (own, found), strict=True):
+            part.append(result)
+        baseline, value = (joined(task, items.items[:count], part, shots) for part in parts)
+        # A checkpoint that solves nothing takes another target than a loss: there is none to state.
+        is_stated = target.kind == "loss" or baseline.value > 0
+        loss = compare(baseline, value, error=error) if is_stated else None
+        verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
+        if verdict is not None and (verdict.supported or verdict.refuted):
+            break
+    if divergence is None:
+        own_reference, asked = cast(Reference, reference), items.items[: min(count, KL_ITEMS)]
+        pairs = [own_reference.encode_pair(task.prompt(item, shots), task.answer(item)) for item in asked]
+        divergence = _divergence(own_reference, engine, pairs)
+    return TaskCertificate(baseline, value, loss, verdict, divergence)
+
+
+def look_counts(items: int) -> list[int]:
+    """After how many of so many items a certificate looks, the last time at all of them."""
+    return [*(count for count in LOOKS if count < items), items]
+
+
+def _divergence(
+    reference: Reference, engine: BundleEngine, pairs: Sequence[tuple[list[int], list[int]]]
+) -> DistributionSummary:
+    if isinstance(engine, DivergingEngine):
+        return engine.divergence(pairs)
+    log_p = [log_softmax(rows) for rows in reference.forced_logits(pairs)]
+    return summarise_divergence(log_p, engine.forced_logits(pairs))

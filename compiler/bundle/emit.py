@@ -1,0 +1,352 @@
+"""Checkpoint and plan to a bundle folder that is complete but for its certificate. docs/format.md is what it writes.
+
+One tensor per thread is resident at a time; every byte is hashed as it is written; equal inputs give equal bytes. The
+manifest is the last file, so a folder without one is no bundle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from moec.manifests.bundle import (
+    CARD_NAME,
+    DENSE_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    QUALITY_NAME,
+    TABLES_NAME,
+    BundleManifest,
+    CalibrationSummary,
+    CostSummary,
+    DenseEntry,
+    DeviceSummary,
+    ExpertEntry,
+    FileEntry,
+    SourceSummary,
+    expert_tensor_name,
+    experts_file_name,
+    low_experts_file_name,
+    unit_offsets,
+)
+from moec.manifests.codec import encode_manifest
+from moec.manifests.errors import CheckpointError, OptionError
+from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.quant import LAYOUT, ROWS_PER_BLOCK, QuantSpec
+from moec.manifests.safetensors_header import build_header
+
+from ..calibration.tables import Statistics, Tables, encode_tables
+from ..checkpoint.checkpoint import Checkpoint
+from ..families import Lowering
+from ..quantization.packing import pack, pack_16bit
+from ..quantization.quantizers import Quantizer, quantizer
+from ..quantization.quantizers.rtn import rounded_rows
+from ..request.plan import CompilePlan
+from ..workspace.durable import Disk, StreamingFile, disk_errors, require_free_bytes
+from ..workspace.parallel import Workers, workers
+from ..workspace.work_folder import removed_on_failure
+
+SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
+PackedUnits = Callable[[UnitKey, QuantSpec], np.ndarray | None]
+Progress = Callable[[int, int], None]
+
+KV_ELEMENT_BYTES = 4  # the runtime keeps keys and values in float32
+_DENSE_CHUNK_ROWS = 128 * ROWS_PER_BLOCK  # bounds the float32 copies of a large embedding
+_MANIFEST_BYTES_PER_EXPERT = 512
+_MANIFEST_BASE_BYTES = 1 << 20
+_HEADER_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
+
+
+def emit(
+    checkpoint: Checkpoint,
+    lowering: Lowering,
+    plan: CompilePlan,
+    partial: Path,
+    *,
+    device: DeviceSummary,
+    disk: Disk | None = None,
+    name: str | None = None,
+    options: Mapping[str, str] | None = None,
+    calibration: CalibrationSummary | None = None,
+    statistics: Statistics | None = None,
+    second_moments: SecondMoments | None = None,
+    packed_units: PackedUnits | None = None,
+    progress: Progress | None = None,
+) -> BundleManifest:
+    """Write every file of the bundle into the folder `partial`, the manifest (certified: false) last.
+
+    partial: `NAME.partial`; what a killed run left there is removed first. name: of the model in the manifest, by
+    default the checkpoint's. statistics: for the tables and the expected reads; None: empty tables, all experts
+    equally popular. second_moments: per unit, [K, K] and its tokens, for quantizers that ask. packed_units: bytes of
+    units already quantized by an earlier stage, None for others. progress: called with (weights done, weights in all).
+    Raises CheckpointError (weights that are not finite or that the format cannot hold), DoesNotFit (disk), OptionError,
+    MoecError (the disk refuses); the folder is then removed.
+    """
+    if not partial.name.endswith(PARTIAL_SUFFIX):
+        raise OptionError(f"`{partial}` does not end in `{PARTIAL_SUFFIX}`, expected the name of an unfinished bundle")
+    disk = disk or Disk()
+    tables = Tables.empty(plan.model) if statistics is None else Tables.of(statistics)
+    tables.check(plan.model)
+    small_files = {companion: checkpoint.file_bytes(companion) for companion in checkpoint.companion_files()}
+    small_files[TABLES_NAME] = encode_tables(tables)
+    emitter = _Emitter(lowering, plan, partial, disk, progress)
+    with disk_errors(partial):
+        disk.remove_tree(partial)
+        require_free_bytes(partial.parent, emitter.weight_bytes() + sum(map(len, small_files.values())))
+        source = SourceSummary(checkpoint.name, checkpoint.source_files())
+        with removed_on_failure(disk, partial):
+            disk.make_directory(partial)
+            dense = emitter.write_dense()
+            written = emitter.write_experts(quantizer(plan.quantizer), second_moments, packed_units)
+            for file_name, data in small_files.items():
+                emitter.write_small(file_name, data)
+            manifest = BundleManifest(
+                certified=False,
+                name=name or checkpoint.name,
+                device=device,
+                cost=cost_summary(plan, tables.popularity),
+                calibration=calibration,
+                source=source,
+                options=dict(sorted((options or {}).items())),
+                dense=tuple(dense),
+                experts=written[0],
+                low_experts=written[1],
+                files=tuple(sorted(emitter.files, key=lambda entry: entry.name)),
+                **_fixed_fields(plan),
+            )
+            disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
+    return manifest
+
+
+def _fixed_fields(plan: CompilePlan) -> dict[str, Any]:
+    """The fields of the manifest that follow from the format and the plan."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "producer": producer(),
+        "layout": LAYOUT,
+        "model": plan.model,
+        "required_cpu_features": (),
+    }
+
+
+def finish(
+    partial: Path, manifest: BundleManifest, quality_bytes: bytes, card_bytes: bytes, disk: Disk | None = None
+) -> BundleManifest:
+    """Add quality.json and README.md to an emitted folder and certify its manifest. Publishing is the caller's.
+
+    Raises DoesNotFit, MoecError (the disk refuses). A crash in between leaves a folder that is not certified.
+    """
+    disk = disk or Disk()
+    entries = {entry.name: entry for entry in manifest.files}
+    with disk_errors(partial):
+        for file_name, data in ((QUALITY_NAME, quality_bytes), (CARD_NAME, card_bytes)):
+            disk.write_file(partial / file_name, data)
+            entries[file_name] = FileEntry(file_name, len(data), hashlib.sha256(data).hexdigest())
+        files = tuple(entries[file_name] for file_name in sorted(entries))
+        certified = dataclasses.replace(manifest, certified=True, files=files)
+        disk.write_file(partial / MANIFEST_NAME, encode_manifest(certified))
+    return certified
+
+
+def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> CostSummary:
+    """What the bundle weighs. popularity: [L, E] counts; None, or a layer of zeros, counts all experts alike.
+
+    Source: docs/format.md, Manifest.
+    """
+    model = plan.model
+    sizes = [
+        [plan.expert_padded_bytes(ExpertKey(index, expert)) for expert in range(layer.experts.count)]
+        for index, layer in enumerate(model.layers)
+    ]
+    expected = Fraction(0)
+    rows = Tables.empty(model).popularity if popularity is None else popularity
+    for layer, (padded, row) in enumerate(zip(sizes, rows.tolist(), strict=True)):
+        if not padded:
+            continue
+        kept = [count if size else 0 for count, size in zip(row, padded, strict=False)]  # others take its place
+        counts = kept if any(kept) else [int(size > 0) for size in padded]
+        if not any(counts):
+            continue
+        read = sum(count * size for count, size in zip(counts, padded, strict=True))
+        expected += Fraction(model.reads_per_token(layer) * read, sum(counts))
+    minimum = (sum(sorted(s)[-layer.experts.top_k :]) for layer, s in zip(model.layers, sizes, strict=True))
+    return CostSummary(
+        expert_packed_bytes=plan.expert_packed_bytes,
+        expert_padded_bytes=sum(map(sum, sizes)),
+        dense_packed_bytes=plan.dense_packed_bytes,
+        expert_bits_per_weight=plan.bits_per_weight,
+        expected_read_bytes_per_token=round(expected),
+        minimum_expert_bytes=max(minimum),
+        kv_bytes_per_position=model.kv_bytes_per_position,
+    )
+
+
+def producer() -> str:
+    """Program and version, as the manifest names them."""
+    try:
+        return f"moec {metadata.version('moec')}"
+    except metadata.PackageNotFoundError:
+        return "moec (not installed)"
+
+
+def packed_pieces(weight: torch.Tensor, spec: QuantSpec) -> Iterator[np.ndarray]:
+    """A dense matrix in its format, a bounded number of rows at a time; the pieces in a row are the packed matrix."""
+    if spec.bitwidth == 16:
+        yield from (pack_16bit(rows, spec) for rows in torch.split(weight, _DENSE_CHUNK_ROWS))
+    else:
+        yield from (pack(part) for _, part in rounded_rows(weight, spec))
+
+
+class _Emitter:
+    """Writes the files of one bundle and collects their entries."""
+
+    def __init__(
+        self, lowering: Lowering, plan: CompilePlan, partial: Path, disk: Disk, progress: Progress | None
+    ) -> None:
+        self._lowering, self._plan, self._partial, self._disk = lowering, plan, partial, disk
+        self._progress = progress
+        self._done, self._total = 0, len(plan.dense) + len(plan.units) + len(plan.low_units)
+        self.files: list[FileEntry] = []
+
+    def weight_bytes(self) -> int:
+        """Bytes on disk of weights and manifest, rounded up."""
+        keys = self._plan.model.expert_keys()
+        total = sum(self._plan.expert_padded_bytes(key) for key in keys)
+        total += sum(self._plan.expert_padded_bytes(key, is_low=True) for key in self._plan.low_experts)
+        total += sum(_dense_bytes(shape, self._plan.dense[n]) for n, shape in self._plan.model.dense_shapes().items())
+        return total + (len(keys) + len(self._plan.low_experts)) * _MANIFEST_BYTES_PER_EXPERT + _MANIFEST_BASE_BYTES
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """One whole small file."""
+        with self._disk.create(self._partial / name) as file:
+            file.write(data)
+        self._finished(name, file, len(data))
+
+    def write_dense(self) -> list[DenseEntry]:
+        """`dense.safetensors`. Source: docs/format.md, Dense weights."""
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, shape in self._plan.model.dense_shapes().items():
+            spec = self._plan.dense[name]
+            tensors[name] = ("U8", (_dense_bytes(shape, spec),))
+            if len(shape) == 1:
+                tensors[name] = (_HEADER_DTYPES[spec.float_type], shape)
+        header = build_header(tensors)
+        size, entries = len(header), list[DenseEntry]()
+        with self._disk.create(self._partial / DENSE_NAME) as file:
+            file.write(header)
+            for name, shape in self._plan.model.dense_shapes().items():
+                weight, spec = self._lowering.dense_weight(name), self._plan.dense[name]
+                size += _dense_bytes(shape, spec)
+                pieces = iter([weight.view(torch.uint8).numpy()]) if len(shape) == 1 else packed_pieces(weight, spec)
+                checksum = xxhash.xxh3_128()
+                for piece in self._translated(self._lowering.dense[name].name, pieces):
+                    checksum.update(piece.data)
+                    file.write(piece.data)
+                entries.append(DenseEntry(name, shape, spec, checksum.hexdigest()))
+                self._step()
+        self._finished(DENSE_NAME, file, size)
+        return entries
+
+    def write_experts(
+        self, quantize: Quantizer, second_moments: SecondMoments | None, packed_units: PackedUnits | None
+    ) -> tuple[tuple[ExpertEntry, ...], tuple[ExpertEntry, ...]]:
+        """All expert files, one per layer, then those of low versions. Source: docs/format.md, Expert files."""
+
+        def unit_bytes(key: UnitKey, spec: QuantSpec) -> np.ndarray:
+            if spec.bitwidth == 16:
+                return pack_16bit(self._lowering.unit(key), spec)
+            known = packed_units(key, spec) if packed_units is not None else None
+            if known is not None:
+                return known
+            moment, tokens = second_moments(key) if second_moments is not None else (None, 0)
+            return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
+
+        entries, low = list[ExpertEntry](), list[ExpertEntry]()
+        # What an earlier stage quantized is kept by one thread, and takes no time.
+        with workers(torch.get_num_threads() if packed_units is None else 1) as pool:
+            for layer in self._plan.model.expert_layers:
+                entries += self._write_layer(layer, unit_bytes, pool, is_low=False)
+            for layer in sorted({key.layer for key in self._plan.low_experts}):
+                low += self._write_layer(layer, unit_bytes, pool, is_low=True)
+        return tuple(entries), tuple(low)
+
+    def _write_layer(
+        self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray], pool: Workers, is_low: bool
+    ) -> list[ExpertEntry]:
+        """One expert file; there are as many blobs at once as threads, and the one that is written."""
+        every = self._plan.low_experts if is_low else self._plan.model.expert_keys()
+        keys = [key for key in every if key.layer == layer]
+        sizes = [self._plan.expert_padded_bytes(key, is_low) for key in keys]
+        names = [expert_tensor_name(key.expert) for key in keys]
+        header = build_header({name: ("U8", (size,)) for name, size in zip(names, sizes, strict=True)})
+        name = low_experts_file_name(layer) if is_low else experts_file_name(layer)
+        offset, entries = len(header), list[ExpertEntry]()
+        with self._disk.create(self._partial / name) as file:
+            file.write(header)
+            formats = [self._plan.expert_specs(key, is_low) for key in keys]
+            jobs = zip(keys, formats, strict=True)
+            blobs = pool.in_order(lambda job: self._expert_blob(*job, unit_bytes), jobs, most=pool.count)
+            for key, size, specs, blob in zip(keys, sizes, formats, blobs, strict=True):
+                checksum = xxhash.xxh3_128_hexdigest(blob.data)
+                file.write(blob.data)
+                gate, up, down = (specs.get(projection) for projection in PROJECTIONS)
+                if up is None or down is None:
+                    raise RuntimeError(f"{key}: the plan has no format of up or down")
+                entries.append(ExpertEntry(layer, key.expert, name, offset, size, checksum, gate, up, down))
+                offset += size
+                for _ in specs:
+                    self._step()
+        self._finished(name, file, offset)
+        return entries
+
+    def _expert_blob(
+        self, key: ExpertKey, specs: dict[str, QuantSpec], unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray]
+    ) -> np.ndarray:
+        """One expert in these formats, padded, uint8."""
+        offsets, size = unit_offsets(self._plan.model, key.layer, specs)
+        blob = np.zeros(size, np.uint8)
+        for projection in specs:
+            unit = UnitKey(*key, projection)
+            source = self._lowering.units[unit].name
+            (packed,) = self._translated(source, (unit_bytes(unit, spec) for spec in (specs[projection],)))
+            expected = specs[projection].packed_bytes(*self._plan.model.unit_shape(key.layer, projection))
+            if len(packed) != expected:
+                raise RuntimeError(f"{unit}: the quantizer gave {len(packed)} bytes, the plan says {expected}")
+            blob[offsets[projection] : offsets[projection] + len(packed)] = packed
+        return blob
+
+    def _translated(self, source: str, pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """The pieces; what a quantizer or the packer refuses becomes a CheckpointError that names the tensor."""
+        try:
+            yield from pieces
+        except ValueError as error:
+            raise CheckpointError(
+                f"tensor `{source}` in `{self._lowering.checkpoint.root}` cannot be stored: {error}",
+                "give its weights 16 bits",
+            ) from error
+
+    def _finished(self, name: str, file: StreamingFile, expected_bytes: int) -> None:
+        """Note a file that is closed. Its size must be what the plan says."""
+        if file.size_bytes != expected_bytes:
+            raise RuntimeError(f"`{name}` took {file.size_bytes} bytes, the plan says {expected_bytes}")
+        self.files.append(FileEntry(name, file.size_bytes, file.sha256))
+
+    def _step(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _dense_bytes(shape: tuple[int, ...], spec: QuantSpec) -> int:
+    """Bytes of one dense weight in the file."""
+    return 2 * shape[0] if len(shape) == 1 else spec.packed_bytes(shape[0], shape[1])

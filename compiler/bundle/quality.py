@@ -1,0 +1,206 @@
+"""quality.json and the model card: what the bundle is, what it cost, and how far that is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moec.manifests.bundle import BundleManifest, CostSummary
+from moec.manifests.codec import to_plain
+from moec.manifests.model import PROJECTIONS, UnitKey
+
+from ..calibration.collect import ActivationStatistics
+from ..request.plan import CompilePlan
+from ..request.targets import Target
+from ..search.comparison import Comparison
+from ..sensitivity.sensitivity import SensitivityTable
+from ..sensitivity.trials import Trial
+from .certify import DivergenceCertificate, TaskCertificate, judge_divergence
+
+QUALITY_VERSION = 1
+
+
+def quality_report(
+    *,
+    plan: CompilePlan,
+    target: Target,
+    cost: CostSummary,
+    certificates: Mapping[str, TaskCertificate],
+    divergences: Mapping[str, DivergenceCertificate] | None = None,
+    comparison: Comparison | None,
+    trials: Sequence[Trial],
+    sensitivity: SensitivityTable | None,
+    statistics: ActivationStatistics | None,
+    confidence: float | None = None,
+    modes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The content of quality.json. Plain values; no time, host or path, so equal compiles give equal bytes.
+
+    modes: what lossy modes of the runtime cost.
+    """
+    return {
+        "version": QUALITY_VERSION,
+        "target": {
+            "kind": target.kind,
+            "value": target.value,
+            **({} if confidence is None else {"confidence": confidence}),
+        },
+        "verdict": overall_verdict(target, certificates, divergences),
+        "tasks": {name: certificate.to_json() for name, certificate in certificates.items()},
+        "held_out_kl": {
+            name: {"items": found.items, **found.divergence.to_json()} for name, found in (divergences or {}).items()
+        },
+        "sizes": _sizes(plan, cost),
+        "bits": _bits(plan),
+        "comparison": None if comparison is None else comparison.to_json(),
+        "sensitivity": None if sensitivity is None else _sensitivity(sensitivity),
+        "statistics": None if statistics is None else _statistics(statistics),
+        "trials": [trial.to_json() for trial in trials],
+        **({} if modes is None else {"modes": dict(modes)}),
+    }
+
+
+def overall_verdict(
+    target: Target,
+    certificates: Mapping[str, TaskCertificate],
+    divergences: Mapping[str, DivergenceCertificate] | None = None,
+) -> str:
+    """The weakest verdict of all tasks: supported, met, missed, refuted; `measured` or `not measured` where the target
+    is neither a loss nor a KL."""
+    others = divergences or {}
+    if target.kind not in ("loss", "kl"):
+        return "measured" if certificates or others else "not measured"
+    order = ("supported", "met", "missed", "refuted")
+    if target.kind == "kl":
+        summaries = [c.divergence for c in certificates.values()] + [c.divergence for c in others.values()]
+        verdicts = [judge_divergence(summary, target.value) for summary in summaries]
+    else:
+        verdicts = [c.verdict.status for c in certificates.values() if c.verdict is not None]
+    return max(verdicts, key=order.index, default="not measured")
+
+
+def _sizes(plan: CompilePlan, cost: CostSummary) -> dict[str, Any]:
+    sixteen_bit = 2 * plan.expert_weights
+    return {
+        **to_plain(cost),
+        "expert_16bit_bytes": sixteen_bit,
+        "dense_16bit_bytes": 2 * sum(int(np.prod(shape)) for shape in plan.model.dense_shapes().values()),
+        "expert_share_of_16bit": plan.expert_packed_bytes / sixteen_bit,
+    }
+
+
+def _bits(plan: CompilePlan) -> dict[str, Any]:
+    """Bits per weight of every unit, scales included, [L][E] per projection, and the dense formats."""
+    model = plan.model
+    grids: dict[str, list[list[float]]] = {}
+    for projection in PROJECTIONS:
+        grids[projection] = [
+            [
+                plan.units[UnitKey(index, expert, projection)].bits_per_weight(model.unit_shape(index, projection)[1])
+                for expert in range(layer.experts.count if projection in layer.experts.projections else 0)
+            ]
+            for index, layer in enumerate(model.layers)
+        ]
+    counts: dict[str, int] = {}
+    for spec in plan.units.values():
+        counts[str(spec)] = counts.get(str(spec), 0) + 1
+    dense = {name: str(spec) for name, spec in plan.dense.items()}
+    return {"units": grids, "formats": dict(sorted(counts.items())), "dense": dense}
+
+
+def _sensitivity(table: SensitivityTable) -> dict[str, Any]:
+    return {
+        "gains": {p: table.gains[:, column].tolist() for column, p in enumerate(PROJECTIONS)},
+        "dense_gains": dict(table.dense_gains),
+        "corrections": table.corrections.tolist(),
+    }
+
+
+def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
+    """Popularity as shares, how even it is (entropy over its maximum, per layer), and how predictable routes are.
+
+    lower_half_share: of a token's weight, what the lower-ranked half of its experts has, per layer.
+    unimportance_deciles: the nine deciles of experts' unimportance over all layers, see calibration; none of top-1.
+    """
+    counts = np.asarray(statistics.popularity, np.float64)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    entropy = -np.sum(shares * np.log(np.maximum(shares, 1e-30)), axis=1) / np.log(max(shares.shape[1], 2))
+    return {
+        "popularity": shares.tolist(),
+        "popularity_entropy": entropy.tolist(),
+        "lower_half_share": statistics.lower_half.tolist(),
+        "unimportance_deciles": unimportance_deciles(statistics.unimportance),
+        "paths": statistics.path_report.to_json(),
+    }
+
+
+def unimportance_deciles(counts: NDArray[np.int64]) -> list[float]:
+    """The nine deciles of what was counted, [L, bins]; none where nothing was."""
+    total = np.cumsum(counts.sum(axis=0))
+    if not total[-1]:
+        return []
+    places = np.searchsorted(total, np.arange(1, 10) / 10 * total[-1])
+    return [float(place + 0.5) / counts.shape[1] for place in places.tolist()]
+
+
+def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
+    """README.md of the bundle: what it is, what it cost, how to run it."""
+    sizes, routed = quality["sizes"], manifest.model.layers[manifest.model.expert_layers[-1]].experts
+    lines = [
+        f"# {manifest.name}, compiled by moec",
+        "",
+        f"{manifest.model.family}, {manifest.model.num_layers} layers, "
+        f"{routed.count} experts, top-{routed.top_k}; "
+        f"target: {manifest.options.get('target', 'none')}; verdict: {quality['verdict']}.",
+        "",
+        "| | bytes |",
+        "|---|---|",
+        f"| routed experts, {sizes['expert_bits_per_weight']:.3f} bits per weight | {sizes['expert_packed_bytes']:,} |",
+        *_left_out_row(manifest),
+        f"| routed experts at 16 bits | {sizes['expert_16bit_bytes']:,} |",
+        f"| everything else | {sizes['dense_packed_bytes']:,} |",
+        f"| expert bytes per token, nothing cached | {sizes['expected_read_bytes_per_token']:,} |",
+        "",
+    ]
+    if quality["tasks"]:
+        lines += [
+            "| task | metric | baseline | this bundle | relative loss (95 %) | verdict |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [_card_row(name, task) for name, task in quality["tasks"].items()]
+        lines.append("")
+    for name, found in quality["held_out_kl"].items():
+        lines += [f"KL to the checkpoint on {found['items']} held-out answers of {name}: {found['mean']:.4f} nats.", ""]
+    lines += [
+        "Formats, statistics and every trial of the search are in `quality.json`, the layout in `moec.json`.",
+        "",
+        "```",
+        "moec verify FOLDER",
+        'moec run FOLDER --prompt "..." --expert-cache 50%',
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _left_out_row(manifest: BundleManifest) -> list[str]:
+    pruned = sum(map(len, manifest.pruned_experts))
+    return [f"| of {len(manifest.experts)} routed experts left out | {pruned} |"] if pruned else []
+
+
+def _card_row(name: str, task: Mapping[str, Any]) -> str:
+    verdict = "-" if task["verdict"] is None else task["verdict"]["status"]
+    return (
+        f"| {name} ({task['n']} items) | {task['metric']} | {task['baseline']:.4f} | {task['value']:.4f} | "
+        f"{_loss_text(task['loss'])} | {verdict} |"
+    )
+
+
+def _loss_text(loss: Mapping[str, Any] | None) -> str:
+    if loss is None:
+        return "-"
+    low, high = ("?" if bound is None else f"{bound:.2%}" for bound in loss["interval95"])
+    return f"{loss['loss']:.2%} ({low} to {high})"

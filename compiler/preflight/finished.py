@@ -1,0 +1,84 @@
+"""A bundle that an earlier run completed before it was cut off, and that a resumed run must not refuse."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import MANIFEST_NAME, QUALITY_NAME, BundleManifest
+from moec.manifests.codec import canonical_json, decode_manifest
+from moec.manifests.errors import MoecError
+from moec.manifests.input_file import UnreadableFile, read_input
+from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_QUALITY_BYTES, QUALITY_JSON
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+from moec.manifests.strict_json import load_strict_json
+
+from ..request.plan import CompilePlan
+from ..request.request import CompileRequest
+from ..request.result import CompileResult
+from ..workspace.journal import Journal
+from ..workspace.work_folder import CERTIFIED, forget, work_folder
+
+
+def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> None:
+    """Remember the bundle that is about to be published. Raises DoesNotFit, MoecError (the disk refuses)."""
+    digest = hashlib.sha256((partial / MANIFEST_NAME).read_bytes()).hexdigest()
+    journal.put(CERTIFIED, canonical_json({"manifest_sha256": digest, "asked": _asked(request)}))
+
+
+def may_be_finished(request: CompileRequest) -> bool:
+    """Whether a resumed run finds both a work folder and a bundle, before anything is known of them."""
+    return request.resume and work_folder(request.output).is_dir() and (request.output / MANIFEST_NAME).is_file()
+
+
+def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResult | None:
+    """Do what was left when an earlier run of these inputs was cut off after it had published its bundle.
+
+    identity: digest of all inputs. Returns None if the bundle is not the result of such a run.
+    Raises OptionError if the work folder holds anything but results of a journal, and as `request.published` does.
+    """
+    journal = Journal(work_folder(request.output), identity, request.disk, request.talk.note)
+    result = _published(journal, request)
+    if result is None:
+        return None
+    request.talk.note(f"`{request.output}` is complete: an earlier run of these inputs and options wrote it")
+    request.published(result)
+    forget(journal)
+    return result
+
+
+def _published(journal: Journal, request: CompileRequest) -> CompileResult | None:
+    """The bundle at the output, if the journal knows it as its own."""
+    stored = journal.get(CERTIFIED)
+    try:
+        data = read_input(request.output / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        quality_data = read_input(request.output / QUALITY_NAME, MAX_QUALITY_BYTES)
+    except UnreadableFile:
+        return None
+    digest = hashlib.sha256(data).hexdigest()
+    if stored != canonical_json({"manifest_sha256": digest, "asked": _asked(request)}):
+        return None
+    try:
+        manifest, quality = decode_manifest(data, str(request.output)), load_strict_json(quality_data, QUALITY_JSON)
+    except (MoecError, ValueError):
+        return None
+    return CompileResult(request.output, plan_of(manifest), quality)
+
+
+def plan_of(manifest: BundleManifest) -> CompilePlan:
+    """The plan that a bundle stores."""
+    units, low_units = dict[UnitKey, QuantSpec](), dict[UnitKey, QuantSpec]()
+    for entries, formats in ((manifest.experts, units), (manifest.low_experts, low_units)):
+        for entry in entries:
+            specs = {"gate": entry.gate, "up": entry.up, "down": entry.down}
+            formats.update({UnitKey(entry.layer, entry.expert, p): s for p, s in specs.items() if s is not None})
+    ordered = {unit: units[unit] for unit in manifest.model.unit_keys()}
+    dense = {entry.name: entry.spec for entry in manifest.dense}
+    return CompilePlan(manifest.model, ordered, dense, manifest.options["quantizer"], low_units)
+
+
+def _asked(request: CompileRequest) -> list[Any]:
+    """What decides the bytes of a bundle and is not in the identity, because no measurement depends on it."""
+    return [request.options.comparisons, repr(request.measure_modes)]

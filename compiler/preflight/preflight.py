@@ -1,0 +1,222 @@
+"""Everything that can be known to go wrong before a weight is read: one report with every problem."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moec.manifests.bundle import TOKENIZER_NAME
+from moec.manifests.errors import CheckpointError, TargetUnreachable
+from moec.manifests.model import ModelSpec
+from moec.manifests.quant import QuantSpec
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.tokenizer import load_tokenizer
+from ..families import Lowering, TensorSource
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightReport:
+    """notes: what the user should know of a compile that nothing stands against."""
+
+    notes: tuple[str, ...]
+
+
+def preflight(
+    checkpoint: Checkpoint,
+    lowering: Lowering,
+    *,
+    required: Sequence[QuantSpec] = (),
+    offered: Sequence[QuantSpec] = (),
+    group_sizes: Sequence[int] = (),
+    bits_per_weight: float | None = None,
+    size_bytes: int | None = None,
+    needs_tokenizer: bool = True,
+    prunes: bool = False,
+) -> PreflightReport:
+    """Check files, shapes, formats and target. Reads no weights.
+
+    required: formats the user named for the routed experts; each must fit all of them. offered: formats the search may
+    choose from; those that do not fit a unit are left out for it. group_sizes: those that the user named.
+    bits_per_weight, size_bytes: the target, scales included. prunes: whether experts may be left out for it.
+    Returns the notes. Raises CheckpointError with every problem, or TargetUnreachable where only formats and target
+    stand against the compile.
+    """
+    model_problems = [*_tensor_problems(checkpoint, lowering)]
+    model_problems += _file_problems(checkpoint, needs_tokenizer)
+    model = lowering.model
+    plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
+    plan_problems += _group_problems(model, group_sizes)
+    if not plan_problems:
+        plan_problems += _target_problems(
+            reachable_bytes(model, (*required, *offered), prunes), bits_per_weight, size_bytes
+        )
+    problems = (*model_problems, *plan_problems)
+    if problems:
+        kind = CheckpointError if model_problems else TargetUnreachable
+        where = f"`{checkpoint.root}`"
+        text = (
+            f": {problems[0]}"
+            if len(problems) == 1
+            else "".join([f" has {len(problems)} problems:", *(f"\n- {problem}" for problem in problems)])
+        )
+        remedies = {
+            (True, False): "compare the folder with the model's source",
+            (False, True): "choose another target, `--bits` or `--group-size`",
+        }
+        raise kind(where + text, remedies.get((bool(model_problems), bool(plan_problems))))
+    return PreflightReport(
+        (*lowering.notes, *_ignored_notes(checkpoint, lowering), *_sixteen_bit_notes(model, offered))
+    )
+
+
+def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool = False) -> tuple[int, int]:
+    """Least and greatest bytes of the routed experts, scales included, padding left out: smallest formats, 16 bits.
+
+    prunes: the least is that of as many experts as a token needs, where routers do without the others. Calibration may
+    know too little of some to leave them out, which the search then says.
+    """
+    formats = [*offered, QuantSpec(16, float_type="bfloat16")]
+    least = greatest = 0.0
+    for index, layer in enumerate(model.layers):
+        kept = layer.experts.top_k if prunes and layer.experts.can_lose_experts else layer.experts.count
+        for projection in layer.experts.projections:
+            rows, columns = model.unit_shape(index, projection)
+            sizes = [spec.row_bytes(columns) for spec in formats if spec.fits(columns)]
+            least += kept * rows * min(sizes)
+            greatest += layer.experts.count * rows * columns * 2
+    return round(least), round(greatest)
+
+
+def _file_problems(checkpoint: Checkpoint, needs_tokenizer: bool) -> list[str]:
+    """Files that a bundle copies and that cannot be read, and a tokenizer that is not one."""
+    problems = list[str]()
+    for name in checkpoint.companion_files():
+        try:
+            checkpoint.file_bytes(name)
+        except CheckpointError as error:
+            problems.append(error.message)
+    if not needs_tokenizer or any(TOKENIZER_NAME in problem for problem in problems):
+        return problems
+    if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
+        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights"]
+    try:
+        load_tokenizer(checkpoint.root)
+    except CheckpointError as error:
+        problems.append(error.message)
+    return problems
+
+
+def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
+    """Missing, misshapen and unexpected tensors, those that differ in a number only taken together."""
+    sources: dict[str, TensorSource] = {}
+    for source in (*lowering.dense.values(), *lowering.units.values()):
+        sources.setdefault(source.name, source)
+    missing, misshapen = [], []
+    for name, source in sources.items():
+        ref = checkpoint.tensors.get(name)
+        if ref is None:
+            missing.append((name, ""))
+        elif ref.shape != source.shape:
+            misshapen.append((name, f"expected shape {list(source.shape)}, found {list(ref.shape)}"))
+    known = {*sources, *lowering.ignored, *lowering.beside}
+    unexpected = [(name, "") for name in checkpoint.tensors if name not in known]
+    return [
+        *(f"missing tensor {text}" for text in _together(missing)),
+        *(f"misshapen tensor {text}" for text in _together(misshapen)),
+        *(f"unexpected tensor {text}, which this family does not have" for text in _together(unexpected)),
+    ]
+
+
+def _together(found: Sequence[tuple[str, str]]) -> list[str]:
+    """One text for all names that differ in their numbers only and share the detail."""
+    patterns: dict[tuple[str, str], list[str]] = {}
+    for name, detail in sorted(found):
+        patterns.setdefault((_NUMBER.sub("*", name), detail), []).append(name)
+    texts = []
+    for (pattern, detail), names in patterns.items():
+        text = f"`{names[0]}`" if len(names) == 1 else f"`{pattern}` ({len(names)} times, first `{names[0]}`)"
+        texts.append(f"{text}: {detail}" if detail else text)
+    return texts
+
+
+def routed_widths(model: ModelSpec) -> dict[int, list[str]]:
+    """Columns of the routed projections -> which projections have them."""
+    widths: dict[int, list[str]] = {}
+    for index in model.expert_layers:
+        for projection in model.layers[index].experts.projections:
+            names = widths.setdefault(model.unit_shape(index, projection)[1], [])
+            if projection not in names:
+                names.append(projection)
+    return widths
+
+
+def _format_problems(model: ModelSpec, required: Sequence[QuantSpec]) -> list[str]:
+    """Every format that the user named and a routed projection cannot take."""
+    problems = []
+    for columns, projections in sorted(routed_widths(model).items()):
+        wrong = [str(spec) for spec in required if not spec.fits(columns)]
+        if wrong:
+            fitting = [size for size in (256, 128, 64, 32) if columns % size == 0]
+            ways = f"group sizes that do: {', '.join(map(str, fitting))}" if fitting else "only 16 bits fit"
+            problems.append(
+                f"{', '.join(wrong)}: the group size (at least 32) does not divide the {columns} columns of "
+                f"{', '.join(projections)}; {ways}"
+            )
+    return problems
+
+
+def _unheld_problems(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str]:
+    """Widths that none of the offered formats can hold."""
+    return [
+        f"none of the offered formats ({', '.join(map(str, offered))}) holds the {columns} columns of "
+        f"{', '.join(projections)}"
+        for columns, projections in sorted(routed_widths(model).items())
+        if offered and not any(spec.fits(columns) for spec in offered)
+    ]
+
+
+def _group_problems(model: ModelSpec, group_sizes: Sequence[int]) -> list[str]:
+    """Group sizes that no routed projection can take: to leave them out without a word would keep 16 bits."""
+    widths = sorted(routed_widths(model))
+    return [
+        f"group size {size} divides the columns of no routed projection ({', '.join(map(str, widths))})"
+        for size in group_sizes
+        if size and all(columns % size for columns in widths)
+    ]
+
+
+def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str]:
+    """Projections that no format below 16 bits on offer can hold."""
+    below = [spec for spec in offered if spec.bitwidth < 16]
+    return [
+        f"{', '.join(projections)} stay at 16 bits: no format below on offer holds their {columns} columns"
+        for columns, projections in sorted(routed_widths(model).items())
+        if below and not any(spec.fits(columns) for spec in below)
+    ]
+
+
+def _target_problems(reachable: tuple[int, int], bits_per_weight: float | None, size_bytes: int | None) -> list[str]:
+    """Targets outside what the formats reach, least and greatest bytes."""
+    least, greatest = reachable
+    weights = greatest // 2
+    problems = []
+    least_bits = math.ceil(8000 * least / weights) / 1000
+    if bits_per_weight is not None and not 8 * least <= bits_per_weight * weights <= 16 * weights:
+        problems.append(f"{bits_per_weight:g} bits per weight cannot be had, {least_bits:g} to 16 can")
+    if size_bytes is not None and not least <= size_bytes <= greatest:
+        problems.append(f"{size_bytes} bytes of routed experts cannot be had, {least} to {greatest} can")
+    return problems
+
+
+def _ignored_notes(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
+    """What is on disk and plays no part."""
+    ignored = sorted(name for name in checkpoint.tensors if name in lowering.ignored)
+    named = ", ".join(f"`{name}`" for name in ignored[:_MAX_NAMED])
+    return [f"{len(ignored)} tensors play no part: {named}"] if ignored else []

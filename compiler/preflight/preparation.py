@@ -1,0 +1,132 @@
+"""What of a compile can fail before work: checkpoint, shapes, target, data, device, memory. No weight is read."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from moec.evaluation.data import SplitData
+from moec.manifests.codec import canonical_json
+from moec.manifests.quant import QuantSpec
+
+from ..bundle.emit import producer
+from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..cluster.session import check_cluster
+from ..families import Lowering, lower
+from ..quantization.quantizers import check_format
+from ..request.options import UNIFORM_GROUP_SIZE
+from ..request.plan import CompilePlan
+from ..request.request import CompileRequest
+from ..request.task_data import Shots, load_task_data
+from ..request.uniform import uniform_spec
+from ..search.pruning import prunes
+from ..sensitivity.fisher import asks_gradients, check_sensitivity
+from ..sensitivity.sensitivity import dense_formats, plain_plan
+from ..walker import planning
+from ..walker.plan_bundles import require_trials
+from ..walker.sweep import SweepInputs
+from ..workspace.journal import JOURNAL_FORMAT
+from .device_fit import smallest_plan, summarise_device
+from .preflight import preflight, routed_widths
+
+KL_ITEMS = 256
+"""Answer tokens of so many validation items, of all tasks together, stand for the KL of a trial."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A compile that may begin. is_layerwise: one layer at a time; prunes: whether experts may be left out."""
+
+    request: CompileRequest
+    checkpoint: Checkpoint
+    lowering: Lowering
+    splits: tuple[SplitData, ...]
+    shots: Shots
+    is_layerwise: bool = False
+    prunes: bool = False
+
+    @property
+    def specs(self) -> tuple[QuantSpec, ...]:
+        """Formats on offer to units."""
+        model, bitwidths = self.lowering.model, self.request.profile.bitwidths
+        return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec, routed_widths(model))
+
+    def required_specs(self) -> tuple[QuantSpec, ...]:
+        """Formats that every expert must fit."""
+        options = self.request.options
+        low = () if options.low_spec is None else (options.low_spec,)
+        return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
+
+    def plain_plan(self) -> CompilePlan:
+        """Nothing below 16 bits."""
+        return plain_plan(self.lowering.model, self.lowering.spec_16bit, self.request.options.quantizer)
+
+    def dense_formats(self) -> tuple[dict[str, QuantSpec], ...]:
+        """Formats on offer to the dense weights, one of each width for all of them."""
+        widths = self.request.options.dense_widths()
+        return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
+
+    def sweep_inputs(self) -> SweepInputs:
+        """The texts that go layer by layer."""
+        probe = min(self.dense_formats(), key=lambda specs: min(spec.bitwidth for spec in specs.values()))
+        options = self.request.options
+        return planning.sweep_inputs(
+            self.lowering, self.splits, self.shots, self.specs, probe, options.quantizer, options.seed, KL_ITEMS
+        )
+
+    def identity(self) -> str:
+        """Digest of everything that the result depends on."""
+        data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
+        files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
+        profile = [self.request.profile.name, self.request.profile.sha256]
+        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, profile, self.is_layerwise]
+        return hashlib.sha256(canonical_json(plain)).hexdigest()
+
+
+def prepare(request: CompileRequest) -> Prepared:
+    """Check all that can be checked. Raises MoecError."""
+    options = request.options
+    checkpoint = open_checkpoint(request.source)
+    lowering = lower(checkpoint)
+    found = Prepared(request, checkpoint, lowering, (), {})
+    kind, value = options.target.kind, options.target.value
+    for spec in found.required_specs():
+        check_format(options.quantizer, spec)
+    report = preflight(
+        checkpoint,
+        lowering,
+        required=found.required_specs(),
+        offered=() if kind == "uniform" else found.specs,
+        group_sizes=() if kind == "uniform" else options.group_sizes,
+        bits_per_weight=value if kind == "bits_per_weight" else None,
+        size_bytes=round(value) if kind == "size" else None,
+        prunes=bool(options.prune),
+    )
+    for note in report.notes:
+        request.talk.note(note)
+    found.splits, found.shots = load_task_data(options, request.talk.note)
+    check_sensitivity(options.sensitivity, lowering.model)
+    if request.measure_modes is not None:
+        request.measure_modes.check(lowering.model, options.fallback_bits is not None)
+    if request.cluster is not None:
+        check_cluster(kind, lowering.model)
+    if kind != "uniform":
+        smallest = smallest_plan(lowering, options, found.specs)
+        summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
+        _choose_way(found)
+    return found
+
+
+def _choose_way(found: Prepared) -> None:
+    """The whole model at once if it fits in memory, else one layer at a time. Raises OptionError."""
+    request, model, limit = found.request, found.lowering.model, found.request.memory_limit_bytes
+    threads = torch.get_num_threads()
+    found.is_layerwise = planning.goes_layer_by_layer(model, found.specs, threads, limit)
+    found.prunes = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
+    if found.is_layerwise:
+        planning.check_layerwise(model, request.options, found.specs, threads, limit, len(found.splits))
+        require_trials(request, model)
+        need = planning.need_bytes(model, request.options, found.specs, threads, len(found.splits))
+        request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")

@@ -1,0 +1,53 @@
+"""Routers of the loaded model that do without some experts: their logits become minus infinity.
+
+The products of a router with its weight are the one place that all families share: the weight is exchanged for one that
+knows what to leave out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .network import Network
+
+
+class _FewerExperts(Tensor):
+    """A router's weight [E, D] whose products leave experts out. A layer's own class says which."""
+
+    left_out: ClassVar[list[int]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.linear:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        plain = [part.as_subclass(Tensor) if isinstance(part, Tensor) else part for part in args]
+        logits = func(*plain, **(kwargs or {}))
+        logits[..., cls.left_out] = -torch.inf
+        return logits
+
+
+class RouterMasks:
+    """What the routers of one network leave out."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._plain: dict[str, nn.Parameter] = {}
+
+    def leave_out(self, router: str, experts: Collection[int]) -> None:
+        """Choose among all other experts from now on; among all where none is named.
+
+        router: the name that the weight of the layer's router has in the network.
+        """
+        path, _, attribute = router.rpartition(".")
+        module = self._network.model.get_submodule(path)
+        plain = self._plain.setdefault(router, module.get_parameter(attribute))
+        if experts:
+            own: Any = type("_FewerExperts", (_FewerExperts,), {"left_out": sorted(experts)})
+            module._parameters[attribute] = nn.Parameter(plain.detach().as_subclass(own), requires_grad=False)
+        else:
+            module._parameters[attribute] = plain

@@ -1,0 +1,166 @@
+"""The plan beside what people would pick instead: at the target, and at equal KL."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from moec.manifests.quant import QuantSpec
+
+from ..quantization.unit_store import UnitStore
+from ..request.options import Talk
+from ..request.plan import CompilePlan
+from ..request.targets import Target
+from ..request.uniform import fits_all
+from ..sensitivity.exact import importance_list
+from ..sensitivity.trials import Trials, kl_bound
+from .baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe
+from .comparison_budget import BY_USE, EDGEMOE_BITWIDTHS, OURS, PUBLISHED, UNIFORM
+
+EVERY = frozenset(BY_USE)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL.
+
+    uniform, published, edgemoe: None where they were left out.
+    by_size: the target is one of bytes, so all plans are about as large and the gain lies in the KL.
+    """
+
+    plan: CompilePlan
+    plan_kl: float
+    uniform: BaselineResult | None
+    published: BaselineResult | None
+    edgemoe: BaselineResult | None
+    by_size: bool = False
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the baselines that were not measured."""
+        named = {UNIFORM: self.uniform, PUBLISHED: self.published, OURS: self.edgemoe}
+        return [name for name, result in named.items() if result is None]
+
+    def to_json(self) -> dict[str, object]:
+        """Gains are shares of the baseline's expert bytes that the plan saves; None where there is no such plan."""
+        rows = []
+        for result in (self.uniform, self.published, self.edgemoe):
+            if result is None:
+                continue
+            at_kl = bytes_at_kl(result.frontier, self.plan_kl)
+            size = None if result.plan is None else result.plan.expert_packed_bytes
+            rows.append(
+                {
+                    **result.to_json(),
+                    "gain_at_target": None if self.by_size else self._gain(size),
+                    "bytes_at_equal_kl": at_kl,
+                    "gain_at_equal_kl": self._gain(at_kl),
+                }
+            )
+        return {
+            "plan_kl": self.plan_kl,
+            "baselines": rows,
+            **({"left_out": self.left_out} if self.left_out else {}),
+        }
+
+    def _gain(self, other_bytes: float | None) -> float | None:
+        return None if not other_bytes else 1 - self.plan.expert_packed_bytes / other_bytes
+
+
+def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str, store: UnitStore | None) -> Keeps:
+    """The acceptance rule of a target, for plans of a baseline."""
+
+    def keeps(plan: CompilePlan) -> bool:
+        if target.kind == "loss":
+            return trials.accepts(plan, target.value, purpose, store)[0]
+        if target.kind == "kl":
+            return kl_bound(trials.kl(plan, purpose, store)) <= target.value
+        return plan.expert_packed_bytes <= budget_bytes
+
+    return keeps
+
+
+def budget_bytes(plan: CompilePlan, target: Target) -> int:
+    """The expert bytes that a target of bytes allows; those of the plan under another target."""
+    if target.kind == "size":
+        return int(target.value)
+    if target.kind == "bits_per_weight":
+        return int(target.value * plan.expert_weights / 8)
+    return plan.expert_packed_bytes
+
+
+def compare_with_baselines(
+    plan: CompilePlan,
+    specs: Sequence[QuantSpec],
+    trials: Trials,
+    store: UnitStore,
+    target: Target,
+    talk: Talk,
+    chosen: Collection[str] = EVERY,
+) -> Comparison:
+    """Measure best uniform and EdgeMoE's search, as published and with this search's quantizer.
+
+    chosen: names of the baselines to measure; EdgeMoE's search needs the best uniform format before it.
+    """
+    plan_kl = trials.kl(plan, "plan").mean
+    size = budget_bytes(plan, target)
+    by_size = target.kind in ("size", "bits_per_weight")
+    if UNIFORM not in chosen:
+        return Comparison(plan, plan_kl, None, None, None, by_size)
+    talk.note("comparing with the best uniform format")
+    uniform = best_uniform(plan, specs, trials, keeps_target(trials, target, size, UNIFORM, None), by_size)
+    results: dict[str, BaselineResult] = {}
+    for name, (formats, used) in _edgemoe_formats(plan, uniform, specs, store).items():
+        if name not in chosen:
+            continue
+        progress = talk.progress(f"{name}: importance of each expert")
+        losses = importance_list(plan, formats[2], formats[4], trials, used, progress)
+        keeps = keeps_target(trials, target, size, name, used)
+        results[name] = edgemoe(name, plan, formats, losses, trials, used, keeps, by_size)
+    return Comparison(plan, plan_kl, uniform, results.get(PUBLISHED), results.get(OURS), by_size)
+
+
+def _edgemoe_formats(
+    plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec], store: UnitStore
+) -> dict[str, tuple[dict[int, QuantSpec], UnitStore]]:
+    """Formats by bitwidth and quantized units of EdgeMoE's search, by the name of the baseline."""
+    plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
+    group = _group_size(plan, uniform, specs)
+    offered = {(spec.bitwidth, spec.group_size): spec for spec in specs}
+    ours = {bits: offered.get((bits, group), QuantSpec(bits, group)) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    if store.quantizer == "quanto":
+        ours[8] = QuantSpec(8)  # all that the package has
+    # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
+    published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    return {PUBLISHED: (published, UnitStore(store.lowering, None, "rtn")), OURS: (ours, store)}
+
+
+def fitting_formats(plan: CompilePlan, specs: Sequence[QuantSpec]) -> int:
+    """How many formats on offer every unit can take: what the best uniform one is looked for among."""
+    return sum(fits_all(plan, spec) for spec in specs)
+
+
+def left_out_note(names: Sequence[str]) -> str:
+    """What is said of baselines that were not measured."""
+    listed = " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return (
+        f"not compared with {listed}, which would take more than a third of what is measured: "
+        "`moec compare` adds them, `--comparisons` measures them now"
+    )
+
+
+def can_compare(plan: CompilePlan, specs: Sequence[QuantSpec]) -> bool:
+    """Whether there are baselines: something below 16 bits is on offer, and one scale per row fits every unit."""
+    return any(spec.bitwidth < 16 for spec in specs) and fits_all(plan, QuantSpec(EDGEMOE_BITWIDTHS[0]))
+
+
+def _group_size(plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec]) -> int:
+    """The group size of the best uniform format, so that EdgeMoE's search starts from the best there is.
+
+    Where that is 16 bits, or none keeps the target: the widest group that fits every unit.
+    """
+    if uniform.plan is not None:
+        spec = next(iter(uniform.plan.units.values()))
+        if spec.bitwidth < 16:
+            return spec.group_size
+    return max((spec.group_size for spec in specs if spec.bitwidth < 16 and fits_all(plan, spec)), default=0)

@@ -1,0 +1,41 @@
+"""Measure each expert alone: the sensitivity that EdgeMoE measures, here a check and a correction of predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from moec.manifests.model import ExpertKey
+from moec.manifests.quant import QuantSpec
+
+from ..quantization.unit_store import UnitStore
+from ..request.plan import CompilePlan
+from ..request.uniform import uniform_like
+from .trials import Trials
+
+# Items of EdgeMoE's sensitivity measurement.
+EXACT_ITEMS = 64
+Progress = Callable[[int, int], None]
+
+
+def importance_list(
+    plan: CompilePlan, low: QuantSpec, high: QuantSpec, trials: Trials, store: UnitStore, progress: Progress
+) -> dict[ExpertKey, float]:
+    """Answer NLL (nats per token, above all experts at `high`) with one expert at `low` and the others at `high`.
+
+    Source: EdgeMoE, expert-wise bitwidth adaptation: one expert at INT2, the rest at INT4.
+    """
+    base = uniform_like(plan, high, store.quantizer)
+    before = trials.answer_nll(base, store, EXACT_ITEMS)
+    keys, losses = plan.model.expert_keys(), {}
+    plans = (with_lowered_experts(base, [key], low) for key in keys)
+    for key, after in zip(keys, trials.answer_nll_each(plans, store, EXACT_ITEMS), strict=True):
+        losses[key] = after - before
+        progress(len(losses), len(keys))
+    return losses
+
+
+def with_lowered_experts(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:
+    """Return the plan with all units of these experts in the format `lower`."""
+    lowered = {unit: lower for key in keys for unit in base.model.units_of(key)}
+    return replace(base, units={**base.units, **lowered})

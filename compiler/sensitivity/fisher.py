@@ -1,0 +1,280 @@
+"""What rounding a unit costs, to second order: KL from the Fisher information, by one backward pass per text.
+
+With z the logits at the answer tokens, p their softmax, and dz what a change D of one projection makes of them, the
+mean KL is 1/2 sum over tokens of dz^T (diag p - p p^T) dz / tokens, up to higher orders of D. For Gaussian e the vector
+v = (diag sqrt p - p sqrt p^T) e has that matrix as its covariance, so with d the gradient of v . z at the outputs of
+the projection, the sum over tokens is the mean of (sum over the text's tokens of d . D x)^2. One backward pass gives d
+for every projection of every expert, and D x costs a forward pass per format: no plan is applied, no unit is measured.
+What it leaves out: a token that later routers send elsewhere, which on the example doubles the KL of early layers.
+Source: Optimal Brain Surgeon (second-order cost of a change of weights), with the Fisher information as curvature as
+in New Insights and Perspectives on the Natural Gradient Method, section 9; sketched by Gaussian vectors.
+Shapes: B texts of a batch, T tokens of a text, A answer tokens, U units, S formats, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moec.evaluation.text_pairs import TokenPair, forced_rows
+from moec.manifests.errors import OptionError
+from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..quantization.unit_store import UnitStore
+from ..reference.expert_module import gated, projection_of
+from ..reference.model import ReferenceModel
+from ..reference.network import length_batches
+from ..workspace.journal import Journal
+from ..workspace.parallel import workers
+
+TEXTS = 384
+"""Texts that are asked, of all tasks together: with two sketches each, ranks no longer change much."""
+SKETCHES = 2
+"""Gaussian vectors per text; each is one more backward pass, and a quarter less variance costs twice the time."""
+TOKENS_PER_BACKWARD = 512
+"""Tokens of one pass: what bounds its graph."""
+_RECORDED = "moec_recorded"
+_FLOAT_BYTES = 4
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class _Record:
+    """One expert in one pass: the tokens it saw (flat over B x T), what its projections read and gave."""
+
+    layer: int
+    expert: int
+    tokens: Tensor
+    inputs: dict[str, Tensor]
+    outputs: tuple[Tensor, ...]
+
+
+class _Pass(threading.local):
+    """The records of the pass that this thread is in."""
+
+    def __init__(self) -> None:
+        self.records: list[_Record] = []
+
+
+class FisherProxy:
+    """Predicts the KL of every unit in every format; see the head of this file. specs: of 16 bits are left out."""
+
+    def __init__(self, reference: ReferenceModel, store: UnitStore, specs: Sequence[QuantSpec]) -> None:
+        self._reference, self._store = reference, store
+        self._specs = [spec for spec in specs if spec.bitwidth < 16]
+        self._units = [UnitKey(*key, p) for key in store.model.expert_keys() for p in PROJECTIONS]
+        self._place = {unit: at for at, unit in enumerate(self._units)}
+        self._pass = _Pass()
+
+    def run(self, pairs: Sequence[TokenPair], seed: int, threads: int, progress: Progress) -> np.ndarray:
+        """Predicted KL in nats per answer token, [U, S] float64, units as in `expert_keys` x PROJECTIONS.
+
+        pairs: token ids of prompts and answers, of texts that neither search nor certificate measures; of one text at
+        most TOKENS_PER_BACKWARD are asked. What a format does not fit is NaN. The same bits for any number of threads.
+        """
+        model = self._reference.model
+        longest = min(TOKENS_PER_BACKWARD, model.max_positions)
+        rows, _, scored = forced_rows([shortened(pair, longest) for pair in pairs], model.eos_token_ids[:1])
+        usable = [at for at, count in enumerate(scored) if count]
+        batches = length_batches([len(rows[at]) for at in usable], TOKENS_PER_BACKWARD)
+        jobs = [[usable[at] for at in batch] for batch in batches]
+        squares = np.zeros((len(self._units), len(self._specs)))
+        with self._recording(), workers(threads) as pool:
+            results = pool.in_order(lambda job: self._squares(job, rows, scored, seed), jobs)
+            for done, result in enumerate(results, 1):
+                squares += result
+                progress(done, len(jobs))
+        tokens = sum(scored[at] for at in usable)
+        for place, unit in enumerate(self._units):
+            columns = model.unit_shape(unit.layer, unit.projection)[1]
+            squares[place, [not is_asked(unit.projection, spec, columns) for spec in self._specs]] = np.nan
+        return squares / (2 * SKETCHES * max(tokens, 1))
+
+    def _squares(
+        self, job: Sequence[int], rows: Sequence[Sequence[int]], scored: Sequence[int], seed: int
+    ) -> np.ndarray:
+        """Sum over texts and sketches of (sum over tokens of d . D x)^2, [U, S]."""
+        network = self._reference.network
+        self._pass.records = []
+        hidden = network.hidden_with_graph([rows[at] for at in job])
+        width = hidden.shape[1]
+        spans = [states[len(rows[at]) - scored[at] : len(rows[at])] for states, at in zip(hidden, job, strict=True)]
+        logits = network.logits(torch.cat(spans))
+        records, self._pass.records = self._pass.records, []
+        outputs = [output for record in records for output in record.outputs]
+        totals = torch.zeros(SKETCHES, len(job), len(self._units), len(self._specs), dtype=torch.float64)
+        for number in range(SKETCHES):
+            vector = sketch(logits.detach(), [seed, job[0], number])
+            graph = number + 1 < SKETCHES
+            gradients = torch.autograd.grad((logits * vector).sum(), outputs, retain_graph=graph, allow_unused=True)
+            for at, record in enumerate(records):
+                own = gradients[len(PROJECTIONS) * at : len(PROJECTIONS) * (at + 1)]
+                self._add(totals[number], record, own, width)
+        return totals.square().sum((0, 1)).numpy()
+
+    @torch.no_grad()
+    def _add(self, totals: Tensor, record: _Record, gradients: Sequence[Tensor | None], width: int) -> None:
+        """Add one expert's tokens to the sums of their texts. totals: [B, U, S]."""
+        text = record.tokens // width
+        for projection, gradient in zip(PROJECTIONS, gradients, strict=True):
+            unit = UnitKey(record.layer, record.expert, projection)
+            original = self._store.original(record.layer, projection)[record.expert]
+            for column, spec in enumerate(self._specs):
+                if gradient is None or not is_asked(projection, spec, original.shape[1]):
+                    continue
+                change = -original if spec.is_pruned else self._store.weight(unit, spec) - original
+                moved = record.inputs[projection] @ change.T
+                sums = (moved * gradient).sum(1, dtype=torch.float64)
+                totals[:, self._place[unit], column].index_add_(0, text, sums)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Experts that note what they read and give, while this lasts."""
+        network = self._reference.network
+        before = network.model.get_experts_implementation()
+        layers = {id(module): layer for layer, module in network.experts.items()}
+
+        def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            layer = layers[id(module)]
+            return recorded_experts(self._pass.records, layer, module, hidden_states, top_k_index, top_k_weights)
+
+        ALL_EXPERTS_FUNCTIONS.register(_RECORDED, experts)
+        network.model.set_experts_implementation(_RECORDED)
+        try:
+            yield
+        finally:
+            network.model.set_experts_implementation(before)
+
+
+def is_asked(projection: str, spec: QuantSpec, columns: int) -> bool:
+    """Whether a format is predicted: if it fits; what leaves an expert out, of its last projection alone."""
+    return spec.fits(columns) and not (spec.is_pruned and projection != "down")
+
+
+def shortened(pair: TokenPair, tokens: int) -> TokenPair:
+    """The beginning of an answer, and as much of the end of its prompt as there is room for in so many tokens."""
+    prompt, answer = pair[0], pair[1][:tokens]
+    return prompt[max(0, len(prompt) + len(answer) - tokens) :], answer
+
+
+def recorded_experts(
+    records: list[_Record], layer: int, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Routed experts, in parts whose gradients are wanted. hidden: [B * T, D], chosen and weights: [B * T, K]."""
+    total = torch.zeros_like(hidden)
+    for expert in range(int(module.num_experts)):
+        tokens, rank = torch.where(chosen == expert)
+        if not len(tokens):
+            continue
+        rows = hidden[tokens]
+        gate, up = (rows @ projection_of(module, expert, name).T for name in ("gate", "up"))
+        middle = gated(module, expert, gate, up)
+        down = middle @ projection_of(module, expert, "down").T
+        inputs = {"gate": rows.detach(), "up": rows.detach(), "down": middle.detach()}
+        records.append(_Record(layer, expert, tokens, inputs, (gate, up, down)))
+        output = down + module.down_proj_bias[expert] if module.has_bias else down
+        total = total.index_add(0, tokens, output * weights[tokens, rank].unsqueeze(1))
+    return total
+
+
+def sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
+    """A vector per row whose covariance is diag p - p p^T. logits: [A, V]; seeds: what the draw depends on."""
+    drawn = torch.from_numpy(np.random.default_rng(list(seeds)).standard_normal(logits.shape, np.float32))
+    probabilities = logits.softmax(-1)
+    weighted = probabilities.sqrt() * drawn
+    return weighted - probabilities * weighted.sum(-1, keepdim=True)
+
+
+def can_predict(model: ModelSpec) -> bool:
+    """Whether the experts are stacked and gated, and texts go through a decoder alone."""
+    return model.encoder is None
+
+
+def ranks_well(model: ModelSpec) -> bool:
+    """Whether gradients see what rounding does: not where a small change of logits moves a router's weights at once.
+
+    Before such routers they predict a sixth to a quarter of what is measured (docs/experiments.md, Sensitivity).
+    """
+    return can_predict(model) and all(layer.experts.router.scoring != "sparsemixer" for layer in model.layers)
+
+
+def asks_gradients(kind: str, model: ModelSpec) -> bool:
+    """Whether units are priced by gradients. kind: of `--sensitivity`; `exact` corrects what they say."""
+    return kind == "fisher" or (kind != "proxy" and ranks_well(model))
+
+
+def check_sensitivity(kind: str, model: ModelSpec) -> None:
+    """Refuse what cannot be predicted. Raises OptionError."""
+    if kind == "fisher" and not can_predict(model):
+        raise OptionError(
+            "`--sensitivity fisher` takes gradients of a decoder alone, and the model has an encoder",
+            "take `--sensitivity proxy`",
+        )
+
+
+def gradient_bytes(model: ModelSpec, threads: int) -> int:
+    """What the graphs of the passes side by side take at most, for texts of up to TOKENS_PER_BACKWARD tokens."""
+    if not can_predict(model):
+        return 0
+    each = 0
+    for layer in model.layers:
+        experts = layer.experts
+        each += 12 * model.hidden_size + experts.top_k * (2 * model.hidden_size + 4 * experts.width)
+    logits = 4 * model.vocab_size
+    return threads * _FLOAT_BYTES * TOKENS_PER_BACKWARD * (each + logits)
+
+
+def predict_units(
+    reference: ReferenceModel,
+    store: UnitStore,
+    specs: Sequence[QuantSpec],
+    texts: Sequence[Sequence[TokenPair]],
+    seed: int,
+    journal: Journal,
+    progress: Progress,
+) -> dict[tuple[UnitKey, QuantSpec], float]:
+    """Predicted KL of every unit in every format below 16 bits that fits it, nats per token.
+
+    texts: of each task, as many of each as give TEXTS together. Taken from the journal if it is there.
+    """
+    low = [spec for spec in specs if spec.bitwidth < 16]
+
+    def compute() -> dict[str, np.ndarray]:
+        proxy = FisherProxy(reference, store, low)
+        return {"kl": proxy.run(first_texts(texts), seed, torch.get_num_threads(), progress)}
+
+    return predictions(journal.arrays(f"fisher-{len(low)}", compute)["kl"], store.model, low)
+
+
+def first_texts(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
+    """Of each task as many as give TEXTS together, task after task."""
+    return [pair for task in texts for pair in task[: -(-TEXTS // len(texts))]]
+
+
+def in_turns(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
+    """The texts of `first_texts`, one of each task in turn: where not all are asked, every task is."""
+    rows = itertools.zip_longest(*(task[: -(-TEXTS // len(texts))] for task in texts))
+    return [pair for row in rows for pair in row if pair is not None]
+
+
+def predictions(
+    found: np.ndarray, model: ModelSpec, specs: Sequence[QuantSpec]
+) -> dict[tuple[UnitKey, QuantSpec], float]:
+    """What was predicted, by unit and format. found: [U, S] as FisherProxy.run gives it, NaN where nothing was."""
+    units = [UnitKey(*key, p) for key in model.expert_keys() for p in PROJECTIONS]
+    return {
+        (unit, spec): float(found[row, column])
+        for row, unit in enumerate(units)
+        for column, spec in enumerate(specs)
+        if np.isfinite(found[row, column])
+    }
