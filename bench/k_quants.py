@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moec.cli.compile import open_partial
+from moec.cli.commands.compile import open_partial
 from moec.compiler.calibration.collect import calibrate
 from moec.compiler.calibration.second_moments import SecondMoments
 from moec.compiler.checkpoint.checkpoint import open_checkpoint

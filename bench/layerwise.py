@@ -35,7 +35,7 @@ ITEMS = 60
 CHILD = """
 import json, sys
 from pathlib import Path
-from moec.cli.compile import open_partial
+from moec.cli.commands.compile import open_partial
 from moec.compiler.walker import planning
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.pipeline import compile_checkpoint

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moec.cli.traces import ReplayedBundle, open_traces, replayed_bundle
+from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bundle
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.timeline import Advice, DeviceRates, Timeline, predict_steps, timed_pass

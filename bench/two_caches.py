@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moec.cli.traces import ReplayedBundle, open_traces, replayed_bundle
+from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bundle
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.eviction import SCORES, ExpertRecords

@@ -11,7 +11,7 @@ import sys
 
 import click
 
-from . import output
+from .terminal import output
 
 HEAD = """# The command line
 

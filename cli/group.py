@@ -18,7 +18,7 @@ import click
 
 from moec.manifests.errors import ExecutionError, MissingDependency, MoecError
 
-from . import output
+from .terminal import output
 
 EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130

@@ -38,8 +38,8 @@ def main() -> None:
     # cores 400 items took 247 s with the default and 19 s without. Must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    from .foreign_warnings import hide_foreign_warnings
     from .group import cli
+    from .terminal.foreign_warnings import hide_foreign_warnings
 
     hide_foreign_warnings()
     try:

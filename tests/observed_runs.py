@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moec.cli.traces import replayed_bundle
+from moec.cli.simulation.traces import replayed_bundle
 from moec.runtime import Engine, RuntimeOptions, kernels
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.counts import CacheStats

@@ -13,7 +13,7 @@ from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
 
-from moec.cli.measurement import measure_decode, sequence_of
+from moec.cli.measuring.decode_speed import measure_decode, sequence_of
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.interface import StreamingCache

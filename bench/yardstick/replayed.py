@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moec.cli.measurement import measure_decode, sequence_of
+from moec.cli.measuring.decode_speed import measure_decode, sequence_of
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.layers.routing import NO_EXPERT, RoutingRule

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.cli.measurement import measure_decode, new_tracer
-from moec.cli.simulated_device import AcceleratorRates, parse_accelerator, shared_device
-from moec.cli.simulation import Simulation
-from moec.cli.traces import recorded_trace, replayed_bundle
+from moec.cli.measuring.decode_speed import measure_decode, new_tracer
+from moec.cli.simulation.predictions import Simulation
+from moec.cli.simulation.simulated_device import AcceleratorRates, parse_accelerator, shared_device
+from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.manifests.errors import OptionError
 from moec.profiles.loading import load_profile
 from moec.runtime.accelerator.latency import LatencyModel

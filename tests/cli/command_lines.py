@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moec.cli.compile import open_partial
-from moec.cli.generate import CODE_STOPS
-from moec.cli.modes_measurement import ModesMeasurement
+from moec.cli.commands.compile import open_partial
+from moec.cli.commands.generate import CODE_STOPS
+from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.compiler.request.targets import Target
 from moec.runtime.expert_cache.eviction import MultidimensionalScore
 from moec.runtime.options.runtime import parse_weights
@@ -79,7 +79,7 @@ def of_auto(command: str, more: str) -> Line:
     """What `auto` may cost."""
     return Line(
         command,
-        "moec.cli.runtime_options._chosen_thresholds",
+        "moec.cli.options.runtime_options._chosen_thresholds",
         {"mode_loss": Given("--mode-loss 2%", "text", "2%")},
         f"--dynamic-precision auto {more}",
     )
@@ -115,7 +115,7 @@ RUNS = {
     "generate": Line("generate", ENGINE, {**ALL, **SLOTS}, "--prompts {folder}/prompts.jsonl --field asked -o out"),
     "generate, requests": Line(
         "generate",
-        "moec.cli.engines.BundleEngine.generate",
+        "moec.cli.measuring.text_engines.BundleEngine.generate",
         {
             "prompts": Given("--prompts {folder}/prompts.jsonl", "requests.0.prompt", "once"),
             "field": Given("--field asked", "requests.0.prompt", "once"),
@@ -145,19 +145,19 @@ RUNS = {
     ),
     "eval, modes": Line(
         "eval",
-        "moec.cli.mode_sweep.settings_of",
+        "moec.cli.lossy_modes.mode_sweep.settings_of",
         {"modes": Given(f"--modes '{MODES}'", "text", MODES)},
         "--data {folder}/texts.jsonl",
     ),
     "bench": Line("bench", ENGINE, ALL, "--text {folder}/text.txt --tokens 4 --prompt-tokens 3"),
     "bench, prompt": Line(
         "bench",
-        "moec.cli.bench.continuation",
+        "moec.cli.commands.bench.continuation",
         {"prompt": Given("--prompt once", "prompt", "once"), "tokens": Given("--tokens 9", "tokens", 9)},
     ),
     "bench, text": Line(
         "bench",
-        "moec.cli.bench.sequence_of",
+        "moec.cli.commands.bench.sequence_of",
         {
             "text_path": Given("--text {folder}/text.txt", "path", Path("{folder}/text.txt")),
             "prompt_tokens": Given("--prompt-tokens 3", "prompt_tokens", 3),
@@ -166,7 +166,7 @@ RUNS = {
     ),
     "bench, modes": Line(
         "bench",
-        "moec.cli.bench.speed_sweep",
+        "moec.cli.commands.bench.speed_sweep",
         {"modes": Given(f"--modes '{MODES}'", "modes", MODES)},
         "--text {folder}/text.txt --tokens 4 --prompt-tokens 3",
     ),
@@ -177,7 +177,7 @@ RUNS = {
     "tune": Line("tune", ENGINE, RUNTIME, "--text {folder}/text.txt --tokens 4"),
     "tune, text": Line(
         "tune",
-        "moec.cli.tune.sequence_of",
+        "moec.cli.commands.tune.sequence_of",
         {
             "text_path": Given("--text {folder}/text.txt", "path", Path("{folder}/text.txt")),
             "tokens": Given("--tokens 9", "tokens", 9),
@@ -185,7 +185,7 @@ RUNS = {
     ),
     "tune, traces": Line(
         "tune",
-        "moec.cli.tune._fit",
+        "moec.cli.commands.tune._fit",
         {
             "training": Given("--trace {folder}/run.trace", "training", (Path("{folder}/run.trace"),)),
             "held_out": Given("--held-out {folder}/text.txt", "held_out", (Path("{folder}/text.txt"),)),
@@ -194,7 +194,7 @@ RUNS = {
     ),
     "simulate": Line(
         "simulate",
-        "moec.cli.simulate.Simulation",
+        "moec.cli.commands.simulate.Simulation",
         {
             "profile": Given("--profile laptop", "rates.compute_scale", 8 / 40),
             "prefetch": Given("--prefetch popularity", "prefetch", "popularity"),
@@ -211,13 +211,13 @@ RUNS = {
     ),
     "simulate, rule": Line(
         "simulate",
-        "moec.cli.simulate.Simulation",
+        "moec.cli.commands.simulate.Simulation",
         {"prefetch_rule": Given("--prefetch-rule first-miss", "trace.header.prefetch_rule", "first-miss")},
         "--trace {folder}/run.trace",
     ),
     "simulate, rows": Line(
         "simulate",
-        "moec.cli.simulation.Simulation.rows",
+        "moec.cli.simulation.predictions.Simulation.rows",
         {
             "caches": Given("--expert-cache 400000", "capacities", [400_000]),
             "policies": Given("--policy hobbit-printed", "policies.hobbit-printed.as_printed", True),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from moec.cli import output
 from moec.cli.main import cli
+from moec.cli.terminal import output
 from moec.manifests.errors import OptionError
 from tests.gates.damage import plain_manifest, seal
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli import demo
+from moec.cli.commands import demo
 
 from .conftest import Invoke
 

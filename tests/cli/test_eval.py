@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.engines import bundle_engine, checkpoint_engine
+from moec.cli.measuring.text_engines import bundle_engine, checkpoint_engine
 from moec.evaluation.engine import GenerationRequest, no_progress
 from moec.runtime.options.runtime import RuntimeOptions
 

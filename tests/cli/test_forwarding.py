@@ -62,7 +62,7 @@ def folder(checkpoint: Path, two_version_bundle: Path, tmp_path_factory: pytest.
     )
     with pytest.MonkeyPatch.context() as patch:
         laptop = load_profile("laptop")
-        patch.setattr("moec.cli.bench._probed_host", lambda bundle: laptop)
+        patch.setattr("moec.cli.commands.bench._probed_host", lambda bundle: laptop)
         patch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
         done = CliRunner().invoke(cli, [*words(recorded, folder), "--expert-cache", "50%"])
     assert done.exit_code == 0, done.stderr
@@ -91,7 +91,7 @@ def follow(line: Line, folder: Path, is_silent: bool = False) -> SimpleNamespace
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, stop)
         patch.setattr("moec.runtime.kernels.select", lambda kernels: vars(seen).update(kernels=kernels))
-        patch.setattr("moec.cli.bench._measured_host", lambda bundle, threads: None)
+        patch.setattr("moec.cli.commands.bench._measured_host", lambda bundle, threads: None)
         patch.chdir(folder)
         result = CliRunner().invoke(cli, [line.command, str(target), *words(line.more, folder), *told])
     assert result.exit_code == 1 and STOPPED in result.stderr, result.output

@@ -100,14 +100,14 @@ def test_a_damaged_certificate_is_refused(invoke: Invoke, own_bundle: Path, cont
 
 
 def test_a_certificate_of_another_form_is_refused(invoke: Invoke, mixed_bundle: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("moec.cli.inspect.read_quality", lambda folder: {"verdict": "met", "tasks": []})
+    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: {"verdict": "met", "tasks": []})
     result = invoke("inspect", mixed_bundle)
     assert result.exit_code == 3 and "does not have the form of a certificate" in result.stderr
 
 
 def test_the_verdict_stands_below_the_sizes(invoke: Invoke, mixed_bundle: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     quality = {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}, "trials": [1] * 1000}
-    monkeypatch.setattr("moec.cli.inspect.read_quality", lambda folder: quality)
+    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: quality)
     assert "quality is not measured" in invoke("inspect", mixed_bundle).stdout.splitlines()[-1]
     told = json.loads(invoke("inspect", mixed_bundle, "--json").stdout)["quality"]
     assert told == {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from moec.cli.lossy_modes.mode_sweep import QualitySweep, allowed_settings, settings_of
+from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.cli.main import cli
-from moec.cli.mode_sweep import QualitySweep, allowed_settings, settings_of
-from moec.cli.modes_measurement import ModesMeasurement
 from moec.compiler.request.ports import UnpublishedBundle
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
@@ -355,7 +355,7 @@ def test_modes_are_measured_in_what_memory_a_compile_leaves(
 
 
 def test_so_many_tokens_of_an_answer_are_held(two_versions: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.cli.mode_sweep.KL_TOKENS", 5)
+    monkeypatch.setattr("moec.cli.lossy_modes.mode_sweep.KL_TOKENS", 5)
     items, _ = load_items(texts, "perplexity")
     record = ModesMeasurement("big-little gamma=0.5")(UnpublishedBundle(two_versions, items.task, items.items, (), []))
     # Of the first and the third text five tokens and the end, of the single token the end; the first is not scored.

@@ -10,8 +10,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from moec.cli import output
-from moec.cli.compile_log import CompileLog
+from moec.cli.terminal import output
+from moec.cli.terminal.compile_log import CompileLog
 from moec.manifests.errors import OptionError
 
 

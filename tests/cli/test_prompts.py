@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
-from moec.cli.prompts import prompt_limit_bytes
+from moec.cli.options.prompts import prompt_limit_bytes
 from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.limits import ENCODING_BYTES_PER_BYTE, MAX_PROMPT_BYTES
 from moec.runtime import load
@@ -30,7 +30,7 @@ class Counting(io.BytesIO):
 
 
 def test_standard_input_is_read_up_to_a_bound(invoke: Invoke, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moec.cli import prompts
+    from moec.cli.options import prompts
 
     endless = Counting()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
@@ -42,14 +42,14 @@ def test_standard_input_is_read_up_to_a_bound(invoke: Invoke, bundle: Path, monk
 
 @pytest.mark.parametrize("given", ["a b\n", "a b\r\n", "a b"])
 def test_line_ends(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moec.cli import prompts
+    from moec.cli.options import prompts
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
     assert prompts._standard_input(100) == "a b"
 
 
 def test_what_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moec.cli import prompts
+    from moec.cli.options import prompts
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     with pytest.raises(InputError, match="not UTF-8 at byte 2"):

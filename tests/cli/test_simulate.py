@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.simulated_device import parse_time_ns
+from moec.cli.simulation.simulated_device import parse_time_ns
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.profiles.device import DeviceProfile

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from moec.cli import tune
+from moec.cli.commands import tune
 from moec.cli.main import cli
-from moec.cli.opening import open_engine
-from moec.cli.output import human_bytes
-from moec.cli.tuned_options import planned_cache_bytes
+from moec.cli.options.opening import open_engine
+from moec.cli.options.tuned_options import planned_cache_bytes
+from moec.cli.terminal.output import human_bytes
 from moec.manifests.errors import MoecError
 from moec.profiles.loading import load_profile
 from moec.profiles.probe import machine_sha256
@@ -198,7 +198,7 @@ def test_the_cache_is_planned_beside_the_slots_of_the_run(bundle: Path, monkeypa
         asked.append(options.slots)
         return planned_cache_bytes(folder, options)
 
-    monkeypatch.setattr("moec.cli.tuned_options.planned_cache_bytes", planned)
+    monkeypatch.setattr("moec.cli.options.tuned_options.planned_cache_bytes", planned)
     write_tuning(bundle, tuning_of(bundle, {"readers": 5}))
     assert "readers 5" in mode(bundle, "--beams", "3")
     assert asked == [3]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moec.cli.report import verdict_line
+from moec.cli.terminal.report import verdict_line
 from moec.compiler.bundle.certify import (
     KL_ITEMS,
     DivergenceCertificate,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.cli.compile import open_partial
+from moec.cli.commands.compile import open_partial
 from moec.compiler.reference.model import ReferenceModel
 from moec.evaluation.data import load_items
 from moec.evaluation.run import evaluate

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.cli.compile import open_partial
+from moec.cli.commands.compile import open_partial
 from moec.compiler.calibration.second_moments import SecondMoments
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.cluster.jobs import CloseBundle

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.cli.compile import open_partial
+from moec.cli.commands.compile import open_partial
 from moec.compiler import pipeline
 from moec.compiler.families.lowering import Lowering
 from moec.compiler.request.options import Talk

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moec.cli.report import comparison_table, loss_table, plan_heat_map, verdict_line
+from moec.cli.terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
 from moec.compiler.bundle.certify import TaskCertificate
 from moec.compiler.bundle.emit import cost_summary
 from moec.compiler.bundle.quality import QUALITY_VERSION, quality_report

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from moec.cli.compile import open_partial
+from moec.cli.commands.compile import open_partial
 from moec.cli.main import cli
 from moec.compiler.reference.model import ReferenceModel
 from moec.evaluation.data import item_key, load_splits

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.cli.measurement import measure_decode, new_tracer
-from moec.cli.simulate import _with_rule
-from moec.cli.simulation import Simulation
-from moec.cli.traces import recorded_trace, replayed_bundle
+from moec.cli.commands.simulate import _with_rule
+from moec.cli.measuring.decode_speed import measure_decode, new_tracer
+from moec.cli.simulation.predictions import Simulation
+from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.compiler.bundle.emit import emit, finish
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moec.cli.little_model import with_little_model
-from moec.cli.lossy_replay import LossyReplay
-from moec.cli.measurement import measure_decode, new_tracer
-from moec.cli.simulation import Simulation
-from moec.cli.traces import recorded_trace, replayed_bundle
+from moec.cli.measuring.decode_speed import measure_decode, new_tracer
+from moec.cli.simulation.little_model import with_little_model
+from moec.cli.simulation.lossy_replay import LossyReplay
+from moec.cli.simulation.predictions import Simulation
+from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine

@@ -9,13 +9,13 @@ import click
 
 from moec.manifests.errors import OptionError
 
-from . import output
-from .mode_costs import say_mode_cost
-from .mode_sweep import decisions_text, say_decisions
-from .opening import accelerator_facts, mode_text, open_engine
-from .paths import bundle_argument
-from .prompts import RunPrompt
-from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..lossy_modes.mode_costs import say_mode_cost
+from ..lossy_modes.mode_sweep import decisions_text, say_decisions
+from ..options.opening import accelerator_facts, mode_text, open_engine
+from ..options.paths import bundle_argument
+from ..options.prompts import RunPrompt
+from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.runtime.engine.beam import BeamOptions

@@ -17,16 +17,16 @@ from moec.manifests.output_file import check_output
 from moec.profiles.probe import available_threads
 from moec.runtime.options.runtime import PREFETCH_RULES
 
-from . import output
-from .eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
-from .lossy_replay import require_scores
-from .measurement import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
-from .mode_sweep import modes_of
-from .opening import bundle_folder, open_engine
-from .paths import bundle_argument, file_option
-from .runtime_options import build_options, refuse_given, runtime_options
-from .traces import open_traces, replayed_bundle
-from .tuned_options import made_elsewhere, planned_cache_bytes
+from ..lossy_modes.mode_sweep import modes_of
+from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
+from ..options.opening import bundle_folder, open_engine
+from ..options.paths import bundle_argument, file_option
+from ..options.runtime_options import build_options, refuse_given, runtime_options
+from ..options.tuned_options import made_elsewhere, planned_cache_bytes
+from ..simulation.eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
+from ..simulation.lossy_replay import require_scores
+from ..simulation.traces import open_traces, replayed_bundle
+from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle

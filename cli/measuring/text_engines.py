@@ -15,7 +15,7 @@ from moec.manifests.errors import ContextOverflow
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.options.runtime import RuntimeOptions
 
-from .opening import open_engine, with_fitting_slots
+from ..options.opening import open_engine, with_fitting_slots
 
 if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine

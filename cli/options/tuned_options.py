@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import output
+from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.runtime.options.runtime import RuntimeOptions

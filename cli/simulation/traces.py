@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import InputError
 
-from . import output
+from ..terminal import output
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,11 +10,11 @@ import click
 
 from moec.manifests.errors import DataError, OptionError
 
-from . import output
-from .mode_costs import say_mode_cost
-from .mode_sweep import say_decisions
-from .paths import bundle_argument, file_option, output_option, write_json_lines
-from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..lossy_modes.mode_costs import say_mode_cost
+from ..lossy_modes.mode_sweep import say_decisions
+from ..options.paths import bundle_argument, file_option, output_option, write_json_lines
+from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation
@@ -63,7 +63,7 @@ def generate_command(
     from moec.evaluation.engine import GenerationRequest
     from moec.evaluation.jsonl import read_jsonl
 
-    from .engines import bundle_engine
+    from ..measuring.text_engines import bundle_engine
 
     if max_new_tokens < 1:
         raise OptionError(f"`--max-new-tokens` must be at least 1, found {max_new_tokens}", "leave it out for 256")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import OptionError
 
-from .mode_sweep import modes_of
+from ..lossy_modes.mode_sweep import modes_of
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle

@@ -13,8 +13,8 @@ from moec.manifests.errors import OptionError
 from moec.runtime.modes.decoder import LossyDecoder, check_modes, confidence
 from moec.runtime.options.lossy import HALF, parse_modes
 
-from .measurement import measure_decode, new_tracer
-from .opening import open_engine
+from ..measuring.decode_speed import measure_decode, new_tracer
+from ..options.opening import open_engine
 
 if TYPE_CHECKING:
     from moec.runtime.options.runtime import RuntimeOptions

@@ -15,9 +15,9 @@ import click
 from moec.manifests.errors import OptionError
 from moec.runtime.options.lossy import LossyModes, parse_mode_list, parse_modes
 
-from . import output
+from ..options.runtime_options import with_missing_experts
+from ..terminal import output
 from .mode_costs import loss_text
-from .runtime_options import with_missing_experts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
 
-    from .engines import BundleEngine
+    from ..measuring.text_engines import BundleEngine
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOSSLESS = "lossless"
@@ -178,7 +178,7 @@ class QualitySweep:
         from moec.runtime.bundle.opening import open_bundle
         from moec.runtime.engine.engine import Engine
 
-        from .engines import BundleEngine
+        from ..measuring.text_engines import BundleEngine
 
         if self.kernels is not None:
             kernels.select(self.kernels)
@@ -298,8 +298,8 @@ def speed_sweep(
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, measured_rows
 
-    from .measurement import measure_decode
-    from .opening import bundle_folder, open_engine
+    from ..measuring.decode_speed import measure_decode
+    from ..options.opening import bundle_folder, open_engine
 
     folder = bundle_folder(path)
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)

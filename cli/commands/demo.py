@@ -14,11 +14,11 @@ import click
 from moec.manifests.errors import ExecutionError, InputError
 from moec.manifests.output_file import check_folder, made_folders
 
-from . import output
+from ..options.paths import PATH
+from ..terminal import output
+from ..terminal.compile_log import CompileLog
+from ..terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
 from .compile import LONGEST_SUFFIX, open_partial, write_beside
-from .compile_log import CompileLog
-from .paths import PATH
-from .report import comparison_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
@@ -158,7 +158,7 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[
     from moec.evaluation.run import evaluate
     from moec.runtime.options.runtime import RuntimeOptions
 
-    from .engines import bundle_engine
+    from ..measuring.text_engines import bundle_engine
 
     items, _ = load_items(data, task)
     chosen = items.limit(count)

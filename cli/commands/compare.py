@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import output
-from .compile_log import CompileLog
-from .paths import PATH
-from .report import comparison_table
+from ..options.paths import PATH
+from ..terminal import output
+from ..terminal.compile_log import CompileLog
+from ..terminal.report import comparison_table
 
 if TYPE_CHECKING:
     from moec.compiler.compare_bundle import ComparisonRequest

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import output
-from .opening import bundle_folder
-from .paths import bundle_argument
-from .report import heat_map, loss_table, verdict_line
+from ..options.opening import bundle_folder
+from ..options.paths import bundle_argument
+from ..terminal import output
+from ..terminal.report import heat_map, loss_table, verdict_line
 
 if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest, ExpertEntry

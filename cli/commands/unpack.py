@@ -9,9 +9,9 @@ import click
 from moec.manifests.errors import InputError
 from moec.manifests.output_file import made_folders
 
-from . import output
-from .archives import check_target, report_archive
-from .paths import PATH
+from ..options.archives import check_target, report_archive
+from ..options.paths import PATH
+from ..terminal import output
 
 
 @click.command("unpack", short_help="Make a bundle from a packed file.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..options.runtime_options import DEFAULT_CACHE
 from .mode_sweep import QualitySweep, allowed_settings, settings_of
-from .runtime_options import DEFAULT_CACHE
 
 if TYPE_CHECKING:
     from moec.compiler.request.ports import UnpublishedBundle

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import output
+from ..lossy_modes.mode_sweep import decisions_text, modes_of
+from ..terminal import output
 from .lossy_replay import Decided, LossyReplay
-from .mode_sweep import decisions_text, modes_of
 from .traces import ReplayedBundle
 
 if TYPE_CHECKING:

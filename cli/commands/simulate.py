@@ -19,15 +19,15 @@ from moec.runtime.options.runtime import (
     parse_weights,
 )
 
-from . import output
-from .lossy_replay import require_scores
-from .mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, settings_of
-from .opening import bundle_folder
-from .paths import PLACE, bundle_argument, file_option
-from .runtime_options import cache_state_option
-from .simulated_device import device_rates, parse_accelerator, shared_device
-from .simulation import Row, Simulation, has_static_routers
-from .traces import open_traces, replayed_bundle
+from ..lossy_modes.mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, settings_of
+from ..options.opening import bundle_folder
+from ..options.paths import PLACE, bundle_argument, file_option
+from ..options.runtime_options import cache_state_option
+from ..simulation.lossy_replay import require_scores
+from ..simulation.predictions import Row, Simulation, has_static_routers
+from ..simulation.simulated_device import device_rates, parse_accelerator, shared_device
+from ..simulation.traces import open_traces, replayed_bundle
+from ..terminal import output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from . import output
-from .opening import bundle_folder
-from .paths import bundle_argument
+from ..options.opening import bundle_folder
+from ..options.paths import bundle_argument
+from ..terminal import output
 
 
 @click.command("verify", short_help="Check every file of a bundle against its digest.")

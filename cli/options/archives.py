@@ -9,7 +9,7 @@ from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.errors import InputError
 from moec.manifests.output_file import STDOUT, check_folder
 
-from . import output
+from ..terminal import output
 
 
 def check_target(target: Path) -> None:

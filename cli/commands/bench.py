@@ -14,16 +14,16 @@ import click
 from moec.manifests.errors import OptionError
 from moec.runtime.options.lossy import HALF
 
-from . import output
-from .measurement import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
-from .mode_costs import say_mode_cost
-from .mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
-from .opening import accelerator_facts, bundle_folder, mode_text, open_engine
-from .paths import bundle_argument, file_option, output_option
-from .profile_table import profile_rows, profile_table
+from ..lossy_modes.mode_costs import say_mode_cost
+from ..lossy_modes.mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
+from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
+from ..options.opening import accelerator_facts, bundle_folder, mode_text, open_engine
+from ..options.paths import bundle_argument, file_option, output_option
+from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..simulation.traces import recorded_trace, replayed_bundle
+from ..terminal import output
+from ..terminal.profile_table import profile_rows, profile_table
 from .run import statistics_block
-from .runtime_options import accelerator_options, build_options, mode_options, runtime_options
-from .traces import recorded_trace, replayed_bundle
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
@@ -153,7 +153,7 @@ def _options(
 
 def _check_little(bundle: Path, trace_out: Path | None, little_k: str) -> None:
     """Refuse a little model that is not there, or nobody will hear of, before anything is measured."""
-    from .little_model import has_little_model
+    from ..simulation.little_model import has_little_model
 
     if trace_out is not None:
         has_little_model(bundle, little_k)
@@ -165,7 +165,7 @@ def _write_trace(path: Path, trace: Trace, *asked: Any) -> None:
     """With what the little model says of every token, where there is one. asked: as for `with_little_model`."""
     from moec.runtime.trace.trace_file import write_trace
 
-    from .little_model import with_little_model
+    from ..simulation.little_model import with_little_model
 
     write_trace(path, with_little_model(trace, *asked))
 

@@ -10,8 +10,8 @@ import click
 from moec.manifests.errors import OptionError, ProfileError
 from moec.manifests.output_file import STDOUT, write_output
 
-from . import output
-from .paths import OUTPUT_FILE, PATH
+from ..options.paths import OUTPUT_FILE, PATH
+from ..terminal import output
 
 
 @click.command("profile-device", short_help="Measure this machine and write it down as a device profile.")

@@ -13,11 +13,11 @@ import click
 
 from moec.manifests.output_file import check_folder, check_output, write_output
 
-from . import output
-from .compile_log import CompileLog, forecast_table, stage_table
-from .mode_sweep import mode_sweep_option
-from .paths import PATH, PLACE
-from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
+from ..lossy_modes.mode_sweep import mode_sweep_option
+from ..options.paths import PATH, PLACE
+from ..terminal import output
+from ..terminal.compile_log import CompileLog, forecast_table, stage_table
+from ..terminal.report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
 
 if TYPE_CHECKING:
     from moec.compiler.forecast import StageForecast
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moec.compiler.request.request import CompileRequest
     from moec.compiler.request.result import CompileResult, LossCurve
 
-    from .engines import BundleEngine
+    from ..measuring.text_engines import BundleEngine
 
 LOG_SUFFIX = ".log.json"
 PICTURE_SUFFIX = ".report.png"
@@ -268,7 +268,7 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
     """What `--modes` measures. Raises OptionError where there is nothing to measure it on."""
     from moec.manifests.errors import OptionError
 
-    from .modes_measurement import ModesMeasurement
+    from ..lossy_modes.modes_measurement import ModesMeasurement
 
     if values["modes"] is None:
         return None
@@ -336,8 +336,8 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
 
-    from .engines import BundleEngine
-    from .opening import with_fitting_slots
+    from ..measuring.text_engines import BundleEngine
+    from ..options.opening import with_fitting_slots
 
     bundle = open_bundle(path, allow_partial=True)
     options = RuntimeOptions(slots=CERTIFY_SLOTS, memory=str(memory_bytes) if memory_bytes else None)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import InputError, OptionError
 
-from . import output
-from .opening import open_engine
+from ..options.opening import open_engine
+from ..terminal import output
 
 if TYPE_CHECKING:
     import numpy as np

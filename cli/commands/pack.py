@@ -8,10 +8,10 @@ import click
 
 from moec.manifests.output_file import made_folders
 
-from . import output
-from .archives import check_target, report_archive
-from .opening import bundle_folder
-from .paths import PATH, bundle_argument
+from ..options.archives import check_target, report_archive
+from ..options.opening import bundle_folder
+from ..options.paths import PATH, bundle_argument
+from ..terminal import output
 
 SUFFIX = ".moec"
 

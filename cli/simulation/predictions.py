@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from . import output
+from ..lossy_modes.mode_sweep import modes_of
+from ..terminal import output
 from .lossy_replay import LossyReplay
-from .mode_sweep import modes_of
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle

@@ -14,12 +14,11 @@ import click
 from moec.manifests.errors import InputError, OptionError
 from moec.manifests.output_file import check_output
 
-from . import output
-from .mode_costs import say_mode_cost
-from .mode_sweep import decisions_text, mode_sweep_option
-from .opening import accelerator_facts, bundle_folder, is_bundle, mode_text
-from .paths import PATH, PLACE, output_option, write_json_lines
-from .runtime_options import (
+from ..lossy_modes.mode_costs import say_mode_cost
+from ..lossy_modes.mode_sweep import decisions_text, mode_sweep_option
+from ..options.opening import accelerator_facts, bundle_folder, is_bundle, mode_text
+from ..options.paths import PATH, PLACE, output_option, write_json_lines
+from ..options.runtime_options import (
     ACCELERATOR_NAMES,
     MODE_NAMES,
     OPTION_NAMES,
@@ -29,6 +28,7 @@ from .runtime_options import (
     refuse_given,
     runtime_options,
 )
+from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import TextEngine
@@ -132,7 +132,7 @@ def _sweep(
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, record_path, write_record
 
-    from .mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
+    from ..lossy_modes.mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
     path = record_path(model)
     check_output(path)
@@ -152,7 +152,7 @@ def _engine(
     ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]
 ) -> Iterator[tuple[TextEngine, dict[str, Any]]]:
     """The engine for a folder, and what to say of it."""
-    from .engines import bundle_engine, checkpoint_engine
+    from ..measuring.text_engines import bundle_engine, checkpoint_engine
 
     if is_bundle(model):
         options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model)
@@ -171,7 +171,7 @@ def _engine(
 def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
     from moec.runtime.trace.statistics import peak_memory_bytes
 
-    from .engines import BundleEngine
+    from ..measuring.text_engines import BundleEngine
 
     facts: dict[str, Any] = {"peak_memory_bytes": peak_memory_bytes()}
     if isinstance(engine, BundleEngine):
