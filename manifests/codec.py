@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from .bundle import FORMAT_VERSION, BundleManifest
 from .errors import ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
-from .limits import MANIFEST_JSON
+from .files.limits import MANIFEST_JSON
+from .files.strict_json import load_strict_json, shown
 from .optional_fields import is_left_out, is_optional
 from .quant import SHORT_FORM, QuantSpec
-from .strict_json import load_strict_json, shown
 
 DIGEST_FIELD = "manifest_sha256"
 _END = b"\n}\n"

@@ -8,8 +8,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from .limits import header_json
-from .strict_json import load_strict_json, shown
+from .files.limits import header_json
+from .files.strict_json import load_strict_json, shown
 
 MAX_RANK = 16
 _PREFIX_BYTES = 8

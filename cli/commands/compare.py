@@ -97,9 +97,9 @@ def _request(
 
 def _logged(bundle: Path) -> dict[str, str]:
     """Where checkpoint and data were, by the log next to the bundle; nothing where there is none."""
-    from moec.manifests.input_file import UnreadableFile, read_input
-    from moec.manifests.limits import LOG_JSON, MAX_LOG_BYTES
-    from moec.manifests.strict_json import load_strict_json
+    from moec.manifests.files.input_file import UnreadableFile, read_input
+    from moec.manifests.files.limits import LOG_JSON, MAX_LOG_BYTES
+    from moec.manifests.files.strict_json import load_strict_json
 
     from .compile import LOG_SUFFIX
 
@@ -116,7 +116,7 @@ def _write(bundle: Path, found: dict[str, Any]) -> Path:
     import hashlib
 
     from moec.manifests.bundle import MANIFEST_NAME
-    from moec.manifests.output_file import write_output
+    from moec.manifests.files.output_file import write_output
 
     path = _comparison_path(bundle)
     digest = hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.output_file import check_folder, check_output, write_output
+from moec.manifests.files.output_file import check_folder, check_output, write_output
 
 from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.paths import PATH, PLACE

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import ExecutionError, InputError
-from moec.manifests.output_file import check_folder, made_folders
+from moec.manifests.files.output_file import check_folder, made_folders
 
 from ..options.paths import PATH
 from ..terminal import output

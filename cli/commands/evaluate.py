@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import InputError, OptionError
-from moec.manifests.output_file import check_output
+from moec.manifests.files.output_file import check_output
 
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import decisions_text, mode_sweep_option

@@ -166,8 +166,8 @@ def read_quality(bundle: Bundle) -> dict[str, Any] | None:
     """`quality.json` of an opened bundle; None if it has none. Raises BundleIncomplete, ManifestInvalid."""
     from moec.manifests.bundle import QUALITY_NAME
     from moec.manifests.errors import ManifestInvalid
-    from moec.manifests.limits import MAX_QUALITY_BYTES, QUALITY_JSON
-    from moec.manifests.strict_json import load_strict_json
+    from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
+    from moec.manifests.files.strict_json import load_strict_json
 
     path = bundle.path / QUALITY_NAME
     if not bundle.has_file(QUALITY_NAME):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from moec.manifests.output_file import made_folders
+from moec.manifests.files.output_file import made_folders
 
 from ..options.archives import check_target, report_archive
 from ..options.opening import bundle_folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from moec.manifests.errors import OptionError, ProfileError
-from moec.manifests.output_file import STDOUT, write_output
+from moec.manifests.files.output_file import STDOUT, write_output
 
 from ..options.paths import OUTPUT_FILE, PATH
 from ..terminal import output

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import OptionError
-from moec.manifests.output_file import check_output
+from moec.manifests.files.output_file import check_output
 from moec.profiles.probe import available_threads
 from moec.runtime.options.runtime import PREFETCH_RULES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.errors import InputError
-from moec.manifests.output_file import STDOUT, check_folder
+from moec.manifests.files.output_file import STDOUT, check_folder
 
 from ..terminal import output
 

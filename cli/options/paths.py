@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from moec.manifests.output_file import STDOUT, check_output, output_file
+from moec.manifests.files.output_file import STDOUT, check_output, output_file
 
 MAX_PATH_BYTES = 4095
 """Length of a path, bytes: the system's limit without the zero at its end."""

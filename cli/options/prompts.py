@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from moec.manifests.errors import ContextOverflow, InputError, OptionError
-from moec.manifests.limits import MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN
+from moec.manifests.files.limits import MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle

@@ -19,10 +19,10 @@ import torch
 
 from moec.manifests.bundle import TOKENIZER_NAME, FileEntry
 from moec.manifests.errors import CheckpointError
-from moec.manifests.input_file import UnreadableFile, open_input, read_input
-from moec.manifests.limits import COMPANION_JSON, MAX_COMPANION_BYTES, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
+from moec.manifests.files.input_file import UnreadableFile, open_input, read_input
+from moec.manifests.files.limits import COMPANION_JSON, MAX_COMPANION_BYTES, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
+from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.safetensors_header import ITEM_BYTES, HeaderError, TensorEntry, read_header
-from moec.manifests.strict_json import load_strict_json
 
 from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 from .url import PLAIN_NAME, fetch, is_url, url_name

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError
-from moec.manifests.limits import MAX_TOKENIZER_BYTES
-from moec.manifests.tokenizer_file import UnsafeTokenizer, check_tokenizer
+from moec.manifests.files.limits import MAX_TOKENIZER_BYTES
+from moec.manifests.tokenizer.tokenizer_file import UnsafeTokenizer, check_tokenizer
 
 from .checkpoint import read_file
 

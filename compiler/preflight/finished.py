@@ -9,11 +9,11 @@ from typing import Any
 from moec.manifests.bundle import MANIFEST_NAME, QUALITY_NAME, BundleManifest
 from moec.manifests.codec import canonical_json, decode_manifest
 from moec.manifests.errors import MoecError
-from moec.manifests.input_file import UnreadableFile, read_input
-from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_QUALITY_BYTES, QUALITY_JSON
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_MANIFEST_BYTES, MAX_QUALITY_BYTES, QUALITY_JSON
+from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
-from moec.manifests.strict_json import load_strict_json
 
 from ..request.plan import CompilePlan
 from ..request.request import CompileRequest

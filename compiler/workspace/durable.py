@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import DoesNotFit, MoecError, OptionError
-from moec.manifests.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, write_errors
+from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, write_errors
 
 ASIDE_SUFFIX = ".moec-replaced"
 

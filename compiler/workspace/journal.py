@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.errors import OptionError
-from moec.manifests.limits import WORK_JSON
-from moec.manifests.strict_json import load_strict_json
+from moec.manifests.files.limits import WORK_JSON
+from moec.manifests.files.strict_json import load_strict_json
 
 from .durable import Disk, StreamingFile, disk_errors
 

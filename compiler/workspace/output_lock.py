@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.manifests.errors import MoecError, OptionError
-from moec.manifests.output_file import made_folders
+from moec.manifests.files.output_file import made_folders
 
 from .durable import Disk, disk_errors
 from .journal import Note

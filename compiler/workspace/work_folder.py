@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
 from moec.manifests.errors import InputError, MoecError, OptionError, TargetUnreachable
-from moec.manifests.output_file import WRITING_SUFFIX
+from moec.manifests.files.output_file import WRITING_SUFFIX
 
 from .durable import Disk
 from .journal import Journal, Note

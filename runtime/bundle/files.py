@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import BundleIncomplete, ExecutionError, MoecError, StorageReadFailed
-from moec.manifests.input_file import UnreadableFile, open_input, read_descriptor
+from moec.manifests.files.input_file import UnreadableFile, open_input, read_descriptor
 
 COPY_AGAIN = "copy the bundle again"
 _OTHER_FILES = 256

@@ -23,7 +23,7 @@ from moec.manifests.bundle import (
 )
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, StorageReadFailed
-from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_PATH_KEYS, MAX_PATH_SUCCESSORS
+from moec.manifests.files.limits import MAX_MANIFEST_BYTES, MAX_PATH_KEYS, MAX_PATH_SUCCESSORS
 from moec.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, HeaderError, TensorEntry, header_of
 
 from .files import COPY_AGAIN, BundleFile, BundleFiles

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from moec.manifests.errors import ExecutionError, InputError, ManifestInvalid, MissingDependency, OptionError
-from moec.manifests.input_file import UnreadableFile, read_input
-from moec.manifests.limits import (
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import (
     MAX_TEMPLATE_CPU_S,
     MAX_TEMPLATE_FILE_BYTES,
     MAX_TEMPLATE_MEMORY_BYTES,

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 
 from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import BundleIncomplete, ContextOverflow, ExecutionError, InputError, ManifestInvalid
-from moec.manifests.limits import (
+from moec.manifests.files.limits import (
     ENCODING_BYTES_PER_BYTE,
     ENCODING_CPU_S,
     ENCODING_CPU_S_PER_BYTE,
     MAX_TOKENIZER_BYTES,
 )
-from moec.manifests.tokenizer_file import TokenizerBounds, UnsafeTokenizer, check_tokenizer
+from moec.manifests.tokenizer.tokenizer_file import TokenizerBounds, UnsafeTokenizer, check_tokenizer
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 
 from ..bundle.opening import Bundle

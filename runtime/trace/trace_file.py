@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from moec.manifests.errors import InputError
-from moec.manifests.limits import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, TRACE_LINE_JSON
-from moec.manifests.output_file import output_file
-from moec.manifests.strict_json import load_strict_json, shown
+from moec.manifests.files.limits import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, TRACE_LINE_JSON
+from moec.manifests.files.output_file import output_file
+from moec.manifests.files.strict_json import load_strict_json, shown
 
 from ..options.runtime import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
 from .trace import PassScores, Trace, TracedPass, TraceHeader

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moec.manifests.strict_json import shown
+from moec.manifests.files.strict_json import shown
 
 from .trace import PassScores
 

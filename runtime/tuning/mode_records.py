@@ -11,10 +11,10 @@ from typing import Any
 
 from moec.manifests.bundle import QUALITY_NAME
 from moec.manifests.errors import OptionError
-from moec.manifests.input_file import UnreadableFile, read_input
-from moec.manifests.limits import MAX_QUALITY_BYTES, QUALITY_JSON
-from moec.manifests.output_file import write_output
-from moec.manifests.strict_json import load_strict_json
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
+from moec.manifests.files.output_file import write_output
+from moec.manifests.files.strict_json import load_strict_json
 
 from ..options.lossy import LossyModes, parse_modes
 from .tune_file import bundle_sha256, file_next_to

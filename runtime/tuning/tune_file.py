@@ -13,10 +13,10 @@ from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import BundleIncomplete, OptionError
-from moec.manifests.input_file import UnreadableFile, read_input
-from moec.manifests.limits import MAX_MANIFEST_BYTES, MAX_TUNE_BYTES, TUNE_JSON
-from moec.manifests.output_file import write_output
-from moec.manifests.strict_json import load_strict_json, shown
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_MANIFEST_BYTES, MAX_TUNE_BYTES, TUNE_JSON
+from moec.manifests.files.output_file import write_output
+from moec.manifests.files.strict_json import load_strict_json, shown
 
 from ..options.runtime import (
     MAX_PREFETCH_EXPERTS,

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers
 
 from moec.cli.options.prompts import prompt_limit_bytes
 from moec.manifests.errors import ContextOverflow, InputError
-from moec.manifests.limits import ENCODING_BYTES_PER_BYTE, MAX_PROMPT_BYTES
+from moec.manifests.files.limits import ENCODING_BYTES_PER_BYTE, MAX_PROMPT_BYTES
 from moec.runtime import load
 from moec.runtime.memory.budget import MemoryPlan
 from moec.runtime.text.tokenizer import BundleTokenizer, parse_tokenizer

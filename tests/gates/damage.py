@@ -13,9 +13,9 @@ import xxhash
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.codec import DIGEST_FIELD, canonical_json
-from moec.manifests.limits import MANIFEST_JSON
+from moec.manifests.files.limits import MANIFEST_JSON
+from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.safetensors_header import build_header
-from moec.manifests.strict_json import load_strict_json
 from moec.runtime import load
 from moec.runtime.bundle.opening import open_bundle, verify_bundle
 

@@ -23,10 +23,10 @@ from moec.manifests.bundle import (
     unit_offsets,
 )
 from moec.manifests.codec import DIGEST_FIELD, canonical_json, encode_manifest
-from moec.manifests.limits import MANIFEST_JSON
+from moec.manifests.files.limits import MANIFEST_JSON
+from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
-from moec.manifests.strict_json import load_strict_json
 
 FORMATS = ("q2g32", "q3", "q4s", "q4g32", "q8g32s", "q8", "bf16", "fp16")
 BF16 = QuantSpec.parse("bf16")

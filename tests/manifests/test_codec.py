@@ -15,8 +15,8 @@ from moec.manifests import codec
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import DIGEST_FIELD, decode_manifest, encode_manifest, manifest_schema
 from moec.manifests.errors import BundleError, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
-from moec.manifests.limits import MANIFEST_JSON
-from moec.manifests.strict_json import load_strict_json
+from moec.manifests.files.limits import MANIFEST_JSON
+from moec.manifests.files.strict_json import load_strict_json
 from tests.manifests.examples import example_manifest, manifests, paths, plain_example, put, seal
 
 VALIDATOR = jsonschema.Draft202012Validator(manifest_schema())

@@ -1,4 +1,4 @@
-"""`manifests/input_file.py`: regular files alone, within a limit, and nothing that blocks."""
+"""`manifests/files/input_file.py`: regular files alone, within a limit, and nothing that blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.manifests.input_file import UnreadableFile, open_input, read_descriptor, read_input
+from moec.manifests.files.input_file import UnreadableFile, open_input, read_descriptor, read_input
 
 
 def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:

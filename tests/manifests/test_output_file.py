@@ -16,7 +16,7 @@ from typing import BinaryIO
 import pytest
 
 from moec.manifests.errors import DoesNotFit, InputError, MoecError
-from moec.manifests.output_file import (
+from moec.manifests.files.output_file import (
     AtomicFile,
     FileSystem,
     check_folder,
@@ -110,7 +110,7 @@ def test_every_operation_may_fail(old: Path, fail_at: int) -> None:
 def test_a_full_disk_is_a_sentence_and_the_old_content_stays(tmp_path: Path) -> None:
     """On a real file system of 64 KiB, in a namespace of its own."""
     script = (
-        "import sys; from pathlib import Path; from moec.manifests.output_file import output_file\n"
+        "import sys; from pathlib import Path; from moec.manifests.files.output_file import output_file\n"
         "from moec.manifests.errors import DoesNotFit\n"
         "path = Path(sys.argv[1]) / 'file'; path.write_bytes(b'old')\n"
         "try:\n"
@@ -128,7 +128,7 @@ def test_a_full_disk_is_a_sentence_and_the_old_content_stays(tmp_path: Path) -> 
 
 def test_a_kill_leaves_the_old_content(old: Path) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from moec.manifests.output_file import output_file\n"
+        "import os, signal, sys; from pathlib import Path; from moec.manifests.files.output_file import output_file\n"
         "with output_file(Path(sys.argv[1])) as file:\n"
         "    file.write(bytes(1 << 20)); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -264,7 +264,7 @@ def test_an_own_descriptor_is_written_to(old: Path) -> None:
 
 def test_standard_output_has_a_name_and_is_written_to(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from moec.manifests.output_file import check_output, write_output\n"
+        "import sys; from pathlib import Path; from moec.manifests.files.output_file import check_output, write_output\n"
         "path = Path(sys.argv[1]); check_output(path); print('first'); write_output(path, b'second\\n'); print('third')"
     )
     for name in ("-", "/dev/stdout", "/proc/self/fd/1"):
@@ -315,7 +315,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 def test_a_lost_folder_is_refused(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path; from moec.manifests.errors import InputError\n"
-        "from moec.manifests.output_file import check_output\n"
+        "from moec.manifests.files.output_file import check_output\n"
         "os.rmdir(os.getcwd())\n"
         "try: check_output(Path('file'))\n"
         "except InputError as problem: print(problem.message)\n"
@@ -329,7 +329,7 @@ def test_a_lost_folder_is_refused(tmp_path: Path) -> None:
 @as_root
 def test_a_read_only_file_system_is_refused_before_the_work(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from moec.manifests.output_file import check_output\n"
+        "import sys; from pathlib import Path; from moec.manifests.files.output_file import check_output\n"
         "from moec.manifests.errors import InputError\n"
         "for name in ('new', 'there', 'a/b'):\n"
         "    try: check_output(Path(sys.argv[1]) / name)\n"
@@ -350,7 +350,7 @@ def test_a_read_only_file_system_is_refused_before_the_work(tmp_path: Path) -> N
 def test_a_mounted_file_is_refused_before_the_work(tmp_path: Path) -> None:
     """Containers mount single files; those can never be replaced."""
     script = (
-        "import sys; from pathlib import Path; from moec.manifests.output_file import check_output\n"
+        "import sys; from pathlib import Path; from moec.manifests.files.output_file import check_output\n"
         "from moec.manifests.errors import InputError\n"
         "try: check_output(Path(sys.argv[1]))\n"
         "except InputError as problem: print(problem.message)\n"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moec.manifests.limits import MAX_HEADER_BYTES
+from moec.manifests.files.limits import MAX_HEADER_BYTES
 from moec.manifests.safetensors_header import (
     ITEM_BYTES,
     MAX_RANK,

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.manifests import codec, limits, strict_json
+from moec.manifests import codec
 from moec.manifests.errors import ManifestInvalid
-from moec.manifests.limits import MANIFEST_JSON, MAX_MANIFEST_BYTES, JsonLimits, header_json
-from moec.manifests.strict_json import check_structure, load_strict_json, shown
+from moec.manifests.files import limits, strict_json
+from moec.manifests.files.limits import MANIFEST_JSON, MAX_MANIFEST_BYTES, JsonLimits, header_json
+from moec.manifests.files.strict_json import check_structure, load_strict_json, shown
 from tests.manifests.examples import plain_example, seal
 
 WIDE = JsonLimits(1 << 20, 1 << 20, 1 << 20, 1 << 20)

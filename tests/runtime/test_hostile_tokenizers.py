@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from moec.manifests.charsmap import DamagedCharsmap, check_charsmap
 from moec.manifests.errors import ManifestInvalid
-from moec.manifests.regex_cost import CostlyPattern, check_pattern
-from moec.manifests.tokenizer_file import UnsafeTokenizer, check_tokenizer
+from moec.manifests.tokenizer.charsmap import DamagedCharsmap, check_charsmap
+from moec.manifests.tokenizer.regex_cost import CostlyPattern, check_pattern
+from moec.manifests.tokenizer.tokenizer_file import UnsafeTokenizer, check_tokenizer
 from moec.runtime.text import tokenizer as bundle_tokenizer
 from moec.runtime.text.streaming_text import TextStream
 from moec.runtime.text.tokenizer import BundleTokenizer, parse_tokenizer
@@ -389,7 +389,7 @@ def test_a_large_vocabulary_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> No
     plain = level_json()
     plain["model"]["vocab"] |= {word: 1000 + at for at, word in enumerate(words)}
     plain["model"]["merges"] += [[":", "{"], [":", "["], ["a", ":"]]
-    monkeypatch.setattr("moec.manifests.tokenizer_file._parsed", None)
+    monkeypatch.setattr("moec.manifests.tokenizer.tokenizer_file._parsed", None)
     for indent in (None, 1):
         for is_ascii in (True, False):
             check_tokenizer(json.dumps(plain, indent=indent, ensure_ascii=is_ascii).encode())
@@ -397,7 +397,7 @@ def test_a_large_vocabulary_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(level_json()).encode()
-    monkeypatch.setattr("moec.manifests.tokenizer_file.MAX_TOKENIZER_BYTES", len(data) - 1)
+    monkeypatch.setattr("moec.manifests.tokenizer.tokenizer_file.MAX_TOKENIZER_BYTES", len(data) - 1)
     with pytest.raises(UnsafeTokenizer, match="more than the limit"):
         check_tokenizer(data)
 

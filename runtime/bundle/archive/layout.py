@@ -23,7 +23,7 @@ import zstandard
 
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
-from moec.manifests.limits import MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_MANIFEST_BYTES
+from moec.manifests.files.limits import MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_MANIFEST_BYTES
 
 MAGIC = b"moecpack"
 # In front of an archive that is still being written, with the digest of the manifest in place of that of the index.

@@ -13,8 +13,8 @@ import zstandard
 
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX
 from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, MoecError, OptionError
-from moec.manifests.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
-from moec.manifests.output_file import put_in_place
+from moec.manifests.files.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
+from moec.manifests.files.output_file import put_in_place
 from moec.runtime.bundle.files import BundleFile
 from moec.runtime.bundle.opening import open_bundle
 

@@ -22,8 +22,8 @@ from moec.manifests.errors import (
     ManifestInvalid,
     OptionError,
 )
-from moec.manifests.input_file import UnreadableFile, open_input
-from moec.manifests.output_file import AtomicFile, FileSystem
+from moec.manifests.files.input_file import UnreadableFile, open_input
+from moec.manifests.files.output_file import AtomicFile, FileSystem
 from moec.runtime.bundle.opening import open_bundle
 
 from .files import file_errors, require_free_bytes

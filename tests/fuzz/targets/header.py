@@ -10,9 +10,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.limits import header_json
+from moec.manifests.files.limits import header_json
+from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.safetensors_header import HeaderError, build_header, read_header
-from moec.manifests.strict_json import load_strict_json
 from tests.fuzz.targets.scratch import file_of
 
 _LONGEST_BYTES = 1 << 40  # the file is sparse

@@ -7,8 +7,8 @@ from typing import Any
 
 from moec.manifests.codec import DIGEST_FIELD, canonical_json, decode_manifest, encode_manifest
 from moec.manifests.errors import BundleError
-from moec.manifests.limits import MANIFEST_JSON
-from moec.manifests.strict_json import load_strict_json
+from moec.manifests.files.limits import MANIFEST_JSON
+from moec.manifests.files.strict_json import load_strict_json
 from tests.runtime.tiny_bundle import files_and_experts, manifest_of
 
 

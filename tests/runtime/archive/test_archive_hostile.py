@@ -25,7 +25,7 @@ from moec.manifests.errors import (
     ManifestInvalid,
     UnknownFormatVersion,
 )
-from moec.manifests.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
+from moec.manifests.files.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
 from moec.runtime.bundle.archive import unpack_bundle
 from moec.runtime.bundle.archive.layout import (
     COMPRESSED,

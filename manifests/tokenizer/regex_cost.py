@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from .limits import MAX_PATTERN_CHARACTERS, MAX_PATTERN_STEPS
+from ..files.limits import MAX_PATTERN_CHARACTERS, MAX_PATTERN_STEPS
 
 _MAX_DEPTH = 16
 _MAX_COUNT = 10**9

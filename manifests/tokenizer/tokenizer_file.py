@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .charsmap import DamagedCharsmap, check_charsmap
-from .empty_matches import check_empty_matches
-from .limits import (
+from ..files.limits import (
     ADDED_TOKEN_MEMORY_PER_BYTE,
     ADDED_TOKEN_SLACK_BYTES,
     DECODED_BYTES_PER_BYTE,
@@ -32,6 +30,8 @@ from .limits import (
     MAX_TOKENIZER_STEPS,
     MAX_WORD_CHARACTERS,
 )
+from .charsmap import DamagedCharsmap, check_charsmap
+from .empty_matches import check_empty_matches
 from .regex_cost import CostlyPattern, check_pattern
 
 _SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")

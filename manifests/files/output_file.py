@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol
 
-from .errors import DoesNotFit, InputError, MoecError
+from ..errors import DoesNotFit, InputError, MoecError
 
 STDOUT = Path("-")
 """The name of standard output."""
