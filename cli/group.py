@@ -63,7 +63,7 @@ class MoecGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[cmd_name].partition(":")
-        name = f"moec.cli.{module}"
+        name = f"moec.cli.commands.{module}"
         try:
             command = getattr(importlib.import_module(name), attribute)
         except ModuleNotFoundError as problem:

@@ -110,7 +110,8 @@ def test_every_operation_may_fail(old: Path, fail_at: int) -> None:
 def test_a_full_disk_is_a_sentence_and_the_old_content_stays(tmp_path: Path) -> None:
     """On a real file system of 64 KiB, in a namespace of its own."""
     script = (
-        "import sys; from pathlib import Path; from moec.manifests.files.output_file import output_file\n"
+        "import sys; from pathlib import Path\n"
+        "from moec.manifests.files.output_file import output_file\n"
         "from moec.manifests.errors import DoesNotFit\n"
         "path = Path(sys.argv[1]) / 'file'; path.write_bytes(b'old')\n"
         "try:\n"

@@ -1,0 +1,1 @@
+"""Measure what lossy modes cost and bring."""

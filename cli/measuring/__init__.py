@@ -1,0 +1,1 @@
+"""Run a bundle or a checkpoint and time it."""

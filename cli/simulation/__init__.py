@@ -1,0 +1,1 @@
+"""Predict a run on a device that is not at hand."""

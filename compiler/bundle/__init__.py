@@ -1,0 +1,1 @@
+"""Write a bundle and certify it."""

@@ -1,0 +1,1 @@
+"""What text says about experts."""

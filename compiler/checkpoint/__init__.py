@@ -1,0 +1,1 @@
+"""A Hugging Face model folder."""

@@ -1,0 +1,1 @@
+"""Refusals before any work."""

@@ -1,0 +1,1 @@
+"""Formats of weight matrices: codes, scales, bytes."""

@@ -1,0 +1,1 @@
+"""The unquantized model in torch."""

@@ -1,0 +1,1 @@
+"""What was asked of a compile, and a plan as a value."""

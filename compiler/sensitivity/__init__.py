@@ -1,0 +1,1 @@
+"""What a format costs in quality: predicted, and measured."""

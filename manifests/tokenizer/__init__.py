@@ -1,0 +1,1 @@
+"""What a `tokenizer.json` may hold and cost."""
