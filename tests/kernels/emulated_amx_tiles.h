@@ -1,4 +1,4 @@
-// The names of amx_tiles.h over memory, for processors without AMX. Included in its place; no include guard.
+// The names of lanes/amx_tiles.h over memory, for processors without AMX. Included in its place; no include guard.
 
 struct TileShapes {
     int row_bytes[8] = {}, rows[8] = {};

@@ -1,5 +1,5 @@
-// The names of avx512_lanes.h over pairs of registers of eight lanes, for processors without AVX-512: what the kernels do with
-// sixteen lanes runs on AVX2. Included in the place of avx512_lanes.h, where `half` names the namespace of the same names over eight
+// The names of lanes/avx512_lanes.h over pairs of registers of eight lanes, for processors without AVX-512: what the kernels do with
+// sixteen lanes runs on AVX2. Included in the place of lanes/avx512_lanes.h, where `half` names the namespace of the same names over eight
 // lanes; no include guard.
 
 #include "emulated_vnni.h"

@@ -37,7 +37,7 @@ def build(compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Se
 
     def compile_one(item: tuple[str, Sequence[str]]) -> str:
         name, options = item
-        source = CHECK if name == CHECK.name else SOURCES / name
+        source = CHECK if name == CHECK.name else SOURCES / "targets" / name
         target = folder / f"{source.stem}.o"
         subprocess.run([compiler, *COMMON, *options, f"-I{SOURCES}", "-c", source, "-o", target], check=True)
         return str(target)

@@ -265,7 +265,8 @@ def test_an_own_descriptor_is_written_to(old: Path) -> None:
 
 def test_standard_output_has_a_name_and_is_written_to(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from moec.manifests.files.output_file import check_output, write_output\n"
+        "import sys; from pathlib import Path\n"
+        "from moec.manifests.files.output_file import check_output, write_output\n"
         "path = Path(sys.argv[1]); check_output(path); print('first'); write_output(path, b'second\\n'); print('third')"
     )
     for name in ("-", "/dev/stdout", "/proc/self/fd/1"):

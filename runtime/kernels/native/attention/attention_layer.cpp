@@ -1,0 +1,228 @@
+// Between the products of a single token there is little to compute: what is saved here is the way through the interpreter,
+// ten times a layer, on caches that the weights have swept.
+
+#include "attention/attention_layer.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "lanes/half_float.h"
+
+namespace moec {
+namespace {
+
+void store_row(const float* row, void* cache, bool is_half, int64_t place, int64_t size) {
+    if (!is_half) {
+        std::memcpy(static_cast<float*>(cache) + place, row, static_cast<size_t>(size) * sizeof(float));
+        return;
+    }
+    HalfFloat* out = static_cast<HalfFloat*>(cache) + place;
+    for (int64_t i = 0; i < size; ++i) {
+        out[i] = half_of(row[i]);
+    }
+}
+
+void add_bias(float* rows, const float* bias, int64_t tokens, int64_t size) {
+    for (int64_t t = 0; bias != nullptr && t < tokens; ++t) {
+        for (int64_t i = 0; i < size; ++i) {
+            rows[t * size + i] += bias[i];
+        }
+    }
+}
+
+// hidden += scale * rows, the product rounded by itself.
+void add_rows(const float* rows, float scale, int64_t count, float* hidden) {
+    for (int64_t i = 0; i < count; ++i) {
+        hidden[i] += scale * rows[i];
+    }
+}
+
+struct Freed {
+    void operator()(float* memory) const { std::free(memory); }
+};
+using Floats = std::unique_ptr<float[], Freed>;
+
+// Unspecified values, or null. Not kept from call to call: between passes this memory is the experts'.
+Floats take_floats(int64_t count) {
+    return Floats(static_cast<float*>(std::malloc(static_cast<size_t>(count) * sizeof(float))));
+}
+
+void norm_stream(const StreamEnds& ends, const float* hidden, int64_t tokens, int64_t size, float* out) {
+    if (ends.norm_bias != nullptr) {
+        layer_norm(hidden, ends.norm, ends.norm_bias, ends.norm_eps, tokens, size, out);
+    } else {
+        rms_norm(hidden, ends.norm, ends.norm_eps, tokens, size, out);
+    }
+}
+
+// hidden += residual_scale * (x W^T + bias). rows: [T, D], of which nothing is kept.
+bool add_output(const StreamEnds& ends, const MatrixView& output, const float* bias, const float* x, int64_t tokens, float* rows,
+                float* hidden) {
+    const MatrixView* const matrices[] = {&output};
+    float* const outs[] = {rows};
+    if (!linears(matrices, 1, x, tokens, outs)) {
+        return false;
+    }
+    add_bias(rows, bias, tokens, output.rows);
+    add_rows(rows, ends.residual_scale, tokens * output.rows, hidden);
+    return true;
+}
+
+// The first features of each of the heads, which lie head_size floats apart.
+bool rotate(const Rotation& rotation, float* features, int64_t tokens, int64_t heads, int64_t head_size, const int32_t* positions) {
+    return rotation.cos == nullptr || rope({features, rotation.cos, rotation.sin, positions, heads, head_size, rotation.half,
+                                            rotation.is_interleaved}, tokens);
+}
+
+// Norm and rotation of queries or keys, [T, heads, Dh], in place.
+bool turn_heads(const AttentionLayerView& layer, const float* norm, float* rows, int64_t tokens, int64_t heads,
+                const int32_t* positions) {
+    const int64_t size = layer.norms_whole_rows ? heads * layer.head_size : layer.head_size;
+    if (norm != nullptr) {
+        rms_norm(rows, norm, layer.head_norm_eps, tokens * heads * layer.head_size / size, size, rows);
+    }
+    return rotate(layer.rotation, rows, tokens, heads, layer.head_size, positions);
+}
+
+// `size` floats of each of `count` rows, which lie so many floats apart.
+void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t size, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(to + i * to_stride, from + i * from_stride, static_cast<size_t>(size) * sizeof(float));
+    }
+}
+
+// Row h of token t times matrix h, for every head; rows of a token lie x_stride floats apart, products out_stride.
+// spare: T (K + N) floats, and H K at least.
+bool products_of_heads(const MatrixView* matrices, int64_t heads, const float* x, int64_t x_stride, int64_t tokens, float* out,
+                       int64_t out_stride, float* spare) {
+    const int64_t columns = matrices[0].columns, rows = matrices[0].rows;
+    if (tokens == 1) {
+        std::vector<const MatrixView*> views;
+        std::vector<float*> outs;
+        for (int64_t h = 0; h < heads; ++h) {
+            views.push_back(matrices + h);
+            outs.push_back(out + h * out_stride);
+        }
+        copy_rows(x, x_stride, spare, columns, columns, heads);
+        return linears_by_row(views.data(), heads, spare, outs.data());
+    }
+    float* const products[] = {spare + tokens * columns};
+    for (int64_t h = 0; h < heads; ++h) {
+        const MatrixView* const matrix[] = {matrices + h};
+        copy_rows(x + h * x_stride, heads * x_stride, spare, columns, columns, tokens);
+        if (!linears(matrix, 1, spare, tokens, products)) {
+            return false;
+        }
+        copy_rows(products[0], rows, out + h * out_stride, heads * out_stride, rows, tokens);
+    }
+    return true;
+}
+
+// Queries [T, H, P + R] and the shared vector [T, Q + R] from the normed stream. down: [T, rows of query_down].
+bool project(const LatentLayerView& layer, const float* normed, int64_t tokens, float* down, float* queries, float* shared) {
+    const bool has_down = layer.query_down != nullptr;
+    const MatrixView* const first[] = {has_down ? layer.query_down : &layer.query, &layer.latent_down};
+    float* const outs[] = {has_down ? down : queries, shared};
+    if (!linears(first, 2, normed, tokens, outs)) {
+        return false;
+    }
+    if (!has_down) {
+        return true;
+    }
+    rms_norm(down, layer.query_down_norm, layer.inner_norm_eps, tokens, layer.query_down->rows, down);
+    const MatrixView* const second[] = {&layer.query};
+    return linears(second, 1, down, tokens, &queries);
+}
+
+}  // namespace
+
+void store_kv(const CacheRows& rows, const KeysAndValues& cache, const int32_t* slots, const int32_t* positions) {
+    for (int64_t i = 0; i < rows.tokens * rows.heads; ++i) {
+        const int64_t t = i / rows.heads, head = slots[t] * rows.heads + i % rows.heads;
+        const int64_t place = (head * cache.context + positions[t]) * rows.head_size;
+        store_row(rows.keys + i * rows.head_size, cache.keys, cache.is_half, place, rows.head_size);
+        if (rows.values != nullptr) {
+            store_row(rows.values + i * rows.head_size, cache.values, cache.is_half, place, rows.head_size);
+        }
+    }
+}
+
+bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places) {
+    const int64_t size = layer.query.columns, query_size = layer.query.rows, key_size = layer.key.rows;
+    const Floats memory = take_floats(tokens * (size + 2 * query_size + 2 * key_size));
+    if (memory == nullptr && tokens > 0) {
+        return false;
+    }
+    float* const stream = memory.get();  // normed, and at the end what is added
+    float* const queries = stream + tokens * size;
+    float* const mixed = queries + tokens * query_size;
+    float* const keys = mixed + tokens * query_size;
+    float* const values = keys + tokens * key_size;
+
+    norm_stream(layer.ends, hidden, tokens, size, stream);
+    const MatrixView* const matrices[] = {&layer.query, &layer.key, &layer.value};
+    float* const rows[] = {queries, keys, values};
+    if (!linears(matrices, 3, stream, tokens, rows)) {
+        return false;
+    }
+    for (int i = 0; i < 3; ++i) {
+        add_bias(rows[i], layer.biases[i], tokens, matrices[i]->rows);
+    }
+    if (!turn_heads(layer, layer.query_norm, queries, tokens, layer.heads, places.positions) ||
+        !turn_heads(layer, layer.key_norm, keys, tokens, layer.kv_heads, places.positions)) {
+        return false;
+    }
+    store_kv({keys, values, layer.kv_heads, layer.head_size, tokens}, cache, places.slots, places.positions);
+    const AttentionCall call{queries,     cache.keys,      cache.values,    cache.is_half, places.slots,  places.positions,
+                             mixed,       layer.heads,     layer.kv_heads,  layer.head_size, cache.context, layer.window,
+                             layer.scale, layer.sinks,     places.ends,     layer.distance_bias};
+    return attention(call, tokens) && add_output(layer.ends, layer.output, layer.biases[3], mixed, tokens, stream, hidden);
+}
+
+bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places) {
+    const MatrixView &key_up = layer.key_up[0], &value_up = layer.value_up[0];
+    const int64_t heads = layer.heads, size = layer.output.rows, rank = key_up.rows, plain = key_up.columns;
+    const int64_t head_size = layer.query.rows / heads, vector_size = layer.latent_down.rows, rotated = vector_size - rank;
+    const int64_t down_size = layer.query_down != nullptr ? layer.query_down->rows : 0, most = std::max(heads, tokens);
+    const int64_t spare_size = std::max(most * plain + tokens * rank, most * rank + tokens * value_up.rows);
+    const int64_t row = size + down_size + heads * (head_size + 2 * vector_size + value_up.rows) + vector_size;
+    const Floats memory = take_floats(tokens * row + spare_size);
+    if (memory == nullptr && tokens > 0) {
+        return false;
+    }
+    float* const stream = memory.get();  // normed, and at the end what is added
+    float* const down = stream + tokens * size;
+    float* const heads_of_query = down + tokens * down_size;
+    float* const shared = heads_of_query + tokens * heads * head_size;
+    float* const queries = shared + tokens * vector_size;
+    float* const mixed = queries + tokens * heads * vector_size;
+    float* const seen = mixed + tokens * heads * vector_size;
+    float* const spare = seen + tokens * heads * value_up.rows;
+
+    norm_stream(layer.ends, hidden, tokens, size, stream);
+    if (!project(layer, stream, tokens, down, heads_of_query, shared) ||
+        !rotate(layer.rotation, heads_of_query + plain, tokens, heads, head_size, places.positions) ||
+        !products_of_heads(layer.key_up, heads, heads_of_query, head_size, tokens, queries, vector_size, spare)) {
+        return false;
+    }
+    copy_rows(heads_of_query + plain, head_size, queries + rank, vector_size, rotated, tokens * heads);
+    for (int64_t t = 0; t < tokens; ++t) {
+        float* const vector = shared + t * vector_size;
+        rms_norm(vector, layer.latent_norm, layer.inner_norm_eps, 1, rank, vector);
+    }
+    if (!rotate(layer.rotation, shared + rank, tokens, 1, vector_size, places.positions)) {
+        return false;
+    }
+    store_kv({shared, nullptr, 1, vector_size, tokens}, cache, places.slots, places.positions);
+    const AttentionCall call{queries,     cache.keys, cache.keys,  cache.is_half, places.slots,  places.positions,
+                             mixed,       heads,      1,           vector_size,   cache.context, 0,
+                             layer.scale, nullptr,    places.ends, nullptr};
+    return attention(call, tokens) &&
+           products_of_heads(layer.value_up, heads, mixed, vector_size, tokens, seen, value_up.rows, spare) &&
+           add_output(layer.ends, layer.output, nullptr, seen, tokens, stream, hidden);
+}
+
+}  // namespace moec

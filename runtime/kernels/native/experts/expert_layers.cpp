@@ -1,0 +1,232 @@
+#include "experts/expert_layers.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "threads/clock.h"
+
+namespace moec {
+namespace {
+
+// Experts that this token has asked for, given back whatever happens.
+class Leases {
+  public:
+    explicit Leases(ExpertReads& reads) : reads_(reads) {}
+    Leases(const Leases&) = delete;
+    Leases& operator=(const Leases&) = delete;
+    ~Leases() {
+        for (const ExpertReads::Indices* const indices : {&hits, &misses}) {
+            if (!indices->empty()) {
+                reads_.unlease(*indices);
+            }
+        }
+    }
+
+    ExpertReads::Indices hits, misses;
+
+  private:
+    ExpertReads& reads_;
+};
+
+}  // namespace
+
+ExpertLayers::ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
+                           const MarginRules& rules)
+    : reads_(reads), layers_(std::move(layers)), ahead_eps_(ahead_eps), size_(size), margins_(rules) {
+    int64_t ranks = 0;
+    for (const ExpertLayerView& layer : layers_) {
+        ranks = std::max(ranks, layer.top_k + (layer.shared != nullptr));
+    }
+    for (std::vector<float>* const row : {&normed_, &sum_}) {
+        row->resize(static_cast<size_t>(size_));
+    }
+    parts_.resize(static_cast<size_t>(ranks * size_));
+}
+
+bool ExpertLayers::route(const ExpertLayerView& layer, const float* hidden) {
+    const KernelTable& kernels = active_kernels();
+    kernels.rms_norm(hidden, layer.norm, layer.norm_eps, size_, normed_.data());
+    logits.resize(layer.router == nullptr ? 0 : static_cast<size_t>(layer.router->rows));
+    chosen.resize(static_cast<size_t>(layer.top_k));
+    weights_.resize(static_cast<size_t>(layer.top_k));
+    if (layer.router == nullptr) {
+        return true;
+    }
+    float* const rows[] = {logits.data()};
+    if (!linears(&layer.router, 1, normed_.data(), 1, rows)) {
+        return false;
+    }
+    add_bias(logits.data(), layer.router_bias, layer.router->rows);
+    const RouteCall call{logits.data(), chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
+    if (!moec::route(call, 1)) {
+        return false;
+    }
+    if (layer.weight_scale != 1.0f) {
+        for (float& weight : weights_) {
+            weight *= layer.weight_scale;
+        }
+    }
+    return true;
+}
+
+int64_t ExpertLayers::rank_of(const ExpertLayerView& layer, int64_t index) const {
+    return std::find(chosen.begin(), chosen.end(), static_cast<int32_t>(index - layer.first_expert)) - chosen.begin();
+}
+
+bool ExpertLayers::look_ahead(const ExpertLayerView& layer, const float* hidden) {
+    std::vector<NormedRouter> routers;
+    for (const LayerAhead& ahead : layer.ahead) {
+        if (ahead.router.matrix != nullptr) {
+            routers.push_back(ahead.router);
+        }
+    }
+    const size_t width = routers.empty() ? 0 : static_cast<size_t>(routers[0].matrix->rows);
+    shares.resize(routers.size() * width);
+    if (!routers.empty() && !router_shares(routers.data(), static_cast<int64_t>(routers.size()), ahead_eps_, hidden, shares.data())) {
+        return false;
+    }
+    const float* row = shares.data();
+    for (const LayerAhead& ahead : layer.ahead) {
+        Ranked ranked;
+        if (ahead.router.matrix != nullptr) {
+            ranked.experts = largest(row, static_cast<int64_t>(width), ahead.top_k + 1);
+            for (const int64_t expert : ranked.experts) {
+                ranked.scores.push_back(row[expert]);
+            }
+            row += width;
+        }
+        const Ranked& best = ahead.router.matrix != nullptr ? ranked : ahead.known;
+        const Indices likely = margins_.likely(layer.layer, ahead.layer, ahead.rank, best, ahead.top_k);
+        for (const int64_t expert : likely) {
+            advice.push_back(ahead.first_expert + expert);
+        }
+        if (ahead.rank == 1) {
+            predicted_ = likely;
+            has_predicted_ = true;
+        }
+    }
+    if (!advice.empty()) {  // older advice stands where there is none
+        reads_.prefetch(advice);
+    }
+    return true;
+}
+
+bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome) {
+    const int64_t started_ns = now_ns();
+    std::vector<const ExpertView*> experts;
+    Indices ranks;
+    for (const int64_t index : found) {
+        experts.push_back(layer.experts[static_cast<size_t>(index - layer.first_expert)]);
+        ranks.push_back(rank_of(layer, index));
+    }
+    const int64_t count = static_cast<int64_t>(experts.size());
+    const bool has_memory = experts_of_token(experts.data(), count, normed_.data(), ranks.data(), parts_.data());
+    outcome.experts_ns += now_ns() - started_ns;
+    return has_memory;
+}
+
+// One more rank, behind the routed ones.
+bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome) {
+    if (layer.shared == nullptr) {
+        return true;
+    }
+    const int64_t started_ns = now_ns();
+    weights_.push_back(1.0f);
+    const bool has_memory = experts_of_token(&layer.shared, 1, normed_.data(), &layer.top_k, parts_.data());
+    outcome.shared_ns = now_ns() - started_ns;
+    outcome.dense_ns += outcome.shared_ns;
+    return has_memory;
+}
+
+// What needs no read, while others are read. Where the layer misses, its hits come before looking ahead, whose reads would wait
+// anyway; the shared expert last, in front of the first wait.
+bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome) {
+    const bool looks_behind_hits = !hits.empty() && has_misses;
+    if (!looks_behind_hits && !look_ahead(layer, hidden)) {
+        return false;
+    }
+    if (!hits.empty()) {
+        if (!compute(layer, hits, outcome)) {
+            return false;
+        }
+        reads_.unlease(hits);
+        hits.clear();
+    }
+    if (looks_behind_hits && !look_ahead(layer, hidden)) {
+        return false;
+    }
+    return compute_shared(layer, outcome);
+}
+
+ExpertLayers::End ExpertLayers::compute_missing(const ExpertLayerView& layer, Indices& remaining,
+                                                const std::function<bool()>& is_interrupted, Outcome& outcome) {
+    while (!remaining.empty()) {
+        Indices found;
+        const ExpertReads::Wait state = reads_.wait(remaining, true, found);
+        if (state == ExpertReads::Wait::kAgain) {
+            if (is_interrupted()) {
+                return End::kInterrupted;
+            }
+            continue;
+        }
+        if (state != ExpertReads::Wait::kReady) {
+            outcome.expert = state == ExpertReads::Wait::kFailed ? found[0] : remaining[0];
+            return state == ExpertReads::Wait::kFailed     ? End::kFailed
+                   : state == ExpertReads::Wait::kTooLarge ? End::kTooLarge
+                                                           : End::kClosed;
+        }
+        if (!compute(layer, found, outcome)) {
+            return End::kNoMemory;
+        }
+        const auto is_found = [&found](int64_t index) { return std::find(found.begin(), found.end(), index) != found.end(); };
+        remaining.erase(std::remove_if(remaining.begin(), remaining.end(), is_found), remaining.end());
+        reads_.unlease(found);
+    }
+    return End::kDone;
+}
+
+ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::function<bool()>& is_interrupted) {
+    const ExpertLayerView& layer = layers_[at];
+    Outcome outcome;
+    const auto ended = [&outcome](End end) {
+        outcome.end = end;
+        return outcome;
+    };
+    const int64_t started_ns = now_ns();
+    advice.clear();
+    shares.clear();
+    if (!route(layer, hidden)) {
+        return ended(End::kNoMemory);
+    }
+    outcome.dense_ns = now_ns() - started_ns;
+    if (has_predicted_) {
+        outcome.predicted = std::count_if(chosen.begin(), chosen.end(), [this](int32_t expert) {
+            return std::find(predicted_.begin(), predicted_.end(), expert) != predicted_.end();
+        });
+    }
+    has_predicted_ = false;
+    margins_.observe(layer.layer, chosen.data(), layer.top_k);
+
+    Leases leases(reads_);
+    Indices asked;
+    for (const int32_t expert : chosen) {
+        asked.push_back(layer.first_expert + expert);
+    }
+    if (!reads_.begin(layer.layer, asked, leases.hits, leases.misses)) {  // reads start before the hits compute
+        return ended(End::kClosed);
+    }
+    if (!compute_present(layer, hidden, leases.hits, !leases.misses.empty(), outcome)) {
+        return ended(End::kNoMemory);
+    }
+    const End end = compute_missing(layer, leases.misses, is_interrupted, outcome);
+    if (end != End::kDone) {
+        return ended(end);
+    }
+    combine(parts_.data(), weights_.data(), 1, static_cast<int64_t>(weights_.size()), size_, sum_.data());
+    for (int64_t i = 0; i < size_; ++i) {
+        hidden[i] += sum_[static_cast<size_t>(i)] * layer.residual_scale;
+    }
+    return outcome;
+}
+
+}  // namespace moec

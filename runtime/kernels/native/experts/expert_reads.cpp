@@ -1,0 +1,406 @@
+#include "experts/expert_reads.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "threads/clock.h"
+
+#if defined(__unix__) || defined(__APPLE__)
+#define MOEC_HAS_PREADV 1
+#include <fcntl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#endif
+
+namespace moec {
+namespace {
+
+constexpr std::chrono::milliseconds kLook{100};  // how long a wait may keep Python from its signals
+// Age from which an identity is trusted: a younger file may change again without another time stamp.
+constexpr std::chrono::seconds kSettled{2};
+
+bool is_settled(const FileIdentity& identity) {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    const int64_t now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    return identity.size_bytes >= 0 && now_ns - identity.changed_ns > std::chrono::nanoseconds(kSettled).count();
+}
+
+}  // namespace
+
+ExpertReads::ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit,
+                         std::vector<ExpertSource> sources, bool drops_pages)
+    : Residency(std::move(facts), columns, counts, capacity, pin_limit), sources_(std::move(sources)), drops_pages_(drops_pages),
+      file_of_(sources_.size()), verified_(sources_.size(), 0), addresses_(sources_.size(), nullptr), has_failed_(sources_.size(), 0) {
+    for (size_t index = 0; index < sources_.size(); ++index) {
+        const int descriptor = sources_[index].descriptor;
+        const auto found = std::find_if(files_.begin(), files_.end(), [=](const SourceFile& file) { return file.descriptor == descriptor; });
+        file_of_[index] = static_cast<size_t>(found - files_.begin());
+        if (found == files_.end()) {
+            files_.push_back({descriptor, identity_of(descriptor), 1});
+        }
+    }
+}
+
+void ExpertReads::close() {
+    const Lock lock(mutex_);
+    is_closed_ = true;
+    changed_.notify_all();
+    work_.notify_all();
+}
+
+bool ExpertReads::has_work() {
+    const Lock lock(mutex_);
+    return !demand.empty() || !advice.empty() || !warmup_.empty();
+}
+
+ExpertReads::Ledger ExpertReads::ledger() {
+    const Lock lock(mutex_);
+    return {capacity_bytes, pin_limit_bytes, used_bytes};
+}
+
+std::pair<int64_t, int64_t> ExpertReads::audit() {
+    const Lock lock(mutex_);
+    int64_t held_bytes = 0;
+    for (int64_t index = 0; index < count(); ++index) {
+        held_bytes += columns_.state[index] == kAbsent ? 0 : size(index);
+    }
+    return {used_bytes, held_bytes};
+}
+
+void ExpertReads::wake_readers() {
+    if (!demand.empty() || !advice.empty() || !warmup_.empty()) {  // a layer that only hits must not wake them
+        work_.notify_all();
+    }
+}
+
+bool ExpertReads::begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
+    const Lock lock(mutex_);
+    if (is_closed_) {
+        return false;
+    }
+    ask(layer, experts, hits, misses);
+    issue(misses);
+    wake_readers();
+    return true;
+}
+
+ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Indices& found) {
+    const int64_t start_ns = now_ns();
+    const auto end = std::chrono::steady_clock::now() + kLook;
+    Lock lock(mutex_);
+    Wait state = Wait::kAgain;
+    for (;;) {
+        const auto has_failed = [this](int64_t index) { return has_failed_[static_cast<size_t>(index)] != 0; };
+        const auto failed = std::find_if(remaining.begin(), remaining.end(), has_failed);
+        if (is_closed_) {
+            state = Wait::kClosed;
+            break;
+        }
+        if (failed != remaining.end()) {
+            counts_->stall_ns += now_ns() - start_ns;
+            found.push_back(*failed);
+            return Wait::kFailed;
+        }
+        issue(remaining);
+        wake_readers();
+        bool is_leased = false;
+        for (const int64_t index : remaining) {
+            is_leased |= columns_.is_leased[index] != 0;
+            if (columns_.is_leased[index] && columns_.state[index] == kResident && (together || found.empty())) {
+                found.push_back(index);
+            }
+        }
+        if (!found.empty()) {
+            state = Wait::kReady;
+            break;
+        }
+        if (!is_leased && !is_any_on_its_way()) {
+            state = Wait::kTooLarge;
+            break;
+        }
+        if (changed_.wait_until(lock, end) == std::cv_status::timeout) {
+            break;
+        }
+    }
+    for (const int64_t index : found) {
+        if (columns_.is_ahead[index]) {
+            count_use_of_advice(index);
+        }
+    }
+    counts_->stall_ns += now_ns() - start_ns;
+    return state;
+}
+
+// Reads that are under way, also those of a stream that was given up, make room when they end.
+bool ExpertReads::is_any_on_its_way() const {
+    return std::any_of(columns_.state, columns_.state + count(), [](uint8_t state) { return state == kQueued || state == kLoading; });
+}
+
+void ExpertReads::unlease(const Indices& indices) {
+    const Lock lock(mutex_);
+    for (const int64_t index : indices) {
+        columns_.is_leased[index] = 0;
+        has_failed_[static_cast<size_t>(index)] = 0;
+    }
+    changed_.notify_all();
+}
+
+void ExpertReads::prefetch(const Indices& indices) {
+    const Lock lock(mutex_);
+    advise(indices);
+    wake_readers();
+}
+
+void ExpertReads::warm(const Indices& indices) {
+    const Lock lock(mutex_);
+    warmup_.assign(indices.begin(), indices.end());
+    wake_readers();
+}
+
+bool ExpertReads::wait_warmed() {
+    Lock lock(mutex_);
+    return changed_.wait_for(lock, kLook, [this] { return is_closed_ || (warmup_.empty() && warming_ == 0); });
+}
+
+bool ExpertReads::resize(int64_t capacity, int64_t pin_limit) {
+    Lock lock(mutex_);
+    capacity_bytes = capacity;
+    pin_limit_bytes = pin_limit;
+    if (used_bytes <= capacity_bytes || shrink() || is_closed_) {
+        return true;
+    }
+    if (reading_ == 0 && demand.empty()) {
+        return true;  // leases alone: the caller has to end them
+    }
+    changed_.wait_for(lock, kLook);
+    return used_bytes <= capacity_bytes;
+}
+
+void ExpertReads::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare) {
+    const Lock lock(mutex_);
+    size_t count = 0;
+    for (const auto& [size, experts] : spare_) {
+        count += experts.size();
+    }
+    spare.reserve(count);  // first: where memory is refused, nothing has been taken yet
+    moved.swap(moved_);
+    for (auto& [size, experts] : spare_) {
+        for (const int64_t index : experts) {
+            addresses_[static_cast<size_t>(index)] = nullptr;
+            spare.push_back(index);
+        }
+    }
+    spare_.clear();
+}
+
+void ExpertReads::place(int64_t index, uint8_t* address) {
+    const Lock lock(mutex_);
+    addresses_[static_cast<size_t>(index)] = address;
+}
+
+// Its place is for the next of its size.
+void ExpertReads::left(int64_t index) {
+    if (addresses_[static_cast<size_t>(index)] != nullptr) {
+        spare_[size(index)].push_back(index);
+    }
+}
+
+void ExpertReads::serve(const Load& load, const Check& check) {
+    for (;;) {
+        bool is_warm = false, has_places = false, is_known = false;
+        Indices run;
+        SourceFile before{};
+        FileIdentity after;
+        std::vector<uint8_t*> addresses;
+        {
+            Lock lock(mutex_);
+            run = next_run(lock, is_warm);
+            if (run.empty()) {
+                return;
+            }
+            warming_ += is_warm;
+            change_reading(1);
+            has_places = give_places(run);
+            before = file_of(run);
+            is_known = is_verified(run, before.state);
+            for (const int64_t index : run) {
+                addresses.push_back(addresses_[static_cast<size_t>(index)]);
+            }
+        }
+        Indices failed;
+        if (!has_places || !read(run, addresses)) {
+            failed = load(run);
+            after = before.identity;  // compared by Python, if it is what it was before
+        } else if (check) {
+            after = identity_of(before.descriptor);
+            if (!is_known || !(after == before.identity)) {
+                failed = check(run, addresses);
+            }
+        }
+        const Lock lock(mutex_);
+        if (check) {
+            note_verified(run, failed, before, after);
+        }
+        change_reading(-1);
+        warming_ -= is_warm;
+        end(run, failed, is_warm);
+        changed_.notify_all();
+    }
+}
+
+bool ExpertReads::is_verified(const Indices& run, uint32_t state) const {
+    return std::all_of(run.begin(), run.end(), [=](int64_t index) { return verified_[static_cast<size_t>(index)] == state; });
+}
+
+// A run was read and compared, or needed no comparison. before: of its file when the read began.
+void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before, const FileIdentity& after) {
+    SourceFile& file = file_of(run);
+    if (!(after == before.identity)) {
+        if (!(after == file.identity)) {
+            file.identity = after;
+            ++file.state;
+        }
+        return;
+    }
+    if (is_verified(run, before.state) || !is_settled(after)) {
+        return;
+    }
+    for (const int64_t index : run) {
+        if (std::find(failed.begin(), failed.end(), index) == failed.end()) {
+            verified_[static_cast<size_t>(index)] = before.state;
+        }
+    }
+}
+
+// Wait for the most urgent read; none once closed.
+ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
+    while (!is_closed_) {
+        Indices run = next_read();
+        if (!run.empty()) {
+            return run;
+        }
+        bool had_warmup = !warmup_.empty();
+        while (!warmup_.empty()) {  // what does not fit in its turn is left out
+            const int64_t index = warmup_.front();
+            warmup_.pop_front();
+            if (fits_free(index)) {
+                begin_warm(index);
+                is_warm = true;
+                return {index};
+            }
+        }
+        if (had_warmup) {
+            changed_.notify_all();
+        }
+        work_.wait(lock);
+    }
+    return {};
+}
+
+// Whether every expert of a run has a place that a read can go to: one of its size that another has left. All or none.
+bool ExpertReads::give_places(const Indices& run) {
+    if (moved_.size() >= addresses_.size()) {
+        return false;  // Python is told what has become of places before that is more than there are experts
+    }
+    for (const int64_t index : run) {
+        const auto spare = spare_.find(size(index));
+        const int64_t wanted = std::count_if(run.begin(), run.end(), [&](int64_t other) { return size(other) == size(index); });
+        if (sources_[static_cast<size_t>(index)].view == nullptr || spare == spare_.end() || static_cast<int64_t>(spare->second.size()) < wanted) {
+            return false;
+        }
+    }
+    for (const int64_t index : run) {
+        Indices& spare = spare_[size(index)];
+        const int64_t before = spare.back();
+        spare.pop_back();
+        if (before != index) {
+            std::swap(addresses_[static_cast<size_t>(index)], addresses_[static_cast<size_t>(before)]);
+            // An expert whose own place was free as well has taken another's: both have one still.
+            moved_.emplace_back(before, index);
+            const auto own = std::find(spare.begin(), spare.end(), index);
+            if (own != spare.end()) {
+                *own = before;
+            }
+        }
+        follow(index);
+    }
+    return true;
+}
+
+// The kernels find the expert where it will be.
+void ExpertReads::follow(int64_t index) {
+    const ExpertSource& source = sources_[static_cast<size_t>(index)];
+    const uint8_t* const address = addresses_[static_cast<size_t>(index)];
+    source.view->up.data = address + source.up_bytes;
+    source.view->down.data = address + source.down_bytes;
+    source.view->gate.data = address + (source.gate_bytes < 0 ? source.up_bytes : source.gate_bytes);
+}
+
+bool ExpertReads::read(const Indices& run, const std::vector<uint8_t*>& addresses) const {
+#if defined(MOEC_HAS_PREADV)
+    std::vector<iovec> parts;
+    int64_t left_bytes = 0;
+    for (size_t i = 0; i < run.size(); ++i) {
+        const int64_t bytes = sources_[static_cast<size_t>(run[i])].size_bytes;
+        parts.push_back({addresses[i], static_cast<size_t>(bytes)});
+        left_bytes += bytes;
+    }
+    const ExpertSource& first = sources_[static_cast<size_t>(run[0])];
+    int64_t offset = first.offset_bytes;
+    size_t part = 0;
+    while (left_bytes > 0) {
+        const ssize_t count = ::preadv(first.descriptor, parts.data() + part, static_cast<int>(parts.size() - part), offset);
+        if (count < 0 && errno == EINTR) {
+            continue;
+        }
+        if (count <= 0) {
+            return false;
+        }
+        offset += count;
+        left_bytes -= count;
+        for (size_t rest = static_cast<size_t>(count); rest > 0;) {
+            const size_t step = std::min(rest, parts[part].iov_len);
+            parts[part].iov_base = static_cast<uint8_t*>(parts[part].iov_base) + step;
+            parts[part].iov_len -= step;
+            rest -= step;
+            part += parts[part].iov_len == 0;
+        }
+    }
+#if defined(POSIX_FADV_DONTNEED)
+    if (drops_pages_) {
+        ::posix_fadvise(first.descriptor, first.offset_bytes, offset - first.offset_bytes, POSIX_FADV_DONTNEED);
+    }
+#endif
+    return true;
+#else
+    static_cast<void>(run);
+    static_cast<void>(addresses);
+    return false;
+#endif
+}
+
+void ExpertReads::end(const Indices& run, const Indices& failed, bool is_warm) {
+    for (const int64_t index : run) {
+        if (std::find(failed.begin(), failed.end(), index) != failed.end()) {
+            left(index);
+            withdraw(index);
+            has_failed_[static_cast<size_t>(index)] = columns_.is_leased[index];  // for the stream that waits for it
+        } else if (is_warm) {
+            arrive_warm(index);
+            ++counts_->warm_reads;
+        } else {
+            arrive(index);
+        }
+    }
+}
+
+void ExpertReads::change_reading(int by) {
+    const int64_t now = now_ns();
+    counts_->busy_ns += reading_ > 0 ? now - last_change_ns_ : 0;
+    last_change_ns_ = now;
+    reading_ += by;
+}
+
+}  // namespace moec

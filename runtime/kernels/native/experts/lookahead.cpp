@@ -1,0 +1,75 @@
+// What the routers of later layers make of one token: norms, one product over all of them, softmax.
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#include "experts/operations.h"
+
+namespace moec {
+
+// In place, added up in the order of the experts: the same bits on every instruction set.
+static void softmax(const KernelTable& kernels, float* row, int64_t size) {
+    const float largest = *std::max_element(row, row + size);
+    for (int64_t e = 0; e < size; ++e) {
+        row[e] -= largest;
+    }
+    kernels.exp(row, size, row);
+    float total = 0.0f;
+    for (int64_t e = 0; e < size; ++e) {
+        total += row[e];
+    }
+    for (int64_t e = 0; e < size; ++e) {
+        row[e] /= total;
+    }
+}
+
+void add_bias(float* logits, const float* bias, int64_t experts) {
+    for (int64_t e = 0; bias != nullptr && e < experts; ++e) {
+        logits[e] += bias[e];
+    }
+}
+
+bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t size = routers[0].matrix->columns, experts = routers[0].matrix->rows;
+    std::unique_ptr<float[]> normed(new (std::nothrow) float[static_cast<size_t>(count * size)]);  // products take the scratch
+    if (normed == nullptr) {
+        return false;
+    }
+    const MatrixView* matrices[kMaxMatrices];
+    float* rows[kMaxMatrices];
+    for (int64_t i = 0; i < count; ++i) {
+        kernels.rms_norm(x, routers[i].norm, eps, size, normed.get() + i * size);
+        matrices[i] = routers[i].matrix;
+        rows[i] = out + i * experts;
+    }
+    if (!linears_by_row(matrices, count, normed.get(), rows)) {
+        return false;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        add_bias(rows[i], routers[i].bias, experts);
+        softmax(kernels, rows[i], experts);
+    }
+    return true;
+}
+
+std::vector<int64_t> largest(const float* values, int64_t size, int64_t count) {
+    const auto is_before = [values](int64_t one, int64_t other) {
+        if (std::isnan(values[other])) {
+            return !std::isnan(values[one]) || one < other;
+        }
+        return values[one] > values[other] || (values[one] == values[other] && one < other);
+    };
+    std::vector<int64_t> order(static_cast<size_t>(size));
+    std::iota(order.begin(), order.end(), int64_t{0});
+    const int64_t kept = std::clamp(count, int64_t{0}, size);
+    std::partial_sort(order.begin(), order.begin() + kept, order.end(), is_before);
+    order.resize(static_cast<size_t>(kept));
+    return order;
+}
+
+}  // namespace moec

@@ -1,0 +1,394 @@
+// Work is split over row blocks (products), tokens (norms, routes) or tokens and heads (attention). A split never changes a
+// result: every output value is computed by one thread, in an order that depends on its own inputs alone.
+//
+// A thread is added per kFlopsPerThread of work, since waking one costs several microseconds. Scratch belongs to the calling
+// thread and only grows: at most 96 x (1.25 K + 5.25 F) bytes for products, threads x 4 x positions floats for attention, threads x
+// E floats for routes, threads x half of the rotated features for rotations of neighbours.
+
+#include "experts/operations.h"
+
+#include <algorithm>
+
+#include "threads/scratch.h"
+#include "threads/thread_pool.h"
+
+namespace moec {
+namespace {
+
+constexpr double kFlopsPerThread = 5e5;
+constexpr double kFlopsPerExp = 30;
+constexpr int64_t kPartsPerThread = 4;  // so that a slow thread can be helped out
+constexpr double kFlopsPerPart = 4e6;     // or more parts of some 10 us: a thread waits for half of one at the end
+constexpr int64_t kPartsPerExpert = 4;  // at the end, a thread waits for half a part on average
+constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
+constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
+constexpr double kFlopsPerRounded = 8;
+
+thread_local Scratch scratch;
+
+int threads_for(double flops) {
+    const int available = thread_count();
+    const double useful = 1 + flops / kFlopsPerThread;
+    return useful < available ? static_cast<int>(useful) : available;
+}
+
+// body(begin, end) over parts of the row blocks of a matrix.
+template <class Body>
+void split_blocks(int64_t blocks, double flops, const Body& body) {
+    const int threads = threads_for(flops);
+    const int64_t units = (blocks + kBlocksPerUnit - 1) / kBlocksPerUnit;
+    const int64_t wanted = std::max(threads * kPartsPerThread, static_cast<int64_t>(flops / kFlopsPerPart));
+    const int64_t parts = threads == 1 ? 1 : std::min(units, wanted);
+    parallel_for(parts, threads, [&](int64_t part, int) {
+        const int64_t begin = part * units / parts * kBlocksPerUnit;
+        const int64_t end = std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit);
+        body(begin, end);
+    });
+}
+
+// body(expert, begin, end) over parts of the row blocks of several matrices of one size.
+template <class Body>
+void split_experts(int64_t count, int64_t blocks, double flops, const Body& body) {
+    const int threads = threads_for(flops);
+    const int64_t units = (blocks + kBlocksPerUnit - 1) / kBlocksPerUnit;
+    const int64_t parts = threads == 1 ? 1 : std::min(units, kPartsPerExpert);
+    parallel_for(count * parts, threads, [&](int64_t item, int) {
+        const int64_t part = item % parts;
+        body(item / parts, part * units / parts * kBlocksPerUnit, std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit));
+    });
+}
+
+double product_flops(const MatrixView& matrix, int64_t tokens) {
+    return 2.0 * static_cast<double>(matrix.rows) * static_cast<double>(matrix.columns) * static_cast<double>(tokens);
+}
+
+// body(matrix, begin, end) over parts of the row blocks of all matrices, as if they stood in a row.
+template <class Body>
+void split_matrices(const MatrixView* const* matrices, int64_t count, int64_t tokens, const Body& body) {
+    int64_t blocks = 0;
+    double flops = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        blocks += blocks_of(*matrices[i]);
+        flops += product_flops(*matrices[i], tokens);
+    }
+    split_blocks(blocks, flops, [&](int64_t begin, int64_t end) {
+        int64_t first = 0;  // block of the row of matrices that matrix i starts with
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t last = first + blocks_of(*matrices[i]);
+            if (begin < last && end > first) {
+                body(i, std::max(begin, first) - first, std::min(end, last) - first);
+            }
+            first = last;
+        }
+    });
+}
+
+// body(first, last, worker) over parts of the tokens.
+template <class Body>
+void split_tokens(int64_t tokens, int threads, const Body& body) {
+    const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(tokens, threads * kPartsPerThread);
+    parallel_for(parts, threads, [&](int64_t part, int worker) {
+        body(part * tokens / parts, (part + 1) * tokens / parts, worker);
+    });
+}
+
+// Whether rounded rows are multiplied each by a matrix of its own, or all by the same.
+enum class Used { kAlone, kTogether };
+
+int64_t rows_side_by_side(Used used, int64_t rows) {
+    return used == Used::kAlone || rows == 1 ? 1 : kRowsSideBySide;
+}
+
+int64_t rounded_tiles(Used used, int64_t rows, int64_t columns) {
+    const int64_t together = rows_side_by_side(used, rows);
+    return (rows + together - 1) / together * together * (columns / kColumnsPerTile);
+}
+
+// Floats that hold `rows` rounded rows: a byte per column, two floats per tile.
+int64_t rounded_floats(Used used, int64_t rows, int64_t columns) {
+    return rounded_tiles(used, rows, columns) * (kColumnsPerTile / int64_t{sizeof(float)} + 2);
+}
+
+RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t columns, float* memory) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t tiles = rounded_tiles(used, tokens, columns);
+    int8_t* codes = reinterpret_cast<int8_t*>(memory);
+    float* steps = memory + tiles * (kColumnsPerTile / int64_t{sizeof(float)});
+    float* sums = steps + tiles;
+    const RoundedRows rows{codes, steps, sums, columns, rows_side_by_side(used, tokens)};
+    split_tokens(tokens, threads_for(kFlopsPerRounded * static_cast<double>(tokens) * static_cast<double>(columns)),
+                 [&](int64_t first, int64_t last, int) {
+                     for (int64_t t = first; t < last; ++t) {
+                         const float* row = x.base + (x.index != nullptr ? x.index[t] : t) * x.stride;
+                         const int64_t place = first_tile_of(rows, t);
+                         kernels.round_row(row, columns, codes + place * kColumnsPerTile, steps + place, sums + place, rows.side_by_side);
+                     }
+                 });
+    return rows;
+}
+
+}  // namespace
+
+bool linears(const MatrixView* const* matrices, int64_t count, const float* x, int64_t tokens, float* const* outs) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t columns = matrices[0]->columns, at_once = std::min(tokens, kTokensAtOnce);
+    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
+    float* memory = rounds ? scratch.take(rounded_floats(Used::kTogether, at_once, columns)) : nullptr;
+    if (rounds && memory == nullptr && tokens > 0) {
+        return false;
+    }
+    // Tokens are taken apart for their rounded copies alone; 16-bit matrices have them all at once.
+    const int64_t step = rounds ? at_once : tokens;
+    for (int64_t first = 0; first < tokens; first += step) {
+        const int64_t now = std::min(tokens - first, step);
+        Activations inputs{{x + first * columns, columns, nullptr}, {}};
+        if (rounds) {
+            inputs.rounded = round_rows(Used::kTogether, inputs.floats, now, columns, memory);
+        }
+        split_matrices(matrices, count, now, [&](int64_t i, int64_t begin, int64_t end) {
+            const OutputRows outputs{outs[i] + first * matrices[i]->rows, matrices[i]->rows, nullptr};
+            kernels.linear(*matrices[i], inputs, now, outputs, begin, end);
+        });
+    }
+    return true;
+}
+
+bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t columns = matrices[0]->columns;
+    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
+    RoundedRows rounded{};
+    if (rounds) {
+        float* memory = scratch.take(rounded_floats(Used::kAlone, count, columns));
+        if (memory == nullptr) {
+            return false;
+        }
+        rounded = round_rows(Used::kAlone, {x, columns, nullptr}, count, columns, memory);
+    }
+    split_matrices(matrices, count, 1, [&](int64_t i, int64_t begin, int64_t end) {
+        Activations inputs{{x + i * columns, columns, nullptr}, {}};
+        if (rounds) {
+            inputs.rounded = rounded_row(rounded, i);
+        }
+        kernels.linear(*matrices[i], inputs, 1, {outs[i], matrices[i]->rows, nullptr}, begin, end);
+    });
+    return true;
+}
+
+void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 2.0 * kRowsPerBlock * static_cast<double>(matrix.columns) * static_cast<double>(count);
+    split_tokens(count, threads_for(flops), [&](int64_t first, int64_t last, int) {
+        for (int64_t i = first; i < last; ++i) {
+            kernels.dequantize_row(matrix, rows[i], out + i * matrix.columns);
+        }
+    });
+}
+
+// The bias of the down projection on row blocks [begin, end) of its outputs.
+static void add_bias(const ExpertView& expert, int64_t tokens, const OutputRows& out, int64_t begin, int64_t end) {
+    if (expert.down_bias == nullptr) {
+        return;
+    }
+    const int64_t last = std::min(end * kRowsPerBlock, expert.down.rows);
+    for (int64_t t = 0; t < tokens; ++t) {
+        float* row = out.base + (out.index != nullptr ? out.index[t] : t) * out.stride;
+        for (int64_t d = begin * kRowsPerBlock; d < last; ++d) {
+            row[d] += expert.down_bias[d];
+        }
+    }
+}
+
+bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
+    const KernelTable& kernels = active_kernels();
+    const int64_t size = expert.gate.columns, width = expert.gate.rows;
+    const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16, rounds_hidden = expert.down.bitwidth != 16;
+    const int64_t at_once = std::min(call.count, kTokensAtOnce);
+    const int64_t input_floats = rounds_input ? rounded_floats(Used::kTogether, at_once, size) : 0;
+    const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kTogether, at_once, width) : 0;
+    float* rounded_input = scratch.take(input_floats + hidden_floats + at_once * width);
+    if (rounded_input == nullptr && call.count > 0) {
+        return false;
+    }
+    float* rounded_hidden = rounded_input + input_floats;
+    float* hidden = rounded_hidden + hidden_floats;
+    for (int64_t first = 0; first < call.count; first += kTokensAtOnce) {
+        const int64_t tokens = std::min(call.count - first, kTokensAtOnce);
+        Activations inputs{{call.x, size, call.x_rows + first}, {}};
+        if (rounds_input) {
+            inputs.rounded = round_rows(Used::kTogether, inputs.floats, tokens, size, rounded_input);
+        }
+        const OutputRows hidden_rows{hidden, width, nullptr};
+        split_blocks(blocks_of(expert.gate), 2 * product_flops(expert.gate, tokens), [&](int64_t begin, int64_t end) {
+            kernels.expert_hidden(expert.gate, expert.up, expert.gating, inputs, tokens, hidden_rows, begin, end);
+        });
+        Activations hidden_inputs{{hidden, width, nullptr}, {}};
+        if (rounds_hidden) {
+            hidden_inputs.rounded = round_rows(Used::kTogether, hidden_inputs.floats, tokens, width, rounded_hidden);
+        }
+        const OutputRows outputs{call.out, expert.down.rows, call.out_rows + first};
+        split_blocks(blocks_of(expert.down), product_flops(expert.down, tokens), [&](int64_t begin, int64_t end) {
+            kernels.linear(expert.down, hidden_inputs, tokens, outputs, begin, end);
+            add_bias(expert, tokens, outputs, begin, end);
+        });
+    }
+    return true;
+}
+
+bool experts_of_token(const ExpertView* const* experts, int64_t count, const float* x, const int64_t* out_rows, float* out) {
+    if (count == 0) {
+        return true;
+    }
+    const KernelTable& kernels = active_kernels();
+    const MatrixView& first = experts[0]->gate;
+    const int64_t size = first.columns, width = first.rows;
+    bool rounds_input = false, rounds_hidden = false;
+    double flops = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        rounds_input = rounds_input || experts[i]->gate.bitwidth != 16 || experts[i]->up.bitwidth != 16;
+        rounds_hidden = rounds_hidden || experts[i]->down.bitwidth != 16;
+        flops += product_flops(first, 1);
+    }
+    const int64_t input_floats = rounds_input ? rounded_floats(Used::kAlone, 1, size) : 0;
+    const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kAlone, count, width) : 0;
+    float* rounded_input = scratch.take(input_floats + hidden_floats + count * width);
+    if (rounded_input == nullptr) {
+        return false;
+    }
+    float* rounded_hidden = rounded_input + input_floats;
+    float* hidden = rounded_hidden + hidden_floats;
+    Activations input{{x, size, nullptr}, {}};
+    if (rounds_input) {
+        input.rounded = round_rows(Used::kAlone, input.floats, 1, size, rounded_input);
+    }
+    split_experts(count, blocks_of(first), 2 * flops, [&](int64_t i, int64_t begin, int64_t end) {
+        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1, {hidden + i * width, width, nullptr},
+                              begin, end);
+    });
+    RoundedRows rounded{};
+    if (rounds_hidden) {
+        rounded = round_rows(Used::kAlone, {hidden, width, nullptr}, count, width, rounded_hidden);
+    }
+    split_experts(count, blocks_of(experts[0]->down), flops, [&](int64_t i, int64_t begin, int64_t end) {
+        Activations own{{hidden + i * width, width, nullptr}, {}};
+        if (rounds_hidden) {
+            own.rounded = rounded_row(rounded, i);
+        }
+        const OutputRows outputs{out + out_rows[i] * size, size, nullptr};
+        kernels.linear(experts[i]->down, own, 1, outputs, begin, end);
+        add_bias(*experts[i], 1, outputs, begin, end);
+    });
+    return true;
+}
+
+void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 2.0 * static_cast<double>(tokens) * static_cast<double>(top_k) * static_cast<double>(size);
+    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.combine(parts + t * top_k * size, weights + t * top_k, top_k, size, out + t * size);
+        }
+    });
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 4.0 * static_cast<double>(tokens) * static_cast<double>(size);
+    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.rms_norm(x + t * size, weight, eps, size, out + t * size);
+        }
+    });
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t tokens, int64_t size, float* out) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 7.0 * static_cast<double>(tokens) * static_cast<double>(size);
+    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.layer_norm(x + t * size, weight, bias, eps, size, out + t * size);
+        }
+    });
+}
+
+// Pairs of neighbours into halves: the first of each, then the second. spare: [half].
+static void part_pairs(float* pairs, int64_t half, float* spare) {
+    for (int64_t i = 0; i < half; ++i) {
+        spare[i] = pairs[2 * i + 1];
+        pairs[i] = pairs[2 * i];
+    }
+    std::copy(spare, spare + half, pairs + half);
+}
+
+bool rope(const RopeCall& call, int64_t tokens) {
+    const KernelTable& kernels = active_kernels();
+    const double flops = 6.0 * static_cast<double>(tokens) * static_cast<double>(call.heads) * static_cast<double>(call.half);
+    const int threads = threads_for(flops);  // asked once: another thread may change how many there are
+    float* spare = call.is_interleaved ? scratch.take(threads * call.half) : nullptr;
+    if (call.is_interleaved && spare == nullptr && call.half > 0) {
+        return false;
+    }
+    split_tokens(tokens, threads, [&](int64_t first, int64_t last, int worker) {
+        for (int64_t t = first; t < last; ++t) {
+            for (int64_t head = 0; call.is_interleaved && head < call.heads; ++head) {
+                part_pairs(call.x + (t * call.heads + head) * call.head_size, call.half, spare + worker * call.half);
+            }
+            kernels.rope(call, t);
+        }
+    });
+    return true;
+}
+
+bool attention(const AttentionCall& call, int64_t tokens) {
+    const KernelTable& kernels = active_kernels();
+    int64_t longest = 0;
+    double pairs = 0;
+    for (int64_t t = 0; t < tokens; ++t) {
+        const int64_t seen = int64_t{call.positions[t]} + 1;
+        const int64_t count = call.ends != nullptr ? call.ends[t] : call.window > 0 ? std::min(seen, call.window) : seen;
+        longest = std::max(longest, count);
+        pairs += static_cast<double>(count);
+    }
+    const int threads = threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
+    float* scores = scratch.take(threads * kMaxAttentionQueries * longest);
+    if (scores == nullptr && longest > 0) {
+        return false;
+    }
+    // Heads that share keys and values, and tokens in a row as far as there is room. A head's parts follow one another, while
+    // its keys and values are in the cache.
+    const int64_t sharing = call.heads / call.kv_heads, heads = std::min<int64_t>(sharing, kMaxAttentionQueries);
+    const int64_t runs = (sharing + heads - 1) / heads, tokens_at_once = kMaxAttentionQueries / heads;
+    const int64_t rows = (tokens + tokens_at_once - 1) / tokens_at_once;
+    parallel_for(call.kv_heads * runs * rows, threads, [&](int64_t item, int worker) {
+        const int64_t run = item / rows, head = run / runs * sharing + run % runs * heads;
+        const int64_t last = std::min(tokens, (item % rows + 1) * tokens_at_once);
+        AttentionPart part{item % rows * tokens_at_once, 0, head, std::min(heads, (run / runs + 1) * sharing - head)};
+        for (; part.first_token < last; part.first_token += part.tokens) {
+            part.tokens = 1;
+            while (part.first_token + part.tokens < last && call.slots[part.first_token + part.tokens] == call.slots[part.first_token]) {
+                ++part.tokens;
+            }
+            kernels.attention(call, part, scores + worker * kMaxAttentionQueries * longest, longest);
+        }
+    });
+    return true;
+}
+
+bool route(const RouteCall& call, int64_t tokens) {
+    const KernelTable& kernels = active_kernels();
+    const double per_expert = kFlopsPerExp + 4.0 * static_cast<double>(call.top_k);
+    const double flops = per_expert * static_cast<double>(tokens) * static_cast<double>(call.expert_count);
+    const int threads = threads_for(flops);
+    float* shares = scratch.take(threads * call.expert_count);
+    if (shares == nullptr) {
+        return false;
+    }
+    split_tokens(tokens, threads, [&](int64_t first, int64_t last, int worker) {
+        for (int64_t t = first; t < last; ++t) {
+            kernels.route(call, t, shares + worker * call.expert_count);
+        }
+    });
+    return true;
+}
+
+}  // namespace moec

@@ -1,0 +1,328 @@
+#include "experts/residency.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace moec {
+namespace {
+
+constexpr size_t kFew = 8;  // experts that are rarely all evicted at once
+
+template <class Container>
+bool contains(const Container& values, int64_t value) {
+    return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+// Where it is there once at most.
+void remove(std::deque<int64_t>& queue, int64_t value) {
+    const auto place = std::find(queue.begin(), queue.end(), value);
+    if (place != queue.end()) {
+        queue.erase(place);
+    }
+}
+
+// log2(2^x + 2^y), in the steps of numpy's logaddexp2, so that both give the same bits.
+double log_add_exp2(double x, double y) {
+    constexpr double kLog2E = 1.442695040888963407359924681001892137;
+    if (x == y) {
+        return x + 1;
+    }
+    const double most = std::max(x, y), least = std::min(x, y);
+    return most + kLog2E * std::log1p(std::exp2(least - most));
+}
+
+}  // namespace
+
+Residency::Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit)
+    : capacity_bytes(capacity), pin_limit_bytes(pin_limit), facts_(std::move(facts)), columns_(columns), counts_(counts) {
+    before_.assign(facts_.sizes.size(), -1);
+    for (int64_t index = 0; index < count(); ++index) {
+        const int64_t behind = facts_.following[static_cast<size_t>(index)];
+        if (behind >= 0) {
+            before_[static_cast<size_t>(behind)] = index;
+        }
+        columns_.state[index] = size(index) > 0 ? kAbsent : kResident;
+    }
+}
+
+void Residency::ask(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
+    pins_.erase(std::remove_if(pins_.begin(), pins_.end(), [&](int64_t pin) { return layer_of(pin) == layer; }), pins_.end());
+    const std::deque<int64_t> queued = advice;
+    for (const int64_t index : queued) {
+        if (layer_of(index) == layer && !contains(experts, index)) {  // guessed wrong
+            remove(advice, index);
+            withdraw(index);
+        }
+    }
+    ++clock_;
+    use(experts);
+    for (const int64_t index : experts) {
+        if (columns_.state[index] != kResident) {
+            misses.push_back(index);
+            continue;
+        }
+        if (columns_.is_ahead[index]) {
+            ++counts_->prefetch_hits;
+            count_use_of_advice(index);
+        }
+        columns_.is_leased[index] = 1;
+        hits.push_back(index);
+    }
+    counts_->lookups += static_cast<int64_t>(experts.size());
+    counts_->hits += static_cast<int64_t>(hits.size());
+    counts_->misses += static_cast<int64_t>(misses.size());
+}
+
+void Residency::use(const Indices& experts) {
+    for (const int64_t index : experts) {
+        columns_.heat[index] = log_add_exp2(columns_.heat[index], static_cast<double>(clock_) / facts_.half_life);
+        columns_.last_used[index] = clock_;
+        ++columns_.uses[index];
+    }
+}
+
+void Residency::issue(const Indices& waiting) {
+    Victims victims(false);
+    for (const int64_t index : waiting) {
+        if (columns_.is_leased[index]) {
+            continue;
+        }
+        const uint8_t state = columns_.state[index];
+        if (state == kAbsent) {
+            if (!make_room(size(index), victims, true)) {
+                return;
+            }
+            reserve(index);
+            demand.push_back(index);
+        } else if (state == kQueued) {
+            // Advised but not begun: now a read on demand. A stream that was given up may have left it in demand already.
+            if (contains(advice, index)) {
+                remove(advice, index);
+                columns_.is_ahead[index] = 0;
+                demand.push_back(index);
+            }
+        } else if (state == kLoading && columns_.is_ahead[index]) {
+            ++counts_->late_hits;
+        }
+        columns_.is_leased[index] = 1;
+    }
+}
+
+void Residency::advise(const Indices& indices) {
+    drop_advice();
+    Indices wanted = indices;
+    for (const int64_t index : pins_) {
+        const bool is_named = std::any_of(indices.begin(), indices.end(), [&](int64_t other) { return layer_of(other) == layer_of(index); });
+        if (!is_named && columns_.state[index] != kAbsent) {
+            wanted.push_back(index);
+        }
+    }
+    pins_ = within_pin_limit(wanted);
+    Victims victims(true);
+    const size_t own = std::min(indices.size(), pins_.size());
+    for (size_t i = 0; i < own; ++i) {
+        const int64_t index = pins_[i];
+        if (columns_.state[index] != kAbsent) {
+            continue;
+        }
+        if (!make_room(size(index), victims, false)) {
+            break;
+        }
+        reserve(index);
+        columns_.is_ahead[index] = 1;
+        advice.push_back(index);
+    }
+}
+
+Residency::Indices Residency::within_pin_limit(const Indices& indices) const {
+    int64_t pinned = 0;
+    Indices found;
+    for (const int64_t index : indices) {
+        pinned += size(index);
+        if (pinned > pin_limit_bytes) {
+            break;
+        }
+        found.push_back(index);
+    }
+    return found;
+}
+
+void Residency::drop_advice() {
+    while (!advice.empty()) {
+        const int64_t index = advice.front();
+        advice.pop_front();
+        withdraw(index);
+    }
+}
+
+Residency::Indices Residency::next_read() {
+    if (demand.empty() && advice.empty()) {
+        return {};
+    }
+    Indices run = take(demand.empty() ? advice : demand);
+    for (const int64_t index : run) {
+        columns_.state[index] = kLoading;
+    }
+    return run;
+}
+
+// The first of a queue and its neighbours that wait there too, as they lie in the file: runtime/storage/read_runs.py.
+Residency::Indices Residency::take(std::deque<int64_t>& queue) {
+    const int64_t waiting = static_cast<int64_t>(queue.size());
+    const size_t most = static_cast<size_t>((waiting + facts_.readers - 1) / facts_.readers);
+    const int64_t first = queue.front();
+    queue.pop_front();
+    std::deque<int64_t> run{first};
+    int64_t room_bytes = facts_.max_run_bytes - size(first);
+    for (const bool is_behind : {true, false}) {
+        const std::vector<int64_t>& neighbours = is_behind ? facts_.following : before_;
+        int64_t index = neighbours[static_cast<size_t>(first)];
+        while (run.size() < most && index >= 0 && size(index) <= room_bytes && contains(queue, index)) {
+            remove(queue, index);
+            is_behind ? run.push_back(index) : run.push_front(index);
+            room_bytes -= size(index);
+            index = neighbours[static_cast<size_t>(index)];
+        }
+    }
+    return Indices(run.begin(), run.end());
+}
+
+void Residency::arrive(int64_t index) {
+    const bool is_ahead = columns_.is_ahead[index] != 0;
+    ++counts_->reads;
+    counts_->bytes_read += size(index);
+    counts_->rereads += columns_.is_seen[index] != 0;
+    counts_->prefetch_reads += is_ahead;
+    columns_.prefetches[index] += is_ahead;
+    arrive_warm(index);
+}
+
+bool Residency::fits_free(int64_t index) const {
+    return columns_.state[index] == kAbsent && used_bytes + size(index) <= capacity_bytes;
+}
+
+void Residency::begin_warm(int64_t index) {
+    columns_.state[index] = kLoading;
+    used_bytes += size(index);
+}
+
+void Residency::arrive_warm(int64_t index) {
+    columns_.state[index] = kResident;
+    columns_.is_seen[index] = 1;
+}
+
+void Residency::withdraw(int64_t index) {
+    columns_.state[index] = kAbsent;
+    columns_.is_ahead[index] = 0;
+    used_bytes -= size(index);
+}
+
+void Residency::evict(int64_t index) {
+    left(index);
+    withdraw(index);
+    ++counts_->evictions;
+}
+
+void Residency::count_use_of_advice(int64_t index) {
+    columns_.is_ahead[index] = 0;
+    ++counts_->prefetch_used;
+    ++columns_.prefetches[count() + index];
+}
+
+void Residency::reserve(int64_t index) {
+    columns_.state[index] = kQueued;
+    used_bytes += size(index);
+}
+
+bool Residency::goes_before(int64_t one, int64_t other) const {
+    if (facts_.score == Score::kHeat && columns_.heat[one] != columns_.heat[other]) {
+        return columns_.heat[one] < columns_.heat[other];
+    }
+    if (facts_.score == Score::kUses && columns_.uses[one] != columns_.uses[other]) {
+        return columns_.uses[one] < columns_.uses[other];
+    }
+    if (columns_.last_used[one] != columns_.last_used[other]) {
+        return columns_.last_used[one] < columns_.last_used[other];
+    }
+    return one < other;
+}
+
+void Residency::make(Victims& victims) const {
+    victims.is_made = true;
+    for (int64_t index = 0; index < count(); ++index) {
+        if (may_go(index) && size(index) > 0) {
+            victims.order.push_back(index);
+        }
+    }
+    for (size_t i = pins_.size(); i-- > 0;) {
+        if (!contains(victims.pins, pins_[i])) {
+            victims.pins.push_back(pins_[i]);
+        }
+    }
+}
+
+int64_t Residency::next_victim(Victims& victims) const {
+    if (!victims.is_made) {
+        make(victims);
+    }
+    std::vector<int64_t>& order = victims.order;
+    while (victims.next < order.size()) {
+        if (victims.next == victims.sorted) {  // a few in order first, the rest only if they are asked for
+            victims.sorted = victims.sorted == 0 ? std::min(kFew, order.size()) : order.size();
+            std::partial_sort(order.begin() + static_cast<int64_t>(victims.next), order.begin() + static_cast<int64_t>(victims.sorted),
+                              order.end(), [this](int64_t one, int64_t other) { return goes_before(one, other); });
+        }
+        const int64_t index = order[victims.next++];
+        if (may_go(index) && !contains(victims.pins, index)) {
+            return index;
+        }
+    }
+    while (!victims.spares_pins && victims.next_pin < victims.pins.size()) {
+        const int64_t index = victims.pins[victims.next_pin++];
+        if (may_go(index) && contains(order, index)) {
+            return index;
+        }
+    }
+    return -1;
+}
+
+// Evict until need_bytes are free; demand withdraws advice first, likeliest last. False if that cannot work before leases or
+// reads end.
+bool Residency::make_room(int64_t need_bytes, Victims& victims, bool is_demand) {
+    int64_t missing = used_bytes + need_bytes - capacity_bytes;
+    while (is_demand && !advice.empty() && missing > 0) {
+        const int64_t index = advice.back();
+        advice.pop_back();
+        withdraw(index);
+        missing -= size(index);
+    }
+    Indices taken;
+    while (missing > 0) {
+        const int64_t victim = next_victim(victims);
+        if (victim < 0) {
+            return false;
+        }
+        taken.push_back(victim);
+        missing -= size(victim);
+    }
+    for (const int64_t victim : taken) {
+        evict(victim);
+    }
+    return true;
+}
+
+bool Residency::shrink() {
+    drop_advice();
+    Victims victims(false);
+    while (used_bytes > capacity_bytes) {
+        const int64_t victim = next_victim(victims);
+        if (victim < 0) {
+            return false;
+        }
+        evict(victim);
+    }
+    return true;
+}
+
+}  // namespace moec

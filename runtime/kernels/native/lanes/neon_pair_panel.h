@@ -1,0 +1,67 @@
+// The panels of products/panel.h for the matrix products of NEON: one instruction multiplies eight columns of two rows with those
+// of two tokens. Included in its place, inside the namespace of an instruction set; no include guard, for that reason.
+
+// 16 rows x up to 256 columns: codes as bytes, [tile][pair of quads][row / 4 % 2][row / 8][row % 4][8], and per tile 16 scales
+// and 16 minima.
+struct BytePanel {
+    alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
+    alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above
+};
+
+// The codes of one vector of rows in two neighbouring quads, those of a row side by side. out: of the first, in the panel.
+template <int Centre>
+MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
+    store_lanes(out, {vzip1q_u32(first.low, second.low), vzip2q_u32(first.low, second.low)});
+    store_lanes(out + kPlaneBytes, {vzip1q_u32(first.high, second.high), vzip2q_u32(first.high, second.high)});
+}
+
+// Two rows' products with two tokens, [row][token], of the four pairs of a vector -> the eight rows of one token.
+template <int Token>
+MOEC_INLINE Ints rows_of_token(const int32x4_t (&pairs)[4]) {
+    const auto pick = [](int32x4_t a, int32x4_t b) MOEC_INLINE_LAMBDA {
+        return vreinterpretq_u32_s32(Token == 0 ? vuzp1q_s32(a, b) : vuzp2q_s32(a, b));
+    };
+    return {pick(pairs[0], pairs[1]), pick(pairs[2], pairs[3])};
+}
+
+template <int Bitwidth>
+MOEC_INLINE void add_dot(TileSum<Bitwidth>& sum, Ints dot) {
+    Ints& place = Bitwidth == 8 ? sum.wide : sum.narrow;
+    place = add_int(place, dot);
+}
+
+// A tile of one panel times Tokens rows, added to their sums. codes: of the tile; x: of the tile. Of an odd number of rows the
+// last stands in for the one that is missing.
+template <int Bitwidth, int Blocks, int Tokens>
+MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x, TileSum<Bitwidth> (*products)[kVectorsPerBlock]) {
+    static_assert(Blocks == 1 && kVectorsPerBlock == 2, "sixteen rows are eight pairs");
+    static_assert(!multiplies_packed(Bitwidth), "pairs of quads come from a panel");
+    constexpr int kTokenPairs = (Tokens + 1) / 2, kRowPairs = 4, kPairColumns = 2 * kColumnsPerLane;
+    int32x4_t sums[kTokenPairs][kVectorsPerBlock][kRowPairs];
+    unroll<kTokenPairs * kVectorsPerBlock * kRowPairs>([&](auto i) MOEC_INLINE_LAMBDA {
+        constexpr int I = decltype(i)::value;
+        sums[I / (kVectorsPerBlock * kRowPairs)][I / kRowPairs % kVectorsPerBlock][I % kRowPairs] = vdupq_n_s32(0);
+    });
+    unroll<kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
+        constexpr int P = decltype(pair)::value;
+        int8x16_t inputs[kTokenPairs];
+        unroll<kTokenPairs>([&](auto j) MOEC_INLINE_LAMBDA {
+            constexpr int First = 2 * decltype(j)::value, Second = First + 1 < Tokens ? First + 1 : First;
+            inputs[decltype(j)::value] = vcombine_s8(vld1_s8(x[First] + P * kPairColumns), vld1_s8(x[Second] + P * kPairColumns));
+        });
+        unroll<kVectorsPerBlock * kRowPairs>([&](auto i) MOEC_INLINE_LAMBDA {
+            constexpr int V = decltype(i)::value / kRowPairs, R = decltype(i)::value % kRowPairs;
+            const uint8_t* place = codes[0] + (2 * P + R / 2) * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock);
+            const uint8x16_t rows = vld1q_u8(place + R % 2 * 16);
+            unroll<kTokenPairs>([&](auto j) MOEC_INLINE_LAMBDA {
+                int32x4_t& sum = sums[decltype(j)::value][V][R];
+                sum = vusmmlaq_s32(sum, rows, inputs[decltype(j)::value]);
+            });
+        });
+    });
+    unroll<Tokens * kVectorsPerBlock>([&](auto i) MOEC_INLINE_LAMBDA {
+        constexpr int I = decltype(i)::value / kVectorsPerBlock, V = decltype(i)::value % kVectorsPerBlock;
+        add_dot<Bitwidth>(products[I][V], rows_of_token<I % 2>(sums[I / 2][V]));
+    });
+}

@@ -1,0 +1,148 @@
+// Panels of bytes times sixteen tokens in the tile registers of AMX: what products/panel.h and products/byte_products.h are to other
+// instruction sets, under the same names. Included in their place, after lanes/amx_tiles.h; no include guard, for that reason.
+//
+// One instruction sums 16 rows x 32 columns x 16 tokens, which VNNI does in 128. A tile's sums go through memory to vectors of
+// rows, and are scaled there as everywhere, which is what the time goes to: after an instruction of tiles the processor issues one
+// operation on sixteen floats a cycle, not two, and a token and tile take two or, in asymmetric formats, four of them.
+
+static_assert(kVectorsPerBlock == 1 && kRoundedTokens == 16, "a row of sums is one vector, and a tile has sixteen");
+
+// 16 rows x up to 512 columns: codes as bytes, signed in symmetric formats, [tile][quad][row][4], and per tile 16 scales and
+// 16 minima.
+struct BytePanel {
+    alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
+    alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above
+};
+
+// The codes of a vector of rows in two neighbouring quads, less the centre. out: of the first, in the panel.
+template <int Centre>
+MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
+    if constexpr (Centre != 0) {
+        const Ints centre = broadcast_int(Centre * 0x01010101u);
+        first = sub_bytes(first, centre);
+        second = sub_bytes(second, centre);
+    }
+    store_lanes(out, first);
+    store_lanes(out + kPlaneBytes, second);
+}
+
+// Tile registers, of sixteen tokens and of the last, fewer ones.
+constexpr int kSums = 0, kLastSums = 1, kInputs = 2, kLastInputs = 3, kCodes = 4;
+
+// 1.5 * 2^23: its bits plus an integer of up to 2^22, which no sum of a tile exceeds, are the bits of the float that is their sum.
+constexpr float kMagic = 12582912.0f;
+constexpr uint32_t kMagicBits = 0x4B400000u;
+
+// The shapes of the tile registers while panels are multiplied with `count` tokens.
+struct PanelSession {
+    explicit PanelSession(int count) {
+        const int last = count % kRoundedTokens;
+        TileShapes shapes;
+        shapes.set(kSums, kRoundedTokens, kPlaneBytes);
+        shapes.set(kInputs, kRoundedTokens, kColumnsPerTile);
+        if (last != 0) {
+            shapes.set(kLastSums, last, kPlaneBytes);
+            shapes.set(kLastInputs, last, kColumnsPerTile);
+        }
+        shapes.set(kCodes, kQuadsPerTile, kPlaneBytes);
+        configure_tiles(shapes);
+    }
+    PanelSession(const PanelSession&) = delete;
+    PanelSession& operator=(const PanelSession&) = delete;
+    ~PanelSession() { release_tiles(); }
+};
+
+// The sums of one tile for Tokens tokens, [token][row], into `sums`.
+template <bool IsSymmetric, int Tokens>
+MOEC_INLINE void multiply_tile(const uint8_t* codes, const int8_t* inputs, int32_t* sums) {
+    constexpr bool kIsWhole = Tokens == kRoundedTokens;
+    constexpr int kSum = kIsWhole ? kSums : kLastSums, kInput = kIsWhole ? kInputs : kLastInputs;
+    tile_zero<kSum>();
+    tile_load<kInput>(inputs, kColumnsPerTile);
+    tile_load<kCodes>(codes, kPlaneBytes);
+    tile_multiply<kSum, kInput, kCodes, IsSymmetric>();
+    tile_store<kSum>(sums, kPlaneBytes);
+}
+
+#include "products/panel_step.h"
+
+// The products with groups of Tokens rows, from first + token on. Tiles are multiplied kAhead before their sums are scaled, across
+// groups, so that the latter need not wait.
+template <bool IsSymmetric, int Tokens>
+void multiply_byte_panel(const PanelStep& step, int token, int groups) {
+    constexpr int64_t kAhead = 3, kBuffers = 4, kTileCodes = kQuadsPerTile * kPlaneBytes;
+    constexpr int64_t kTileInputs = kRowsSideBySide * kColumnsPerTile;
+    alignas(64) int32_t sums[kBuffers][Tokens * kRowsPerBlock];
+    const int64_t tiles = step.tiles, all = groups * tiles;
+    const int64_t group_tiles = step.rows.columns / kColumnsPerTile;  // of a group of rows in memory
+    const RoundedRows first = rounded_row(step.rows, step.first + token);
+    // What is multiplied next: tile, panel and inputs.
+    int64_t multiplied = 0, left = tiles;
+    const uint8_t* codes = step.panels->codes;
+    const int8_t* inputs = first.codes + step.first_tile * kTileInputs;
+    const auto multiply = [&]() MOEC_INLINE_LAMBDA {
+        multiply_tile<IsSymmetric, Tokens>(codes, inputs, sums[multiplied++ % kBuffers]);
+        codes += kTileCodes;
+        inputs += kTileInputs;
+        if (--left == 0) {
+            left = tiles;
+            codes = step.panels->codes;
+            inputs += (group_tiles - tiles) * kTileInputs;
+        }
+    };
+    const uint8_t* asked = step.next->begin;  // by the first call of a step
+    const int64_t ask = token == 0 ? (step.next->end - step.next->begin + all - 1) / all : 0;
+    while (multiplied < kAhead && multiplied < all) {
+        multiply();
+    }
+    float* acc = step.acc + token * kRowsPerBlock;
+    for (int64_t scaled = 0; scaled < all; acc += Tokens * kRowsPerBlock) {
+        const int64_t tile = step.first_tile + scaled / tiles * group_tiles;
+        const float *steps = first.steps + tile * kRowsSideBySide, *totals = first.sums + tile * kRowsSideBySide;
+        Floats acc_of[Tokens];
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { acc_of[decltype(i)::value] = load(acc + decltype(i)::value * kRowsPerBlock); });
+        for (int64_t t = 0; t < tiles; ++t, ++scaled, steps += kRowsSideBySide, totals += kRowsSideBySide) {
+            if (multiplied < all) {
+                multiply();
+            }
+            for (const uint8_t* end = asked + ask; asked < end; asked += kPlaneBytes) {
+                prefetch(asked);
+            }
+            const Floats scale = load(step.panels->scales[t]), minimum = load(step.panels->scales[t] + kRowsPerBlock);
+            const Floats shift = mul(scale, broadcast(-kMagic));
+            const uint8_t* dots = reinterpret_cast<const uint8_t*>(sums[scaled % kBuffers]);
+            unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+                constexpr int I = decltype(i)::value;
+                const Ints dot = load_lanes(dots + I * kPlaneBytes);
+                Floats weighed;
+                if constexpr (IsSymmetric) {  // rounded once, as scale * sum: a scale of half precision leaves `shift` exact
+                    weighed = fma(scale, float_of(add_int(dot, broadcast_int(kMagicBits))), shift);
+                } else {
+                    weighed = fma(scale, to_float(dot), mul(minimum, broadcast(totals[I])));
+                }
+                acc_of[I] = fma(broadcast(steps[I]), weighed, acc_of[I]);
+            });
+        }
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { store(acc + decltype(i)::value * kRowsPerBlock, acc_of[decltype(i)::value]); });
+    }
+}
+
+using MultiplyBytePanels = void (*)(const PanelStep&, int token, int groups);
+
+// One routine for all bitwidths: codes are bytes by now.
+template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
+MultiplyBytePanels panels_product() {
+    static_assert(Blocks == 1, "one panel at a time");
+    return multiply_byte_panel<IsSymmetric, Tokens>;
+}
+
+inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step, int) {
+    const int groups = step.count / kRoundedTokens, whole = groups * kRoundedTokens;
+    if (groups > 0) {
+        by_tokens[kRoundedTokens](step, 0, groups);
+    }
+    if (whole < step.count) {
+        by_tokens[step.count - whole](step, whole, 1);
+    }
+}

@@ -1,0 +1,138 @@
+// The Python face of the expert cache. Types and meanings: runtime/kernels/_native.pyi.
+
+#include "python/cache_bindings.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/arguments.h"
+#include "python/bound_reads.h"
+#include "experts/mapped_faults.h"
+#include "python/vector_arguments.h"
+
+namespace moec {
+namespace {
+
+using Indices = Residency::Indices;
+
+std::pair<Indices, Indices> bind_ask(BoundReads& reads, int64_t layer, const Indices& experts) {
+    std::pair<Indices, Indices> found;
+    reads->ask(layer, reads.checked(experts), found.first, found.second);
+    return found;
+}
+
+nb::object bind_begin(BoundReads& reads, int64_t layer, const Indices& experts) {
+    std::pair<Indices, Indices> found;
+    const bool is_open = reads->begin(layer, reads.checked(experts), found.first, found.second);
+    return is_open ? nb::cast(std::move(found)) : nb::none();
+}
+
+std::pair<const char*, Indices> bind_wait(BoundReads& reads, const Indices& remaining, bool together) {
+    reads.checked(remaining);
+    Indices found;
+    ExpertReads::Wait state;
+    {
+        nb::gil_scoped_release unlocked;
+        state = reads->wait(remaining, together, found);
+    }
+    static const char* const names[] = {"ready", "again", "failed", "too large", "closed"};
+    return {names[static_cast<int>(state)], std::move(found)};
+}
+
+// load(run), check(run, addresses): which failed. They raise nothing.
+void bind_serve(BoundReads& reads, nb::callable load, nb::object check) {
+    const auto load_in_python = [&load](const Indices& run) {
+        nb::gil_scoped_acquire locked;
+        return nb::cast<Indices>(load(run));
+    };
+    const auto check_in_python = [&check](const Indices& run, const std::vector<uint8_t*>& addresses) {
+        nb::gil_scoped_acquire locked;
+        std::vector<uintptr_t> numbers;
+        for (uint8_t* const address : addresses) {
+            numbers.push_back(reinterpret_cast<uintptr_t>(address));
+        }
+        return nb::cast<Indices>(check(run, numbers));
+    };
+    const ExpertReads::Check checking = check.is_none() ? ExpertReads::Check() : check_in_python;
+    nb::gil_scoped_release unlocked;
+    reads->serve(load_in_python, checking);
+}
+
+std::pair<std::vector<std::pair<int64_t, int64_t>>, Indices> bind_take_places(BoundReads& reads) {
+    std::pair<std::vector<std::pair<int64_t, int64_t>>, Indices> found;
+    reads->take_places(found.first, found.second);
+    return found;
+}
+
+bool bind_wait_warmed(BoundReads& reads) {
+    nb::gil_scoped_release unlocked;
+    return reads->wait_warmed();
+}
+
+bool bind_resize(BoundReads& reads, int64_t capacity_bytes, int64_t pin_limit_bytes) {
+    nb::gil_scoped_release unlocked;
+    return reads->resize(capacity_bytes, pin_limit_bytes);
+}
+
+void bind_place(BoundReads& reads, int64_t index, int64_t address) {
+    reads->place(reads.checked(index), reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(address)));
+}
+
+int64_t bind_first_changed(nb::handle files) {
+    static_assert(sizeof(MappedFileState) == 5 * sizeof(int64_t));
+    const Array states(files, "files", Kind::kInt64, 2);
+    states.expect({states.size(0), 5});
+    return first_changed(states.data<const MappedFileState>(), states.size(0));
+}
+
+Indices list_of(const std::deque<int64_t>& queue) {
+    return Indices(queue.begin(), queue.end());
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& module) {
+    using namespace nanobind::literals;
+    module.def("watch_mapping", watch_mapping, "address"_a, "size_bytes"_a);
+    module.def("has_faulted", has_faulted, "watch"_a);
+    module.def("first_changed", bind_first_changed, "files"_a);
+    module.def("forget_mapping", forget_mapping, "watch"_a);
+    nb::class_<BoundReads>(module, "ExpertReads")
+        .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double, const std::string&,
+                      int64_t, int64_t, nb::list, bool>(),
+             "arrays"_a, "sizes"_a, "layers"_a, "following"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "policy"_a, "capacity_bytes"_a,
+             "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a)
+        .def_prop_ro("capacity_bytes", [](BoundReads& reads) { return reads->ledger().capacity_bytes; })
+        .def_prop_ro("pin_limit_bytes", [](BoundReads& reads) { return reads->ledger().pin_limit_bytes; })
+        .def_prop_ro("used_bytes", [](BoundReads& reads) { return reads->ledger().used_bytes; })
+        // Of the decisions below; not while readers run.
+        .def_prop_ro("demand", [](BoundReads& reads) { return list_of(reads->demand); })
+        .def_prop_ro("advice", [](BoundReads& reads) { return list_of(reads->advice); })
+        // Decisions, one by one and without a lock: for one thread.
+        .def("ask", bind_ask, "layer"_a, "experts"_a)
+        .def("issue", [](BoundReads& reads, const Indices& waiting) { reads->issue(reads.checked(waiting)); }, "waiting"_a)
+        .def("advise", [](BoundReads& reads, const Indices& indices) { reads->advise(reads.checked(indices)); }, "indices"_a)
+        .def("next_read", [](BoundReads& reads) { return reads->next_read(); })
+        .def("arrive", [](BoundReads& reads, int64_t index) { reads->arrive(reads.checked(index)); }, "index"_a)
+        .def("withdraw", [](BoundReads& reads, int64_t index) { reads->withdraw(reads.checked(index)); }, "index"_a)
+        // The cache.
+        .def("begin", bind_begin, "layer"_a, "experts"_a)
+        .def("wait", bind_wait, "remaining"_a, "together"_a)
+        .def("unlease", [](BoundReads& reads, const Indices& indices) { reads->unlease(reads.checked(indices)); }, "indices"_a)
+        .def("prefetch", [](BoundReads& reads, const Indices& indices) { reads->prefetch(reads.checked(indices)); }, "indices"_a)
+        .def("warm", [](BoundReads& reads, const Indices& indices) { reads->warm(reads.checked(indices)); }, "indices"_a)
+        .def("wait_warmed", bind_wait_warmed)
+        .def("resize", bind_resize, "capacity_bytes"_a, "pin_limit_bytes"_a)
+        .def("has_work", [](BoundReads& reads) { return reads->has_work(); })
+        .def("audit", [](BoundReads& reads) { return reads->audit(); })
+        .def("take_places", bind_take_places)
+        .def("place", bind_place, "index"_a, "address"_a)
+        .def("serve", bind_serve, "load"_a, "check"_a.none())
+        .def("close", [](BoundReads& reads) { reads->close(); });
+}
+
+}  // namespace moec

@@ -1,0 +1,280 @@
+// The Python face of a token's experts, layer by layer. Types and meanings: runtime/kernels/_native.pyi.
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "python/bound_reads.h"
+#include "python/cache_bindings.h"
+#include "experts/expert_layers.h"
+#include "python/vector_arguments.h"
+
+namespace moec {
+namespace {
+
+constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
+// The running layer's rank, number, first expert and top-k of a layer ahead; its router, norm and bias or None, or None for
+// all three and what is likely whatever the token, with its scores.
+using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, nb::object, nb::object, nb::object>;
+
+nb::object field(const nb::dict& fields, const char* name) {
+    if (!fields.contains(name)) {
+        refuse(std::string("fields: expected `") + name + "`");
+    }
+    return nb::borrow(fields[name]);
+}
+
+// nb::try_cast is noexcept: a list that memory does not suffice for would end the process.
+template <class Value>
+Value cast_or_refuse(nb::handle object, const char* name) {
+    try {
+        return nb::cast<Value>(object);
+    } catch (const nb::cast_error&) {
+        refuse(std::string(name) + ": found a value of another type");
+    }
+}
+
+template <class Value>
+Value value(const nb::dict& fields, const char* name) {
+    return cast_or_refuse<Value>(field(fields, name), name);
+}
+
+BoundReads& reads_of(nb::handle object) {
+    if (!nb::isinstance<BoundReads>(object)) {
+        refuse("reads: expected a cache of the extension");
+    }
+    return nb::cast<BoundReads&>(object);
+}
+
+// Weights of all layers, kept alive.
+class BoundLayers {
+  public:
+    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const nb::dict& rules)
+        : reads_(std::move(reads)), cache_(reads_of(reads_)) {
+        if (size < 1) {
+            refuse("size: expected at least 1, found " + std::to_string(size));
+        }
+        std::vector<ExpertLayerView> views;
+        for (nb::handle fields : layers) {
+            if (!nb::isinstance<nb::dict>(fields)) {
+                refuse("layers: expected a dictionary for each");
+            }
+            views.push_back(view_of(nb::cast<nb::dict>(fields), size));
+        }
+        const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
+        const MarginRules margins{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, margins);
+    }
+
+    // How it ended, and the expert that stood in the way; nanoseconds in norm, router and shared expert, in experts, and
+    // in the shared one alone; of the chosen experts, those that had been predicted, or -1.
+    std::tuple<const char*, int64_t, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object) {
+        const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
+        hidden.expect({1, layers_->size()});
+        const size_t index = checked(at);
+        const Turn turn(*this);
+        ExpertLayers::Outcome outcome;
+        const auto is_interrupted = [] {
+            nb::gil_scoped_acquire locked;
+            return PyErr_CheckSignals() != 0;
+        };
+        {
+            nb::gil_scoped_release unlocked;
+            outcome = layers_->run(index, hidden.data<float>(), is_interrupted);
+        }
+        if (outcome.end == ExpertLayers::End::kInterrupted) {
+            throw nb::python_error();
+        }
+        expect_memory(outcome.end != ExpertLayers::End::kNoMemory);
+        return {kEnds[static_cast<int>(outcome.end)], outcome.expert, outcome.dense_ns, outcome.experts_ns, outcome.shared_ns, outcome.predicted};
+    }
+
+    // Not while a layer runs: its results lie in these layers.
+    ExpertLayers& operator*() {
+        expect_rest();
+        return *layers_;
+    }
+
+    // Also true for a handler of a signal that interrupts a wait. Read and written under the interpreter's lock.
+    bool is_running() const { return is_running_; }
+
+  private:
+    class Turn {
+      public:
+        explicit Turn(BoundLayers& owner) : owner_(owner) {
+            owner_.expect_rest();
+            owner_.is_running_ = true;
+        }
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+        ~Turn() { owner_.is_running_ = false; }
+
+      private:
+        BoundLayers& owner_;
+    };
+
+    void expect_rest() const {
+        if (is_running_) {
+            refuse("a layer is being computed: an engine is not for several threads at once");
+        }
+    }
+
+    static void expect_size(int64_t found, int64_t expected) {
+        if (found != expected) {
+            refuse("layers: expected a stream of " + std::to_string(expected) + ", found " + std::to_string(found));
+        }
+    }
+
+    size_t checked(int64_t at) const {
+        if (at < 0 || at >= static_cast<int64_t>(layers_->count())) {
+            refuse("at: expected a layer below " + std::to_string(layers_->count()) + ", found " + std::to_string(at));
+        }
+        return static_cast<size_t>(at);
+    }
+
+    const MatrixView* matrix(nb::handle object) {
+        if (!nb::isinstance<PackedMatrix>(object)) {
+            refuse("router: expected a packed matrix");
+        }
+        held_.append(object);
+        return &nb::cast<const PackedMatrix&>(object).view;
+    }
+
+    // Null for None.
+    const float* bias(nb::handle object, int64_t size) { return object.is_none() ? nullptr : vector(object, size, "router_bias"); }
+
+    const float* vector(nb::handle object, int64_t size, const char* name = "norm") {
+        arrays_.push_back(std::make_unique<Array>(object, name, Kind::kFloat32, 1));
+        arrays_.back()->expect({size});
+        return arrays_.back()->data<const float>();
+    }
+
+    void expect_experts(int64_t first, int64_t count) const {
+        if (first < 0 || count < 0 || first + count > cache_->count()) {
+            refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " + std::to_string(first) + " to " +
+                   std::to_string(first + count));
+        }
+    }
+
+    ExpertLayerView view_of(const nb::dict& fields, int64_t size) {
+        ExpertLayerView view{};
+        view.norm = vector(field(fields, "norm"), size);
+        view.norm_eps = value<float>(fields, "norm_eps");
+        view.layer = value<int64_t>(fields, "layer");
+        view.first_expert = value<int64_t>(fields, "first_expert");
+        view.top_k = value<int64_t>(fields, "top_k");
+        view.renormalizes = value<bool>(fields, "renormalizes");
+        view.weight_scale = value<float>(fields, "weight_scale");
+        view.residual_scale = value<float>(fields, "residual_scale");
+        if (const nb::object router = field(fields, "router"); !router.is_none()) {
+            view.router = matrix(router);
+            expect_size(view.router->columns, size);
+            view.router_bias = bias(field(fields, "router_bias"), view.router->rows);
+        }
+        if (const nb::object shared = field(fields, "shared"); !shared.is_none()) {
+            view.shared = expert(shared, size);
+        }
+        take_experts(view, value<nb::list>(fields, "experts"), size);
+        for (const Ahead& ahead : value<std::vector<Ahead>>(fields, "ahead")) {
+            view.ahead.push_back(ahead_of(ahead, size));
+        }
+        expect_routers_alike(view.ahead);
+        return view;
+    }
+
+    const ExpertView* expert(nb::handle object, int64_t size) {
+        if (!nb::isinstance<Expert>(object)) {
+            refuse("experts: expected experts of the extension");
+        }
+        const ExpertView& view = nb::cast<const Expert&>(object).view;
+        expect_size(view.up.columns, size);
+        held_.append(object);
+        return &view;
+    }
+
+    void take_experts(ExpertLayerView& view, const nb::list& experts, int64_t size) {
+        const int64_t rows = view.router == nullptr ? 0 : view.router->rows, least = view.router == nullptr ? 0 : 1;
+        if (view.top_k < least || view.top_k > rows || static_cast<int64_t>(experts.size()) != rows) {
+            refuse("experts: expected " + std::to_string(rows) + ", and " + std::to_string(least) + " to as many of them chosen, found " +
+                   std::to_string(experts.size()) + " and " + std::to_string(view.top_k));
+        }
+        expect_experts(view.first_expert, rows);
+        for (nb::handle object : experts) {
+            view.experts.push_back(expert(object, size));
+            if (view.experts.back()->up.rows != view.experts[0]->up.rows) {
+                refuse("experts: expected as many features of each");
+            }
+        }
+    }
+
+    LayerAhead ahead_of(const Ahead& fields, int64_t size) {
+        const auto& [rank, layer, first, top_k, router, norm, router_bias, known_experts, known_scores] = fields;
+        auto experts = cast_or_refuse<std::vector<int64_t>>(known_experts, "ahead");
+        auto scores = cast_or_refuse<std::vector<double>>(known_scores, "ahead");
+        LayerAhead ahead{rank, layer, first, top_k, {nullptr, nullptr, nullptr}, {experts, scores}};
+        if (!router.is_none()) {
+            const MatrixView* const gate = matrix(router);
+            ahead.router = {gate, vector(norm, size), bias(router_bias, gate->rows)};
+            expect_size(gate->columns, size);
+            expect_experts(first, ahead.router.matrix->rows);
+        }
+        if (rank < 1 || layer < 0 || top_k < 1 || top_k > cache_->count() || experts.size() != scores.size()) {
+            refuse("ahead: expected a rank of at least 1, a top-k of 1 to " + std::to_string(cache_->count()) +
+                   ", and a score for each expert");
+        }
+        for (const int64_t expert : experts) {
+            expect_experts(first + expert, 1);
+        }
+        return ahead;
+    }
+
+    static void expect_routers_alike(const std::vector<LayerAhead>& ahead) {
+        int64_t count = 0, rows = 0;
+        for (const LayerAhead& each : ahead) {
+            if (each.router.matrix != nullptr) {
+                rows = count++ == 0 ? each.router.matrix->rows : rows;
+                if (each.router.matrix->rows != rows || count > kMaxMatrices) {
+                    refuse("ahead: expected at most " + std::to_string(kMaxMatrices) + " routers, of as many experts");
+                }
+            }
+        }
+    }
+
+    nb::object reads_;
+    BoundReads& cache_;
+    nb::list held_;
+    std::vector<std::unique_ptr<Array>> arrays_;
+    std::unique_ptr<ExpertLayers> layers_;
+    bool is_running_ = false;
+};
+
+nb::bytes bytes_of(const std::vector<float>& values) {
+    return nb::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
+}
+
+}  // namespace
+
+void bind_expert_layers(nb::module_& module) {
+    using namespace nanobind::literals;
+    nb::class_<BoundLayers>(module, "ExpertLayers")
+        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&>(), "reads"_a,
+             "layers"_a, "size"_a, "ahead_eps"_a, "rules"_a)
+        .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
+        .def_prop_ro("is_running", &BoundLayers::is_running)
+        .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
+        .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
+        .def("margin", [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) { return (*layers).margins().margin(running, layer, rank); },
+             "running"_a, "layer"_a, "rank"_a)
+        // Of the layer that ran last.
+        .def_prop_ro("chosen", [](BoundLayers& layers) { return (*layers).chosen; })
+        .def_prop_ro("advice", [](BoundLayers& layers) { return (*layers).advice; })
+        .def_prop_ro("logits", [](BoundLayers& layers) { return bytes_of((*layers).logits); })
+        .def_prop_ro("shares", [](BoundLayers& layers) { return bytes_of((*layers).shares); });
+}
+
+}  // namespace moec

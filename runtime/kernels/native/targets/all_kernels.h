@@ -1,0 +1,16 @@
+// All kernels of one instruction set, over the eight lanes that its file defines before this is included.
+
+#include "lanes/eight_lanes.h"
+#include "products/rounding.h"
+#include "products/steps.h"
+#include "products/linear.h"
+#include "products/tile_sums.h"
+#include "products/panel.h"
+#include "products/byte_products.h"
+#include "products/quantized.h"
+#include "products/product.h"
+#include "attention/cached_rows.h"
+#include "attention/weighing.h"
+#include "products/rows.h"
+#include "attention/cached_attention.h"
+#include "targets/table.h"

@@ -1,0 +1,65 @@
+// AVX2 kernels.
+//
+// This file alone is compiled with AVX2, FMA and F16C (CMakeLists.txt) and compiles to nothing elsewhere. Only names with
+// internal linkage may be defined here: an inline function shared with another file could be kept from this one by the
+// linker.
+
+#include "lanes/ask_for_line.h"
+#include "lanes/inlining.h"
+#include "targets/registry.h"
+
+#if defined(__AVX2__) && (defined(__FMA__) || defined(_MSC_VER))
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "targets/detect.h"
+
+namespace moec {
+namespace avx2 {
+namespace {
+
+#include "lanes/x86_lanes.h"
+
+// Products of codes up to 15 and bytes from -127 to 127: a pair is at most 3,810, so sixteen bits hold eight pairs.
+constexpr bool kHasWideProducts = false;
+using Products = __m256i;
+inline Products no_products() { return _mm256_setzero_si256(); }
+inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x)); }
+inline Ints sum_products(Products sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+constexpr int kByteCentre = 128;  // taken from codes of 8 bits, so that a pair is at most 32,512
+constexpr bool kMultipliesFractions = false;
+// sum + (code - 128) * x over the four bytes of a lane.
+inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
+    const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+#include "targets/all_kernels.h"
+
+constexpr KernelTable kTable = make_table("avx2", has_avx2);
+
+}  // namespace
+}  // namespace avx2
+
+// Called on every x86 processor: returns a constant's address, and no instruction here is a wide one.
+const KernelTable* avx2_kernels() {
+    return &avx2::kTable;
+}
+
+}  // namespace moec
+
+#else
+
+namespace moec {
+
+const KernelTable* avx2_kernels() {
+    return nullptr;
+}
+
+}  // namespace moec
+
+#endif

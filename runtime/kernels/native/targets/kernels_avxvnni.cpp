@@ -1,0 +1,71 @@
+// AVX-VNNI kernels: AVX2 with the dot product of bytes in one instruction instead of three (Alder Lake and later, which have
+// no AVX-512; Zen 5).
+//
+// This file alone is compiled with AVX-VNNI (CMakeLists.txt) and compiles to nothing elsewhere. Only names with internal
+// linkage may be defined here: an inline function shared with another file could be kept from this one by the linker.
+
+#include "lanes/ask_for_line.h"
+#include "lanes/inlining.h"
+#include "targets/registry.h"
+
+#if defined(MOEC_EMULATE_VNNI) || defined(__AVXVNNI__)
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "targets/detect.h"
+
+namespace moec {
+namespace avxvnni {
+namespace {
+
+#include "lanes/x86_lanes.h"
+#if defined(MOEC_EMULATE_VNNI)  // tests on processors without it
+#include "emulated_vnni.h"
+#endif
+
+// One instruction multiplies four codes with four bytes and adds the products in 32 bits.
+constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
+using Products = Ints;
+inline Products no_products() { return _mm256_setzero_si256(); }
+#if defined(MOEC_EMULATE_VNNI)
+inline Products add_products(Products sum, Ints codes, Ints x) { return emulated_dot_bytes(sum, codes, x); }
+#else
+inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_dpbusd_avx_epi32(sum, codes, x); }
+#endif
+inline Ints sum_products(Products sum) { return sum; }
+constexpr int kByteCentre = 0;  // codes of 8 bits are multiplied as they are
+constexpr bool kMultipliesFractions = true;  // bytes of three-valued formats as they are (products/tile_sums.h)
+inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_products(sum, codes, x); }
+
+#include "targets/all_kernels.h"
+
+#if defined(MOEC_EMULATE_VNNI)
+constexpr KernelTable kTable = make_table("avxvnni", has_avx2);
+#else
+constexpr KernelTable kTable = make_table("avxvnni", has_avxvnni);
+#endif
+
+}  // namespace
+}  // namespace avxvnni
+
+// Called on every x86 processor: returns a constant's address, and no instruction here is a wide one.
+const KernelTable* avxvnni_kernels() {
+    return &avxvnni::kTable;
+}
+
+}  // namespace moec
+
+#else
+
+namespace moec {
+
+const KernelTable* avxvnni_kernels() {
+    return nullptr;
+}
+
+}  // namespace moec
+
+#endif
