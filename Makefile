@@ -139,8 +139,8 @@ sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSa
 	    --no-deps --upgrade --target "$(SANITIZED_SITE)" -C build-dir=build/sanitize/objects \
 	    -C cmake.define.MOEC_SANITIZE=ON .
 	$(SANITIZERS) $(SANITIZED)/bin/python -m pytest -p no:cacheprovider tests/sanitized \
-	    tests/kernels --ignore tests/kernels/test_instruction_sets.py tests/runtime/test_native_cache.py \
-	    tests/runtime/test_native_residency.py tests/runtime/test_token_experts.py tests/runtime/test_token_experts_faults.py
+	    tests/kernels --ignore tests/kernels/test_instruction_sets.py tests/runtime/expert_cache/test_native_cache.py \
+	    tests/runtime/expert_cache/test_native_residency.py tests/runtime/model/test_one_call.py tests/runtime/model/test_one_call_faults.py
 	$(SANITIZERS) $(SANITIZED)/bin/python -m tests.fuzz.native $(or $(SECONDS),60) 1 build/sanitize/call
 
 gates-full: $(READY)  ## Every gate with its full counts, the slow ones, the kept inputs and all faults: hours

@@ -25,7 +25,7 @@ from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cp
 from moec.runtime.simulation.accelerator_workload import layer_ns
 from moec.runtime.simulation.recorded_advice import recorded_advice
 from moec.runtime.simulation.timeline import DeviceRates, TimedPass, Timeline, predict_steps
-from tests.runtime.test_timeline import RATES, one_token, trace_of
+from tests.runtime.simulation.test_timeline import RATES, one_token, trace_of
 
 from .conftest import memory_for
 

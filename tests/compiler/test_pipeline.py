@@ -20,7 +20,7 @@ from moec.compiler import pipeline
 from moec.compiler.families.lowering import Lowering
 from moec.compiler.request.options import Talk
 from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, TargetUnreachable
-from tests.compiler.test_device_fit import with_budget
+from tests.compiler.preflight.test_device_fit import with_budget
 from tests.tiny_compile import (
     check_bundle,
     compile_tiny,

@@ -1,7 +1,7 @@
 """G5: a compile that fails or is killed at any disk operation leaves the old bundle, a complete one, or none.
 
 Resumed, it ends in the bytes of a run that nothing interrupted. The sample takes the first, a middle and the last
-operation of every stage; durable writes themselves are swept in full in tests/compiler/test_durable.py.
+operation of every stage; durable writes themselves are swept in full in tests/compiler/workspace/test_durable.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.errors import MoecError
-from tests.compiler.faulty_disk import MODES, FaultyDisk, PowerCut
+from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, PowerCut
 from tests.gates.killed import KILLED, WAYS, WatchedDisk, compile_here, go
 from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_texts
 

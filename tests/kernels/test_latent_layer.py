@@ -1,6 +1,6 @@
 """Latent attention of a layer in one call: the bits of its steps; what does not fit is refused.
 
-Against its definition: tests/runtime/test_attention.py.
+Against its definition: tests/runtime/layers/test_attention.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // Which of N experts are absent, queued, being read or in memory, and what makes room for another: the decisions of
-// runtime/expert_cache/residency.py, which is their specification. Held to it, call by call, by tests/runtime/test_native_residency.py.
+// runtime/expert_cache/residency.py, which is their specification. Held to it, call by call, by tests/runtime/expert_cache/test_native_residency.py.
 // No storage, threads or time: the owner begins the reads, says when they end, and holds a lock where several threads ask.
 
 #pragma once

@@ -13,7 +13,7 @@ from moec.compiler.request.targets import Target
 from moec.compiler.search.baselines import BaselineResult
 from moec.compiler.search.comparison import Comparison
 from moec.manifests.errors import MissingDependency
-from tests.compiler.test_quality import mixed_plan, report
+from tests.compiler.bundle.test_quality import mixed_plan, report
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -15,7 +15,7 @@ from moec.manifests.errors import DoesNotFit
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.profiles.memory_floor import memory_option
-from tests.compiler.toy_search import BF16, toy_model
+from tests.compiler.search.toy_search import BF16, toy_model
 
 MODEL = toy_model(layers=4, experts=8, hidden=512, width=1024, vocab=32_000)
 PI = load_profile("raspberry-pi-4b-sd")

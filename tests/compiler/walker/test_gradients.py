@@ -22,7 +22,7 @@ from moec.compiler.walker.sweep import AnswerTexts, Sweep, SweepInputs
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec
-from tests.compiler.test_fisher import FAMILIES, pairs, silent
+from tests.compiler.sensitivity.test_fisher import FAMILIES, pairs, silent
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

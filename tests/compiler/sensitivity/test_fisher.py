@@ -21,7 +21,7 @@ from moec.compiler.workspace.journal import Journal
 from moec.evaluation.divergence import log_softmax, summarise_divergence
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.toy_search import toy_model
+from tests.compiler.search.toy_search import toy_model
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

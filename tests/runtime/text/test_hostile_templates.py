@@ -106,7 +106,7 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
     """Return the outcome of every case, from one process with limits."""
-    return outcomes("tests.runtime.test_hostile_templates", 2 << 30, 10)
+    return outcomes("tests.runtime.text.test_hostile_templates", 2 << 30, 10)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -19,7 +19,7 @@ from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
 from moec.runtime.simulation.timeline import DeviceRates, Timeline, predict_steps, predict_timeline, timed_pass
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
-from tests.runtime.test_simulate import MemoryStorage
+from tests.runtime.simulation.test_replay import MemoryStorage
 
 # One byte takes one nanosecond; a read waits 5 ns for its first.
 RATES = DeviceRates(storage_bytes_per_s=10**9, storage_latency_ns=5, readers=1, compute_scale=1.0)

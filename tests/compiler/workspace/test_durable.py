@@ -23,7 +23,7 @@ from moec.compiler.workspace.durable import (
     require_free_bytes,
 )
 from moec.manifests.errors import DoesNotFit, MoecError, OptionError
-from tests.compiler.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
+from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 
 OLD, NEW = b"old " * 50, b"new content " * 40
 Content = dict[str, bytes]

@@ -13,7 +13,7 @@ import pytest
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.manifests.errors import MoecError, OptionError
-from tests.compiler.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
+from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 
 
 def open_journal(

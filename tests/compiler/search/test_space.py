@@ -9,7 +9,7 @@ from moec.compiler.request.objective import ByteWeights
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.space import dense_bytes
 from moec.manifests.quant import QuantSpec
-from tests.compiler.toy_search import BF16, toy_model, toy_space
+from tests.compiler.search.toy_search import BF16, toy_model, toy_space
 
 
 def test_with_even_weights_the_cost_is_bytes() -> None:

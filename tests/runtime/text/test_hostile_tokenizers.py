@@ -268,7 +268,7 @@ HIDDEN = tuple(hidden_members())
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
     """Return the outcome of every case, from one process with limits."""
-    return outcomes("tests.runtime.test_hostile_tokenizers", 2 << 30, 20)
+    return outcomes("tests.runtime.text.test_hostile_tokenizers", 2 << 30, 20)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -10,7 +10,7 @@ from moec.compiler.request.objective import SIZE_SHARE, byte_weights, reads_deci
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.profiles.loading import load_profile
-from tests.compiler.toy_search import BF16, toy_model, toy_space
+from tests.compiler.search.toy_search import BF16, toy_model, toy_space
 
 # 2.2 GB at 8 bits: more than a Raspberry Pi has for experts, less than a Jetson.
 LARGE = toy_model(layers=6, experts=16, hidden=2048, width=3744, vocab=320)

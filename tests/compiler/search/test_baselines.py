@@ -18,7 +18,7 @@ from moec.compiler.sensitivity.exact import importance_list
 from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.toy_search import BF16, SPECS, ToyStore, ToyTrials, toy_model, uniform_number
+from tests.compiler.search.toy_search import BF16, SPECS, ToyStore, ToyTrials, toy_model, uniform_number
 
 PLAIN = replace(
     plain_plan(toy_model(), BF16, "gptq"),

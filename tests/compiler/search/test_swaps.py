@@ -16,8 +16,8 @@ from moec.compiler.search.pruning import PrunableSpace, with_pruning
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import PATIENCE, Swaps
 from moec.manifests.errors import OptionError
-from tests.compiler.test_pruning import EVEN
-from tests.compiler.toy_search import ToyTrials, noisy_kl, predicted_loss, toy_model, toy_space, uniform_number
+from tests.compiler.search.test_pruning import EVEN
+from tests.compiler.search.toy_search import ToyTrials, noisy_kl, predicted_loss, toy_model, toy_space, uniform_number
 
 SPACE = toy_space(toy_model(layers=4, experts=8))
 COST = 0.2 * SPACE.plain.expert_packed_bytes

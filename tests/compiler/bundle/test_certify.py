@@ -30,7 +30,7 @@ from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
-from tests.compiler.toy_search import estimate
+from tests.compiler.search.toy_search import estimate
 from tests.tiny_compile import save_model
 
 LOSS = Target("loss", 0.02)

@@ -30,7 +30,7 @@ from moec.evaluation.engine import Generation, GenerationRequest, Progress
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import QuantSpec
-from tests.compiler.toy_search import BF16, estimate, toy_model
+from tests.compiler.search.toy_search import BF16, estimate, toy_model
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.usefixtures("one_thread")

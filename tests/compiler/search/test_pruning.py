@@ -26,7 +26,7 @@ from moec.compiler.sensitivity.sensitivity import SensitivityTable
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.toy_search import BF16, predicted_loss, toy_model, toy_space
+from tests.compiler.search.toy_search import BF16, predicted_loss, toy_model, toy_space
 from tests.pruned_mixtral import PRUNED, save_whole, save_without
 
 LOSS = Target("loss", 0.02)

@@ -13,7 +13,7 @@ from moec.compiler.request.targets import parse_sweep
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.loss_curve import PER_LAYER, per_layer_space
 from moec.manifests.errors import OptionError
-from tests.compiler.toy_search import toy_space
+from tests.compiler.search.toy_search import toy_space
 from tests.tiny_compile import compile_tiny, save_model, save_texts
 
 LOSSES = (0.05, 0.3, 0.8)

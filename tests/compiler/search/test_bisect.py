@@ -13,7 +13,7 @@ from moec.compiler.search.space import SearchSpace
 from moec.compiler.sensitivity.trials import keeps
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
-from tests.compiler.toy_search import ITEMS, SPECS, ToyTrials, estimate, noisy_kl, toy_model, toy_space
+from tests.compiler.search.toy_search import ITEMS, SPECS, ToyTrials, estimate, noisy_kl, toy_model, toy_space
 
 SPACE = toy_space()
 

@@ -25,7 +25,7 @@ from moec.evaluation.statistics import DistributionSummary, judge
 from moec.manifests.codec import canonical_json
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.toy_search import BF16, SPECS, estimate, toy_model
+from tests.compiler.search.toy_search import BF16, SPECS, estimate, toy_model
 
 MODEL = toy_model()
 PLAIN = plain_plan(MODEL, BF16, "gptq")
