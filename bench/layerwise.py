@@ -41,7 +41,7 @@ from moec.compiler.request.options import CompileOptions
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
-from moec.profiles.device import load_profile
+from moec.profiles.loading import load_profile
 from moec.runtime.trace.statistics import peak_memory_bytes
 planning.goes_layer_by_layer = lambda *_: True
 model, data, items, quantizer, out = sys.argv[1:]

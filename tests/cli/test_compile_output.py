@@ -154,8 +154,8 @@ def test_missing_folders_are_made(invoke: Invoke, model: Path, tmp_path: Path) -
 
 CUT_OFF = """
 import os, sys
-from moec.cli import compile
-from moec.compiler import work_folder
+from moec.cli.commands import compile
+from moec.compiler.workspace import work_folder
 from moec.compiler.workspace.journal import Journal
 from moec.cli.main import cli
 place, arguments = sys.argv[1], sys.argv[2:]

@@ -36,7 +36,7 @@ import ctypes, json, mmap, random, sys
 import numpy as np
 from moec.runtime import load
 from moec.runtime.trace.statistics import peak_memory_bytes
-from moec.runtime.storage.read_storage import resident_bytes
+from moec.runtime.storage.mapped_storage import resident_bytes
 folder, budget, io, count, files = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:]
 tokens = random.Random(0)
 with load(folder, memory=budget, context=128, io=io) as engine:

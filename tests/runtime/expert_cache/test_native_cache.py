@@ -260,7 +260,8 @@ def test_each_failure_is_told_to_who_asked_for_it(
 
 ENDS = """
 import sys, time
-from moec.runtime import load, storage
+from moec.runtime import load
+from moec.runtime.storage import read_storage as storage
 slow = storage.ReadStorage.load
 def load_slowly(self, *run):
     time.sleep(0.02)

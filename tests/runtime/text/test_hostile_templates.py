@@ -169,7 +169,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
     code = (
-        "import sys; from pathlib import Path; from moec.runtime import chat; chat.MAX_TEMPLATE_CPU_S = 20\n"
+        "import sys; from pathlib import Path; from moec.runtime.text import chat; chat.MAX_TEMPLATE_CPU_S = 20\n"
         "renderer = chat.ChatRenderer(); print(renderer._process.pid, flush=True)\n"
         "with renderer: renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
     )
