@@ -18,6 +18,7 @@ from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from .counts import CacheStats
 from .residency import LOADING, RESIDENT
+from .serve_layer import serve_layer
 
 
 class StreamingCache(ABC):
@@ -76,46 +77,22 @@ class StreamingCache(ABC):
         """
         self._require_process()
         # Reads start before the hits compute, so that the two overlap.
-        hits, remaining = self._begin(layer, indices)
-        try:
-            is_to_look = bool(hits and remaining)
-            if not is_to_look:
-                self._follow(look_ahead())
-            while hits:
-                some = list(hits) if together else hits[:1]
-                yield some
-                del hits[: len(some)]
-                self._unlease(some)
-                if is_to_look:
-                    self._follow(look_ahead())
-                    is_to_look = False
-            while remaining:
-                some = self._wait_for_some(remaining, together)
-                yield some
-                remaining = [index for index in remaining if index not in some]
-                self._unlease(some)
-        finally:
-            if hits or remaining:
-                self._unlease([*hits, *remaining])
-
-    def _follow(self, advice: Sequence[int]) -> None:
-        """Older advice stands where there is none."""
-        if advice:
-            self.prefetch(advice)
+        hits, misses = self._begin(layer, indices)
+        yield from serve_layer(self, hits, misses, look_ahead, together)
 
     @abstractmethod
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """A layer asks: what is there, leased, and what is not, its reads queued as far as there is room."""
 
     @abstractmethod
-    def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
         """Block until one of the remaining experts is resident, and return it, or with `together` all that are.
 
         Reads that had no room are started as room appears.
         """
 
     @abstractmethod
-    def _unlease(self, indices: Sequence[int]) -> None:
+    def unlease(self, indices: Sequence[int]) -> None:
         """These have been computed, or will not be."""
 
     @abstractmethod

@@ -74,7 +74,7 @@ class ExpertCache(StreamingCache):
             self._wake_reader()
         return hits, misses
 
-    def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
         start_ns = time.perf_counter_ns()
         with self._changed:
             while True:
@@ -100,7 +100,7 @@ class ExpertCache(StreamingCache):
         """Reads that are under way, also those of a stream that was given up, make room when they end."""
         return bool(np.any((self._state == LOADING) | (self._state == QUEUED)))
 
-    def _unlease(self, indices: Sequence[int]) -> None:
+    def unlease(self, indices: Sequence[int]) -> None:
         with self._changed:
             for index in indices:
                 self._leases[index] = 0

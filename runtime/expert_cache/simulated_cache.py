@@ -10,6 +10,8 @@ from functools import partial
 
 import numpy as np
 
+from moec.manifests.errors import MemoryBudgetExceeded
+
 from ..storage.read_runs import ReadRuns
 from .eviction import ExpertRecords, PolicyScore, eviction_order
 from .residency import RESIDENT, Residency
@@ -70,6 +72,13 @@ class SimulatedCache(Residency):
             if self.is_ahead[index]:
                 self.count_use_of_advice(index)
         self.is_leased[list(indices)] = False
+
+    def does_not_fit(self, index: int, remedy: str) -> MemoryBudgetExceeded:
+        """Return the error of an expert that is larger than the cache."""
+        return MemoryBudgetExceeded(
+            f"an expert of {self.sizes[index]} bytes does not fit into the expert cache of {self.capacity_bytes}",
+            remedy,
+        )
 
     def _farthest_use_first(self, layer: int, candidates: np.ndarray, count: int) -> np.ndarray:
         return candidates[np.lexsort((candidates, -self._next_use[candidates]))][:count]

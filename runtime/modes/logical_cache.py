@@ -10,10 +10,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from moec.manifests.errors import MemoryBudgetExceeded
-
 from ..expert_cache.eviction import ExpertRecords, PolicyScore
-from ..expert_cache.simulated_cache import SimulatedCache
+from ..expert_cache.instant_cache import InstantCache
 
 
 class LogicalCache:
@@ -35,7 +33,7 @@ class LogicalCache:
         on_device: Collection[int] = (),
     ) -> None:
         self._on_device = frozenset(on_device)
-        self._cache = SimulatedCache(sizes, capacity_bytes, records, policy, np.empty(0, np.int64), pin_limit_bytes)
+        self._cache = InstantCache(sizes, capacity_bytes, records, policy, np.empty(0, np.int64), pin_limit_bytes)
         self._cache.fill([index for index in warm if index not in self._on_device])
 
     @property
@@ -52,28 +50,12 @@ class LogicalCache:
 
         Raises MemoryBudgetExceeded if one does not fit.
         """
-        hits, misses = self._cache.ask(layer, self._absent(experts))
-        self._cache.issue(misses)
-        self.advise(advice)
-        self._cache.unlease(hits)
-        while misses:
-            self._cache.issue(misses)
-            self._read()
-            ready = self._cache.ready(misses)
-            if not ready:
-                raise MemoryBudgetExceeded(
-                    f"an expert of {self._cache.sizes[misses[0]]} bytes does not fit into the expert cache of "
-                    f"{self._cache.capacity_bytes}",
-                    "raise `--memory` or `--expert-cache`",
-                )
-            self._cache.unlease(ready)
-            misses = [index for index in misses if index not in ready]
+        self._cache.request(layer, self._absent(experts), self._absent(advice))
 
     def advise(self, advice: Sequence[int]) -> None:
         """Experts that are read ahead, likeliest first."""
         if absent := self._absent(advice):
-            self._cache.advise(absent)
-        self._read()
+            self._cache.prefetch(absent)
 
     def begin_sequence(self) -> None:
         """What the policy counts within a sequence counts from here."""
@@ -81,8 +63,3 @@ class LogicalCache:
 
     def _absent(self, experts: Sequence[int]) -> list[int]:
         return [index for index in experts if index not in self._on_device]
-
-    def _read(self) -> None:
-        while run := self._cache.next_read():
-            for index in run:
-                self._cache.arrive(index)

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moec.manifests.errors import MemoryBudgetExceeded
-
 from ..expert_cache.counts import CacheStats
 from ..expert_cache.eviction import SCORES, ExpertRecords, PolicyScore
-from ..expert_cache.simulated_cache import SimulatedCache
+from ..expert_cache.instant_cache import InstantCache
 from ..trace.trace import Access
 
 OPTIMUM = "optimum"
@@ -44,10 +42,10 @@ def replay(
     Raises MemoryBudgetExceeded if one expert does not fit, KeyError on another name.
     """
     accesses, first_use = with_next_use(trace, len(sizes))
-    cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use)
+    cache = _ReplayedCache(sizes, capacity_bytes, records, named_score(policy), first_use)
     cache.fill(warm)
     for layer, experts, next_use in accesses:
-        _access(cache, layer, experts, next_use)
+        cache.request(layer, experts, next_use=next_use, together=False)
     return cache.stats
 
 
@@ -59,32 +57,8 @@ def named_score(policy: str | PolicyScore) -> PolicyScore | None:
     return None if policy == OPTIMUM else scores[policy]
 
 
-def _access(cache: SimulatedCache, layer: int, experts: Sequence[int], next_use: np.ndarray) -> None:
-    """One layer of one pass, reads taking no time: hits are computed first, misses in order as room appears."""
-    hits, misses = cache.ask(layer, experts, next_use)
-    _read(cache, misses)
-    cache.unlease(hits)
-    while misses:
-        _read(cache, misses)
-        ready = cache.ready(misses[:1])
-        if not ready:
-            raise does_not_fit(cache, misses[0])
-        cache.unlease(ready)
-        del misses[0]
-
-
-def _read(cache: SimulatedCache, waiting: Sequence[int]) -> None:
-    cache.issue(waiting)
-    while run := cache.next_read():
-        for index in run:
-            cache.arrive(index)
-
-
-def does_not_fit(cache: SimulatedCache, index: int) -> MemoryBudgetExceeded:
-    """What to raise when an expert has no room although nothing is leased or read."""
-    return MemoryBudgetExceeded(
-        f"an expert of {cache.sizes[index]} bytes does not fit into {cache.capacity_bytes}", "simulate a larger cache"
-    )
+class _ReplayedCache(InstantCache):
+    remedy = "simulate a larger cache"
 
 
 def with_next_use(

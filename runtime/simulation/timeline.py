@@ -18,12 +18,13 @@ import numpy as np
 from ..accelerator.cooperative import CooperationCounts
 from ..expert_cache.counts import CacheStats
 from ..expert_cache.eviction import ExpertRecords, PolicyScore
+from ..expert_cache.serve_layer import serve_layer
 from ..expert_cache.simulated_cache import SimulatedCache
 from ..storage.read_runs import ReadRuns
 from ..trace.statistics import quantile
 from ..trace.trace import Access, Trace, TracedPass
 from .accelerator_replay import ReplayedDevice, ReplayedSplit
-from .replay import does_not_fit, named_score, with_next_use
+from .replay import named_score, with_next_use
 
 _NS_PER_S = 10**9
 Advice = Callable[[TracedPass, int], Sequence[int]]
@@ -272,30 +273,13 @@ class _Run:
     def _run_experts(
         self, each: TimedPass, at: int, hits: list[int], misses: list[int], split: ReplayedSplit | None
     ) -> None:
-        """Hits, then misses as they arrive: together for one token, else one by one; shared behind the first.
-
-        Advice comes as in ExpertCache: behind the first hits where there are misses as well.
+        """Compute hits, then misses as they arrive: together for one token, else one by one; the shared expert after
+        the first.
         """
         times, shared_ns, advice = self._expert_times(each, at), each.shared_ns[at], self._absent(each.advice[at])
         is_one = each.tokens == 1 and (split is None or split.comes_together)
-        is_to_look = bool(hits and misses)
-        if not is_to_look:
-            self._advise(advice)
-        while hits:
-            some = list(hits) if is_one else hits[:1]
-            self._take(some, times, shared_ns, split)
-            del hits[: len(some)]
-            self._cache.unlease(some)
-            shared_ns = 0
-            if is_to_look:
-                self._advise(advice)
-                is_to_look = False
-        while misses:
-            ready = self._wait(misses)
-            some = ready if is_one else ready[:1]
-            self._take(some, times, shared_ns, split)
-            misses = [index for index in misses if index not in some]
-            self._cache.unlease(some)
+        for ready in serve_layer(self, hits, misses, lambda: advice, is_one):
+            self._take(ready, times, shared_ns, split)
             shared_ns = 0
         self._compute(shared_ns)
         if split is not None:
@@ -319,24 +303,28 @@ class _Run:
             self._go_on(begun_ns)
         self._compute(sum(times[expert] for expert in experts) + shared_ns)
 
-    def _advise(self, advice: Sequence[int]) -> None:
-        if advice:
-            self._cache.advise(advice)
-            self.storage.begin(self.now_ns)
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin the reads of advice, as far as storage is free."""
+        self._cache.advise(indices)
+        self.storage.begin(self.now_ns)
 
-    def _wait(self, misses: Sequence[int]) -> list[int]:
-        """Time passes until one of them can be computed."""
+    def unlease(self, indices: Sequence[int]) -> None:
+        """Release experts that have been computed."""
+        self._cache.unlease(indices)
+
+    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+        """Let time pass until a remaining expert can be computed."""
         started_ns = self.now_ns
         while True:
-            self._cache.issue(misses)
+            self._cache.issue(remaining)
             self.storage.begin(self.now_ns)
-            ready = self._cache.ready(misses)
+            ready = self._cache.ready(remaining)
             if ready:
                 self.stall_ns += self.now_ns - started_ns
-                return ready
+                return ready if together else ready[:1]
             arrived_ns = self.storage.run_to_next()
             if arrived_ns is None:
-                raise does_not_fit(self._cache, misses[0])
+                raise self._cache.does_not_fit(remaining[0], "simulate a larger cache")
             self.now_ns = arrived_ns
 
     def _compute(self, recorded_ns: float) -> None:

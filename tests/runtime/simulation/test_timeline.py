@@ -158,7 +158,7 @@ def test_an_encoder_runs_once_and_its_experts_go_first() -> None:
 
 
 def test_what_cannot_fit_is_refused() -> None:
-    with pytest.raises(MemoryBudgetExceeded, match="an expert of 100 bytes does not fit into 99"):
+    with pytest.raises(MemoryBudgetExceeded, match="an expert of 100 bytes does not fit into the expert cache of 99"):
         small([one_token([[0]])], 99)
 
 

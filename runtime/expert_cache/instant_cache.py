@@ -1,0 +1,61 @@
+"""InstantCache: a cache whose reads take no time, for decisions that must not depend on when a read ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .serve_layer import serve_layer
+from .simulated_cache import SimulatedCache
+
+
+class InstantCache(SimulatedCache):
+    """A SimulatedCache that is served like any other, each queued read ending at once."""
+
+    remedy = "raise `--memory` or `--expert-cache`"
+    """What to do about an expert that is larger than the cache."""
+
+    def request(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        advice: Sequence[int] = (),
+        next_use: np.ndarray | None = None,
+        together: bool = True,
+    ) -> None:
+        """Serve one layer of one pass.
+
+        advice: experts to read ahead, likeliest first.
+        next_use: position of the next access of each expert, int64 [len(experts)], where the policy is the optimum.
+        together: whether all experts that are resident are computed at once, as those of a single token are.
+        Raises MemoryBudgetExceeded if an expert does not fit.
+        """
+        hits, misses = self.ask(layer, experts, next_use)
+        self.issue(misses)
+        self.end_reads()
+        for _ in serve_layer(self, hits, misses, lambda: advice, together):
+            pass  # computing takes no time either
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Read experts ahead, likeliest first, as far as room and the pin limit go. Replaces older advice."""
+        self.advise(indices)
+        self.end_reads()
+
+    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+        """Return the first remaining expert that is resident; if `together`, all that are.
+
+        Raises MemoryBudgetExceeded if there is none, because no read could begin.
+        """
+        self.issue(remaining)
+        self.end_reads()
+        ready = self.ready(remaining)
+        if not ready:
+            raise self.does_not_fit(remaining[0], self.remedy)
+        return ready if together else ready[:1]
+
+    def end_reads(self) -> None:
+        """End every queued read."""
+        while run := self.next_read():
+            for index in run:
+                self.arrive(index)

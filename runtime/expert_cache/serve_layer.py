@@ -1,0 +1,71 @@
+"""The loop that serves the experts of one layer: hits while misses are read, then misses as they arrive.
+
+Every user of a cache runs this loop. `interface.py` drives it with reader threads, `instant_cache.py` with reads that
+take no time, `simulation/timeline.py` with simulated time. The extension has its own form in `native/experts/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+
+class ExpertSupply(Protocol):
+    """The operations of a cache that the loop needs."""
+
+    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+        """Return the first remaining expert that is resident; if `together`, all that are. Block until there is one."""
+        ...
+
+    def unlease(self, indices: Sequence[int]) -> None:
+        """Release experts that have been computed, or will not be."""
+        ...
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Read experts ahead, likeliest first."""
+        ...
+
+
+def serve_layer(
+    supply: ExpertSupply,
+    hits: list[int],
+    misses: list[int],
+    look_ahead: Callable[[], Sequence[int]],
+    together: bool,
+) -> Generator[list[int], None, None]:
+    """Yield each expert of a layer once, when it is resident. It stays leased until the next ones are asked for.
+
+    hits: leased experts that are resident.
+    misses: the others, their reads queued as far as there is room.
+    look_ahead: returns the experts likely to be needed next, likeliest first. It is called once, when the reads of this
+        layer are under way; if there are hits and misses, after the first hits, because its reads come after theirs.
+    together: yield all resident experts in one list, else one at a time.
+    Raises what `supply` raises. All experts are released in any case.
+    """
+    hits, misses = list(hits), list(misses)
+    looks_after_first_hits = bool(hits and misses)
+    try:
+        if not looks_after_first_hits:
+            _follow(supply, look_ahead())
+        while hits:
+            ready = list(hits) if together else hits[:1]
+            yield ready
+            del hits[: len(ready)]
+            supply.unlease(ready)
+            if looks_after_first_hits:
+                _follow(supply, look_ahead())
+                looks_after_first_hits = False
+        while misses:
+            ready = supply.wait_for_some(misses, together)
+            yield ready
+            misses = [index for index in misses if index not in ready]
+            supply.unlease(ready)
+    finally:
+        if hits or misses:
+            supply.unlease([*hits, *misses])
+
+
+def _follow(supply: ExpertSupply, advice: Sequence[int]) -> None:
+    """Replace the older advice; keep it if there is no new one."""
+    if advice:
+        supply.prefetch(advice)
