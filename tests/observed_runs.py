@@ -26,7 +26,7 @@ from moec.runtime.trace.trace import TraceRecorder
 _MODE = re.compile(
     r"mode: (?P<kind>streaming|resident), (?P<loss>.*); expert cache (?P<cache>.*), policy (?P<policy>.*), "
     r"prefetch (?P<prefetch>.*), io (?P<io>\w+), readers (?P<readers>\d+), kernels (?P<kernels>\w+), "
-    r"threads (?P<threads>\d+)"
+    r"threads (?P<threads>\d+), cache (?P<cache_kind>native|python).*, layers in (?P<layers>one call|steps).*"
 )
 _TASKS = Path("/proc/self/task")
 PATIENCE_S = 60
@@ -59,6 +59,8 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
     assert type(predictor) is (type(None) if asked["prefetch"].startswith("off") else _PREDICTORS[options.prefetch])
     assert engine.model.advisor.rule == options.prefetch_rule
     assert type(engine.cache) is cache_kind(engine, options)
+    assert parts["cache_kind"] == ("native" if isinstance(engine.cache, NativeCache) else "python"), engine.mode
+    assert parts["layers"] == ("steps" if engine.model.token_experts is None else "one call"), engine.mode
     assert reader_threads(engine) == options.readers
 
 

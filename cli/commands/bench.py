@@ -17,7 +17,7 @@ from moec.runtime.options.lossy import HALF
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
 from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
-from ..options.opening import accelerator_facts, bundle_folder, mode_text, open_engine
+from ..options.opening import accelerator_facts, bundle_folder, mode_facts, open_engine
 from ..options.paths import bundle_argument, file_option, output_option
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..simulation.traces import recorded_trace, replayed_bundle
@@ -191,7 +191,7 @@ def _tell(
             output.data(f"\n{profile_table(profile)}")
         return
     told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
-    told |= {"mode": mode_text(engine), "memory": engine.memory.to_plain()}
+    told |= mode_facts(engine) | {"memory": engine.memory.to_plain()}
     told |= {"decisions": None if counts is None else counts.to_plain(), **accelerator_facts(engine)}
     if profile:
         told["profile"] = profile

@@ -16,7 +16,7 @@ from moec.manifests.files.output_file import check_output
 
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import decisions_text, mode_sweep_option
-from ..options.opening import accelerator_facts, bundle_folder, is_bundle, mode_text
+from ..options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
 from ..options.paths import PATH, PLACE, output_option, write_json_lines
 from ..options.runtime_options import (
     ACCELERATOR_NAMES,
@@ -177,7 +177,7 @@ def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
     if isinstance(engine, BundleEngine):
         stats = engine.engine.cache.stats
         counts = engine.engine.mode_counts
-        facts |= {"mode": mode_text(engine.engine), "hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
+        facts |= mode_facts(engine.engine) | {"hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
         facts |= {} if counts is None else {"decisions": counts.to_plain()}
         facts |= accelerator_facts(engine.engine)
     return facts

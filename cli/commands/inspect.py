@@ -47,6 +47,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     from moec.profiles.memory_floor import memory_option
     from moec.runtime import kernels
     from moec.runtime.memory.budget import nominal_memory
+    from moec.runtime.model.code_path import code_path
+    from moec.runtime.options.runtime import RuntimeOptions
 
     manifest = bundle.manifest
     model, cost = manifest.model, manifest.cost
@@ -85,6 +87,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "calibration": None if manifest.calibration is None else _calibration(manifest),
         "options": manifest.options,
         "kernels": {"active": kernels.active(), "available": list(kernels.available())},
+        "code_path": code_path(manifest, RuntimeOptions()).to_plain(),
         "quality": _summary(read_quality(bundle)),
     }
 
@@ -212,10 +215,18 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
             f"{size(sizes['minimum_expert_bytes'])} for experts",
         ),
         ("kernels", f"{facts['kernels']['active']} (available: {', '.join(facts['kernels']['available'])})"),
+        ("runs with", _code_path_line(facts["code_path"])),
         ("calibration", _calibration_line(facts["calibration"])),
     ]
     parts = (output.facts(pairs), _formats_table(facts), heat_map(facts["formats"]["bits"]))
     return "\n\n".join(parts)
+
+
+def _code_path_line(path: dict[str, Any]) -> str:
+    from moec.runtime.model.code_path import CodePath
+
+    text = CodePath(path["why_not_native"], path["why_not_one_call"]).to_text()
+    return f"{text}, if options are left at their defaults"
 
 
 def _against_16_bit(packed: int, full: int) -> str:

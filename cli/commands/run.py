@@ -11,7 +11,7 @@ from moec.manifests.errors import OptionError
 
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import decisions_text, say_decisions
-from ..options.opening import accelerator_facts, mode_text, open_engine
+from ..options.opening import accelerator_facts, mode_facts, open_engine
 from ..options.paths import bundle_argument
 from ..options.prompts import RunPrompt
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
@@ -131,7 +131,7 @@ def _print_beams(engine: Engine, tokens: list[int], max_new_tokens: int, options
         {"text": text, "token_ids": list(beam.tokens), "score": beam.score}
         for text, beam in zip(texts, found, strict=True)
     ]
-    told = {"beams": beams, "mode": mode_text(engine), "memory": engine.memory.to_plain()}
+    told = {"beams": beams, **mode_facts(engine), "memory": engine.memory.to_plain()}
     told |= {} if engine.mode_counts is None else {"decisions": engine.mode_counts.to_plain()}
     output.data_json({**told, **accelerator_facts(engine)})
 
@@ -162,7 +162,7 @@ def _generate(
         "text": "".join(pieces),
         "token_ids": ids,
         "finish_reason": reason,
-        "mode": mode_text(engine),
+        **mode_facts(engine),
         "memory": engine.memory.to_plain(),
         "statistics": statistics.to_plain(),
         **({} if engine.mode_counts is None else {"decisions": engine.mode_counts.to_plain()}),

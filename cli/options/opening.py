@@ -61,9 +61,9 @@ def accelerator_facts(engine: Engine) -> dict[str, Any]:
     return {} if used is None else {"accelerator": used.to_plain()}
 
 
-def mode_text(engine: Engine) -> str:
-    """What is on, as a value of `--json`."""
-    return engine.mode.removeprefix("mode: ")
+def mode_facts(engine: Engine) -> dict[str, Any]:
+    """Return what is on and which code it takes, for `--json`."""
+    return {"mode": engine.mode.removeprefix("mode: "), "code_path": engine.code_path.to_plain()}
 
 
 def is_bundle(path: Path) -> bool:

@@ -129,26 +129,37 @@ def _cuda(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """The side of the processor, as it is before the cache begins to read.
+
+    records: calibration frequencies of the experts.
+    is_in_host: whether the bytes of a stored expert are in memory now.
+    """
+
+    model: Model
+    kv: KVCache
+    storage: ExpertStorage
+    records: ExpertRecords
+    is_in_host: Callable[[int], bool]
+
+
 def start_cooperation(
     opened: OpenedAccelerator,
     manifest: BundleManifest,
     options: RuntimeOptions,
-    model: Model,
-    kv: KVCache,
-    storage: ExpertStorage,
-    records: ExpertRecords,
-    is_in_host: Callable[[int], bool],
+    host: HostParts,
 ) -> CooperativeExperts:
     """Measure latencies, then bring dense weights and the most popular experts to the device.
 
-    Call before the cache begins to read. is_in_host: what it has. Raises MemoryBudgetExceeded, and as
+    Call before the cache begins to read. Raises MemoryBudgetExceeded, and as
     `ExpertStorage.load`; AcceleratorUnavailable where the device has less memory than it said.
     """
-    experts = model.experts
+    model, storage, experts = host.model, host.storage, host.model.experts
     count = len(manifest.experts)
-    ranked = np.argsort(-records.frequency[:count], kind="stable").tolist()
+    ranked = np.argsort(-host.records.frequency[:count], kind="stable").tolist()
     order = [index for index in ranked if opened.sizes[index]]  # of the others nothing is stored
-    dense, dense_latency = _bring_dense(opened, options, model, kv)
+    dense, dense_latency = _bring_dense(opened, options, model, host.kv)
     try:
         on_device, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
         placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, on_device)
@@ -160,7 +171,7 @@ def start_cooperation(
     latency = measure_bundle(device, experts, opened.sizes, storage)
     residents = bring(device, placement, experts, storage)
     kept = {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}
-    known = (placement, residents, latency, options.cooperation, is_in_host, kept)
+    known = (placement, residents, latency, options.cooperation, host.is_in_host, kept)
     found = CooperativeExperts(device, experts, opened.sizes, *known)
     found.dense, found.dense_latency, found.dense_note = dense, dense_latency, opened.dense_note
     return found

@@ -5,7 +5,6 @@ Prefill and decode are the same pass over a flat batch of tokens; what differs i
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,37 +13,25 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from moec.manifests.bundle import TABLES_NAME
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
-from .. import kernels
-from ..accelerator import open_accelerator
-from ..bundle.opening import Bundle, open_bundle, verify_files
-from ..expert_cache.bound_experts import bind_experts
-from ..expert_cache.eviction import bundle_records, policy_score, warm_order
-from ..expert_cache.native_cache import open_cache
+from ..bundle.opening import Bundle, open_bundle
 from ..layers.kv_cache import KVCache
-from ..memory.budget import MemoryPlan, plan_memory, require_memory_for_manifest
-from ..memory.elastic_cache import ElasticCache
-from ..model.dense_weights import load_dense
-from ..model.forward import Model
-from ..modes.choice import ModeCounts, PassChoice, Versions, low_version_indices
-from ..modes.decoder import LossyDecoder, check_modes
-from ..modes.logical_cache import LogicalCache
-from ..options.runtime import MAX_THREADS, RuntimeOptions
-from ..prefetch.predictors import make_predictor
-from ..storage.interface import page_bytes
-from ..storage.opening import open_storage
+from ..memory.budget import require_memory_for_manifest
+from ..model.code_path import code_path
+from ..modes.choice import ModeCounts, PassChoice
+from ..options.runtime import RuntimeOptions
 from ..text.sampling import Sampler, SamplingOptions
-from ..text.streaming_text import StopTexts, TextStream, load_tokenizer
+from ..text.streaming_text import StopTexts, TextStream
 from ..text.token_ids import checked_ids
 from .exclusive_use import ExclusiveUse, exclusively
 from .generation_step import FinishReason, GenerationStep
-from .mode_line import mode_line
+from .mode_line import CacheUse, mode_line
+from .opening import open_parts
 
 if TYPE_CHECKING:
-    from ..accelerator.cooperative import CooperativeExperts
+    pass
 
 _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
@@ -74,75 +61,22 @@ class Engine:
     def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
         """closes_bundle: with the engine, also where it cannot be opened; else it is the caller's to close."""
         self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
-        self.accelerator: CooperativeExperts | None = None
         self._closes_bundle = closes_bundle
         try:
-            self._open(bundle, options)
-        except BaseException:  # what is open already has no other owner
-            for part in ("cache", "_storage"):
-                if (opened := getattr(self, part, None)) is not None:
-                    opened.close()
+            parts = open_parts(bundle, options)
+        except BaseException:
             if closes_bundle:
                 bundle.close()
             raise
-
-    def _open(self, bundle: Bundle, options: RuntimeOptions) -> None:
-        manifest = bundle.manifest
-        kernels.require(manifest.required_cpu_features)
-        if options.verify:
-            verify_files(bundle, (TABLES_NAME,))
-        opened = open_accelerator(manifest, options)  # first: what it takes of the memory counts
-        host_bytes = 0 if opened is None else opened.host_bytes
-        plan_memory(manifest, options, host_bytes)  # by the size of the tokenizer, before it is loaded
-        self.tokenizer = load_tokenizer(bundle, options.verify)
-        self.memory: MemoryPlan = plan_memory(manifest, options, host_bytes)  # by what it has become
-        kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
-        modes, stored = options.modes, manifest.stored_experts
-        check_modes(modes, manifest.model, len(manifest.low_experts))
-        sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
-        count = len(manifest.experts)
-        self._holds_all = int(sizes[:count].sum()) <= self.memory.cache_bytes
-        # What is read ahead may not depend on what this process takes, where decisions go by it.
-        held_bytes = self.memory.logical_cache_bytes if modes.reads_cache else self.memory.cache_bytes
-        is_guessing = int(sizes[:count].sum()) > held_bytes
-        tables = bundle.tables(has_paths=is_guessing and options.prefetch == "path")
-        self._records = records = bundle_records(bundle, tables, stored)
-        pin_limit = self.memory.cache_bytes - manifest.cost.minimum_expert_bytes
-        self._storage = open_storage(bundle, options.io, options.verify, self.memory.cache_bytes)
-        with self._storage.made_ready(is_wanted=options.cache_state == "warm"):  # a warm start fills all of it
-            dense = load_dense(bundle, options.verify)
-            bound = bind_experts(bundle, stored, self._storage, dense)
-            self.cache = open_cache(self._storage, bound, sizes, self.memory.cache_bytes, records, options, pin_limit)
-            self.kv = KVCache(manifest.model, options.slots, self.memory.context, options.kv)
-            self.model = Model(bundle, dense, bound.experts, self.cache, self.memory.context)
-        if is_guessing:
-            self.model.advisor.predictor = make_predictor(
-                options.prefetch, tables, manifest.model, self.model.router_norms(), self.model.routers()
-            )
-        is_elastic = self.memory.budget_bytes is not None and options.expert_cache is None and not self._holds_all
-        self._sequence, self._on_host = 0, (self.model.dense_part, self.kv)
-        self.model.advisor.set_options(options, self._is_at_hand)
-        self.model.bind_token_experts()
-        self._elastic = ElasticCache(manifest, self.memory, options, self.cache) if is_elastic else None
-        if opened is not None:
-            from ..accelerator.opening import start_cooperation
-
-            args = (opened, manifest, options, self.model, self.kv, self._storage, records, self.cache.has)
-            self.model.accelerator = self.accelerator = start_cooperation(*args)
+        self.tokenizer, self.memory = parts.tokenizer, parts.memory
+        self.storage, self.cache, self.records = parts.storage, parts.cache, parts.records
+        self.model, self.kv = parts.model, parts.kv
+        self.lossy, self.accelerator = parts.lossy, parts.accelerator
+        self._experts, self._elastic = parts.experts, parts.elastic
+        self.code_path = code_path(bundle.manifest, options, parts.experts.reads_ahead)
+        self._sequence, self.dense_on_host = 0, (self.model.dense_part, self.kv)
+        if self.accelerator is not None:
             self.place_dense(on_device=self.accelerator.dense is not None)
-        order = warm_order(records).tolist() if options.cache_state == "warm" else []
-        warm = self.model.absent_first([index for index in order if index < count])  # low versions come with a miss
-        self.cache.warm(warm)
-        self.lossy = None
-        if not modes.is_lossless:
-            score = policy_score(options.policy, options.policy_weights)
-            limits = (sizes, held_bytes, records, score, held_bytes - manifest.cost.minimum_expert_bytes, warm)
-            on_device = () if self.accelerator is None else self.accelerator.placement.resident
-            logical = LogicalCache(*limits, on_device) if modes.reads_cache else None
-            versions = Versions(self.model.first_expert, low_version_indices(manifest))
-            self.lossy = LossyDecoder(modes, self.model, versions, logical)
-            if logical is not None:  # then what is advised must not depend on arrival either
-                self.model.advisor.holds = logical.holds
 
     def __enter__(self) -> Engine:
         return self
@@ -157,7 +91,7 @@ class Engine:
         if self.accelerator is not None:
             self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
             self.accelerator.close()
-        self._storage.close()
+        self.storage.close()
         if self._closes_bundle:
             self.bundle.close()
 
@@ -170,15 +104,11 @@ class Engine:
         dense = None if self.accelerator is None else self.accelerator.dense
         if on_device and dense is None:
             raise OptionError("no accelerator holds the dense weights", "add `--accelerator-dense device`")
-        part, kv = (dense.part, dense.kv) if on_device and dense is not None else self._on_host
+        part, kv = (dense.part, dense.kv) if on_device and dense is not None else self.dense_on_host
         self.model.dense_part, self.kv = part, kv
         if self.accelerator is not None:
             self.accelerator.uses_dense = on_device
         self._sequence += 1
-
-    def _is_at_hand(self, index: int) -> bool:
-        """Whether a stored expert need not be read."""
-        return self.cache.holds(index) or not self.model.absent([index])
 
     def decoding_cache_bytes(self, positions: int) -> int:
         """The experts' share while one sequence of so many positions is decoded."""
@@ -189,8 +119,8 @@ class Engine:
     @property
     def mode(self) -> str:
         """One line that says what is on."""
-        grows = self._elastic is not None
-        line = mode_line(self.bundle.manifest, self.options, self.memory, self._storage.mode, self._holds_all, grows)
+        kind = CacheUse(self.storage.mode, self._experts.holds_all, self._elastic is not None)
+        line = mode_line(self.bundle.manifest, self.options, self.memory, kind, self.code_path)
         return line if self.accelerator is None else f"{line}; {self.accelerator.mode}"
 
     @property
@@ -270,7 +200,7 @@ class Engine:
 
         Policies that count within a sequence begin anew, also where others go on beside it.
         """
-        self._records.begin_sequence()
+        self.records.begin_sequence()
         if self.lossy is not None:
             self.lossy.begin_sequence()
         self._sequence += 1
@@ -358,8 +288,8 @@ class Engine:
         )
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
-        if self._storage.mode == "mmap":
-            self._storage.end_pass()
+        if self.storage.mode == "mmap":
+            self.storage.end_pass()
         return result
 
     @exclusively

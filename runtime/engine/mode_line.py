@@ -1,26 +1,43 @@
-"""The `mode:` line: what is on in a run."""
+"""The `mode:` line: what is on in a run, and which code it takes."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from moec.manifests.bundle import BundleManifest
 
 from .. import kernels
 from ..memory.budget import MemoryPlan
+from ..model.code_path import CodePath
 from ..options.runtime import RuntimeOptions
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """How the expert cache of a run is filled.
+
+    io: how experts are read: `direct`, `buffered` or `mmap`.
+    holds_all: whether all experts fit.
+    grows: whether it takes what short sequences leave of the budget.
+    """
+
+    io: str
+    holds_all: bool
+    grows: bool
+
+
 def mode_line(
-    manifest: BundleManifest, options: RuntimeOptions, memory: MemoryPlan, io: str, holds_all: bool, grows: bool
+    manifest: BundleManifest, options: RuntimeOptions, memory: MemoryPlan, use: CacheUse, path: CodePath
 ) -> str:
-    """One line. io: how storage is read; grows: whether the cache takes what short sequences leave of the budget."""
+    """Return the line."""
     share = min(memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
     weights = f" {options.policy_weights}" if options.policy_weights else ""
-    advice = "off (all fit)" if holds_all else options.prefetch_text
+    advice = "off (all fit)" if use.holds_all else options.prefetch_text
     return (
-        f"mode: {'resident' if holds_all else 'streaming'}, {_loss_text(options, memory)}; expert cache "
-        f"{'from ' if grows else ''}{memory.cache_bytes / 2**20:.1f} MiB ({share:.0%} of experts), "
-        f"policy {options.policy}{weights}, prefetch {advice}, io {io}, readers {options.readers}, "
-        f"kernels {kernels.active()}, threads {kernels.threads()}"
+        f"mode: {'resident' if use.holds_all else 'streaming'}, {_loss_text(options, memory)}; expert cache "
+        f"{'from ' if use.grows else ''}{memory.cache_bytes / 2**20:.1f} MiB ({share:.0%} of experts), "
+        f"policy {options.policy}{weights}, prefetch {advice}, io {use.io}, readers {options.readers}, "
+        f"kernels {kernels.active()}, threads {kernels.threads()}, {path.to_text()}"
     )
 
 

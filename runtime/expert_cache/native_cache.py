@@ -44,12 +44,24 @@ def open_cache(
     pin_limit_bytes: int,
 ) -> StreamingCache:
     """A NativeCache where it can be one, else an ExpertCache, which decides alike. Sizes and limits as in both."""
-    is_known = options.policy in NATIVE_POLICIES and not records.encoder_layers and options.accelerator is None
-    if is_known and isinstance(storage, ReadStorage) and kernels.compiled() is not None:
+    if why_not_native(options, bool(records.encoder_layers)) is None and isinstance(storage, ReadStorage):
         limits = (sizes, capacity_bytes, records, options.policy, pin_limit_bytes, options.readers)
         return NativeCache(storage, experts, *limits)
     score = policy_score(options.policy, options.policy_weights)
     return ExpertCache(storage, sizes, capacity_bytes, records, score, pin_limit_bytes, options.readers)
+
+
+def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
+    """Return why a run cannot have a NativeCache, in a few words; None if it can."""
+    if kernels.compiled() is None:
+        return f"kernels {kernels.active()}"
+    if options.accelerator is not None:
+        return "an accelerator"
+    if has_encoder:
+        return "an encoder"
+    if options.policy not in NATIVE_POLICIES:
+        return f"policy {options.policy}"
+    return "io mmap" if options.io == "mmap" else None
 
 
 class NativeCache(StreamingCache):
@@ -126,7 +138,7 @@ class NativeCache(StreamingCache):
         try:
             self._start_readers()
         except BaseException:
-            self._unlease([*hits, *misses])
+            self.unlease([*hits, *misses])
             raise
         return hits, misses
 
@@ -134,7 +146,7 @@ class NativeCache(StreamingCache):
         if kernels.compiled() is None:  # the reference does not see where experts have moved
             raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
 
-    def _wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
         while True:
             self._start_readers()
             state, found = self._reads.wait(remaining, together)
@@ -149,7 +161,7 @@ class NativeCache(StreamingCache):
             return self._closed_error()
         return self._too_large_error(index) if state == "too large" else self._failures[index]
 
-    def _unlease(self, indices: Sequence[int]) -> None:
+    def unlease(self, indices: Sequence[int]) -> None:
         self._reads.unlease(indices)
 
     def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]) -> Any:

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from moec.manifests.bundle import BundleManifest
 from moec.manifests.model import ExpertsSpec, ModelSpec
 
 from .. import kernels
 from ..bundle.opening import Bundle
 from ..expert_cache.interface import StreamingCache
+from ..expert_cache.native_cache import NativeCache
 from ..layers.attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_block
 from ..layers.cross_attention import CrossAttention
 from ..layers.kv_cache import KVCache
@@ -24,6 +26,7 @@ from ..layers.relative_bias import bias_by_distance
 from ..layers.rotary import RotaryTables
 from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
+from ..options.runtime import RuntimeOptions
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import ExpertChoice, PassState
 from ..prefetch.quality import LayerAdvice, PrefetchQuality
@@ -31,7 +34,7 @@ from ..trace.statistics import PhaseTimes
 from ..trace.trace import TraceRecorder
 from .expert_offload import ExpertOffload
 from .expert_requests import choose_experts
-from .one_call import ModelLayers, TokenExperts, bind_token_experts
+from .one_call import ModelLayers, TokenExperts, why_not_one_call
 
 
 def _relative_biases(model: ModelSpec, dense: dict[str, Any], context: int) -> dict[bool, np.ndarray]:
@@ -121,10 +124,18 @@ class Model:
         """What prefetching was worth so far."""
         return self.prefetch_quality.layers(self._first_expert, self._cache.prefetches)
 
-    def bind_token_experts(self) -> None:
-        """Let tokens alone take one call a layer, where that can be; once it is known what is read ahead."""
-        layers = ModelLayers(self.spec, self.router_norms(), self._routers, self.experts, self.shared_experts)
-        self.token_experts = bind_token_experts(layers, self._cache, self.advisor)
+    def bind_one_call(self, manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> None:
+        """Let a single token take one call of the extension per layer, if it can. Call it after the advisor is set.
+
+        reads_ahead: whether some experts have to be read while tokens are decoded.
+        """
+        if why_not_one_call(manifest, options, reads_ahead) is None and isinstance(self._cache, NativeCache):
+            layers = ModelLayers(self.spec, self.router_norms(), self._routers, self.experts, self.shared_experts)
+            self.token_experts = TokenExperts(layers, self._cache, self.advisor)
+
+    def needs_no_read(self, index: int) -> bool:
+        """Whether a stored expert is in memory, on its way, or on an accelerator."""
+        return self._cache.holds(index) or not self.absent([index])
 
     def router_norms(self) -> list[Norm]:
         """The norms in front of the routers, of every layer."""

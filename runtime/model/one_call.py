@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from moec.manifests.model import ModelSpec
+from moec.manifests.bundle import BundleManifest
+from moec.manifests.model import LayerSpec, ModelSpec
 
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
-from ..expert_cache.native_cache import NativeCache
+from ..expert_cache.native_cache import NativeCache, why_not_native
 from ..layers.norms import Norm
 from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
+from ..options.runtime import RuntimeOptions
 from ..prefetch.advisor import Advisor, Following
 from ..prefetch.margins import RULES
 from ..prefetch.predictors import LookaheadPredictor
@@ -145,14 +147,20 @@ class TokenExperts:
         return *place, _native(router.matrix), norm, router.bias, [], []
 
 
-def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:
-    """None where the extension does not know the model, the cache or the way in which experts are read ahead."""
-    norms, spec = layers.norms, layers.spec
-    is_known = all(_is_known(layers, at) for at in range(spec.num_layers)) and spec.encoder is None
-    is_known = is_known and all(norm.bias is None and norm.eps == norms[0].eps for norm in norms)
-    if not is_known or not _is_advice_known(spec, advisor) or not isinstance(cache, NativeCache):
-        return None
-    return TokenExperts(layers, cache, advisor)
+def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> str | None:
+    """Return why a token cannot take one call of the extension per layer, in a few words; None if it can.
+
+    reads_ahead: whether some experts have to be read while tokens are decoded.
+    """
+    model = manifest.model
+    reason = why_not_native(options, model.encoder is not None)
+    if reason is None and not options.modes.is_lossless:
+        reason = "a lossy mode"
+    if reason is None and model.norm == "layer":
+        reason = "layer norms"
+    for layer, pruned in zip(model.layers, manifest.pruned_experts, strict=True):
+        reason = reason or _why_not_layer(layer, bool(pruned))
+    return reason or (_why_not_advice(model, options) if reads_ahead else None)
 
 
 def _bound_to(cache: StreamingCache, advisor: Advisor) -> tuple[Any, ...]:
@@ -160,22 +168,28 @@ def _bound_to(cache: StreamingCache, advisor: Advisor) -> tuple[Any, ...]:
     return id(cache), id(advisor.predictor), advisor.rule, advisor.layers, advisor.experts
 
 
-def _is_known(layers: ModelLayers, at: int) -> bool:
-    """Whether a layer does nothing but choose by softmax, compute and add, beside a shared expert perhaps."""
-    spec, router, shared = layers.spec.layers[at], layers.routers[at], layers.shared.get(at)
-    if spec.cross is not None or spec.experts.router.capacity or (shared is not None and shared.is_weighed):
-        return False
-    return router is None or (router.rule.is_softmax and router.matrix is not None)
+def _why_not_layer(layer: LayerSpec, has_pruned_experts: bool) -> str | None:
+    """The extension knows layers that choose by softmax, compute and add, with a shared expert or without."""
+    router = layer.experts.router
+    if layer.experts.count and has_pruned_experts:
+        return "experts left out"
+    if layer.experts.count and not router.is_plain:
+        return "routers that are no plain softmax"
+    if router.capacity:
+        return "routers with a capacity"
+    return "a shared expert with a router" if layer.shared is not None and layer.shared.has_gate else None
 
 
-def _is_advice_known(spec: ModelSpec, advisor: Advisor) -> bool:
-    """Whether nothing is read ahead, or what routers of later layers find likely."""
-    if advisor.predictor is None:
-        return True
-    if advisor.rule != "likely" or advisor.experts or not isinstance(advisor.predictor, LookaheadPredictor):
-        return False
-    is_alike = len({layer.experts.count for layer in spec.layers if layer.experts.count}) == 1
-    return is_alike and advisor.layers <= MAX_ROUTERS
+def _why_not_advice(model: ModelSpec, options: RuntimeOptions) -> str | None:
+    """The extension reads ahead what routers of later layers find likely, or nothing."""
+    if options.prefetch == "off":
+        return None
+    if options.prefetch != "lookahead":
+        return f"prefetch {options.prefetch}"
+    if options.prefetch_rule != "likely" or options.prefetch_experts:
+        return f"prefetch rule {options.prefetch_rule}" if not options.prefetch_experts else "prefetch experts"
+    counts = {layer.experts.count for layer in model.layers if layer.experts.count}
+    return None if len(counts) == 1 else "layers with different numbers of experts"
 
 
 def _native(part: Any) -> Any:

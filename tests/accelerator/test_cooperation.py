@@ -66,7 +66,7 @@ def third(bundle: Path, slots: int = 1, extra_bytes: int = 0) -> str:
 
 def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     """Give an engine a simulated device with a third of the experts on it."""
-    manifest, experts, storage = engine.bundle.manifest, engine.model.experts, engine._storage
+    manifest, experts, storage = engine.bundle.manifest, engine.model.experts, engine.storage
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
     budget = sum(sizes) // 3 + COPY_SLOTS * max(sizes)
     device = SimulatedDevice(EVEN, budget)

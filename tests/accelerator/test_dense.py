@@ -73,7 +73,7 @@ def test_sixteen_bits_differ_by_the_order_of_sums_alone(tmp_path: Path, device: 
     with load(bundle, **on(device)) as engine:
         assert dense_on_device(engine) and " for dense weights and routed experts" in engine.mode
         found = logits_of(engine)
-        host = engine._on_host[1]
+        host = engine.dense_on_host[1]
         assert not any(keys.any() for keys in host.keys[1:])  # the layers that were not timed wrote nothing here
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 

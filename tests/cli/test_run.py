@@ -58,7 +58,7 @@ def test_json_is_one_object_with_all_counts(invoke: Invoke, bundle: Path) -> Non
     result = invoke("run", bundle, "--prompt", PROMPT, "--max-new-tokens", 6, "--expert-cache", "40%", "--json")
     assert result.stdout.count("\n") == 1
     values = json.loads(result.stdout)
-    assert set(values) == {"text", "token_ids", "finish_reason", "mode", "memory", "statistics"}
+    assert set(values) == {"text", "token_ids", "finish_reason", "mode", "code_path", "memory", "statistics"}
     statistics = values["statistics"]
     assert statistics["prompt_tokens"] == len(PROMPT) and statistics["tokens"] == len(values["token_ids"])
     assert statistics["lookups"] == statistics["misses"] + round(statistics["hit_rate"] * statistics["lookups"])

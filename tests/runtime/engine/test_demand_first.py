@@ -42,14 +42,14 @@ def test_demand_overtakes_advice(
         pytest.skip("no extension")
     with load(tiny_bundle, expert_cache="100%", context=8, readers=1, cache_state="cold", policy=policy) as engine:
         assert isinstance(engine.cache, kind)
-        cache, gate, reads, read = engine.cache, threading.Event(), list[int](), engine._storage.load
+        cache, gate, reads, read = engine.cache, threading.Event(), list[int](), engine.storage.load
 
         def held(*run: int) -> None:
             reads.extend(run)
             gate.wait(30)
             read(*run)
 
-        monkeypatch.setattr(engine._storage, "load", held)
+        monkeypatch.setattr(engine.storage, "load", held)
         cache.prefetch(ADVISED)
         in_time(lambda: wait_for(lambda: bool(reads)))
         assert reads == ADVISED[:1] and all(cache._state[index] == QUEUED for index in ADVISED[1:])

@@ -283,7 +283,7 @@ def test_a_closed_engine_is_freed_at_once(tiny_bundle: Path, options: dict[str, 
         engine = load(tiny_bundle, context=CONTEXT, **options)
         if new_tokens:
             list(engine.generate(PROMPT, max_new_tokens=new_tokens))
-        parts = [weakref.ref(part) for part in (engine, engine.model, engine.cache, engine._storage)]
+        parts = [weakref.ref(part) for part in (engine, engine.model, engine.cache, engine.storage)]
         engine.close()
         del engine
         assert [type(part()) for part in parts if part() is not None] == []

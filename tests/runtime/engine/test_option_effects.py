@@ -132,7 +132,7 @@ EFFECTS: dict[str, Effect] = {
     "kv": Effect("float16", SMALL, lambda engine: (run(engine).tobytes(), engine.memory.kv_bytes)),
     "threads": Effect(9, SMALL, kernel_threads),
     "slots": Effect(2, SMALL, lambda engine: (refusal(engine, OptionError, two_beams), engine.memory.kv_bytes)),
-    "verify": Effect(False, SMALL, lambda engine: engine._storage.verifies),
+    "verify": Effect(False, SMALL, lambda engine: engine.storage.verifies),
     "readers": Effect(5, SMALL, readers),
     "prefetch_layers": Effect(1, AHEAD, advised),
     "prefetch_experts": Effect(3, AHEAD, advised),
@@ -147,7 +147,7 @@ EFFECTS: dict[str, Effect] = {
     "accelerator_dense": Effect(
         "device",
         {**BESIDE, "accelerator_memory": "64MiB"},
-        lambda engine: engine.model.dense_part is not engine._on_host[0],
+        lambda engine: engine.model.dense_part is not engine.dense_on_host[0],
     ),
 }
 

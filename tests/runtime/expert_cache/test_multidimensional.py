@@ -154,7 +154,7 @@ def test_every_generation_is_a_sequence_of_its_own(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="60%", context=32, policy="hobbit", policy_weights="0.5,0.5,0,0") as engine:
         for _ in range(2):
             list(engine.generate([5, 6, 7], max_new_tokens=4))
-            records = engine._records
+            records = engine.records
             assert records.sequence_passes == 4, "the prompt and three tokens behind it"
             assert records.last_passes().max() == 4
             layers = engine.model.spec.num_layers

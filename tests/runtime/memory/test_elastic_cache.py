@@ -38,7 +38,7 @@ def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
         return replace(own(manifest, options, accelerator_bytes), cache_bytes=manifest.cost.expert_padded_bytes // 4)
 
-    monkeypatch.setattr("moec.runtime.engine.engine.plan_memory", small)
+    monkeypatch.setattr("moec.runtime.engine.opening.plan_memory", small)
     return load(bundle, memory="100GB", context=CONTEXT)  # whatever the process of the tests holds
 
 
@@ -82,7 +82,7 @@ def test_what_no_longer_fits_is_evicted_and_given_back(engine: Engine) -> None:
         engine.cache.resize(engine.memory.cache_bytes)
         engine.cache.check_invariants()
         assert engine.cache.used_bytes <= engine.memory.cache_bytes
-        arena = engine._storage._arena.view  # type: ignore[attr-defined]
+        arena = engine.storage._arena.view  # type: ignore[attr-defined]
         assert 0 < resident_bytes(arena) <= engine.memory.cache_bytes or resident_bytes(arena) == -1
 
 

@@ -1,0 +1,64 @@
+"""The `mode:` line says which cache and which layer path a run takes, and why not the faster ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moec.runtime import kernels, load
+from moec.runtime.expert_cache.native_cache import NativeCache
+from tests.gates.bundles import emit_bundle
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.tiny_switch import save_tiny_switch
+
+pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="the kernel extension is not built")
+SMALL: dict[str, Any] = {"expert_cache": "50%", "context": 32}
+
+
+@pytest.mark.parametrize(
+    ("options", "cache", "layers"),
+    [
+        ({}, None, None),
+        ({"prefetch": "off"}, None, None),
+        ({"policy": "edgemoe"}, "policy edgemoe", "policy edgemoe"),
+        ({"io": "mmap"}, "io mmap", "io mmap"),
+        ({"prefetch": "popularity"}, None, "prefetch popularity"),
+        ({"prefetch_rule": "spread"}, None, "prefetch rule spread"),
+        ({"prefetch_experts": 2}, None, "prefetch experts"),
+        ({"prefetch": "popularity", "expert_cache": "100%"}, None, None),
+        ({"big_little": "gamma=0.9,k=1"}, None, "a lossy mode"),
+        ({"accelerator": "torch-cpu", "accelerator_memory": "8MiB"}, "an accelerator", "an accelerator"),
+    ],
+)
+def test_each_reason_is_the_one_of_the_run(
+    tiny_bundle: Path, options: dict[str, Any], cache: str | None, layers: str | None
+) -> None:
+    with load(tiny_bundle, **SMALL | options) as engine:
+        path = engine.code_path
+        assert (path.why_not_native, path.why_not_one_call) == (cache, layers)
+        assert isinstance(engine.cache, NativeCache) == (cache is None)
+        assert (engine.model.token_experts is None) == (layers is not None)
+        assert engine.mode.partition(";")[0].startswith("mode: ") and path.to_text() in engine.mode
+
+
+def test_models_that_the_extension_does_not_know(tmp_path: Path) -> None:
+    switch = emit_bundle(save_tiny_switch(tmp_path / "switch"), tmp_path / "switch-moec")
+    with load(switch, **SMALL) as engine:
+        assert engine.code_path.to_text() == "cache python (an encoder), layers in steps (an encoder)"
+    model = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=1, experts=3, top_k=1))
+    bundle, before = emit_bundle(model, tmp_path / "bundle"), kernels.active()
+    kernels.select("numpy")
+    try:
+        with load(bundle, **SMALL) as engine:
+            assert engine.code_path.why_not_native == "kernels numpy"
+    finally:
+        kernels.select(before)
+    with load(bundle, **SMALL) as engine:
+        assert engine.code_path.to_plain() == {
+            "cache": "native",
+            "layers": "one call",
+            "why_not_native": None,
+            "why_not_one_call": None,
+        }
