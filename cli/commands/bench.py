@@ -22,6 +22,7 @@ from ..options.paths import bundle_argument, file_option, output_option
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..simulation.traces import recorded_trace, replayed_bundle
 from ..terminal import output
+from ..terminal.help_sections import SectionCommand
 from ..terminal.profile_table import profile_rows, profile_table
 from .run import statistics_block
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 SHARES = (0.25, 0.5, 0.75)
 
 
-@click.command("bench", short_help="Measure a bundle against the ceiling of this machine.")
+@click.command("bench", cls=SectionCommand, short_help="Measure a bundle against the ceiling of this machine.")
 @bundle_argument
 @click.option("--tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to decode.")
 @click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="What the measured sequence starts with.")

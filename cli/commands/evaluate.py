@@ -29,6 +29,7 @@ from ..options.runtime_options import (
     runtime_options,
 )
 from ..terminal import output
+from ..terminal.help_sections import SectionCommand
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import TextEngine
@@ -39,7 +40,7 @@ DEFAULT_SLOTS = 32
 _FOR_CHECKPOINTS = ("threads",)
 
 
-@click.command("eval", short_help="Score a bundle or a checkpoint on a task.")
+@click.command("eval", cls=SectionCommand, short_help="Score a bundle or a checkpoint on a task.")
 @click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=PATH)
 @click.option(
     "--data", "source", type=PLACE, required=True, metavar="FILE_OR_DIR", help="JSONL items, or a folder of splits."

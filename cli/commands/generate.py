@@ -15,6 +15,7 @@ from ..lossy_modes.mode_sweep import say_decisions
 from ..options.paths import bundle_argument, file_option, output_option, write_json_lines
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..terminal import output
+from ..terminal.help_sections import SectionCommand
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation
@@ -25,7 +26,7 @@ DEFAULT_SLOTS = 32
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
 
-@click.command("generate", short_help="Continue every prompt of a file, many side by side.")
+@click.command("generate", cls=SectionCommand, short_help="Continue every prompt of a file, many side by side.")
 @bundle_argument
 @file_option("--prompts", required=True, help="JSONL, a prompt in each object.")
 @output_option(

@@ -16,6 +16,7 @@ from ..options.paths import bundle_argument
 from ..options.prompts import RunPrompt
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..terminal import output
+from ..terminal.help_sections import SectionCommand, section_option
 
 if TYPE_CHECKING:
     from moec.runtime.engine.beam import BeamOptions
@@ -24,22 +25,23 @@ if TYPE_CHECKING:
     from moec.runtime.trace.statistics import RunStatistics
 
 
-@click.command("run", short_help="Continue a prompt, experts streamed inside a budget.")
+generation = section_option("Generation")
+
+
+@click.command("run", cls=SectionCommand, short_help="Continue a prompt, experts streamed inside a budget.")
 @bundle_argument
 @click.option("--prompt", required=True, metavar="TEXT", help="The text to continue; `-` reads it from stdin.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, metavar="N", help="Sample from the N likeliest tokens.  [default: all]")
-@click.option("--top-p", type=float, default=1.0, metavar="P", help="Sample from the likeliest tokens that hold P.")
-@click.option("--min-p", type=float, default=0.0, metavar="P", help="Leave out tokens under P of the likeliest.")
-@click.option(
-    "--repetition-penalty", type=float, default=1.0, metavar="X", help="Above 1: avoid what is there already."
-)
-@click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be given several times.")
+@generation("--top-k", type=int, default=0, metavar="N", help="Sample from the N likeliest tokens.  [default: all]")
+@generation("--top-p", type=float, default=1.0, metavar="P", help="Sample from the likeliest tokens that hold P.")
+@generation("--min-p", type=float, default=0.0, metavar="P", help="Leave out tokens under P of the likeliest.")
+@generation("--repetition-penalty", type=float, default=1.0, metavar="X", help="Above 1: avoid what is there already.")
+@generation("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be given several times.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message, put into the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With `--chat`: a system message in front.")
-@click.option("--beams", type=int, default=1, show_default=True, metavar="N", help="Beam search of this width.")
-@click.option(
+@generation("--beams", type=int, default=1, show_default=True, metavar="N", help="Beam search of this width.")
+@generation(
     "--length-penalty", type=float, default=1.0, show_default=True, help="With `--beams`: above 0 favours long."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")

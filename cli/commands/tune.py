@@ -21,12 +21,13 @@ from ..lossy_modes.mode_sweep import modes_of
 from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from ..options.opening import bundle_folder, open_engine
 from ..options.paths import bundle_argument, file_option
-from ..options.runtime_options import build_options, refuse_given, runtime_options
+from ..options.runtime_options import TUNED, build_options, refuse_given, runtime_options
 from ..options.tuned_options import made_elsewhere, planned_cache_bytes
 from ..simulation.eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
 from ..simulation.lossy_replay import require_scores
 from ..simulation.traces import open_traces, replayed_bundle
 from ..terminal import output
+from ..terminal.help_sections import SectionCommand
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
@@ -36,10 +37,9 @@ if TYPE_CHECKING:
 LEAST_GAIN = 0.03
 ROUNDS = 3
 POLICY_OPTIONS = ("policy", "policy_weights")
-TUNED = ("prefetch", "prefetch_rule", "prefetch_layers", "prefetch_experts", "readers", "threads")
 
 
-@click.command("tune", short_help="Find the options that pay for a bundle on this machine.")
+@click.command("tune", cls=SectionCommand, short_help="Find the options that pay for a bundle on this machine.")
 @bundle_argument
 @click.option("--tokens", type=int, default=48, show_default=True, metavar="N", help="Tokens to decode in each run.")
 @file_option("--text", "text_path", help="Measure on this text.")

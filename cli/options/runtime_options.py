@@ -11,184 +11,98 @@ from typing import Any, TypeVar
 import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.options.lossy import CACHE_STATES
-from moec.runtime.options.runtime import (
-    COOPERATIONS,
-    DENSE_PLACES,
-    IO_MODES,
-    KV_NAMES,
-    POLICIES,
-    PREFETCH_RULES,
-    PREFETCHERS,
-    RuntimeOptions,
-)
+from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.options.setting import settings_of
 
+from ..terminal.help_sections import SectionOption
 from .opening import bundle_folder
 
 DEFAULT_CACHE = "25%"
 """The expert cache of a sweep of modes, where no size was asked for: one that misses."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-OPTION_NAMES = (
-    "memory",
-    "expert_cache",
-    "context",
-    "policy",
-    "policy_weights",
-    "prefetch",
-    "prefetch_layers",
-    "prefetch_experts",
-    "prefetch_rule",
-    "io",
-    "kv",
-    "readers",
-    "threads",
-    "kernels",
-    "no_verify",
+SETTINGS = settings_of(RuntimeOptions)
+SECTIONS = {shown.group: "" if shown.group == "common" else shown.group.capitalize() for _, shown in SETTINGS.values()}
+"""The section of a help text for each group of settings; the first one has no name."""
+
+
+def _option(name: str) -> Callable[[F], F]:
+    """Return the click option of one field of RuntimeOptions."""
+    default, shown = SETTINGS[name]
+    values: dict[str, Any] = {"metavar": shown.metavar, "section": SECTIONS[shown.group]}
+    text = shown.text
+    if shown.choices:
+        values["type"] = click.Choice(shown.choices)
+    elif isinstance(default, int):
+        values["type"] = int
+    if default is not None:
+        values["default"] = default
+    if shown.default_text:
+        text += f"  [default: {shown.default_text}]"
+    elif default is not None:
+        values["show_default"] = True
+    return click.option(f"--{name.replace('_', '-')}", cls=SectionOption, help=text, **values)
+
+
+def _flag(name: str) -> Callable[[F], F]:
+    """Return the switch that turns a field of RuntimeOptions off."""
+    shown = SETTINGS[name][1]
+    flag, section = f"--{shown.flag.replace('_', '-')}", SECTIONS[shown.group]
+    return click.option(flag, cls=SectionOption, section=section, is_flag=True, help=shown.flag_text)
+
+
+def _names(*groups: str) -> tuple[str, ...]:
+    """Return the fields of these groups that commands offer under their own names, in the order of the help text."""
+    offered = {name: shown.group for name, (_, shown) in SETTINGS.items() if shown.is_on_command_line}
+    return tuple(name for group in groups for name in offered if offered[name] == group)
+
+
+def _add(command: F, options: Iterable[Callable[[F], F]]) -> F:
+    for option in reversed(list(options)):
+        command = option(command)
+    return command
+
+
+MODE_NAMES = (*_names("lossy modes"), "cache_state")
+ACCELERATOR_NAMES = _names("accelerator")
+_PLAIN_NAMES = tuple(
+    name for name in _names("common", "memory and cache", "reading ahead", "machine") if name not in MODE_NAMES
 )
-
-_OPTIONS = (
-    click.option("--memory", metavar="SIZE", help="Budget of the whole process, like `2GiB`.  [default: 7/8 of free]"),
-    click.option(
-        "--expert-cache", metavar="SIZE|PERCENT", help="Memory for routed experts, like `512MiB` or `50%` of them."
-    ),
-    click.option(
-        "--context",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Longest sequence; beyond its original context a longrope model takes its long form throughout.  "
-        "[default: the model's, of longrope the original one, at most 4096]",
-    ),
-    click.option(
-        "--policy", type=click.Choice(POLICIES), default="lrfu", show_default=True, help="Which expert goes first."
-    ),
-    click.option(
-        "--policy-weights",
-        metavar="LRU,LFU,LHU,FLD",
-        help="What recency, uses, uses at high precision and nearness count in `hobbit`; they add up to 1.",
-    ),
-    click.option(
-        "--prefetch",
-        type=click.Choice(PREFETCHERS),
-        default="lookahead",
-        show_default=True,
-        help="How the next experts are guessed; never changes a result.",
-    ),
-    click.option(
-        "--prefetch-layers", type=int, default=2, show_default=True, metavar="N", help="Layers guessed ahead, 1 to 4."
-    ),
-    click.option(
-        "--prefetch-experts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Experts of the next layer read ahead for a token, whatever the rule.  [default: as the rule says]",
-    ),
-    click.option(
-        "--prefetch-rule",
-        type=click.Choice(PREFETCH_RULES),
-        default="likely",
-        show_default=True,
-        help="Read what is sure enough, a share of each layer's top-k, or that up to the first layer that lacks one.",
-    ),
-    click.option("--io", type=click.Choice(IO_MODES), default="auto", show_default=True, help="How experts are read."),
-    click.option(
-        "--kv",
-        type=click.Choice(KV_NAMES),
-        default="float32",
-        show_default=True,
-        help="Keys and values; float16 takes half the memory and is LOSSY: they are rounded.",
-    ),
-    click.option(
-        "--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once."
-    ),
-    click.option("--threads", type=int, default=0, metavar="N", help="Threads of a kernel.  [default: all]"),
-    click.option("--kernels", metavar="NAME", help="Force an instruction set, like `scalar` or `numpy`."),
-    click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digest."),
+OPTION_NAMES = (*_PLAIN_NAMES, "kernels", "no_verify")
+TUNED = tuple(name for name, (_, shown) in SETTINGS.items() if shown.is_tuned)
+"""Options that `moec tune` measures."""
+_KERNELS = click.option(
+    "--kernels",
+    cls=SectionOption,
+    section=SECTIONS["machine"],
+    metavar="NAME",
+    help="Force an instruction set, like `scalar` or `numpy`.",
 )
-
-
-cache_state_option = click.option(
-    "--cache-state",
-    type=click.Choice(CACHE_STATES),
-    default="warm",
+_MODE_LOSS = click.option(
+    "--mode-loss",
+    cls=SectionOption,
+    section=SECTIONS["lossy modes"],
+    default="1%",
     show_default=True,
-    help="Start with the most popular experts in memory, or with none.",
+    metavar="SHARE",
+    help="Loss that the thresholds of `--dynamic-precision auto` may cost.",
 )
-MODE_NAMES = ("dynamic_precision", "big_little", "cache_routing", "cache_state")
-
-_MODES = (
-    click.option(
-        "--dynamic-precision",
-        metavar="T1,T2",
-        help="LOSSY: a missed expert less important than T1 is read in its low version, than T2 not at all. "
-        "`auto`: the thresholds measured to read least within `--mode-loss`.",
-    ),
-    click.option("--mode-loss", default="1%", show_default=True, metavar="SHARE", help="What `auto` may cost."),
-    click.option(
-        "--big-little",
-        metavar="gamma=G,k=N",
-        help="LOSSY: decode with N experts per token (`K/2`: half), and again with all where p < G.",
-    ),
-    click.option(
-        "--cache-routing",
-        metavar="margin=M,drop=D",
-        help="LOSSY: in place of a miss a cached expert scored within M of it, or none if its weight is below D.",
-    ),
-    cache_state_option,
-)
-
-
-ACCELERATOR_NAMES = ("accelerator", "accelerator_memory", "cooperation", "accelerator_dense")
-
-_ACCELERATOR = (
-    click.option(
-        "--accelerator",
-        metavar="NAME",
-        help="Let `cuda` or `cuda:N` compute routed experts beside the CPU; `torch-cpu` only shows that this works.",
-    ),
-    click.option(
-        "--accelerator-memory",
-        metavar="SIZE",
-        help="Its budget, filled with the most popular experts.  [default: 7/8 of what is free there]",
-    ),
-    click.option(
-        "--cooperation",
-        type=click.Choice(COOPERATIONS),
-        default="auto",
-        show_default=True,
-        help="Which of the others are copied there: as many as end a layer first, those that pay alone, all, none.",
-    ),
-    click.option(
-        "--accelerator-dense",
-        type=click.Choice(DENSE_PLACES),
-        default="auto",
-        show_default=True,
-        help="Where attention, shared experts and head are computed: where it is measured to be faster, there, here.",
-    ),
-)
+cache_state_option = _option("cache_state")
 
 
 def accelerator_options(command: F) -> F:
     """Add the accelerator to a command that has `runtime_options`."""
-    for option in reversed(_ACCELERATOR):
-        command = option(command)
-    return command
+    return _add(command, map(_option, ACCELERATOR_NAMES))
 
 
 def mode_options(command: F) -> F:
     """Add the lossy modes to a command that has `runtime_options`."""
-    for option in reversed(_MODES):
-        command = option(command)
-    return command
+    return _add(command, [*map(_option, MODE_NAMES), _MODE_LOSS])
 
 
 def runtime_options(command: F) -> F:
     """Add the options to a command; they arrive as keyword arguments of these names."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return _add(command, [*map(_option, _PLAIN_NAMES), _KERNELS, _flag("verify")])
 
 
 def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = None) -> RuntimeOptions:
@@ -206,24 +120,9 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
             values = {**values, "dynamic_precision": _chosen_thresholds(bundle, values["mode_loss"])}
         elif _was_given("mode_loss"):
             raise OptionError("`--mode-loss` is what `auto` may cost", "add `--dynamic-precision auto`")
-    options = RuntimeOptions(
-        memory=values["memory"],
-        expert_cache=values["expert_cache"],
-        context=values["context"],
-        policy=values["policy"],
-        policy_weights=values["policy_weights"],
-        prefetch=values["prefetch"],
-        prefetch_layers=values["prefetch_layers"],
-        prefetch_experts=values["prefetch_experts"],
-        prefetch_rule=values["prefetch_rule"],
-        io=values["io"],
-        kv=values["kv"],
-        readers=values["readers"],
-        threads=values["threads"],
-        slots=slots,
-        verify=not values["no_verify"],
-        **{name: values[name] for name in (*MODE_NAMES, *ACCELERATOR_NAMES) if name in values},
-    )
+    offered = (*_PLAIN_NAMES, *MODE_NAMES, *ACCELERATOR_NAMES)
+    chosen = {name: values[name] for name in offered if name in values}
+    options = RuntimeOptions(**chosen, slots=slots, verify=not values["no_verify"])
     return options if bundle is None else _with_tuned(options, bundle)
 
 

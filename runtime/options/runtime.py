@@ -11,6 +11,7 @@ from moec.manifests.errors import OptionError
 
 from .field_types import check_field_types
 from .lossy import CACHE_STATES, CacheState, LossyModes, parse_modes
+from .setting import check_settings, docstring_of, setting
 
 POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
 WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
@@ -90,77 +91,172 @@ def parse_weights(text: str) -> EvictionWeights:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """memory: whole-process budget (`2GiB`), expert_cache: `BYTES` or `PERCENT%`; neither: 7/8 of available memory.
-
-    context 0: min(model, 4096). threads 0: all the process may use. slots: sequences decoded side by side.
-    policy_weights: `LRU,LFU,LHU,FLD` of the policies `hobbit` and `hobbit-printed`.
-    readers: reads of experts under way at once, at most. prefetch_layers: how far ahead experts are guessed.
-    prefetch_rule: `likely` reads what earlier predictions say is sure enough; `spread` three eighths of the top-k of
-    the next layer, fewer the further one is; `first-miss` the same up to the first layer that lacks some.
-    prefetch_experts: so many of the next layer for each token, and `likely` is `spread`; 0: as the rule says.
-    kv: what keys and values are kept as; `float16` takes half the memory, and rounds them.
-    verify: compare every expert with its digest when it is first read. cache_state: `warm` fills the cache before the
-    first token with what calibration saw most often, `cold` leaves it empty.
-    dynamic_precision, big_little, cache_routing: lossy modes, as `modes` reads them; None is off.
-    accelerator: `cuda`, `cuda:N` or `torch-cpu`, which computes some experts beside the CPU; accelerator_memory: its
-    own budget; cooperation: which missing experts are copied to it, see accelerator/planner.py; accelerator_dense:
-    where attention, shared experts and head are computed, `auto` where they were measured to be faster, if they fit.
-    """
-
-    memory: str | None = None
-    expert_cache: str | None = None
-    context: int = 0
-    policy: Policy = "lrfu"
-    policy_weights: str | None = None
-    prefetch: Prefetch = "lookahead"
-    io: IoMode = "auto"
-    kv: KvType = "float32"
-    threads: int = 0
-    slots: int = 1
-    verify: bool = True
-    readers: int = 2
-    prefetch_layers: int = 2
-    prefetch_experts: int = 0
-    prefetch_rule: PrefetchRule = "likely"
-    cache_state: CacheState = "warm"
-    dynamic_precision: str | None = None
-    big_little: str | None = None
-    cache_routing: str | None = None
-    accelerator: str | None = None
-    accelerator_memory: str | None = None
-    cooperation: Cooperation = "auto"
-    accelerator_dense: DensePlace = "auto"
+    memory: str | None = setting(
+        None,
+        "Memory of the whole process, like `2GiB`.",
+        group="common",
+        metavar="SIZE",
+        default_text="7/8 of what is free",
+    )
+    expert_cache: str | None = setting(
+        None,
+        "Memory for routed experts: a size like `512MiB`, or a share of all experts like `50%`.",
+        group="common",
+        metavar="SIZE|PERCENT",
+        default_text="what the budget leaves",
+    )
+    context: int = setting(
+        0,
+        "Longest sequence. A longrope model takes its long form throughout, if this exceeds its original context.",
+        group="common",
+        metavar="N",
+        bounds=(0, None),
+        default_text="the model's context, of longrope the original one, at most 4096",
+    )
+    policy: Policy = setting(
+        "lrfu", "Eviction policy: which expert leaves the cache first.", group="memory and cache", choices=POLICIES
+    )
+    policy_weights: str | None = setting(
+        None,
+        "Weights of recency, uses, uses at high precision and nearness of the layer in the policies `hobbit` and "
+        "`hobbit-printed`. They add up to 1.",
+        group="memory and cache",
+        metavar="LRU,LFU,LHU,FLD",
+        default_text="measured ones",
+    )
+    prefetch: Prefetch = setting(
+        "lookahead",
+        "How the next experts are predicted. It never changes a result.",
+        group="reading ahead",
+        choices=PREFETCHERS,
+        is_tuned=True,
+    )
+    io: IoMode = setting("auto", "How experts are read.", group="memory and cache", noun="io mode", choices=IO_MODES)
+    kv: KvType = setting(
+        "float32",
+        "Type of keys and values. `float16` takes half the memory and is LOSSY, because it rounds them.",
+        group="memory and cache",
+        noun="type of keys and values",
+        choices=KV_NAMES,
+    )
+    threads: int = setting(
+        0,
+        "Threads that compute.",
+        metavar="N",
+        bounds=(0, MAX_THREADS),
+        default_text="all processors of the process",
+        is_tuned=True,
+    )
+    slots: int = setting(1, "Sequences decoded side by side.", bounds=(1, None), is_on_command_line=False)
+    verify: bool = setting(
+        True,
+        "Compare experts and files with their digests.",
+        flag="no_verify",
+        flag_text="Do not compare what is read with its digest.",
+        is_on_command_line=False,
+    )
+    readers: int = setting(
+        2,
+        "Expert reads under way at once.",
+        group="reading ahead",
+        metavar="N",
+        bounds=(1, MAX_READERS),
+        is_tuned=True,
+    )
+    prefetch_layers: int = setting(
+        2,
+        "Layers to predict ahead.",
+        group="reading ahead",
+        noun="layers to prefetch",
+        metavar="N",
+        bounds=(1, MAX_PREFETCH_LAYERS),
+        is_tuned=True,
+    )
+    prefetch_experts: int = setting(
+        0,
+        "Experts of the next layer to read ahead for each token, whatever the rule.",
+        group="reading ahead",
+        noun="experts to prefetch",
+        metavar="N",
+        bounds=(0, MAX_PREFETCH_EXPERTS),
+        default_text="as many as the rule says",
+        is_tuned=True,
+    )
+    prefetch_rule: PrefetchRule = setting(
+        "likely",
+        "`likely` reads predictions that proved right often enough. `spread` reads 3/8 of the next layer's top-k, "
+        "fewer of later layers. `first-miss` is `spread` up to the first layer that lacks an expert.",
+        group="reading ahead",
+        choices=PREFETCH_RULES,
+        is_tuned=True,
+    )
+    cache_state: CacheState = setting(
+        "warm",
+        "Start with the most popular experts in memory, or with none.",
+        group="memory and cache",
+        choices=CACHE_STATES,
+    )
+    dynamic_precision: str | None = setting(
+        None,
+        "LOSSY: read a missed expert less important than T1 in its low version, and skip it if less important than T2. "
+        "`auto` takes the thresholds that were measured to read least within `--mode-loss`.",
+        group="lossy modes",
+        metavar="T1,T2",
+        default_text="off",
+    )
+    big_little: str | None = setting(
+        None,
+        "LOSSY: decode with N experts per token (`K/2`: half of them), and again with all if p < G.",
+        group="lossy modes",
+        metavar="gamma=G,k=N",
+        default_text="off",
+    )
+    cache_routing: str | None = setting(
+        None,
+        "LOSSY: replace a missed expert by a cached one whose score is within M of it, or drop it if its weight is "
+        "below D.",
+        group="lossy modes",
+        metavar="margin=M,drop=D",
+        default_text="off",
+    )
+    accelerator: str | None = setting(
+        None,
+        "Let `cuda` or `cuda:N` compute routed experts next to the CPU. `torch-cpu` only shows that this works.",
+        group="accelerator",
+        metavar="NAME",
+        default_text="off",
+    )
+    accelerator_memory: str | None = setting(
+        None,
+        "Memory of the accelerator to fill with the most popular experts.",
+        group="accelerator",
+        metavar="SIZE",
+        default_text="7/8 of what is free there",
+    )
+    cooperation: Cooperation = setting(
+        "auto",
+        "Which other experts are copied to the accelerator: as many as end the layer first (`auto`), each that pays "
+        "alone (`published`), all (`gpu`), none (`cpu`).",
+        group="accelerator",
+        choices=COOPERATIONS,
+    )
+    accelerator_dense: DensePlace = setting(
+        "auto",
+        "Where attention, shared experts and head are computed: where it is measured to be faster, on the device, "
+        "or on the host.",
+        group="accelerator",
+        noun="place of dense weights",
+        choices=DENSE_PLACES,
+    )
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        self._check_names()
+        check_settings(self)
         self._check_weights()
         _ = self.modes
-        if self.context < 0 or self.threads < 0 or self.slots < 1:
-            raise OptionError("context and threads must not be negative, slots must be at least 1")
-        if not 1 <= self.readers <= MAX_READERS:
-            raise OptionError(f"readers must be 1 to {MAX_READERS}, found {self.readers}", "leave it out for 2")
-        if not 1 <= self.prefetch_layers <= MAX_PREFETCH_LAYERS:
-            raise OptionError(
-                f"layers to prefetch must be 1 to {MAX_PREFETCH_LAYERS}, found {self.prefetch_layers}",
-                "leave it out for 2, or take `--prefetch off`",
-            )
-        if not 0 <= self.prefetch_experts <= MAX_PREFETCH_EXPERTS:
-            raise OptionError(
-                f"experts to prefetch must be 0 to {MAX_PREFETCH_EXPERTS}, found {self.prefetch_experts}",
-                "leave it out for as many as the rule says",
-            )
-        if self.threads > MAX_THREADS:
-            raise OptionError(f"threads must be at most {MAX_THREADS}, found {self.threads}", "leave it out for all")
         self._check_accelerator()
 
     def _check_accelerator(self) -> None:
-        if self.cooperation not in COOPERATIONS:
-            raise OptionError(f"unknown cooperation `{self.cooperation}`", f"choose one of {', '.join(COOPERATIONS)}")
-        if self.accelerator_dense not in DENSE_PLACES:
-            raise OptionError(
-                f"unknown place of dense weights `{self.accelerator_dense}`", f"choose one of {', '.join(DENSE_PLACES)}"
-            )
         if self.accelerator is None:
             if self.accelerator_memory is not None or (self.cooperation, self.accelerator_dense) != ("auto", "auto"):
                 raise OptionError("an accelerator's options have no effect without one", "add `--accelerator cuda`")
@@ -175,19 +271,6 @@ class RuntimeOptions:
                 "an accelerator would depend on what is free there",
                 "say how much: `--accelerator-memory SIZE`",
             )
-
-    def _check_names(self) -> None:
-        offers = {
-            "policy": (self.policy, POLICIES),
-            "cache state": (self.cache_state, CACHE_STATES),
-            "prefetch": (self.prefetch, PREFETCHERS),
-            "prefetch rule": (self.prefetch_rule, PREFETCH_RULES),
-            "io mode": (self.io, IO_MODES),
-            "type of keys and values": (self.kv, KV_NAMES),
-        }
-        for kind, (name, names) in offers.items():
-            if name not in names:
-                raise OptionError(f"unknown {kind} `{name}`", f"choose one of {', '.join(names)}")
 
     @property
     def modes(self) -> LossyModes:
@@ -212,3 +295,8 @@ class RuntimeOptions:
         if self.policy not in WEIGHTED_POLICIES:
             raise OptionError(f"weights have no effect on the policy `{self.policy}`", "add `--policy hobbit`")
         parse_weights(self.policy_weights)
+
+
+RuntimeOptions.__doc__ = docstring_of(
+    RuntimeOptions, "Everything that can be set about a run. Only lossy modes and `kv` change a logit."
+)

@@ -192,7 +192,7 @@ def test_forced_kernels_are_reported(invoke: Invoke, bundle: Path) -> None:
         (("--context", 100_000), 1, "is longer than the 128 positions", "ask for less"),
         (("--top-k", 5), 1, "have no effect at temperature 0", "`--temperature`"),
         (("--max-new-tokens", 0), 1, "max_new_tokens must be a whole number of 1 or more", ""),
-        (("--threads", 100_000), 1, "threads must be at most", "leave it out"),
+        (("--threads", 100_000), 1, "threads must be 0 to 256", "leave it out"),
         (("--accelerator", "cuda:999"), 1, "`--accelerator cuda:999`: torch", "leave it out"),
         (("--temperature", 1, "--repetition-penalty", 1e-40), 1, "must be 0.01 to 100, found 1e-40", "try 1.1"),
         (("--kernels", "mmx"), 1, "no kernels `mmx` here", ""),

@@ -1,0 +1,39 @@
+"""Help texts with options in sections: those that people use first, then the others by subject."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+
+class SectionOption(click.Option):
+    """An option that names the section of the help text in which it stands; empty: the first one."""
+
+    def __init__(self, *names: Any, section: str = "", **values: Any) -> None:
+        super().__init__(*names, **values)
+        self.section = section
+
+
+class SectionCommand(click.Command):
+    """A command whose help text has a section for each subject."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections in the order in which their first options were declared, the unnamed one first."""
+        sections: dict[str, list[tuple[str, str]]] = {"": []}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(option, "section", ""), []).append(record)
+        for name, records in sections.items():
+            with formatter.section(name or "Options"):
+                formatter.write_dl(records)
+
+
+def section_option(section: str) -> Any:
+    """Return `click.option` for the options of one section."""
+
+    def option(*names: str, **values: Any) -> Any:
+        return click.option(*names, cls=SectionOption, section=section, **values)
+
+    return option

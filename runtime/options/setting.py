@@ -1,0 +1,87 @@
+"""One definition of each option: its default, help text, choices and bounds, kept as metadata of a dataclass field.
+
+The command line, the reference of commands, `moec tune` and the docstring of the dataclass are made from it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from moec.manifests.errors import OptionError
+
+Group = Literal["common", "memory and cache", "reading ahead", "lossy modes", "accelerator", "machine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How an option is shown and checked.
+
+    text: one or two sentences for help texts and the docstring.
+    group: the section of a help text.
+    noun: its name in error messages; empty: the field's name in words.
+    metavar: the placeholder of its value.
+    choices: the values that it can have; empty: not a choice.
+    bounds: the least whole number, and the largest or None; None: not a number.
+    default_text: the default as a reader understands it; empty: the value itself.
+    flag, flag_text: name and text of the switch by which the command line turns it off.
+    is_tuned: whether `moec tune` measures it.
+    is_on_command_line: whether commands offer it under its own name.
+    """
+
+    text: str
+    group: Group = "machine"
+    noun: str = ""
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    bounds: tuple[int, int | None] | None = None
+    default_text: str = ""
+    flag: str = ""
+    flag_text: str = ""
+    is_tuned: bool = False
+    is_on_command_line: bool = True
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value that is no choice or out of bounds. Raises OptionError."""
+        noun = self.noun or name.replace("_", " ")
+        if self.choices and value not in self.choices:
+            raise OptionError(f"unknown {noun} `{value}`", f"choose one of {', '.join(self.choices)}")
+        if self.bounds is not None:
+            least, most = self.bounds
+            if value < least or (most is not None and value > most):
+                raise OptionError(f"{noun} must be {self.range_text}, found {value}", "leave it out for the default")
+
+    @property
+    def range_text(self) -> str:
+        """The bounds in words."""
+        least, most = self.bounds or (None, None)
+        return f"{least} or more" if most is None else f"{least} to {most}"
+
+
+def setting(default: Any, text: str, **values: Any) -> Any:
+    """Declare a field of options. values: fields of Setting."""
+    return field(default=default, metadata={"setting": Setting(text, **values)})
+
+
+def settings_of(kind: Any) -> dict[str, tuple[Any, Setting]]:
+    """Return the default and the Setting of each field of a dataclass of options."""
+    return {each.name: (each.default, each.metadata["setting"]) for each in fields(kind)}
+
+
+def check_settings(options: Any) -> None:
+    """Check the fields of an instance, one after the other. Raises OptionError."""
+    for name, (_, each) in settings_of(type(options)).items():
+        each.check(name, getattr(options, name))
+
+
+def docstring_of(kind: Any, head: str) -> str:
+    """Return a docstring: the head, then each field with its text, choices, bounds and default."""
+    lines = [head, ""]
+    for name, (default, each) in settings_of(kind).items():
+        choices = f" One of {', '.join(f'`{choice}`' for choice in each.choices)}." if each.choices else ""
+        bounds = f" {each.range_text}." if each.bounds else ""
+        shown = f" Default: {each.default_text or repr(default)}."
+        text = f"{name}: {each.text}{choices}{bounds}{shown}"
+        lines += textwrap.wrap(text, 116, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
