@@ -19,6 +19,7 @@ from moec.manifests.bundle import PARTIAL_SUFFIX, BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.model import UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from .bundle.certify import MODES_ITEMS, certify_task
@@ -52,7 +53,7 @@ from .search.pruning import left_out_losses, with_pruning
 from .search.space import build_space
 from .search.swaps import SWAPS, Swaps
 from .sensitivity.fisher import TEXTS, asks_gradients, in_turns, predict_units, predictions
-from .sensitivity.sensitivity import Progress, measure_sensitivity
+from .sensitivity.sensitivity import measure_sensitivity
 from .sensitivity.trials import TaskData, Trials
 from .stage import Stage
 from .walker import planning

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Progress = Callable[[int, int], None]
+from moec.manifests.progress import Progress
+
 """Called with (items done, items in all); done never falls."""
 
 

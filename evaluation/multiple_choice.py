@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from moec.manifests.errors import ExecutionError
+from moec.manifests.progress import Progress
 
 from . import statistics
-from .engine import Progress, TextEngine
+from .engine import TextEngine
 from .results import EvaluationResult, ItemResult, check_count, identity, rate
 from .tasks import Item, Task
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from moec.manifests.errors import ExecutionError, OptionError
+from moec.manifests.progress import Progress
 
 from . import statistics
-from .engine import AnswerScore, Generation, GenerationRequest, Progress, TextEngine, no_progress
+from .engine import AnswerScore, Generation, GenerationRequest, TextEngine, no_progress
 from .metrics import item_perplexities, perplexity
 from .multiple_choice import evaluate_choices
 from .results import EvaluationResult, ItemResult, check_count, identity, rate

@@ -25,6 +25,8 @@ _CHUNK_ENTRIES = 1 << 18  # item counts per chunk: 2 MB, fits the second-level c
 _NORMAL = NormalDist()
 ERROR = 0.05
 """One-sided error probability of every bound here, unless another is asked for."""
+ONE_SIDED_95 = 1.645
+"""Standard errors of a one-sided 95 % bound of a mean: the normal quantile of 1 - ERROR."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ def _request(
     """given: `--model` and `--data`. Raises OptionError where nothing says where they lie."""
     from moec.compiler.compare_bundle import ComparisonRequest
     from moec.compiler.request.options import Talk
-    from moec.compiler.request.targets import parse_size
     from moec.manifests.errors import OptionError
+    from moec.manifests.sizes import parse_bytes
     from moec.profiles.loading import load_profile
 
     logged = _logged(bundle)
@@ -91,7 +91,7 @@ def _request(
         )
     return ComparisonRequest(
         bundle, manifest, quality, source, data, load_profile("host", bundle.parent), Talk(log.note, log.progress),
-        resume, 0 if memory is None else parse_size(memory, "--memory"),
+        resume, 0 if memory is None else parse_bytes(memory, "--memory"),
     )  # fmt: skip
 
 

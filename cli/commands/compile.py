@@ -240,7 +240,7 @@ def _request(
     """What the command line asks for, its sweep apart."""
     from moec.compiler.request.options import Talk
     from moec.compiler.request.request import CompileRequest
-    from moec.compiler.request.targets import parse_size
+    from moec.manifests.sizes import parse_bytes
 
     return CompileRequest(
         source=model,
@@ -254,7 +254,7 @@ def _request(
         overwrite=values["overwrite"],
         cluster=values["cluster"],
         published=lambda result: write_beside(result, log),
-        memory_bytes=0 if values["memory"] is None else parse_size(values["memory"], "--memory"),
+        memory_bytes=0 if values["memory"] is None else parse_bytes(values["memory"], "--memory"),
     )
 
 

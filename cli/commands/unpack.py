@@ -40,8 +40,8 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
     if target == file:
         raise InputError(f"`{file}` has no ending to leave out", f"name the folder: moec unpack {file} DIR")
     check_target(target)
+    from moec.manifests.sizes import parse_bytes
     from moec.runtime.bundle.archive import unpack_bundle
-    from moec.runtime.options.runtime import parse_bytes
 
     max_bytes = None if max_size is None else parse_bytes(max_size)
     with made_folders(target), output.Progress("unpacking") as progress:

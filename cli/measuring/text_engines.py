@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, TextEngine
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, TextEngine
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow
+from moec.manifests.progress import Progress
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.options.runtime import RuntimeOptions
 

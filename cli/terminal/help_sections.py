@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class SectionOption(click.Option):
@@ -30,10 +33,10 @@ class SectionCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def section_option(section: str) -> Any:
+def section_option(section: str) -> Callable[..., Callable[[F], F]]:
     """Return `click.option` for the options of one section."""
 
-    def option(*names: str, **values: Any) -> Any:
+    def option(*names: str, **values: Any) -> Callable[[F], F]:
         return click.option(*names, cls=SectionOption, section=section, **values)
 
     return option

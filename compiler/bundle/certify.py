@@ -16,6 +16,7 @@ from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import compare, evaluate, joined
 from moec.evaluation.statistics import (
     ERROR,
+    ONE_SIDED_95,
     DistributionSummary,
     LossEstimate,
     Verdict,
@@ -27,7 +28,7 @@ from moec.evaluation.tasks import Item, Task
 from ..request.options import Talk
 from ..request.ports import BundleEngine, DivergingEngine
 from ..request.targets import Target
-from ..sensitivity.trials import ONE_SIDED_95, Reference
+from ..sensitivity.trials import Reference
 
 # KL and agreement are means over tokens and need fewer items than a task metric.
 KL_ITEMS = 500

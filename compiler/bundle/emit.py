@@ -42,6 +42,7 @@ from moec.manifests.bundle import (
 from moec.manifests.codec import encode_manifest
 from moec.manifests.errors import CheckpointError, OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import LAYOUT, ROWS_PER_BLOCK, QuantSpec
 from moec.manifests.safetensors_header import build_header
 
@@ -58,7 +59,6 @@ from ..workspace.work_folder import removed_on_failure
 
 SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
 PackedUnits = Callable[[UnitKey, QuantSpec], np.ndarray | None]
-Progress = Callable[[int, int], None]
 
 KV_ELEMENT_BYTES = 4  # the runtime keeps keys and values in float32
 _DENSE_CHUNK_ROWS = 128 * ROWS_PER_BLOCK  # bounds the float32 copies of a large embedding

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moec.evaluation.data import SplitData
-from moec.evaluation.engine import Progress, no_progress
+from moec.evaluation.engine import no_progress
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.bundle import CalibrationSummary
 from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
+from moec.manifests.progress import Progress
 
 from ..reference.expert_module import intermediate
 from ..reference.model import ReferenceModel

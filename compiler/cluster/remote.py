@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
 from moec.evaluation.statistics import DistributionSummary, distribution_summary
 from moec.evaluation.text_pairs import TokenPair, forced_rows
 from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import QuantizedBatch, UnitBatch, UnitStore

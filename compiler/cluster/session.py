@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..checkpoint.url import is_url
@@ -18,7 +19,7 @@ from ..reference.model import ReferenceModel
 from ..request.ports import BundleEngine
 from ..request.request import CompileRequest
 from ..sensitivity.fisher import asks_gradients
-from ..sensitivity.trials import Progress, TaskData
+from ..sensitivity.trials import TaskData
 from ..walker.memory import PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
 from ..walker.planning import runtime_bytes
 from ..workspace.journal import Journal

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
 from moec.evaluation.statistics import DistributionSummary
 from moec.manifests.model import UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -27,7 +28,6 @@ from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..reference.decode import ROWS_PER_STEP
 from ..reference.network import TOKENS_PER_FORWARD
-from ..request.options import Progress
 from ..walker.memory import layer_weights
 from ..walker.slot import LayerSlot, TextStates
 from ..walker.sweep import calibrate_layer

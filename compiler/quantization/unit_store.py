@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..calibration.second_moments import SecondMoments
@@ -19,7 +20,6 @@ from .quantized import QuantizedMatrix, left_out
 from .quantizers import quantize_batch
 from .quantizers.rtn import quantize_rtn
 
-Progress = Callable[[int, int], None]
 UnitBatch = tuple[int, str, QuantSpec]
 """One projection of all experts of a layer in one format."""
 QuantizedBatch = Sequence[tuple[QuantizedMatrix, float]]

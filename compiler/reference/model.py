@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress, no_progress
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
 from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.model import ModelSpec
+from moec.manifests.progress import Progress
 
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.stand_ins import is_stood_in

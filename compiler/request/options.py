@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moec.manifests.errors import OptionError
+from moec.manifests.progress import Progress
 from moec.manifests.quant import (
     BITWIDTHS,
     BYTE_SCALES_BITWIDTHS,
@@ -23,7 +24,6 @@ from .targets import Target
 
 Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
 Search = Literal["knapsack", "edgemoe"]
-Progress = Callable[[int, int], None]
 DEFAULT_GROUP_SIZES = (32, 64, 128)
 DENSE_BITS = (4, 8, 16)
 FALLBACK_BITS = (1, 2, 3, 4)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import BITWIDTHS
+from moec.manifests.sizes import parse_bytes
 
 TargetKind = Literal["loss", "kl", "bits_per_weight", "size", "uniform"]
-_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,6 @@ def parse_sweep(text: str) -> tuple[float, ...]:
     return (low, *(loss for loss in SWEEP_LOSSES if low < loss < high), high)
 
 
-def parse_size(text: str, option: str = "--size") -> int:
-    """`2.1GiB`, `900MB` -> bytes; a bare G or a bare number is refused. Raises OptionError."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match[2] not in _UNITS:
-        raise OptionError(f"`{option} {text}` is not a size", "write `2.1GiB` (2^30) or `2.1GB` (10^9)")
-    return int(Fraction(match[1]) * _UNITS[match[2]])
-
-
 def choose_target(
     loss: str | None, kl: float | None, bits_per_weight: float | None, size: str | None, uniform: float | None
 ) -> Target:
@@ -79,7 +70,7 @@ def choose_target(
     if loss is not None:
         return Target("loss", parse_loss(loss))
     if size is not None:
-        return Target("size", parse_size(size))
+        return Target("size", parse_bytes(size, "--size"))
     if uniform is not None:
         if uniform not in BITWIDTHS:
             raise OptionError(f"`--uniform {uniform:g}` is not a bitwidth", "choose 1, 1.6, 2, 3, 4, 8 or 16")

@@ -20,7 +20,6 @@ from ..request.uniform import fits_all, uniform_like
 from ..sensitivity.exact import with_lowered_experts
 from ..sensitivity.trials import Trials
 
-Progress = Callable[[int, int], None]
 Keeps = Callable[[CompilePlan], bool]
 
 

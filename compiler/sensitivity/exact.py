@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from moec.manifests.model import ExpertKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
@@ -15,7 +16,6 @@ from .trials import Trials
 
 # Items of EdgeMoE's sensitivity measurement.
 EXACT_ITEMS = 64
-Progress = Callable[[int, int], None]
 
 
 def importance_list(

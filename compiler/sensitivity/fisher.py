@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moec.evaluation.text_pairs import TokenPair, forced_rows
 from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
@@ -45,7 +46,6 @@ TOKENS_PER_BACKWARD = 512
 """Tokens of one pass: what bounds its graph."""
 _RECORDED = "moec_recorded"
 _FLOAT_BYTES = 4
-Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import FloatType, QuantSpec
 
 from ..quantization.unit_store import UnitStore
@@ -25,7 +26,6 @@ from .exact import importance_list
 from .fisher import asks_gradients, ranks_well
 from .trials import Trials
 
-Progress = Callable[[int, int], None]
 # At 3 bits the KL of one projection of one layer stands clear of rounding, and still grows in proportion to the error.
 PROBE_BITWIDTH = 3
 

@@ -7,7 +7,7 @@ task metric on generated answers (what a loss target speaks of).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from moec.evaluation.engine import TextEngine
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import answer_scores, evaluate
 from moec.evaluation.statistics import (
+    ONE_SIDED_95,
     DistributionSummary,
     LossEstimate,
     perplexity_loss,
@@ -29,6 +30,7 @@ from moec.evaluation.statistics import (
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
+from moec.manifests.progress import Progress
 
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
@@ -39,8 +41,6 @@ LOOKS = (500, 1000)
 CLEAR_STANDARD_ERRORS = 3.0
 # Enough for a standard error; the certificate takes five times as many.
 TRIAL_RESAMPLES = 2000
-ONE_SIDED_95 = 1.645
-Progress = Callable[[int, int], None]
 
 
 class Reference(TextEngine, Protocol):

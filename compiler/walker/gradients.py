@@ -23,11 +23,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moec.evaluation.text_pairs import TokenPair, forced_rows
 from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
 from ..families import Lowering
 from ..reference.network import length_batches, padded
-from ..request.options import Progress
 from ..sensitivity.fisher import SKETCHES, TOKENS_PER_BACKWARD, recorded_experts, shortened, sketch
 from ..sensitivity.sensitivity import SensitivityTable, plain_plan, probed
 from ..workspace.journal import Journal

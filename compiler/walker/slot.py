@@ -16,7 +16,14 @@ from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.profiles.freed_memory import give_back_freed_memory
 
 from ..families import Lowering
-from ..reference.network import LOGITS_PER_CHUNK, TOKENS_PER_FORWARD, Network, build_single_layer, length_batches
+from ..reference.network import (
+    LOGITS_PER_CHUNK,
+    TOKENS_PER_FORWARD,
+    Network,
+    build_single_layer,
+    length_batches,
+    padded,
+)
 from ..reference.routers import RouterMasks
 from ..reference.weights import WeightName, weight_view
 from ..workspace.parallel import Workers
@@ -42,7 +49,7 @@ class TextStates:
         """Texts in front of the first layer."""
         texts = [list(row) for row in rows]
         batches = length_batches([len(row) for row in texts], TOKENS_PER_FORWARD)
-        return cls(texts, batches, [embed(_padded([texts[index] for index in batch])) for batch in batches])
+        return cls(texts, batches, [embed(padded([texts[index] for index in batch])[0]) for batch in batches])
 
     def copy(self) -> TextStates:
         """The same texts at the same place, apart."""
@@ -66,13 +73,6 @@ class TextStates:
                 length = len(self.rows[index])
                 found[index] = state[at, length - counts[index] : length]
         return torch.cat(found)
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.long)
-    for at, row in enumerate(rows):
-        ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
-    return ids
 
 
 class LayerSlot:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from moec.profiles.freed_memory import give_back_freed_memory
 
@@ -36,7 +37,6 @@ from ..calibration.second_moments import SecondMoments
 from ..families import Lowering
 from ..quantization.quantized import LEFT_OUT
 from ..reference.network import TOKENS_PER_FORWARD, length_batches
-from ..request.options import Progress
 from ..sensitivity.sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers

@@ -16,11 +16,11 @@ from torch import Tensor
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.statistics import DistributionSummary, distribution_summary
 from moec.manifests.model import UnitKey
+from moec.manifests.progress import Progress
 
 from ..families import Lowering
 from ..quantization.unit_store import UnitStore
 from ..reference.weights import WeightName
-from ..request.options import Progress
 from ..request.plan import CompilePlan
 from ..request.ports import BundleEngine, OpenRuntime
 from ..sensitivity.sensitivity import plain_plan

@@ -15,12 +15,13 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import AcceleratorUnavailable, MissingDependency, OptionError
+from moec.manifests.sizes import parse_bytes
 from moec.profiles.memory_floor import longest_pass
 
 from .. import kernels
 from ..expert_cache.eviction import ExpertRecords
 from ..memory.budget import chosen_context
-from ..options.runtime import TORCH_CPU, RuntimeOptions, parse_bytes
+from ..options.runtime import TORCH_CPU, RuntimeOptions
 from ..storage.interface import ExpertStorage
 from .cooperative import CooperativeExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes

@@ -11,6 +11,7 @@ import numpy as np
 from moec.manifests.bundle import MANIFEST_NAME, TABLES_NAME, TOKENIZER_NAME, BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.model import ModelSpec
+from moec.manifests.sizes import parse_bytes
 from moec.profiles.memory_floor import (
     PROCESS_BYTES,
     PROCESS_SLACK_BYTES,
@@ -24,7 +25,7 @@ from moec.profiles.memory_floor import (
 from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
 
 from ..layers.kv_cache import KV_TYPES
-from ..options.runtime import RuntimeOptions, parse_bytes, parse_cache
+from ..options.runtime import RuntimeOptions, parse_cache
 
 _MANIFEST_FACTOR = 13
 """Peak memory while a manifest is read, by its bytes. Measured: 5 for 65,535 experts with low versions, 12.5 for

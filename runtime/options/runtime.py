@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
 from typing import Literal
 
 from moec.manifests.errors import OptionError
+from moec.manifests.sizes import parse_bytes
 
 from .field_types import check_field_types
 from .lossy import CACHE_STATES, CacheState, LossyModes, parse_modes
@@ -25,10 +25,6 @@ MAX_PREFETCH_LAYERS = 4
 MAX_PREFETCH_EXPERTS = 1024
 _WEIGHT = re.compile(r"\s*(?:[01]|0?\.[0-9]{1,9}|1\.0{1,9})\s*")
 _SUM_TOLERANCE = 1e-3  # three digits after the point are what `moec tune` writes
-_UNITS = {
-    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-}  # fmt: skip
 
 Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
@@ -41,16 +37,6 @@ COOPERATIONS = ("auto", "published", "gpu", "cpu")
 DENSE_PLACES = ("auto", "device", "host")
 TORCH_CPU = "torch-cpu"
 _ACCELERATOR = re.compile(r"cuda(?::[0-9]{1,3})?")
-
-
-def parse_bytes(text: str) -> int:
-    """`512MiB`, `2GB`, `4096` -> bytes. GB is 10**9, GiB 2**30; a bare G is refused. Raises OptionError."""
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
-    if match is None or (match[2] and match[2] not in _UNITS):
-        raise OptionError(f"`{text}` is not a size", "write a size like `512MiB`, `2GiB` or `2GB`")
-    if "." in match[1] and not match[2]:
-        raise OptionError(f"`{text}` is not a whole number of bytes", "add a unit, like `2GiB`")
-    return int(Fraction(match[1]) * _UNITS[match[2] or "B"])
 
 
 def parse_cache(text: str, expert_bytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -224,4 +225,14 @@ def test_what_is_no_bundle_is_refused(invoke: Invoke, checkpoint: Path, tmp_path
 @pytest.mark.parametrize("command", ["run", "generate", "eval"])
 def test_help_tells_what_a_context_changes_in_longrope_models(invoke: Invoke, command: str) -> None:
     text = " ".join(invoke(command, "--help").stdout.split())
-    assert "--context N Longest sequence; beyond its original context a longrope model takes its long form" in text
+    assert "--context N Longest sequence. A longrope model takes its long form throughout" in text
+
+
+def test_help_shows_first_what_people_use_first(invoke: Invoke) -> None:
+    text = invoke("run", "--help").stdout
+    first, _, rest = text.partition("Generation:")
+    options = re.findall(r"^  (?:-h, )?--([a-z-]+)", first, re.M)
+    assert {"prompt", "max-new-tokens", "memory", "expert-cache", "context", "json"} <= set(options)
+    assert len(options) <= 12
+    sections = re.findall(r"^([A-Z][a-z ]+):", rest, re.M)
+    assert sections == ["Memory and cache", "Reading ahead", "Machine", "Lossy modes", "Accelerator"]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
+from moec.manifests.progress import Progress
 
 Write = Callable[..., Path]
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from moec.evaluation.data import load_items
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, Progress
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.tasks.choices import choices_of
 from moec.manifests.errors import DataError, ExecutionError
+from moec.manifests.progress import Progress
 
 ROWS: dict[str, dict[str, Any]] = {
     "hellaswag": {

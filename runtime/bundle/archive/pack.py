@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +14,7 @@ from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX
 from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, MoecError, OptionError
 from moec.manifests.files.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
 from moec.manifests.files.output_file import put_in_place
+from moec.manifests.progress import Progress
 from moec.runtime.bundle.files import BundleFile
 from moec.runtime.bundle.opening import open_bundle
 
@@ -37,8 +37,6 @@ from .layout import (
     encode_unfinished,
     members_of,
 )
-
-Progress = Callable[[int, int], None]
 
 # A member is sampled in a few pieces spread over it; packed codes show in the first that they do not shrink.
 SAMPLE_PIECES = 4

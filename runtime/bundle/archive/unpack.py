@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from moec.manifests.errors import (
 )
 from moec.manifests.files.input_file import UnreadableFile, open_input
 from moec.manifests.files.output_file import AtomicFile, FileSystem
+from moec.manifests.progress import Progress
 from moec.runtime.bundle.opening import open_bundle
 
 from .files import file_errors, require_free_bytes
@@ -39,7 +40,6 @@ from .layout import (
     read_index,
 )
 
-Progress = Callable[[int, int], None]
 _MANIFEST_BESIDE = f".{MANIFEST_NAME}.writing"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.request.targets import Target, choose_target, parse_loss, parse_size
+from moec.compiler.request.targets import Target, choose_target, parse_loss
 from moec.manifests.errors import OptionError
 
 NONE: dict[str, Any] = dict.fromkeys(("loss", "kl", "bits_per_weight", "size", "uniform"))
@@ -33,29 +33,6 @@ def test_what_is_no_loss(text: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse_loss(text)
     assert caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("2.1GiB", int(2.1 * 2**30)),
-        ("2.1GB", 2_100_000_000),
-        ("900MB", 900_000_000),
-        ("900 MiB", 900 * 2**20),
-        ("1kB", 1000),
-        ("1KiB", 1024),
-        ("77B", 77),
-    ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["2G", "2.1", "900M", "900", "GiB", "2.1gib", "-1GB", "1e9B", "", "9" * 400 + "GB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(OptionError, match="not a size") as caught:
-        parse_size(text)
-    assert "GiB" in str(caught.value.hint)
 
 
 def test_exactly_one_target() -> None:

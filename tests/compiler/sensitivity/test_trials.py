@@ -26,9 +26,10 @@ from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
 from moec.evaluation.divergence import divergence, log_softmax
-from moec.evaluation.engine import Generation, GenerationRequest, Progress
+from moec.evaluation.engine import Generation, GenerationRequest
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from tests.compiler.search.toy_search import BF16, estimate, toy_model
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

@@ -22,30 +22,9 @@ from transformers import (
 
 from moec.manifests.errors import ExecutionError, InputError, OptionError
 from moec.runtime import RuntimeOptions, load
-from moec.runtime.options.runtime import MAX_THREADS, parse_bytes, parse_cache
+from moec.runtime.options.runtime import MAX_THREADS, parse_cache
 from moec.runtime.text.sampling import Sampler, SamplingOptions, penalised
 from moec.runtime.text.token_ids import checked_ids
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("4096", 4096), ("0", 0), ("1B", 1), ("2GB", 2 * 10**9), ("2GiB", 2 << 30), ("512 MiB", 512 << 20),
-        (" 1.5KiB ", 1536), ("2.1GB", 2_100_000_000), ("9007199254740993", 9007199254740993), ("1TiB", 1 << 40),
-        ("0.5B", 0),
-    ],
-)  # fmt: skip
-def test_sizes(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "G", "2G", "2gb", "2M", "-1", "-1GB", "1e9", "1.5", "GB2", "nan", "inf", "\uff12GB", "9" * 400 + "GB"],
-)  # fmt: skip
-def test_not_a_size(text: str) -> None:
-    with pytest.raises(OptionError, match="is not a"):
-        parse_bytes(text)
 
 
 def test_shares_of_the_experts() -> None:
