@@ -28,7 +28,8 @@ def test_the_command_line_shows_the_text_and_the_default(name: str) -> None:
     default, shown = SETTINGS[name]
     found = option(name)
     assert (found.help or "").startswith(shown.text)
-    assert found.get_default(click.Context(run_command)) == default
+    if default is not None:
+        assert found.get_default(click.Context(run_command)) == default
     assert tuple(getattr(found.type, "choices", ())) == shown.choices
 
 
