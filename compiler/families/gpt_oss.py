@@ -1,5 +1,4 @@
-"""gpt-oss: attention sinks, windows in every second layer, biases everywhere, clamped experts stored as [inputs,
-outputs].
+"""gpt-oss: attention sinks, windows in every second layer, biases everywhere, clamped and transposed experts.
 
 Source: transformers, models/gpt_oss/modeling_gpt_oss.py and configuration_gpt_oss.py; gpt-oss model card, section 2.
 """

@@ -1,8 +1,8 @@
 """Rotary embeddings of type `longrope`: a short form up to the original context, a long form for longer contexts.
 
-For Phi-3.5-MoE, transformers 5.23 chooses the magnitude by text length, but always takes the short frequencies.
-transformers 4.x takes the long frequencies beyond the original context. The checkpoint was trained so, and this
-module does the same. tests/gates/test_g9_phimoe.py checks both.
+Phi-3.5-MoE was trained with the long frequencies beyond the original context. transformers 4.x and this module use
+them there. transformers 5.23 always uses the short frequencies, although it chooses the magnitude by text length.
+tests/gates/test_g9_phimoe.py checks both.
 Source: LongRoPE, Shorter context window recovery.
 """
 
@@ -68,7 +68,7 @@ def _parameters(settings: Settings) -> tuple[str | None, dict[str, Any]]:
 
 
 def _original_positions(settings: Settings, key: str, found: dict[str, Any]) -> int:
-    """Return the last position count of the short form.
+    """Return how many positions the short form covers.
 
     The key may also stand outside `rope_scaling`. A `factor` must equal max_position_embeddings divided by it.
     Raises CheckpointError.

@@ -51,9 +51,8 @@ class TensorSource:
     every: first column and column step of the weight, or None for all columns.
     is_transposed: after the selection, the matrix is [columns, rows].
     is_flat: the weight is a vector, and its parts follow each other.
-    scales: the tensor with the scales of an MXFP4 tensor, or empty. The decoded matrix is transposed first. It then
-        lies
-        as an unpacked tensor does.
+    scales: the tensor with the scales of an MXFP4 tensor, or empty. The decoded matrix is transposed first, so that
+        it lies as an unpacked tensor does.
     """
 
     name: str
