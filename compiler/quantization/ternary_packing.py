@@ -41,9 +41,7 @@ def unpack_ternary(tiles: np.ndarray) -> np.ndarray:
     left = tiles[..., :-ROWS_PER_BLOCK].reshape(blocks, count, _PLANES, _PLANE_BYTES)
     digits = np.empty((blocks, count, _PLANES, _DIGITS, _PLANE_BYTES), np.uint8)
     for digit in range(_DIGITS):
-        tripled = left.astype(np.uint16) * np.uint16(
-            3
-        )  # uint16, because numpy 1 keeps the product of a byte and a small number a byte
+        tripled = left.astype(np.uint16) * np.uint16(3)  # numpy 1 would return bytes for bytes times a small number
         digits[:, :, :, digit] = tripled >> 8
         left = tripled & np.uint16(255)
     last = tiles[..., -ROWS_PER_BLOCK:, np.newaxis] >> _PAIR_SHIFTS & np.uint8(3)

@@ -28,8 +28,8 @@ def quantize_rtn(
 ) -> QuantizedMatrix:
     """Round a matrix to the nearest codes.
 
-    Without clip search: scales and minima are rounded outwards to float16 before codes are chosen. No weight is clipped.
-    Each weight lies within scale / 2 of its value, up to float32 rounding:
+    Without clip search: scales and minima are rounded outwards to float16 before codes are chosen.
+    No weight is clipped. Each weight lies within scale / 2 of its value, up to float32 rounding:
     |w - w'| <= scale / 2 + 2**-22 * ((largest code + 1) * scale + |minimum|).
     A group of equal values that float16 holds is exact.
 
