@@ -50,9 +50,7 @@ class SecondMoments:
         self._counts[layer][expert] += len(inputs)
 
     def of(self, layer: int, projection: str) -> Tensor:
-        """Return the moments of one projection of all experts of a layer, [E, K, K]. Raises ValueError for unknown
-        names.
-        """
+        """Return the moments of one projection of all experts of a layer, [E, K, K]. Raises ValueError."""
         if projection not in PROJECTIONS:
             raise ValueError(f"no projection `{projection}`, expected one of {', '.join(PROJECTIONS)}")
         return self._intermediates[layer] if projection == "down" else self._inputs[layer]

@@ -29,9 +29,7 @@ _NO_CAPACITY = 1 << 62
 
 
 class RoutedLayer(torch.nn.Module):
-    """A routed feed-forward that replaces the one of transformers and keeps its router. It passes indices to the
-    experts.
-    """
+    """A routed feed-forward in place of the one of transformers, with its router. It passes indices to the experts."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()

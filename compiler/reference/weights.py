@@ -19,9 +19,7 @@ WeightName = UnitKey | str
 
 
 def weight_view(network: Network, name: WeightName) -> Tensor:
-    """Return the memory that a network computes with, shaped like TensorSource.view. Raises KeyError for an unknown
-    name.
-    """
+    """Return the memory that a network computes with, shaped like TensorSource.view. Raises KeyError."""
     return _unit(network, name) if isinstance(name, UnitKey) else _dense(network, name)
 
 

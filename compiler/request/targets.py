@@ -1,4 +1,4 @@
-"""What the user asked the search to keep: exactly one target."""
+"""The target of the search. A compile has exactly one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "Gi
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """kind and value: relative loss, nats per token, bits per routed weight, bytes of routed experts, or a bitwidth."""
+    """The kind of target and its value.
+
+    loss: relative loss.
+    kl: nats per token.
+    bits_per_weight: bits per routed weight.
+    size: bytes of routed experts.
+    uniform: a bitwidth.
+    """
 
     kind: TargetKind
     value: float
@@ -33,7 +40,10 @@ class Target:
 
 
 def parse_loss(text: str) -> float:
-    """`2%` or `0.02` -> 0.02. A bare number of 1 or more is refused: it could mean either. Raises OptionError."""
+    """Parse a loss: `2%` or `0.02` -> 0.02.
+
+    Raises OptionError, also for a bare number of 1 or more, which is ambiguous.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise OptionError(f"`--loss {text}` is not a loss", "write `--loss 2%` or `--loss 0.02`")
@@ -49,7 +59,10 @@ SWEEP_LOSSES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 def parse_sweep(text: str) -> tuple[float, ...]:
-    """`0.5%..20%` -> its ends and the round losses between; `1%,2%,5%` -> these. Ascending. Raises OptionError."""
+    """Parse a sweep, ascending: `0.5%..20%` -> both ends and the round losses between; `1%,2%,5%` -> these losses.
+
+    Raises OptionError.
+    """
     first, dots, last = text.partition("..")
     if not dots:
         return tuple(sorted({parse_loss(part) for part in text.split(",")}))
@@ -60,7 +73,7 @@ def parse_sweep(text: str) -> tuple[float, ...]:
 
 
 def parse_size(text: str, option: str = "--size") -> int:
-    """`2.1GiB`, `900MB` -> bytes; a bare G or a bare number is refused. Raises OptionError."""
+    """Parse a size: `2.1GiB`, `900MB` -> bytes. A bare G or a bare number is refused. Raises OptionError."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2] not in _UNITS:
         raise OptionError(f"`{option} {text}` is not a size", "write `2.1GiB` (2^30) or `2.1GB` (10^9)")
@@ -70,7 +83,7 @@ def parse_size(text: str, option: str = "--size") -> int:
 def choose_target(
     loss: str | None, kl: float | None, bits_per_weight: float | None, size: str | None, uniform: float | None
 ) -> Target:
-    """The one target that was given. Raises OptionError for none, several or values out of range."""
+    """Return the only target that was given. Raises OptionError for none, for several, or for values out of range."""
     given = {"--loss": loss, "--kl": kl, "--bits-per-weight": bits_per_weight, "--size": size, "--uniform": uniform}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
