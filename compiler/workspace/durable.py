@@ -126,7 +126,7 @@ def publish_directory(disk: Disk, partial: Path, final: Path, overwrite: bool = 
 
 
 def recover_replaced(disk: Disk, final: Path) -> None:
-    """Restore an old folder after a crash between the two renames of `publish_directory`. Raises DoesNotFit, MoecError."""
+    """Restore an old folder after a crash between the renames of `publish_directory`. Raises DoesNotFit, MoecError."""
     aside = _aside(final)
     if not aside.exists():
         return
