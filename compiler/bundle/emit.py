@@ -282,7 +282,7 @@ class _Emitter:
             return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
 
         entries, low = list[ExpertEntry](), list[ExpertEntry]()
-        # Units from an earlier stage belong to one thread, and take no time.
+        # Only one thread reads units of an earlier stage. That takes no time.
         with workers(torch.get_num_threads() if packed_units is None else 1) as pool:
             for layer in self._plan.model.expert_layers:
                 entries += self._write_layer(layer, unit_bytes, pool, is_low=False)

@@ -45,7 +45,7 @@ class TensorSource:
 
     name: the tensor.
     shape: the shape that the tensor must have on disk.
-    index: the matrix in a stack [E, ., .], or None.
+    index: the matrix in a stack [E, ., .], or None without a stack.
     rows: start and stop in that matrix, or None for all rows.
     heads: the part of each head of a whole matrix, or None.
     every: first column and column step of the weight, or None for all columns.

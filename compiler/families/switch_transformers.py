@@ -2,7 +2,7 @@
 ReLU.
 
 Positions are biases of the attention scores, which are not scaled.
-Each expert is a tensor of its own on disk, in old and new releases.
+Each expert has separate tensors on disk, in old and new releases.
 Capacity drops tokens in the encoder only: transformers counts it within one call, and decoding passes one token a call.
 Source: transformers, models/switch_transformers; Switch Transformers, section 2.
 """

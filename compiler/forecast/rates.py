@@ -145,7 +145,7 @@ def measure_layer(
     progress(1, pieces)
     with workers(threads) as pool:
         few, many = (TextStates.begin(_first(rows, times * threads), slot.embed) for times in (1, 2))
-        slot.run([few.copy()], pool, lambda: None)  # threads and pages come first
+        slot.run([few.copy()], pool, lambda: None)  # warm-up: starts threads and maps pages
         with clock.running():
             slot.run([few], pool, lambda: None)
         token = clock.seconds / sum(map(len, few.rows))
@@ -209,7 +209,7 @@ def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: st
                     pack(rounding(weight, spec, None, 0))
 
     with workers(threads) as pool:
-        list(pool.in_order(one, experts[:threads]))  # threads and pages come first
+        list(pool.in_order(one, experts[:threads]))  # warm-up: starts threads and maps pages
         with clock.running():
             list(pool.in_order(one, experts))
     return ExpertRates(clock.seconds / len(experts), _rounded_weight(lowering))

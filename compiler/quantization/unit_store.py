@@ -1,4 +1,4 @@
-"""Each unit in each format that the search requests, quantized once. Work proceeds by all experts of a layer."""
+"""Each unit in each format that the search requests, quantized once. A batch holds all experts of a layer."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MAX_GENERATED = 8
 # Part of MAX_GENERATED, reserved for plans after swaps. More would bisect below the resolution of the losses.
 AFTER_SWAPS = 2
 MAX_KL = 8
-# Cheap measurements before the first on generated answers, and the factor within which they must bring the KL.
+# Maximum of cheap KL measurements before the first one on answers. They end once the KL is within this factor.
 CALIBRATING_KL, CALIBRATED = 4, 1.5
 # A KL search ends between a kept and a refused plan once their costs are within this factor. The distance of their
 # predicted losses then depends on the formats: 8 % at 2 bits per weight, 2 % at 1.25 bits per weight.
@@ -162,7 +162,7 @@ def _cheaper(first: Found, second: Found | None) -> Found:
 def _corrected_at(space: SearchSpace, trials: Trials, cost: float, swaps: Swaps) -> tuple[SearchSpace, float]:
     """Correct the predictions by measured plans of this cost.
 
-    Returns the corrected space, and the KL of its plan over the KL before. Without a gain the space is unchanged.
+    Returns the corrected space, and the KL of its plan divided by the KL before. Without a gain the space is unchanged.
     """
     return swaps.corrected(space, trials, lambda tried: tried.plan(_within(tried.table, cost)))
 
@@ -189,7 +189,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     """Return the plan of least cost whose generated answers keep the target, as judged by `trials.keeps`.
 
     Swaps start once the cost is roughly known, because corrections are best at the cost at which they were measured.
-    After that no more expensive plan is tried: at the cost of the best plan so far, swaps have a plan with less KL.
+    After that, plans of higher cost are not tried: at the cost of the best plan so far, swaps have one with less KL.
     """
     bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
     kept = list[Found]()

@@ -44,7 +44,7 @@ class Swaps:
     talk: Talk
 
     def corrected(self, space: SearchSpace, trials: Trials, plan_of: PlanOf) -> tuple[SearchSpace, float]:
-        """Return the space whose plan has the least measured KL, and that KL over the KL before.
+        """Return the space whose plan has the least measured KL, and that KL divided by the KL before.
 
         plan_of: the plan of a space at the current cost.
         """
