@@ -23,7 +23,9 @@ class SecondMoments:
     """
 
     def __init__(self, inputs: Sequence[Tensor], intermediates: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
-        """inputs: [E, D, D] per layer, of gate and up.
+        """Take the sums of each layer.
+
+        inputs: [E, D, D] per layer, of gate and up.
         intermediates: [E, F, F] per layer, of down.
         counts: int64 [E] per layer, tokens of each expert.
         """

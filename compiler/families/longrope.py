@@ -1,7 +1,7 @@
 """Rotary embeddings of type `longrope`: a short form up to the original context, a long form for longer contexts.
 
-Phi-3.5-MoE was trained with the long frequencies beyond the original context. transformers 4.x and this module use
-them there. transformers 5.23 always uses the short frequencies, although it chooses the magnitude by text length.
+Phi-3.5-MoE was trained with the long frequencies beyond the original context. This module and transformers 4.x use
+them there. In contrast, transformers 5.23 always uses the short ones, although it chooses the magnitude by text length.
 tests/gates/test_g9_phimoe.py checks both.
 Source: LongRoPE, Shorter context window recovery.
 """

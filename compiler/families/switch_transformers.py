@@ -1,7 +1,6 @@
-"""Switch Transformers: a T5 encoder and decoder. Some layers route each token to one expert of two projections and
-ReLU.
+"""Switch Transformers: a T5 encoder and decoder. An expert has two projections and ReLU; a token takes one expert.
 
-Positions are biases of the attention scores, which are not scaled.
+Every few layers are routed. Positions are biases of the attention scores, which are not scaled.
 Each expert has separate tensors on disk, in old and new releases.
 Capacity drops tokens in the encoder only: transformers counts it within one call, and decoding passes one token a call.
 Source: transformers, models/switch_transformers; Switch Transformers, section 2.

@@ -23,8 +23,7 @@ from ..workspace.parallel import Workers
 from .network import TOKENS_PER_FORWARD, Network, RowStates, length_batches
 
 ROWS_PER_STEP = 64
-"""Rows that are decoded together. Two groups run at once. Larger groups gain little, because products then dominate a
-step.
+"""Rows that are decoded together; two groups run at once. Larger groups gain little, because products dominate a step.
 """
 _COMPACT_BELOW = 0.75
 _GROWTH_TOKENS = 64  # memory grows in steps, because few continuations reach their limit

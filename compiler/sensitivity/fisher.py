@@ -14,8 +14,8 @@ One backward pass gives d for every projection of every expert. D x costs one fo
 applied, and no unit is measured.
 The prediction ignores tokens that later routers send to other experts. In early layers of the example, that effect
 doubles the KL.
-Source: Optimal Brain Surgeon (second-order cost of a change of weights), with the Fisher information as curvature as
-in New Insights and Perspectives on the Natural Gradient Method, section 9; sketched by Gaussian vectors.
+Source: Optimal Brain Surgeon (second-order cost of a change of weights). The curvature is the Fisher information, as in
+New Insights and Perspectives on the Natural Gradient Method, section 9. Gaussian vectors sketch it.
 Shapes: B texts of a batch, T tokens of a text, A answer tokens, U units, S formats, V vocabulary.
 """
 

@@ -34,10 +34,10 @@ SPARSE_DAMPING = 0.1
 _ONE_THREAD_WEIGHTS = 1 << 22
 """Batches below this many weights use one thread, because their operations are too short to divide."""
 REFITTED_CODES, FEW_CODES, REFITS = 16, 4, 4
-"""Formats of up to REFITTED_CODES codes get scales fitted to GPTQ's codes. With up to FEW_CODES codes, rounding and
-fitting repeat REFITS times.
+"""Limits of the fit of scales to GPTQ's codes.
 
-Measured (docs/experiments.md):
+Formats of up to REFITTED_CODES codes get fitted scales. With up to FEW_CODES codes, rounding and fitting repeat REFITS
+times. Measured (docs/experiments.md):
 - 3 bits: KL falls by 15 to 40 % in the first turn, and no further in later turns.
 - 2 bits, four turns: output error on held-out inputs falls by a tenth.
 - below 2 bits, four turns: it falls by a sixth.

@@ -30,7 +30,9 @@ def quantize_rtn(
 
     Without clip search: scales and minima are rounded outwards to float16 before codes are chosen.
     No weight is clipped. Each weight lies within scale / 2 of its value, up to float32 rounding:
-    |w - w'| <= scale / 2 + 2**-22 * ((largest code + 1) * scale + |minimum|).
+
+        |w - w'| <= scale / 2 + 2**-22 * ((largest code + 1) * scale + |minimum|).
+
     A group of equal values that float16 holds is exact.
 
     With clip search: each group tries its own range and a dozen smaller ranges about the same centre. It takes the
