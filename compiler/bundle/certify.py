@@ -1,4 +1,7 @@
-"""Certify: the emitted bundle, run by the runtime that ships, against the reference on items nothing else saw."""
+"""The certificate: the runtime runs the written bundle on items that no other stage uses.
+
+Its results are compared with those of the reference model.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,27 @@ from ..request.ports import BundleEngine, DivergingEngine
 from ..request.targets import Target
 from ..sensitivity.trials import Reference
 
-# KL and agreement are means over tokens and need fewer items than a task metric.
+# KL and agreement are means over tokens, so they need fewer items than a task metric.
 KL_ITEMS = 500
 LOOKS = (500, 1000, 2000, 4000)
 LOGITS_AT_ONCE = 1 << 25
-"""Logits of a certificate held at once, on both sides, beyond those of one answer."""
+"""Logits that a certificate holds at once on both sides, in addition to those of one answer."""
 
 
 MODES_ITEMS = 500
-"""Held-out items that lossy modes are measured on, one sequence at a time."""
+"""Held-out items for the measurement of lossy modes, one sequence at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCertificate:
-    """One task on held-out items. verdict: None where the target is not a loss; loss: None where the baseline is 0."""
+    """One task on held-out items.
+
+    baseline: result of the checkpoint.
+    value: result of the bundle.
+    loss: relative loss, or None if the baseline scores 0.
+    verdict: verdict on the loss, or None if the target is not a loss.
+    divergence: KL and agreement.
+    """
 
     baseline: EvaluationResult
     value: EvaluationResult
@@ -52,7 +62,7 @@ class TaskCertificate:
     divergence: DistributionSummary
 
     def to_json(self) -> dict[str, object]:
-        """What quality.json says of the task; no time, so that equal bundles have equal reports."""
+        """Return the entry of the task in quality.json. Without times, equal bundles have equal reports."""
         return {
             "metric": self.value.metric,
             "n": self.value.n,
@@ -73,7 +83,11 @@ class TaskCertificate:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceCertificate:
-    """KL on one task's held-out answers, where the reference scores answers and generates none. items: answers."""
+    """KL on one task's held-out answers, for a reference that scores answers and generates none.
+
+    divergence: KL and agreement.
+    items: number of answers.
+    """
 
     divergence: DistributionSummary
     items: int
@@ -87,7 +101,7 @@ def certify_divergence(
     engine: BundleEngine,
     talk: Talk,
 ) -> DivergenceCertificate:
-    """Hold the bundle against the reference on answers, as many at a time as LOGITS_AT_ONCE allow.
+    """Compare the bundle with the reference on answers, as many at a time as LOGITS_AT_ONCE allows.
 
     reference_log_probs: log probabilities [A, V] of the pairs from one index to another.
     """
@@ -95,14 +109,14 @@ def certify_divergence(
     end = 0
     while end < len(pairs):
         start, end = end, end + 1
-        rows = [(len(answer) + 1) * vocab_size for _, answer in pairs[start:]]  # the end token is scored as well
+        rows = [(len(answer) + 1) * vocab_size for _, answer in pairs[start:]]  # the end token is scored too
         held = rows[0]
         while end < len(pairs) and held + rows[end - start] <= LOGITS_AT_ONCE:
             held += rows[end - start]
             end += 1
         logits, own = engine.forced_logits(pairs[start:end]), reference_log_probs(start, end)
         parts += [divergence(log_p, found) for log_p, found in zip(own, logits, strict=True)]
-        del logits, own  # before the next ones are made
+        del logits, own  # free them before the next ones are made
         progress(end, len(pairs))
     items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
     kl, agrees = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
@@ -110,7 +124,7 @@ def certify_divergence(
 
 
 def judge_divergence(summary: DistributionSummary, target: float) -> str:
-    """supported, met, missed or refuted: a mean KL in nats per token against its target, one-sided at 95 %."""
+    """Judge a mean KL in nats per token against its target, one-sided at 95 %: supported, met, missed or refuted."""
     width = ONE_SIDED_95 * summary.standard_error
     if summary.mean <= target:
         return "supported" if summary.mean + width <= target else "met"
@@ -128,11 +142,12 @@ def certify_task(
     confidence: float | None = None,
     divergence: DistributionSummary | None = None,
 ) -> TaskCertificate:
-    """Evaluate both, compare item by item, and hold the loss against the target.
+    """Evaluate both engines, compare item by item, and judge the loss against the target.
 
-    confidence: of a verdict that may come before the last item, after LOOKS items, each look with its share of the
-    error; None: one look at all items, at 95 %. divergence: as measured elsewhere; None: on KL_ITEMS answers, which
-    needs a Reference.
+    confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
+        the
+        error. None: one look at all items, at 95 %.
+    divergence: KL and agreement measured elsewhere. None: measured on KL_ITEMS answers, which needs a Reference.
     """
     counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
     error = ERROR if confidence is None else (1 - confidence) / len(counts)
@@ -145,7 +160,7 @@ def certify_task(
         for part, result in zip(parts, (own, found), strict=True):
             part.append(result)
         baseline, value = (joined(task, items.items[:count], part, shots) for part in parts)
-        # A checkpoint that solves nothing takes another target than a loss: there is none to state.
+        # A checkpoint that solves no item has no relative loss, and needs another target.
         is_stated = target.kind == "loss" or baseline.value > 0
         loss = compare(baseline, value, error=error) if is_stated else None
         verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
@@ -159,7 +174,7 @@ def certify_task(
 
 
 def look_counts(items: int) -> list[int]:
-    """After how many of so many items a certificate looks, the last time at all of them."""
+    """Return the numbers of items after which a certificate looks. The last look is at all items."""
     return [*(count for count in LOOKS if count < items), items]
 
 

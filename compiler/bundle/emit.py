@@ -1,7 +1,7 @@
-"""Checkpoint and plan to a bundle folder that is complete but for its certificate. docs/format.md is what it writes.
+"""Write checkpoint and plan as a bundle folder, complete except for its certificate.
 
-One tensor per thread is resident at a time; every byte is hashed as it is written; equal inputs give equal bytes. The
-manifest is the last file, so a folder without one is no bundle.
+docs/format.md defines the content. One tensor per thread is in memory at a time. Every byte is hashed as it is written.
+Equal inputs give equal bytes. The manifest is written last, so a folder without one is no bundle.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
 PackedUnits = Callable[[UnitKey, QuantSpec], np.ndarray | None]
 
 KV_ELEMENT_BYTES = 4  # the runtime keeps keys and values in float32
-_DENSE_CHUNK_ROWS = 128 * ROWS_PER_BLOCK  # bounds the float32 copies of a large embedding
+_DENSE_CHUNK_ROWS = 128 * ROWS_PER_BLOCK  # limits the float32 copies of a large embedding
 _MANIFEST_BYTES_PER_EXPERT = 512
 _MANIFEST_BASE_BYTES = 1 << 20
 _HEADER_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
@@ -83,14 +83,22 @@ def emit(
     packed_units: PackedUnits | None = None,
     progress: Progress | None = None,
 ) -> BundleManifest:
-    """Write every file of the bundle into the folder `partial`, the manifest (certified: false) last.
+    """Write all files of the bundle into the folder `partial`. The manifest (certified: false) comes last.
 
-    partial: `NAME.partial`; what a killed run left there is removed first. name: of the model in the manifest, by
-    default the checkpoint's. statistics: for the tables and the expected reads; None: empty tables, all experts
-    equally popular. second_moments: per unit, [K, K] and its tokens, for quantizers that ask. packed_units: bytes of
-    units already quantized by an earlier stage, None for others. progress: called with (weights done, weights in all).
-    Raises CheckpointError (weights that are not finite or that the format cannot hold), DoesNotFit (disk), OptionError,
-    MoecError (the disk refuses); the folder is then removed.
+    partial: `NAME.partial`. The remains of a killed run are removed first.
+    device: the device entry of the manifest.
+    name: name of the model in the manifest, by default the checkpoint's name.
+    options: options for the manifest.
+    calibration: the calibration entry of the manifest.
+    statistics: source of the tables and the expected reads. None: empty tables, equally popular experts.
+    second_moments: returns [K, K] and tokens of a unit, for quantizers that need them.
+    packed_units: returns the bytes of units that an earlier stage has quantized, None for others.
+    progress: called with (weights done, weights in all).
+    On any of these errors the folder is removed:
+    Raises CheckpointError if weights are not finite, or the format cannot hold them.
+    Raises DoesNotFit if the disk is too small.
+    Raises MoecError if the disk refuses.
+    Raises OptionError.
     """
     if not partial.name.endswith(PARTIAL_SUFFIX):
         raise OptionError(f"`{partial}` does not end in `{PARTIAL_SUFFIX}`, expected the name of an unfinished bundle")
@@ -129,7 +137,7 @@ def emit(
 
 
 def _fixed_fields(plan: CompilePlan) -> dict[str, Any]:
-    """The fields of the manifest that follow from the format and the plan."""
+    """Return the fields of the manifest that follow from the format and the plan."""
     return {
         "format_version": FORMAT_VERSION,
         "producer": producer(),
@@ -142,9 +150,10 @@ def _fixed_fields(plan: CompilePlan) -> dict[str, Any]:
 def finish(
     partial: Path, manifest: BundleManifest, quality_bytes: bytes, card_bytes: bytes, disk: Disk | None = None
 ) -> BundleManifest:
-    """Add quality.json and README.md to an emitted folder and certify its manifest. Publishing is the caller's.
+    """Add quality.json and README.md to an emitted folder, and certify its manifest. The caller publishes the folder.
 
-    Raises DoesNotFit, MoecError (the disk refuses). A crash in between leaves a folder that is not certified.
+    A crash in between leaves a folder that is not certified.
+    Raises DoesNotFit or MoecError if the disk refuses.
     """
     disk = disk or Disk()
     entries = {entry.name: entry for entry in manifest.files}
@@ -159,8 +168,9 @@ def finish(
 
 
 def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> CostSummary:
-    """What the bundle weighs. popularity: [L, E] counts; None, or a layer of zeros, counts all experts alike.
+    """Return the sizes of the bundle.
 
+    popularity: counts [L, E]. None, or a layer of zeros, counts all experts equally.
     Source: docs/format.md, Manifest.
     """
     model = plan.model
@@ -173,7 +183,7 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
     for layer, (padded, row) in enumerate(zip(sizes, rows.tolist(), strict=True)):
         if not padded:
             continue
-        kept = [count if size else 0 for count, size in zip(row, padded, strict=False)]  # others take its place
+        kept = [count if size else 0 for count, size in zip(row, padded, strict=False)]  # a pruned one is not read
         counts = kept if any(kept) else [int(size > 0) for size in padded]
         if not any(counts):
             continue
@@ -192,7 +202,7 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
 
 
 def producer() -> str:
-    """Program and version, as the manifest names them."""
+    """Return program and version for the manifest."""
     try:
         return f"moec {metadata.version('moec')}"
     except metadata.PackageNotFoundError:
@@ -200,7 +210,7 @@ def producer() -> str:
 
 
 def packed_pieces(weight: torch.Tensor, spec: QuantSpec) -> Iterator[np.ndarray]:
-    """A dense matrix in its format, a bounded number of rows at a time; the pieces in a row are the packed matrix."""
+    """Yield a dense matrix in its format, a bounded number of rows at a time. Joined, they are the packed matrix."""
     if spec.bitwidth == 16:
         yield from (pack_16bit(rows, spec) for rows in torch.split(weight, _DENSE_CHUNK_ROWS))
     else:
@@ -219,7 +229,7 @@ class _Emitter:
         self.files: list[FileEntry] = []
 
     def weight_bytes(self) -> int:
-        """Bytes on disk of weights and manifest, rounded up."""
+        """Return the bytes on disk of weights and manifest, rounded up."""
         keys = self._plan.model.expert_keys()
         total = sum(self._plan.expert_padded_bytes(key) for key in keys)
         total += sum(self._plan.expert_padded_bytes(key, is_low=True) for key in self._plan.low_experts)
@@ -227,13 +237,13 @@ class _Emitter:
         return total + (len(keys) + len(self._plan.low_experts)) * _MANIFEST_BYTES_PER_EXPERT + _MANIFEST_BASE_BYTES
 
     def write_small(self, name: str, data: bytes) -> None:
-        """One whole small file."""
+        """Write one whole small file."""
         with self._disk.create(self._partial / name) as file:
             file.write(data)
         self._finished(name, file, len(data))
 
     def write_dense(self) -> list[DenseEntry]:
-        """`dense.safetensors`. Source: docs/format.md, Dense weights."""
+        """Write `dense.safetensors`. Source: docs/format.md, Dense weights."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, shape in self._plan.model.dense_shapes().items():
             spec = self._plan.dense[name]
@@ -260,7 +270,7 @@ class _Emitter:
     def write_experts(
         self, quantize: Quantizer, second_moments: SecondMoments | None, packed_units: PackedUnits | None
     ) -> tuple[tuple[ExpertEntry, ...], tuple[ExpertEntry, ...]]:
-        """All expert files, one per layer, then those of low versions. Source: docs/format.md, Expert files."""
+        """Write all expert files, one per layer, then those of low versions. Source: docs/format.md, Expert files."""
 
         def unit_bytes(key: UnitKey, spec: QuantSpec) -> np.ndarray:
             if spec.bitwidth == 16:
@@ -272,7 +282,7 @@ class _Emitter:
             return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
 
         entries, low = list[ExpertEntry](), list[ExpertEntry]()
-        # What an earlier stage quantized is kept by one thread, and takes no time.
+        # Only one thread reads units of an earlier stage. That takes no time.
         with workers(torch.get_num_threads() if packed_units is None else 1) as pool:
             for layer in self._plan.model.expert_layers:
                 entries += self._write_layer(layer, unit_bytes, pool, is_low=False)
@@ -283,7 +293,7 @@ class _Emitter:
     def _write_layer(
         self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray], pool: Workers, is_low: bool
     ) -> list[ExpertEntry]:
-        """One expert file; there are as many blobs at once as threads, and the one that is written."""
+        """Write one expert file. Memory holds one blob per thread, and the blob that is written."""
         every = self._plan.low_experts if is_low else self._plan.model.expert_keys()
         keys = [key for key in every if key.layer == layer]
         sizes = [self._plan.expert_padded_bytes(key, is_low) for key in keys]
@@ -312,7 +322,7 @@ class _Emitter:
     def _expert_blob(
         self, key: ExpertKey, specs: dict[str, QuantSpec], unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray]
     ) -> np.ndarray:
-        """One expert in these formats, padded, uint8."""
+        """Return one expert in these formats, padded, uint8."""
         offsets, size = unit_offsets(self._plan.model, key.layer, specs)
         blob = np.zeros(size, np.uint8)
         for projection in specs:
@@ -326,7 +336,7 @@ class _Emitter:
         return blob
 
     def _translated(self, source: str, pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """The pieces; what a quantizer or the packer refuses becomes a CheckpointError that names the tensor."""
+        """Yield the pieces. An error of quantizer or packer becomes a CheckpointError that names the tensor."""
         try:
             yield from pieces
         except ValueError as error:
@@ -336,7 +346,7 @@ class _Emitter:
             ) from error
 
     def _finished(self, name: str, file: StreamingFile, expected_bytes: int) -> None:
-        """Note a file that is closed. Its size must be what the plan says."""
+        """Record a closed file. Its size must match the plan."""
         if file.size_bytes != expected_bytes:
             raise RuntimeError(f"`{name}` took {file.size_bytes} bytes, the plan says {expected_bytes}")
         self.files.append(FileEntry(name, file.size_bytes, file.sha256))
@@ -348,5 +358,5 @@ class _Emitter:
 
 
 def _dense_bytes(shape: tuple[int, ...], spec: QuantSpec) -> int:
-    """Bytes of one dense weight in the file."""
+    """Return the bytes of one dense weight in the file."""
     return 2 * shape[0] if len(shape) == 1 else spec.packed_bytes(shape[0], shape[1])

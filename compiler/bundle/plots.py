@@ -1,4 +1,4 @@
-"""The report's picture: size against divergence, bits per unit, popularity and sensitivity at a glance."""
+"""The picture of the report: size versus KL, bits per unit, popularity and sensitivity."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MARKERS = ("s", "^", "v")
 
 
 def report_picture(name: str, quality: Mapping[str, Any]) -> bytes:
-    """A PNG of the whole report. Raises MissingDependency without matplotlib."""
+    """Return a PNG of the whole report. Raises MissingDependency without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependency("the picture needs `matplotlib`", 'pip install "moec[compile]"') from error
-    figure = Figure(figsize=(13, 9))  # fixed margins: a layout that is solved for draws everything twice
+    figure = Figure(figsize=(13, 9))  # fixed margins, because an automatic layout draws everything twice
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, gridspec_kw={"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.91, "hspace": 0.27})
     figure.suptitle(f"{name}: target {quality['target']['kind']} {quality['target']['value']:g}, {quality['verdict']}")
@@ -40,7 +40,7 @@ def report_picture(name: str, quality: Mapping[str, Any]) -> bytes:
 
 
 def _bits_grid(quality: Mapping[str, Any]) -> np.ndarray:
-    """[L, 3 E]: the three projections of an expert side by side; blank where a layer has fewer experts."""
+    """Return [L, 3 E]: the three projections of an expert are adjacent. Missing experts are blank."""
     units = quality["bits"]["units"]
     layers, experts = len(units["down"]), max(map(len, units["down"]))
     grid = np.full((layers, experts, len(PROJECTIONS)), np.nan)
@@ -59,7 +59,7 @@ def _heat_map(figure: Any, axis: Any, grid: np.ndarray, title: str, rows: str, c
 
 
 def _frontier(axis: Any, quality: Mapping[str, Any]) -> None:
-    axis.set_title("routed-expert bytes against divergence")
+    axis.set_title("size of the routed experts and KL")
     axis.set_xlabel("routed experts, MB (10^6 bytes)")
     axis.set_ylabel("mean KL to the reference, nats per token")
     axis.set_yscale("log")
@@ -81,7 +81,7 @@ def _frontier(axis: Any, quality: Mapping[str, Any]) -> None:
 
 
 def curve_picture(name: str, curve: Sequence[Mapping[str, Any]]) -> bytes:
-    """A sweep as PNG: bytes of the routed experts over the loss allowed, ours and the baselines'."""
+    """Return a sweep as PNG: bytes of routed experts over the permitted loss, for moec and the baselines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

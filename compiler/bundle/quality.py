@@ -1,4 +1,4 @@
-"""quality.json and the model card: what the bundle is, what it cost, and how far that is proven."""
+"""quality.json and the model card: the content of the bundle, its size, and the evidence for its quality."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def quality_report(
     confidence: float | None = None,
     modes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of quality.json. Plain values; no time, host or path, so equal compiles give equal bytes.
+    """Return the content of quality.json as plain values. Without time, host and path, equal compiles give equal bytes.
 
-    modes: what lossy modes of the runtime cost.
+    modes: cost of the lossy modes of the runtime.
     """
     return {
         "version": QUALITY_VERSION,
@@ -68,8 +68,10 @@ def overall_verdict(
     certificates: Mapping[str, TaskCertificate],
     divergences: Mapping[str, DivergenceCertificate] | None = None,
 ) -> str:
-    """The weakest verdict of all tasks: supported, met, missed, refuted; `measured` or `not measured` where the target
-    is neither a loss nor a KL."""
+    """Return the weakest verdict of all tasks: supported, met, missed, refuted.
+
+    Targets other than loss and KL: `measured` or `not measured`.
+    """
     others = divergences or {}
     if target.kind not in ("loss", "kl"):
         return "measured" if certificates or others else "not measured"
@@ -93,7 +95,7 @@ def _sizes(plan: CompilePlan, cost: CostSummary) -> dict[str, Any]:
 
 
 def _bits(plan: CompilePlan) -> dict[str, Any]:
-    """Bits per weight of every unit, scales included, [L][E] per projection, and the dense formats."""
+    """Return bits per weight of every unit, scales included, [L][E] per projection, and the dense formats."""
     model = plan.model
     grids: dict[str, list[list[float]]] = {}
     for projection in PROJECTIONS:
@@ -120,10 +122,13 @@ def _sensitivity(table: SensitivityTable) -> dict[str, Any]:
 
 
 def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
-    """Popularity as shares, how even it is (entropy over its maximum, per layer), and how predictable routes are.
+    """Return statistics of popularity and routes.
 
-    lower_half_share: of a token's weight, what the lower-ranked half of its experts has, per layer.
-    unimportance_deciles: the nine deciles of experts' unimportance over all layers, see calibration; none of top-1.
+    popularity: shares, per layer.
+    popularity_entropy: entropy over its maximum, per layer.
+    lower_half_share: share of a token's weight in the lower-ranked half of its experts, per layer.
+    unimportance_deciles: nine deciles of experts' unimportance over all layers, see calibration. Empty for top-1.
+    paths: how well routes can be predicted.
     """
     counts = np.asarray(statistics.popularity, np.float64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -138,7 +143,7 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
 
 
 def unimportance_deciles(counts: NDArray[np.int64]) -> list[float]:
-    """The nine deciles of what was counted, [L, bins]; none where nothing was."""
+    """Return the nine deciles of counts [L, bins], or an empty list without counts."""
     total = np.cumsum(counts.sum(axis=0))
     if not total[-1]:
         return []
@@ -147,7 +152,7 @@ def unimportance_deciles(counts: NDArray[np.int64]) -> list[float]:
 
 
 def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
-    """README.md of the bundle: what it is, what it cost, how to run it."""
+    """Return the README.md of the bundle: its content, its size, how to run it."""
     sizes, routed = quality["sizes"], manifest.model.layers[manifest.model.expert_layers[-1]].experts
     lines = [
         f"# {manifest.name}, compiled by moec",
@@ -161,8 +166,8 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
         f"| routed experts, {sizes['expert_bits_per_weight']:.3f} bits per weight | {sizes['expert_packed_bytes']:,} |",
         *_left_out_row(manifest),
         f"| routed experts at 16 bits | {sizes['expert_16bit_bytes']:,} |",
-        f"| everything else | {sizes['dense_packed_bytes']:,} |",
-        f"| expert bytes per token, nothing cached | {sizes['expected_read_bytes_per_token']:,} |",
+        f"| all other weights | {sizes['dense_packed_bytes']:,} |",
+        f"| expert bytes read per token with an empty cache | {sizes['expected_read_bytes_per_token']:,} |",
         "",
     ]
     if quality["tasks"]:
@@ -175,7 +180,7 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
     for name, found in quality["held_out_kl"].items():
         lines += [f"KL to the checkpoint on {found['items']} held-out answers of {name}: {found['mean']:.4f} nats.", ""]
     lines += [
-        "Formats, statistics and every trial of the search are in `quality.json`, the layout in `moec.json`.",
+        "`quality.json` holds formats, statistics and every trial of the search. `moec.json` holds the layout.",
         "",
         "```",
         "moec verify FOLDER",
@@ -188,7 +193,7 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
 
 def _left_out_row(manifest: BundleManifest) -> list[str]:
     pruned = sum(map(len, manifest.pruned_experts))
-    return [f"| of {len(manifest.experts)} routed experts left out | {pruned} |"] if pruned else []
+    return [f"| left out, of {len(manifest.experts)} routed experts | {pruned} experts |"] if pruned else []
 
 
 def _card_row(name: str, task: Mapping[str, Any]) -> str:

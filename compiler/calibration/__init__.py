@@ -1,1 +1,1 @@
-"""What text says about experts."""
+"""Statistics of experts, routes and inputs on text."""

@@ -1,4 +1,4 @@
-"""Calibration: the reference model over training text, and what it says about experts, routes and inputs.
+"""Calibration: run the reference model over training text, and count experts, routes and inputs.
 
 Shapes: T tokens, L layers, E experts of the largest layer, K top-k, D hidden, F expert width, Q quantiles.
 """
@@ -31,7 +31,7 @@ from .second_moments import SecondMoments
 QUANTILES = 101
 UNIMPORTANCE_BINS = 200
 HELD_OUT_SHARE = 0.2
-"""Share of the texts that the report on paths predicts from the rest; the counts themselves take all texts."""
+"""Share of the texts on which the path report tests its predictions. The counts themselves use all texts."""
 _ARRAYS = (
     "popularity", "transitions", "path_keys", "path_offsets", "path_experts", "path_counts", "router_quantiles",
     "lower_half", "unimportance",
@@ -42,16 +42,22 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, eq=False)
 class ActivationStatistics:
-    """What calibration counted.
+    """The counts of calibration. A stack is the encoder or the decoder.
 
-    num_tokens: tokens run; texts_sha256: digest of their ids, text by text; seed: of the choice of texts.
-    popularity: uint32 [L, E], each row of a layer with experts sums to K for every token that its stack saw.
-    transitions: uint32 [L-1, E, E], from a layer that routes to the next one of its stack.
-    path_*: see statistics_paths.PathDictionary. router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's
-    largest router weight. lower_half: float64 [L], the mean share of a token's weight that the lower-ranked half of its
-    experts has: half at most, which an even router gives. unimportance: int64 [L, UNIMPORTANCE_BINS], how many of the
-    chosen experts that are not a token's best have so much of its weight before them, in even steps from 0 to 1.
-    second_moments: of every projection's inputs. path_report: what the paths predict.
+    num_tokens: tokens that were run.
+    texts_sha256: digest of their ids, text by text.
+    seed: seed of the choice of texts.
+    popularity: uint32 [L, E]. A row of a routed layer sums to K times the tokens of its stack.
+    transitions: uint32 [L-1, E, E], from a routed layer to the next routed layer of its stack.
+    path_keys, path_offsets, path_experts, path_counts: see paths.PathDictionary.
+    router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's largest router weight.
+    lower_half: float64 [L], mean share of a token's router weight in the lower-ranked half of its experts. It is at
+        most
+        0.5, for an even router.
+    unimportance: int64 [L, UNIMPORTANCE_BINS], counts of chosen experts by unimportance, in even bins from 0 to 1; see
+        `weight_summary`. A token's best expert is not counted.
+    second_moments: second moments of every projection's inputs.
+    path_report: quality of predictions from paths.
     """
 
     num_tokens: int
@@ -75,7 +81,7 @@ class ActivationStatistics:
         return self.second_moments.unseen()
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Name -> array, for the journal."""
+        """Return name -> array, for the journal."""
         arrays: dict[str, np.ndarray] = {name: getattr(self, name) for name in _ARRAYS}
         arrays["num_tokens"], arrays["seed"] = np.array(self.num_tokens), np.array(self.seed)
         arrays["texts_sha256"] = np.frombuffer(bytes.fromhex(self.texts_sha256), np.uint8)
@@ -85,7 +91,7 @@ class ActivationStatistics:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ActivationStatistics:
-        """Rebuild what `to_arrays` gave. Raises KeyError if a part is missing."""
+        """Rebuild from the result of `to_arrays`. Raises KeyError if a part is missing."""
         report = {name.removeprefix(_REPORT): float(arrays[name]) for name in arrays if name.startswith(_REPORT)}
         return cls(
             num_tokens=int(arrays["num_tokens"]),
@@ -104,11 +110,13 @@ def calibrate(
     max_tokens: int | None = None,
     progress: Progress = no_progress,
 ) -> ActivationStatistics:
-    """Run prompts with their answers through the reference model and count.
+    """Run prompts with their answers through the reference model and count. Equal inputs give equal statistics.
 
-    pairs: token ids (ReferenceModel.encode_pairs). Texts longer than the context are cut. max_tokens: run a choice of
-    texts of about so many tokens, drawn with `seed`; None runs all. progress: texts done, texts in all.
-    Equal input gives equal statistics. Raises DataError without a token.
+    pairs: token ids (ReferenceModel.encode_pairs). Texts longer than the context are cut.
+    seed: seed of the choice of texts.
+    max_tokens: approximate number of tokens to run, or None for all texts.
+    progress: called with (texts done, texts in all).
+    Raises DataError if there is no token.
     """
     sources, decoded = reference.divide(pairs)
     chosen = chosen_texts(decoded, reference.model.original_positions, seed, max_tokens, sources)
@@ -142,9 +150,10 @@ def chosen_texts(
     max_tokens: int | None,
     sources: Sequence[list[int]] = (),
 ) -> list[tuple[list[int], list[int]]]:
-    """The token rows that calibration runs, in an order drawn with `seed`, each with what an encoder reads of it.
+    """Return the token rows that calibration runs, each with its tokens for an encoder. `seed` decides their order.
 
-    sources: of each pair, empty where the model has no encoder. Raises DataError without a token.
+    sources: tokens of each pair for an encoder, empty without one.
+    Raises DataError if there is no token.
     """
     read = list(sources) or [[] for _ in pairs]
     rows = [((before + answer)[:context], s[:context]) for (before, answer), s in zip(pairs, read, strict=True)]
@@ -161,10 +170,12 @@ def chosen_texts(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Routes:
-    """Where the tokens went in the layers of a stack that route, M of them.
+    """The experts of each token in the M routed layers of a stack.
 
-    layers: [M], their indices. experts: uint16 [T, M, K]. weights: float32 [T, M, 2], see `weight_summary`.
-    held_out: bool [T], the tokens of texts that the report on paths predicts.
+    layers: [M], indices of the layers.
+    experts: uint16 [T, M, K].
+    weights: float32 [T, M, 2], see `weight_summary`.
+    held_out: bool [T], tokens of the texts that the path report predicts.
     """
 
     layers: NDArray[np.int64]
@@ -182,10 +193,10 @@ def count_statistics(
     unimportance: NDArray[np.int64],
     encoder: Routes | None = None,
 ) -> ActivationStatistics:
-    """Count the routes of all tokens; the report speaks of the decoder's, which are the ones to predict."""
+    """Count the routes of all tokens. The path report covers the decoder alone, whose routes are predicted."""
     experts = max(layer.experts.count for layer in model.layers)
     stacks = [decoder] if encoder is None else [encoder, decoder]
-    # An encoder's layers come first, so that keys stay sorted.
+    # The encoder's layers come first, so that keys stay sorted.
     paths = [count_paths(stack.experts, experts) for stack in stacks]
     keys = [found.keys.copy() for found in paths]
     for own, stack in zip(keys, stacks, strict=True):
@@ -217,7 +228,7 @@ def count_statistics(
 
 
 def _spread(stacks: Sequence[NDArray[Any]], layers: Sequence[NDArray[np.int64]], count: int) -> NDArray[Any]:
-    """Rows of some layers among zeros for all the others."""
+    """Put rows of some layers into an array with zeros for all other layers."""
     spread = np.zeros((count, *stacks[0].shape[1:]), stacks[0].dtype)
     for rows, places in zip(stacks, layers, strict=True):
         spread[places] = rows
@@ -225,7 +236,7 @@ def _spread(stacks: Sequence[NDArray[Any]], layers: Sequence[NDArray[np.int64]],
 
 
 def unseen_notes(statistics: ActivationStatistics) -> list[str]:
-    """A sentence for each expert without a token, or for the first of many."""
+    """Return a sentence for each expert without a token, or for the first of many."""
     unseen = statistics.unseen_experts
     notes = [
         f"expert {key.expert} of layer {key.layer} saw no calibration token: it is rounded unweighted"
@@ -237,7 +248,7 @@ def unseen_notes(statistics: ActivationStatistics) -> list[str]:
 
 
 class _Recorder:
-    """Receives what every layer hands to its experts, real tokens only."""
+    """Records the inputs of the experts of every layer. Padding is left out."""
 
     def __init__(self, model: ModelSpec) -> None:
         self.moments = SecondMoments.zeros(model)
@@ -247,11 +258,14 @@ class _Recorder:
         self.decoder = _StackRecorder([layer for layer in model.expert_layers if layer >= first])
 
     def start(self, real: Tensor, real_prompts: Tensor) -> None:
-        """A pass begins; which places of rows and of prompts hold tokens, [B * T] bool each."""
+        """Begin a pass.
+
+        real, real_prompts: masks of real tokens in rows and in prompts, bool [B * T] each.
+        """
         self.decoder.real, self.encoder.real = real, real_prompts
 
     def hook(self, layer: int) -> Any:
-        """The hook of one experts module: called with (x [N, D], experts [N, K], router weights [N, K])."""
+        """Return the hook of one experts module. It takes (x [N, D], experts [N, K], router weights [N, K])."""
         stack = self.encoder if layer < self._model.first_decoder_layer else self.decoder
         has_capacity = self._model.layers[layer].experts.router.capacity > 0
 
@@ -261,7 +275,7 @@ class _Recorder:
             stack.add(layer, chosen, summary)
             self.unimportance[layer] += unimportance
             for expert in range(module.num_experts):
-                # Over the capacity a token has an expert that never sees it.
+                # The expert of a token over the capacity does not compute it.
                 token, rank = torch.where((chosen == expert) & (weights > 0) if has_capacity else chosen == expert)
                 if len(token):
                     rows, weight = inputs[token], weights[token, rank].unsqueeze(1)
@@ -270,7 +284,7 @@ class _Recorder:
         return record
 
     def finish(self) -> None:
-        """A pass is over."""
+        """End a pass."""
         self.encoder.finish()
         self.decoder.finish()
 
@@ -286,18 +300,21 @@ class _StackRecorder:
         self._batches: list[tuple[NDArray[np.uint16], NDArray[np.float32]]] = []
 
     def add(self, layer: int, chosen: Tensor, weights: Tensor) -> None:
-        """Experts [N, K] and summaries of the weights [N, 2] of one layer."""
+        """Add experts [N, K] and summaries of the router weights [N, 2] of one layer."""
         self._chosen[layer], self._weights[layer] = chosen, weights
 
     def finish(self) -> None:
-        """A pass is over."""
+        """End a pass."""
         if self._layers:
             chosen = torch.stack([self._chosen[layer] for layer in self._layers], dim=1)
             weights = torch.stack([self._weights[layer] for layer in self._layers], dim=1)
             self._batches.append((chosen.numpy().astype(np.uint16), weights.numpy().copy()))
 
     def routes(self, held_out: NDArray[np.bool_] | None = None) -> Routes | None:
-        """Of all tokens, None where no layer routes. held_out: [T], none where it is not given."""
+        """Return the routes of all tokens, or None if no layer is routed.
+
+        held_out: bool [T], or None for no held-out token.
+        """
         if not self._layers:
             return None
         experts, weights = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
@@ -306,11 +323,13 @@ class _StackRecorder:
 
 
 def weight_summary(weights: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
-    """Of the weights [N, K] of some tokens the largest and the lower-ranked half's share of all, float32 [N, 2]; and
-    what HOBBIT's thresholds are held against, counted: int64 [UNIMPORTANCE_BINS].
+    """Summarise the router weights [N, K] of some tokens.
 
-    The unimportance of an expert is the share of its token's weight that the experts before it have; the best expert's
-    is 0, and not counted. Source: HOBBIT, token-level dynamic loading.
+    Returns the largest weight and the share of the lower-ranked half, float32 [N, 2], and counts of unimportance, int64
+    [UNIMPORTANCE_BINS]. The unimportance of an expert is the share of its token's weight in better-ranked experts. It
+    is 0
+    for the best expert, which is not counted. HOBBIT compares its thresholds with it.
+    Source: HOBBIT, token-level dynamic loading.
     """
     ranked = weights.float().sort(dim=1, descending=True).values
     shares = ranked / ranked.sum(1, keepdim=True).clamp_min(1e-20)
@@ -322,7 +341,7 @@ def weight_summary(weights: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
 
 
 def texts_digest(rows: Sequence[Sequence[int]]) -> str:
-    """SHA-256 over the rows, each with its length in front."""
+    """Return the SHA-256 over the rows. The length of a row precedes it."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.array([len(row), *row], dtype="<i4").tobytes())
@@ -330,7 +349,10 @@ def texts_digest(rows: Sequence[Sequence[int]]) -> str:
 
 
 def calibration_summary(statistics: ActivationStatistics, splits: Sequence[SplitData]) -> CalibrationSummary:
-    """The manifest's note of the text that was counted. splits: of all tasks, whose train items it is."""
+    """Return the manifest's description of the calibration text.
+
+    splits: all tasks. Their train items are the text.
+    """
     digest = hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
     return CalibrationSummary(
         task="+".join(split.task.name for split in splits),

@@ -1,9 +1,10 @@
 """Counts over activation paths: which experts follow which. Pure functions of the routes of tokens.
 
-`routes` is the experts of every token in every layer, [T, L, K], best first; the order within a token never matters
-here. Predictions are of a layer's experts from those of the two layers before.
-Source: EdgeMoE, section on expert preloading (the dictionary of activation paths). Its key, the exact experts of two
-layers, is useless for a top-8 of 64; the pair form counts for every pair (a of layer l-2, b of layer l-1).
+`routes` holds the experts of every token in every layer, [T, L, K], best first. The order within a token has no effect
+here. A layer's experts are predicted from the experts of the two layers before it.
+Source: EdgeMoE, section on expert preloading (the dictionary of activation paths). Its key is the exact expert sets of
+two layers, which is of no use for a top-8 of 64. The pair form counts each pair (a of layer l-2, b of layer l-1)
+instead.
 Shapes: T tokens, L layers, E experts, K top-k, N keys, P successors of all keys.
 """
 
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 
 Routes = NDArray[np.integer]
 LEAST_SEEN = 8
-"""A key seen by fewer tokens is not trusted: the layer before alone decides, or popularity if that is as rare."""
+"""Least number of tokens for a key to be trusted.
+
+Otherwise the previous layer alone predicts. If its expert is as rare, popularity predicts.
+"""
 FREQUENT_SHARE = 0.2
 _DENSE_COUNTS = 1 << 24
 _TOKENS_PER_SCORE = 4096
@@ -27,8 +31,10 @@ _TOKENS_PER_SCORE = 4096
 class PathDictionary:
     """Successors of every observed pair.
 
-    keys: int32 [N, 3], rows (layer l, expert a of l-2, expert b of l-1), sorted. offsets: int64 [N+1] into experts
-    uint16 [P], rising within a key, and counts uint32 [P].
+    keys: int32 [N, 3], sorted rows (layer l, expert a of l-2, expert b of l-1).
+    offsets: int64 [N+1], start of each key in `experts` and `counts`.
+    experts: uint16 [P], ascending within a key.
+    counts: uint32 [P].
     """
 
     keys: NDArray[np.int32]
@@ -39,11 +45,14 @@ class PathDictionary:
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """How well the two layers before predict a layer, on tokens that were not counted.
+    """Quality of predictions of a layer from the two layers before it, on tokens that were not counted.
 
-    accuracy_*: share of tokens whose top candidate was activated, over layers 2 to L-1: by the pair form, by the exact
-    sets, by the layer before alone, by popularity. frequent_*: share of tokens on the 20 % most frequent observed
-    paths, through all layers and through three consecutive ones. observed_paths: distinct paths through all layers.
+    accuracy_*: share of tokens whose top candidate was activated, over layers 2 to L-1. The candidates come from the
+    pair
+        form, from the exact sets, from the previous layer alone, or from popularity.
+    frequent_paths: share of tokens on the 20 % most frequent observed paths through all layers.
+    frequent_windows: the same share for paths through three consecutive layers.
+    observed_paths: number of distinct paths through all layers.
     """
 
     accuracy_pairs: float
@@ -55,24 +64,24 @@ class PathReport:
     observed_paths: int
 
     def to_json(self) -> dict[str, float]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, float]) -> PathReport:
-        """Rebuild what `to_json` gave. Raises TypeError on other fields."""
+        """Rebuild from the result of `to_json`. Raises TypeError for other fields."""
         return cls(**{**values, "observed_paths": int(values["observed_paths"])})  # type: ignore[arg-type]
 
 
 def count_popularity(routes: Routes, experts: int) -> NDArray[np.uint32]:
-    """Tokens that activate each expert, uint32 [L, E]."""
+    """Return the number of tokens that activate each expert, uint32 [L, E]."""
     layers = routes.shape[1]
     counts = [np.bincount(routes[:, layer].ravel(), minlength=experts) for layer in range(layers)]
     return np.array(counts, dtype=np.uint32).reshape(layers, experts)
 
 
 def count_transitions(routes: Routes, experts: int) -> NDArray[np.uint32]:
-    """Tokens with expert a in layer l and expert b in layer l+1, uint32 [L-1, E, E]."""
+    """Return the number of tokens with expert a in layer l and expert b in layer l+1, uint32 [L-1, E, E]."""
     layers = routes.shape[1]
     counts = np.zeros((max(layers - 1, 0), experts, experts), np.uint32)
     for layer in range(layers - 1):
@@ -82,7 +91,7 @@ def count_transitions(routes: Routes, experts: int) -> NDArray[np.uint32]:
 
 
 def count_paths(routes: Routes, experts: int) -> PathDictionary:
-    """The pair form: for every pair (a of layer l-2, b of layer l-1) the experts of layer l, l = 2 to L-1."""
+    """Return the pair form: for each pair (a of layer l-2, b of layer l-1) the experts of layer l, l = 2 to L-1."""
     keys, sizes, successors, counts = [], [], [], []
     for layer in range(2, routes.shape[1]):
         pairs = _pairs(routes[:, layer - 2], routes[:, layer - 1], experts)
@@ -106,9 +115,9 @@ def count_paths(routes: Routes, experts: int) -> PathDictionary:
 
 
 def frequent_share(paths: Routes) -> tuple[float, int]:
-    """Share of tokens on the 20 % most frequent observed paths, and how many distinct paths there are.
+    """Return the share of tokens on the 20 % most frequent observed paths, and the number of distinct paths.
 
-    paths: [T, l, K] experts of each token in some layers. (0, 0) without tokens.
+    paths: [T, l, K], experts of each token in some layers. Without tokens the result is (0, 0).
     """
     if not len(paths):
         return 0.0, 0
@@ -119,7 +128,7 @@ def frequent_share(paths: Routes) -> tuple[float, int]:
 
 
 def report_paths(counted: Routes, held_out: Routes, experts: int) -> PathReport:
-    """Predict the held-out tokens from the counts of the others; accuracies are 0 where nothing can be predicted."""
+    """Predict the held-out tokens from the counts of the others. Accuracies are 0 if nothing can be predicted."""
     hits = np.zeros(4)
     layers = range(2, counted.shape[1])
     for layer in layers:
@@ -155,7 +164,7 @@ def report_paths(counted: Routes, held_out: Routes, experts: int) -> PathReport:
 
 
 class _Fallback:
-    """Probabilities of a layer's experts given one expert of the layer before, or nothing."""
+    """Probabilities of a layer's experts from one expert of the previous layer, or from popularity alone."""
 
     def __init__(self, counted: Routes, layer: int, experts: int) -> None:
         self.popularity = np.bincount(counted[:, layer].ravel(), minlength=experts) / max(1, len(counted))
@@ -166,7 +175,7 @@ class _Fallback:
         self._table = np.where(trusted, follow / np.maximum(seen, 1)[:, None], self.popularity)
 
     def each(self, previous: Routes) -> NDArray[np.float64]:
-        """[...] experts of the layer before -> [..., E]."""
+        """Experts of the previous layer [...] -> probabilities [..., E]."""
         return np.asarray(self._table[previous])
 
     def scores(self, previous: Routes) -> NDArray[np.float64]:
@@ -177,9 +186,9 @@ class _Fallback:
 def _pair_scores(
     counted: Routes, held_out: Routes, layer: int, experts: int
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """Per piece of tokens: probabilities given each pair [t, K*K, E], and whether the pair is trusted [t, K*K].
+    """Yield, per piece of tokens, probabilities given each pair [t, K*K, E], and whether the pair is trusted [t, K*K].
 
-    Pair i of a token has its expert i // K of layer l-1 and its expert i % K of layer l-2.
+    Pair i of a token combines its expert i // K of layer l-1 with its expert i % K of layer l-2.
     """
     codes = _pairs(counted[:, layer - 1], counted[:, layer - 2], experts)
     table, seen = _table(codes, counted[:, layer], experts**2, experts)
@@ -192,7 +201,7 @@ def _pair_scores(
 def _set_scores(
     counted: Routes, held_out: Routes, layer: int, experts: int
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """Per piece of tokens: probabilities given the exact experts of two layers [t, E], and whether trusted [t]."""
+    """Yield, per piece of tokens, probabilities given the exact sets of two layers [t, E], and whether trusted [t]."""
     both = np.sort(np.concatenate([counted, held_out])[:, layer - 2 : layer], axis=2)
     keys = np.unique(both.reshape(len(both), -1), axis=0, return_inverse=True)[1].reshape(-1)
     table, seen = _table(keys[: len(counted), None], counted[:, layer], int(keys.max(initial=0)) + 1, experts)
@@ -205,7 +214,10 @@ def _set_scores(
 def _table(
     keys: NDArray[np.int64], successors: Routes, size: int, experts: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Probability of each expert given a key [size, E], and tokens with that key [size]. keys: [T, n]."""
+    """Return the probability of each expert given a key [size, E], and the number of tokens with that key [size].
+
+    keys: [T, n].
+    """
     seen = np.bincount(keys.ravel(), minlength=size)
     follow = np.zeros((size, experts))
     codes, counts = _count(_pairs(keys, successors, experts), size * experts)
@@ -214,13 +226,13 @@ def _table(
 
 
 def _pairs(first: NDArray[np.integer], second: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
-    """Codes first * E + second of all pairs of a token: [T, n], [T, m] -> [T, n*m], second fastest."""
+    """Return codes first * E + second of all pairs of a token: [T, n], [T, m] -> [T, n*m]. `second` varies fastest."""
     codes = first.astype(np.int64)[:, :, None] * experts + second.astype(np.int64)[:, None, :]
     return codes.reshape(len(first), first.shape[1] * second.shape[1])
 
 
 def _count(codes: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The codes that occur, rising, and how often."""
+    """Return the codes that occur, ascending, and their counts."""
     if size > _DENSE_COUNTS:
         found, counts = np.unique(codes, return_counts=True)
         return found, counts

@@ -1,4 +1,4 @@
-"""`tables.safetensors`: the counts of calibration, as the runtime's prefetcher and cache read them.
+"""`tables.safetensors`: the counts of calibration in the form that the runtime's prefetcher and cache read.
 
 Shapes: L layers, E experts of the largest layer, N paths, P successors of all paths, Q quantiles.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from moec.manifests.model import ModelSpec
 from moec.manifests.safetensors_header import build_header, read_header
 
-# In file order: the widest items first, so that every tensor starts at a multiple of its item size.
+# In file order. The widest items come first, so that every tensor starts at a multiple of its item size.
 _TENSORS = {
     "path.offsets": ("path_offsets", "I64", "<i8"),
     "popularity": ("popularity", "U32", "<u4"),
@@ -27,7 +27,7 @@ _TENSORS = {
 
 
 class Statistics(Protocol):
-    """The arrays of ActivationStatistics that a bundle carries."""
+    """The arrays of ActivationStatistics that a bundle contains."""
 
     @property
     def popularity(self) -> np.ndarray: ...
@@ -49,8 +49,13 @@ class Statistics(Protocol):
 class Tables:
     """The arrays of the file.
 
-    popularity: uint32 [L, E]. transitions: uint32 [L-1, E, E]. path_keys: int32 [N, 3], sorted.
-    path_offsets: int64 [N+1] into path_experts uint16 [P] and path_counts uint32 [P]. router_quantiles: float32 [L, Q].
+    popularity: uint32 [L, E].
+    transitions: uint32 [L-1, E, E].
+    path_keys: int32 [N, 3], sorted.
+    path_offsets: int64 [N+1], start of each key in `path_experts` and `path_counts`.
+    path_experts: uint16 [P].
+    path_counts: uint32 [P].
+    router_quantiles: float32 [L, Q].
     """
 
     popularity: np.ndarray
@@ -63,7 +68,7 @@ class Tables:
 
     @classmethod
     def empty(cls, model: ModelSpec) -> Tables:
-        """Zero counts and no paths: the tables of a compile without data."""
+        """Return tables with zero counts and no paths, for a compile without data."""
         layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
         return cls(
             np.zeros((layers, experts), np.uint32),
@@ -77,11 +82,11 @@ class Tables:
 
     @classmethod
     def of(cls, statistics: Statistics) -> Tables:
-        """The arrays that a bundle carries, out of activation statistics."""
+        """Return the tables of activation statistics."""
         return cls(**{attribute: getattr(statistics, attribute) for attribute, _, _ in _TENSORS.values()})
 
     def check(self, model: ModelSpec) -> None:
-        """Raise ValueError where types or shapes contradict the model or each other."""
+        """Raise ValueError if types or shapes contradict the model or each other."""
         layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
         paths, successors = len(self.path_keys), len(self.path_experts)
         shapes: dict[str, tuple[int, ...]] = {
@@ -105,7 +110,10 @@ class Tables:
 
 
 def encode_tables(tables: Tables) -> bytes:
-    """The bytes of `tables.safetensors`; data starts at a multiple of 4096. Source: docs/format.md, Tables."""
+    """Return the bytes of `tables.safetensors`. Data starts at a multiple of 4096.
+
+    Source: docs/format.md, Tables.
+    """
     arrays = {name: getattr(tables, attribute) for name, (attribute, _, _) in _TENSORS.items()}
     header = build_header({name: (_TENSORS[name][1], array.shape) for name, array in arrays.items()})
     return header + b"".join(
@@ -114,7 +122,11 @@ def encode_tables(tables: Tables) -> bytes:
 
 
 def read_tables(path: Path) -> Tables:
-    """Read the file back. Raises HeaderError, KeyError if it is not a tables file; OSError."""
+    """Read the file.
+
+    Raises HeaderError or KeyError if it is not a tables file.
+    Raises OSError.
+    """
     header = read_header(path)
     data = path.read_bytes()
     arrays = {}

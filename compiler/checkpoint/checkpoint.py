@@ -1,7 +1,9 @@
-"""A Hugging Face model folder as a mapping of tensors on disk. Knows files and headers, nothing of model families.
+"""A Hugging Face model folder as a mapping of tensors on disk. This module depends on no model family.
 
-Every file is untrusted: headers are bounded and checked before a byte of weights is read, shard names stay in the
-folder, and pickled weights are refused.
+Every file is untrusted:
+- headers are bounded and checked before any weight is read;
+- shard names must stay in the folder;
+- pickled weights are refused.
 """
 
 from __future__ import annotations
@@ -42,18 +44,24 @@ COMPANION_PATTERNS = (
     "chat_template.*",
 )
 _PATTERNS = ("*.safetensors", INDEX_NAME, *COMPANION_PATTERNS)
-"""The files of a model that are copied from elsewhere."""
+"""Files of a model that are copied from a URL or a hub."""
 _READ_BYTES = 8 << 20
 DIGESTS_AT_ONCE = 2  # one hashes while another reads
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_PACKED_DTYPES = {"U8": torch.uint8}  # of MXFP4 blocks and scales, for the families that know them
+_PACKED_DTYPES = {"U8": torch.uint8}  # MXFP4 blocks and scales
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """One tensor on disk: its file in the folder, dtype as the file names it, shape, and bytes in the file."""
+    """One tensor on disk.
+
+    file: its file in the folder.
+    dtype: the name of its type in the file.
+    shape: its shape.
+    offset_bytes, size_bytes: its place in the file.
+    """
 
     file: str
     dtype: str
@@ -64,7 +72,10 @@ class TensorRef:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """An opened model folder. `name` is the folder's or hub's name, without a path."""
+    """An opened model folder.
+
+    name: the name of the folder or the hub model, without a path.
+    """
 
     root: Path
     name: str
@@ -74,9 +85,11 @@ class Checkpoint:
     _digests: dict[str, FileEntry] = field(default_factory=dict, repr=False)
 
     def tensor(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Read one tensor, or of a stacked one the matrix `index`, or of that the rows start to stop; its own dtype.
+        """Read one tensor in its own dtype. Only the bytes that are returned are read.
 
-        Reads exactly the bytes it returns. Raises CheckpointError if the file ends early or cannot be read.
+        index: the matrix of a stacked tensor, or None for the whole tensor.
+        rows: start and stop of the rows to read, or None for all.
+        Raises CheckpointError if the file ends early or cannot be read.
         """
         ref = self.tensors[name]
         shape, start = ref.shape, ref.offset_bytes
@@ -106,29 +119,29 @@ class Checkpoint:
         return torch.frombuffer(raw, dtype=(_DTYPES | _PACKED_DTYPES)[ref.dtype]).reshape(shape)
 
     def companion_files(self) -> tuple[str, ...]:
-        """Names of config, tokenizer and template files: what a bundle copies, sorted.
+        """Return the sorted names of the config, tokenizer and template files. A bundle copies them.
 
-        A pipe, a device or a link to nothing is among them, so that reading it is refused; a folder is not.
+        Pipes, devices and broken links are included, so that reading them is refused. Folders are not.
         """
         found = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if not path.is_dir()}
         return tuple(sorted(name for name in found if PLAIN_NAME.fullmatch(name)))
 
     def file_bytes(self, name: str) -> bytes:
-        """The content of one companion file. Raises CheckpointError."""
+        """Return the content of one companion file. Raises CheckpointError."""
         return read_file(self.root / name, MAX_COMPANION_BYTES, "copy it again, or remove it from the folder")
 
     @property
     def tokenizer_file_bytes(self) -> int:
-        """Size of `tokenizer.json`, 0 without one."""
+        """Size of `tokenizer.json` in bytes, 0 if it is missing."""
         path = self.root / TOKENIZER_NAME
         return path.stat().st_size if path.is_file() else 0
 
     def weight_files(self) -> tuple[str, ...]:
-        """Names of the files that hold tensors, sorted."""
+        """Return the sorted names of the files that hold tensors."""
         return tuple(sorted({ref.file for ref in self.tensors.values()}))
 
     def source_files(self) -> tuple[FileEntry, ...]:
-        """Size and SHA-256 of every file the model consists of, by name. Reads all of them, once per opened folder."""
+        """Return size and SHA-256 of every file of the model, by name. Each file is read once per opened folder."""
         index = (INDEX_NAME,) if (self.root / INDEX_NAME).is_file() and WEIGHTS_NAME not in self.weight_files() else ()
         missing = [n for n in (*self.companion_files(), *self.weight_files(), *index) if n not in self._digests]
         with ThreadPoolExecutor(DIGESTS_AT_ONCE) as pool:
@@ -138,10 +151,14 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a local model folder, one behind an fsspec URL, or a hub id where there is a network.
+    """Open a local model folder, a folder at an fsspec URL, or a hub id if there is a network.
 
-    Raises CheckpointError, naming the file: not a folder, no or damaged config.json, no safetensors weights, damaged
-    or truncated weights, an index that does not match its shards, a dtype other than bfloat16, float16, float32.
+    Raises CheckpointError, which names the file, if
+    - the path is not a folder;
+    - config.json is missing or damaged;
+    - there are no safetensors weights, or they are damaged or truncated;
+    - the index does not match its shards;
+    - a dtype is not bfloat16, float16 or float32.
     """
     root, name = _locate(path)
     config = _read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, "a Hugging Face model folder has one; is this one?")
@@ -177,7 +194,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _digest(path: Path) -> FileEntry:
-    """Hash one file in bounded pieces."""
+    """Hash one file in bounded pieces. Raises CheckpointError."""
     digest, size = hashlib.sha256(), 0
     buffer = bytearray(_READ_BYTES)
     try:
@@ -193,7 +210,7 @@ def _digest(path: Path) -> FileEntry:
 
 
 def _locate(path: str) -> tuple[Path, str]:
-    """The folder and the model's name. Raises CheckpointError."""
+    """Return the folder and the model's name. Raises CheckpointError."""
     if is_url(path):
         return fetch(path, _PATTERNS), url_name(path)
     root = Path(path).expanduser()
@@ -211,11 +228,11 @@ def _locate(path: str) -> tuple[Path, str]:
 
 
 def _download(hub_id: str) -> Path:
-    """Fetch a hub snapshot. Raises CheckpointError when it cannot be had."""
+    """Fetch a hub snapshot. Raises CheckpointError if that fails."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # The HTTP library behind the hub client has changed twice; its base error is a base of the hub's own.
+    # The hub client has changed its HTTP library twice. The library's base error is a base of the hub's own error.
     transport_errors: Any = HfHubHTTPError.__bases__
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_PATTERNS)))
@@ -228,9 +245,9 @@ def _download(hub_id: str) -> Path:
 
 
 def read_file(path: Path, limit_bytes: int, remedy: str) -> bytes:
-    """The content of a regular file of at most so many bytes; links are followed, as caches of a hub consist of them.
+    """Return the content of a regular file of at most `limit_bytes`.
 
-    Raises CheckpointError.
+    Links are followed, because hub caches consist of them. Raises CheckpointError.
     """
     try:
         return read_input(path, limit_bytes, follow_links=True)
@@ -241,7 +258,7 @@ def read_file(path: Path, limit_bytes: int, remedy: str) -> bytes:
 
 
 def _read_json(path: Path, limit_bytes: int, remedy: str) -> dict[str, Any]:
-    """A JSON object from a small file. Raises CheckpointError."""
+    """Read a JSON object from a small file. Raises CheckpointError."""
     try:
         plain = load_strict_json(read_file(path, limit_bytes, remedy), COMPANION_JSON)
     except ValueError as error:
@@ -252,7 +269,7 @@ def _read_json(path: Path, limit_bytes: int, remedy: str) -> dict[str, Any]:
 
 
 def _read_tensors(root: Path) -> dict[str, TensorRef]:
-    """All tensors of the folder, from headers alone."""
+    """Return all tensors of the folder. Only headers are read. Raises CheckpointError."""
     if (root / WEIGHTS_NAME).is_file():
         return _refs(WEIGHTS_NAME, _header(root / WEIGHTS_NAME))
     if (root / INDEX_NAME).is_file():
@@ -269,7 +286,7 @@ def _read_tensors(root: Path) -> dict[str, TensorRef]:
 
 
 def _read_sharded(root: Path, index: dict[str, Any]) -> dict[str, TensorRef]:
-    """The tensors of all shards, checked against the index both ways."""
+    """Return the tensors of all shards. Index and shards must name the same tensors. Raises CheckpointError."""
     place = root / INDEX_NAME
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -1,4 +1,4 @@
-"""MXFP4 matrices: 4-bit floats in blocks of 32 that share a power of two, as checkpoints hold them and as bundles do.
+"""MXFP4 matrices: 4-bit floats in blocks of 32 that share a power of two. Checkpoints and bundles use the same form.
 
 Source: OCP Microscaling Formats Specification 1.0, sections 5.1 and 5.3.3 (FP4 E2M1, E8M0 scales).
 """
@@ -13,14 +13,15 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 _NAN_SCALE = 255
-_ZERO_SCALE = _SCALE_BIAS  # of a block of zeros
+_ZERO_SCALE = _SCALE_BIAS  # scale of a block of zeros
 _EXPONENTS_TRIED = 5
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Exact values. blocks: uint8 [N, B, 16], lower half of a byte first; scales: uint8 [N, B]. -> bfloat16 [N, 32 B].
+    """Return the exact values, bfloat16 [N, 32 B].
 
-    Scales beyond bfloat16's exponents give infinities or zeros, a scale of 255 (NaN) NaN.
+    blocks: uint8 [N, B, 16], the lower half of a byte first.
+    scales: uint8 [N, B]. A scale of 255 (NaN) gives NaN. Scales beyond bfloat16's exponents give infinities or zeros.
     """
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     decoded = torch.where((scales == _NAN_SCALE).unsqueeze(-1), torch.nan, values(halves, scales))
@@ -28,16 +29,20 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def values(codes: Tensor, scales: Tensor) -> Tensor:
-    """What codes and exponents mean. codes: uint8 [N, B, 32] below 16; scales: uint8 [N, B]. -> float32 [N, B, 32]."""
+    """Return the values of codes and exponents, float32 [N, B, 32].
+
+    codes: uint8 [N, B, 32], below 16.
+    scales: uint8 [N, B].
+    """
     table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
     return torch.ldexp(table[codes.long()], (scales.to(torch.int32) - _SCALE_BIAS).unsqueeze(-1))
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Codes uint8 [N, K] and scales uint8 [N, K / 32] that give exactly these floats [N, K]; None if none do.
+    """Return codes uint8 [N, K] and scales uint8 [N, K / 32] that give exactly these floats [N, K], or None if none do.
 
-    What `decode` made comes back: of several exponents that hold a block, the least is taken. Blocks below 2**-126,
-    which kernels would flush to zero, are refused unless they are zero.
+    Of several exponents that can hold a block, the least is taken. `decode` of the result returns the same floats.
+    Nonzero blocks below 2**-126 are refused, because kernels would flush them to zero.
     """
     blocks = weight.float().reshape(len(weight), -1, BLOCK_VALUES)
     largest = blocks.abs().amax(-1)
@@ -45,7 +50,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     codes = torch.zeros(blocks.shape, dtype=torch.uint8)
     scales = torch.full(largest.shape, _ZERO_SCALE, dtype=torch.uint8)
     undecided = largest > 0
-    # The largest magnitude of a block is one of seven: so many exponents can hold it, tried from the least one up.
+    # The largest magnitude of a block is one of seven values. A few exponents can hold it; the least is tried first.
     least = torch.frexp(largest).exponent + (_SCALE_BIAS - 3)
     for more in range(_EXPONENTS_TRIED):
         exponent = least + more

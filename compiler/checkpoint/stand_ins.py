@@ -1,7 +1,10 @@
-"""Families that transformers does not have, as models of it that compute the same: what the reference model is of them.
+"""Stand-ins: transformers models for families that transformers lacks. They compute the same as the family.
 
-DeepSeekMoE is Qwen2-MoE without biases, its shared expert's gate held open. MiniCPM-MoE is GraniteMoE, whose softmax
-over the chosen experts equals a renormalised softmax over all. tests/oracles defines both anew and holds these to it.
+The reference model of such a family is its stand-in:
+- DeepSeekMoE: Qwen2-MoE without biases, whose shared expert's gate is always open.
+- MiniCPM-MoE: GraniteMoE. Its softmax over the chosen experts equals a renormalised softmax over all experts.
+
+tests/oracles defines both families independently and compares them with their stand-ins.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 
-# What all of them call by the same name; a key that is absent has the default of transformers' configuration.
+# Settings with the same name in all families. An absent key has the default of transformers' configuration.
 _COMMON = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "rope_scaling", "rope_parameters",
@@ -24,7 +27,7 @@ _THETA = 10_000.0
 
 
 class OpenGate(torch.nn.Module):
-    """In the place of a linear gate whose sigmoid is taken: 1 for every token."""
+    """Replacement of a linear gate before a sigmoid. The gate is 1 for every token."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[N, D] -> [N, 1], infinite."""
@@ -32,12 +35,12 @@ class OpenGate(torch.nn.Module):
 
 
 def is_stood_in(checkpoint: Checkpoint) -> bool:
-    """Whether transformers has no model of this family."""
+    """Return whether transformers has no model of this family."""
     return checkpoint.config["model_type"] in _CONFIGS
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
-    """transformers' configuration of a checkpoint, or of what stands in for it. Raises what transformers raises."""
+    """Return transformers' configuration of a checkpoint or of its stand-in. Raises the errors of transformers."""
     make = _CONFIGS.get(checkpoint.config["model_type"])
     if make is not None:
         return make(checkpoint.config)
@@ -47,7 +50,10 @@ def read_config(checkpoint: Checkpoint) -> Any:
 
 
 def build_model(config: Any, checkpoint: Checkpoint) -> Any:
-    """A model of a configuration of `read_config` in float32, random or empty. Raises as `read_config`."""
+    """Build a model of a configuration of `read_config` in float32, with random or empty weights.
+
+    Raises the errors of transformers.
+    """
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -92,7 +98,7 @@ def _minicpm(own: Mapping[str, Any]) -> Any:
 
 
 def _common(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that have one name everywhere; without keys that padding or ends of text concern."""
+    """Return the settings with a common name. Keys about padding and end tokens are left out."""
     found = {name: own[name] for name in _COMMON if own.get(name) is not None}
     found.setdefault("num_key_value_heads", own["num_attention_heads"])
     return {**found, "rope_theta": own.get("rope_theta") or _THETA}

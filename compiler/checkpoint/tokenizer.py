@@ -14,19 +14,19 @@ from moec.manifests.tokenizer.tokenizer_file import UnsafeTokenizer, check_token
 from .checkpoint import read_file
 
 _SAMPLE = "Question: a pen and 12 boxes?\n"
-"""What every tokenizer must be able to take apart and put together."""
+"""Text that every tokenizer must encode and decode."""
 _REMEDY = "copy the file again, or save the fast tokenizer with transformers"
 
 
 def load_tokenizer(root: Path) -> Tokenizer:
-    """The fast tokenizer of a folder, tried on a short text; padding and truncation that the file asks for are off.
+    """Load the fast tokenizer of a folder and try it on a short text. Padding and truncation are switched off.
 
     Raises CheckpointError.
     """
     path = root / TOKENIZER_NAME
     data = read_file(path, MAX_TOKENIZER_BYTES, _REMEDY)
     try:
-        check_tokenizer(data)  # as the runtime does: what it refuses is not compiled
+        check_tokenizer(data)  # the runtime makes the same check
     except UnsafeTokenizer as error:
         raise CheckpointError(f"`{path}` is not a tokenizer: {error}", _REMEDY) from error
     try:
@@ -36,6 +36,6 @@ def load_tokenizer(root: Path) -> Tokenizer:
         tokenizer.decode(tokenizer.encode(_SAMPLE).ids)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the package raises bare Exception, and where it panics a BaseException
+    except BaseException as error:  # the package raises bare Exception, and BaseException when it panics
         raise CheckpointError(f"`{path}` is not a tokenizer: {error}", _REMEDY) from error
     return tokenizer

@@ -1,6 +1,6 @@
-"""A checkpoint behind an fsspec URL: the files that a model consists of, copied into a folder of this machine.
+"""A checkpoint at an fsspec URL: its files are copied into a folder of this machine.
 
-What is there already is not copied again as long as the file system reports the same checksum of it.
+A file is not copied again while the file system reports the same checksum for it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from moec.manifests.errors import CheckpointError, MoecError
 from ..workspace.durable import Disk, disk_errors
 
 CACHE = Path(".cache") / "moec" / "checkpoints"
-"""Under the home folder: a folder for each URL."""
+"""Below the home folder; holds one folder per URL."""
 _STATE_NAME = ".fetched.json"
 _LOCK_NAME = ".lock"
 _PIECE_BYTES = 8 << 20
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-"""What a file of a checkpoint may be called: no path, nothing hidden."""
+"""Permitted file names of a checkpoint: no path, no hidden file."""
 
 
 def is_url(source: str) -> bool:
-    """Whether a checkpoint is named by a URL, like `s3://bucket/mixtral`."""
+    """Return whether a checkpoint is named by a URL such as `s3://bucket/mixtral`."""
     return "://" in source
 
 
 def url_name(url: str) -> str:
-    """The last part of a URL that names anything: how the model is called."""
+    """Return the last part of a URL that is not empty: the name of the model."""
     return PurePosixPath(url.partition("://")[2].rstrip("/")).name or "model"
 
 
 def fetch(url: str, patterns: tuple[str, ...], cache: Path | None = None) -> Path:
-    """The folder that holds the files of a URL whose names match one of the patterns.
+    """Return the local folder with the files of a URL whose names match a pattern.
 
-    cache: what holds the folders of URLs, by default CACHE of the user. Several processes may ask at once.
-    Raises CheckpointError: no such place, a file system that refuses or whose package is missing; DoesNotFit, MoecError
-    (the disk refuses).
+    cache: parent of the local folders, by default CACHE of the user. Several processes may call this at once.
+    Raises CheckpointError if the place does not exist, the file system refuses, or its package is missing.
+    Raises DoesNotFit or MoecError if the disk refuses.
     """
     url = url.rstrip("/")
     folder = (Path.home() / CACHE if cache is None else cache) / f"{_plain(url)}-{_digest(url)}"
@@ -63,7 +63,7 @@ def fetch(url: str, patterns: tuple[str, ...], cache: Path | None = None) -> Pat
 def _copy(
     url: str, system: Any, root: str, folder: Path, tokens: Mapping[str, str], sizes: Mapping[str, int | None]
 ) -> None:
-    """Make the folder hold these files and no others; what is recorded with the same token is there already."""
+    """Make the folder hold exactly these files. A file recorded with the same token is not copied again."""
     state, disk = _state(folder), Disk()
     for path in folder.iterdir():
         if path.name not in (*tokens, _STATE_NAME, _LOCK_NAME):
@@ -85,7 +85,7 @@ def _copy(
 
 
 def _listed(url: str) -> tuple[Any, str, dict[str, Any]]:
-    """The file system, the folder in it, and its files by name. Raises what fsspec raises."""
+    """Return the file system, the folder in it, and the folder's files by name. Raises the errors of fsspec."""
     from fsspec.core import url_to_fs
 
     system, root = url_to_fs(url)
@@ -103,7 +103,7 @@ def _read(file: Any, url: str) -> bytes:
 
 @contextmanager
 def _foreign_errors(url: str) -> Iterator[None]:
-    """Whatever a file system of fsspec raises, as an error that names the URL."""
+    """Turn every error of an fsspec file system into a CheckpointError that names the URL."""
     try:
         yield
     except MoecError:

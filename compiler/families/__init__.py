@@ -1,6 +1,7 @@
-"""Model families: the only place that knows how a checkpoint names its weights and settings.
+"""Model families: how each checkpoint names its weights and settings.
 
-A family is one module with `lower(checkpoint) -> Lowering`, listed in FAMILIES by the config's `model_type`.
+No other package depends on these names.
+A family is one module with `lower(checkpoint) -> Lowering`. FAMILIES lists it by the `model_type` of config.json.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a checkpoint. Raises CheckpointError: unknown family, or settings that the family cannot express."""
+    """Translate a checkpoint.
+
+    Raises CheckpointError if the family is unknown, or if the family does not support a setting.
+    """
     family = checkpoint.config["model_type"]
     if family not in FAMILIES:
         raise CheckpointError(

@@ -1,7 +1,9 @@
-"""What decoders of the Llama shape share: rotary attention with grouped heads, RMS norms, routed SwiGLU experts.
+"""Parts common to decoders of the Llama shape: rotary attention with grouped heads, RMS norms, routed SwiGLU experts.
 
-A family hands in its layers and its names; weights may lie one tensor per projection, as on the hub, or stacked, as
-transformers 5 holds them in memory.
+A family supplies its layers and its tensor names. Weights on disk have one of two forms:
+- one tensor per projection, as on the hub;
+- one stack of all experts, as transformers 5 holds them in memory.
+
 Shapes: D hidden, F expert width, E experts.
 """
 
@@ -66,17 +68,23 @@ _OUTER_NAMES = {
     "lm_head": _HEAD, "lm_head_bias": "lm_head.bias",
 }  # fmt: skip
 ReadRope = Callable[..., RopeSpec]
-"""`read_rope`, or what a family reads rotary embeddings of its own kinds with."""
+"""`read_rope`, or a family's own reader of its rotary embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderNames:
-    """What a family calls its own, relative to `model.layers.N.`; the rest is common to decoders of the Llama shape.
+    """Names specific to a family, relative to `model.layers.N.`. All other names are those of Llama.
 
-    routers: on disk, the first that is there. experts: one tensor per projection. stacked: gate and up in one stack,
-    down in another, the first pair that is there. loaded_router: in transformers' model. shared: the module of shared
-    experts; loaded_shared: in transformers' model if it has another name. correction: what is added to scores when
-    experts are chosen. is_transposed: stacks are [inputs, outputs], and gate and up take turns in theirs.
+    routers: names of the router on disk. The first one that exists is used.
+    loaded_router: the router in transformers' model.
+    experts: name of one projection of one expert on disk.
+    projections: names of gate, up and down in `experts`.
+    stacked: pairs of stacks: gate and up together, and down. The first pair that exists is used.
+    shared: the module of the shared experts.
+    loaded_shared: its name in transformers' model, empty if it is the same.
+    shared_router: the gate of the shared expert.
+    correction: the term that is added to scores to choose experts.
+    is_transposed: stacks are [inputs, outputs], and columns of gate and up alternate.
     """
 
     routers: tuple[str, ...] = ("mlp.gate.weight",)
@@ -93,9 +101,11 @@ class DecoderNames:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """What a family reads of config.json itself.
+    """The settings of config.json that a family reads itself.
 
-    more: further fields of ModelSpec. ties: whether embeddings are tied where config.json does not say.
+    layers: one LayerSpec per layer.
+    more: further fields of ModelSpec.
+    ties: whether embeddings are tied if config.json does not say.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -106,7 +116,7 @@ class DecoderParts:
 def alike(
     settings: Settings, attention: AttentionSpec, experts: ExpertsSpec, shared: SharedSpec | None = None
 ) -> DecoderParts:
-    """Layers that are all the same."""
+    """Return parts whose layers are all equal."""
     return DecoderParts((LayerSpec(attention, experts, shared),) * count_layers(settings))
 
 
@@ -119,9 +129,12 @@ def experts_of(
     top_k: tuple[str, ...] = ("num_experts_per_tok",),
     **more: Any,
 ) -> ExpertsSpec:
-    """Routed experts. count, top_k: the key, and an older name if there is one; more: further fields.
+    """Return the routed experts.
 
-    Raises CheckpointError, ValueError.
+    count, top_k: the key, followed by an older name if there is one.
+    width: the key of the expert width.
+    more: further fields of ExpertsSpec.
+    Raises CheckpointError or ValueError.
     """
     fields = {"activation": "silu", **more}
     return ExpertsSpec(
@@ -138,14 +151,14 @@ def _two(keys: tuple[str, ...]) -> tuple[str, str]:
 
 
 def plain_first(settings: Settings, routed: LayerSpec, default: int) -> tuple[LayerSpec, ...]:
-    """`first_k_dense_replace` layers plain, then routed ones. Raises CheckpointError."""
+    """Return `first_k_dense_replace` plain layers, then routed layers. Raises CheckpointError."""
     first, layers = first_routed(settings, default), count_layers(settings)
     plain = plain_layer(routed.attention, settings.integer("intermediate_size"))
     return (plain,) * first + (routed,) * (layers - first)
 
 
 def first_routed(settings: Settings, default: int) -> int:
-    """`first_k_dense_replace`. Raises CheckpointError."""
+    """Return the index of the first routed layer, from `first_k_dense_replace`. Raises CheckpointError."""
     first, layers = settings.raw("first_k_dense_replace"), count_layers(settings)
     first = default if first is None else first
     if type(first) is not int or not 0 <= first < layers:
@@ -154,21 +167,24 @@ def first_routed(settings: Settings, default: int) -> int:
 
 
 def count_layers(settings: Settings) -> int:
-    """Decoder layers."""
+    """Return the number of decoder layers."""
     return settings.integer("num_hidden_layers", MAX_LAYERS)
 
 
 def plain_layer(attention: AttentionSpec, width: int) -> LayerSpec:
-    """A layer without routed experts, its feed-forward resident. Raises ValueError."""
+    """Return a layer without routed experts, whose feed-forward stays resident. Raises ValueError."""
     return LayerSpec(attention, ExpertsSpec(0, 0, width, "silu", RouterSpec("softmax", False)), SharedSpec(width))
 
 
 def attention_of(
     settings: Settings, *, rope_share: float = 1.0, interleaved: bool = False, rope: ReadRope = read_rope, **more: Any
 ) -> AttentionSpec:
-    """Attention with grouped heads. rope_share, interleaved: see read_rope; more: further fields.
+    """Return attention with grouped heads.
 
-    Raises CheckpointError, ValueError.
+    rope_share, interleaved: see read_rope.
+    rope: the function that reads the rotary embedding.
+    more: further fields of AttentionSpec.
+    Raises CheckpointError or ValueError.
     """
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_size = _head_size(settings, hidden, heads)
@@ -178,7 +194,7 @@ def attention_of(
 
 
 def _head_size(settings: Settings, hidden: int, heads: int) -> int:
-    """`head_dim`, or the hidden size divided by the heads. Raises CheckpointError."""
+    """Return `head_dim`, or the hidden size divided by the number of heads. Raises CheckpointError."""
     head_size = settings.optional_integer("head_dim")
     if head_size is not None:
         return head_size
@@ -188,8 +204,10 @@ def _head_size(settings: Settings, hidden: int, heads: int) -> int:
 
 
 def read_windows(settings: Settings, windows: list[int], window: int) -> list[int]:
-    """The sliding window of each layer, 0 for none, by `layer_types`. windows: where that is not given.
+    """Return the sliding window of each layer in tokens, 0 for none, from `layer_types`.
 
+    windows: the result if config.json has no `layer_types`.
+    window: the size of a sliding window.
     Raises CheckpointError.
     """
     kinds, known = settings.raw("layer_types"), {"full_attention": 0, "sliding_attention": window}
@@ -201,7 +219,7 @@ def read_windows(settings: Settings, windows: list[int], window: int) -> list[in
 
 
 def read_corrections(settings: Settings, names: DecoderNames, layer: int, experts: int) -> tuple[float, ...]:
-    """The correction of a layer's scores, exactly as the checkpoint holds it. Raises CheckpointError."""
+    """Return the score correction of each expert of a layer, exactly as on disk. Raises CheckpointError."""
     name, checkpoint = f"model.layers.{layer}.{names.correction}", settings.checkpoint
     if name not in checkpoint.tensors:
         raise CheckpointError(f"`{checkpoint.root}` has no tensor `{name}`", "copy the checkpoint again")
@@ -216,9 +234,10 @@ def read_corrections(settings: Settings, names: DecoderNames, layer: int, expert
 def lower_family(
     checkpoint: Checkpoint, family: str, names: DecoderNames, parts: Callable[[Settings], DecoderParts]
 ) -> Lowering:
-    """Translate a checkpoint. parts: reads what is the family's own.
+    """Translate a checkpoint.
 
-    Raises CheckpointError naming the key of config.json that stands against it.
+    parts: reads the settings that are specific to the family.
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
     """
     settings = Settings(checkpoint)
     try:
@@ -230,13 +249,17 @@ def lower_family(
 
 
 def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: DecoderParts) -> ModelSpec:
-    """Raises CheckpointError, ValueError on a contradiction."""
+    """Return the ModelSpec.
+
+    Raises CheckpointError.
+    Raises ValueError if settings contradict each other.
+    """
     settings.one_of("hidden_act", ("silu",))
     tie = settings.boolean("tie_word_embeddings", parts.ties)
     if tie and _head_differs(checkpoint):
         if is_stood_in(checkpoint):
             settings.fail("tie_word_embeddings", f"false, because `{_HEAD}` and `{_EMBEDDING}` differ")
-        tie = False  # as transformers has it
+        tie = False  # as transformers does
     return ModelSpec(
         family=family,
         hidden_size=settings.integer("hidden_size"),
@@ -251,7 +274,7 @@ def _model_spec(checkpoint: Checkpoint, settings: Settings, family: str, parts: 
 
 
 def _lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames) -> Lowering:
-    """Find every weight of the model. Raises CheckpointError where 16-bit types are mixed."""
+    """Find every weight of the model. Raises CheckpointError if 16-bit types are mixed."""
     places = {
         **{name: _Place(on_disk) for name, on_disk in _OUTER_NAMES.items()},
         **{f"layers.{at}.{name}": place for at in range(model.num_layers) for name, place in
@@ -271,13 +294,13 @@ def _lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames
 
 
 def _plays_no_part(name: str, layers: int) -> bool:
-    """Tables of the rotary embedding, and layers that guess tokens further ahead."""
+    """Return whether a tensor is unused: a rotary table, or part of a layer for multi-token prediction."""
     match = _LAYER.match(name)
     return (match is not None and int(match[1]) >= layers) or name.endswith(".rotary_emb.inv_freq")
 
 
 def _head_differs(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint said to be tied holds another output matrix."""
+    """Return whether the checkpoint holds an output matrix that differs from the embedding."""
     if _HEAD not in checkpoint.tensors or _EMBEDDING not in checkpoint.tensors:
         return False
     return not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING))
@@ -285,9 +308,12 @@ def _head_differs(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One dense weight: its tensor on disk, the parameter of transformers' model if that has another name, its part.
+    """The location of one dense weight.
 
-    stack: experts, first and step of the columns that are the weight's, in a stack of vectors.
+    name: its tensor on disk.
+    loaded: its parameter in transformers' model, empty if the name is the same.
+    heads: the part of each head that is the weight.
+    stack: number of experts, first column and column step of the weight in a stack of vectors.
     """
 
     name: str
@@ -309,7 +335,7 @@ class _Place:
 
 
 def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames, prefix: str) -> dict[str, _Place]:
-    """Where a layer's dense weights lie, of every kind of layer."""
+    """Return where the dense weights of a layer lie. The result covers layers of every kind."""
     found = {name: _Place(prefix + on_disk) for name, on_disk in _LAYER_NAMES.items()}
     latent = layer.attention.latent
     if latent is not None:
@@ -334,7 +360,7 @@ def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames,
 def _mxfp4_units(
     checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames, layer: int
 ) -> list[tuple[UnitKey, TensorSource]]:
-    """Sources of experts whose stacks are packed, each as blocks and scales. Raises CheckpointError."""
+    """Return the sources of experts in MXFP4 stacks: blocks and scales, a tensor each. Raises CheckpointError."""
     count, sources = model.layers[layer].experts.count, []
     for expert in range(count):
         for projection in PROJECTIONS:
@@ -360,7 +386,7 @@ def _mxfp4_units(
 def _units(
     checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames, layer: int
 ) -> list[tuple[UnitKey, TensorSource]]:
-    """Sources of the routed experts of one layer."""
+    """Return the sources of the routed experts of one layer."""
     count, prefix = model.layers[layer].experts.count, f"model.layers.{layer}."
     stacked = next((pair for pair in names.stacked if prefix + pair[0] in checkpoint.tensors), None)
     if names.is_transposed and stacked is None:

@@ -1,7 +1,8 @@
-"""DeepSeek-V2 and V3: latent attention, plain layers first, shared experts, experts chosen out of groups.
+"""DeepSeek-V2 and V3: latent attention, plain layers first, shared experts, experts chosen from groups.
 
-V2 scores by softmax; V3 by sigmoid, with a correction that balances experts. Source: transformers, models/deepseek_v2
-and models/deepseek_v3; DeepSeek-V2, sections 2.1 and 2.2; DeepSeek-V3, section 2.1.2.
+V2 scores by softmax. V3 scores by sigmoid, with a correction that balances experts.
+Source: transformers, models/deepseek_v2 and models/deepseek_v3; DeepSeek-V2, sections 2.1 and 2.2; DeepSeek-V3,
+section 2.1.2.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from .settings import Settings
 
 _NAMES = DecoderNames()
 ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts")
-_LATENT_NORM_EPS = 1e-6  # of both bottlenecks in the modeling code, whatever config.json says of the others
+_LATENT_NORM_EPS = 1e-6  # of both bottlenecks, fixed in the modeling code; other norms use `rms_norm_eps`
 TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "head_dim", "qk_head_dim")
 
 
 def lower_v2(checkpoint: Checkpoint) -> Lowering:
-    """Translate a DeepSeek-V2 checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate a DeepSeek-V2 checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "deepseek_v2", _NAMES, _v2_parts)
 
 
 def lower_v3(checkpoint: Checkpoint) -> Lowering:
-    """Translate a DeepSeek-V3 checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate a DeepSeek-V3 checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "deepseek_v3", _NAMES, _v3_parts)
 
 
@@ -53,14 +60,17 @@ def _v2_parts(settings: Settings) -> DecoderParts:
 def _v3_parts(settings: Settings) -> DecoderParts:
     fixed(settings, "scoring_func", "sigmoid")
     fixed(settings, "topk_method", "noaux_tc")
-    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # guess tokens further ahead
+    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction
     attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
     layers = _layers(settings, attention, experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS))
     return DecoderParts(with_corrections(settings, _NAMES, layers))
 
 
 def corrected_router(settings: Settings) -> RouterSpec:
-    """Sigmoid scores, groups judged by their best two, corrections yet to be read. Raises CheckpointError."""
+    """Return a router with sigmoid scores. A group scores by its best two. Corrections are read later.
+
+    Raises CheckpointError.
+    """
     return RouterSpec(
         "sigmoid",
         renormalize=settings.boolean("norm_topk_prob", True),
@@ -72,7 +82,7 @@ def corrected_router(settings: Settings) -> RouterSpec:
 
 
 def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The layers, each router with its own correction. Raises CheckpointError, ValueError."""
+    """Return the layers, each router with its own correction. Raises CheckpointError or ValueError."""
     found = []
     for at, layer in enumerate(layers):
         experts = layer.experts
@@ -84,7 +94,7 @@ def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[Laye
 
 
 def shared_width(settings: Settings, key: str, width: int) -> SharedSpec | None:
-    """So many shared experts side by side are one of their widths together. Raises CheckpointError."""
+    """Return the shared experts as one expert of their total width, or None without any. Raises CheckpointError."""
     count = settings.raw(key)
     if count in (None, 0):
         return None
@@ -92,7 +102,7 @@ def shared_width(settings: Settings, key: str, width: int) -> SharedSpec | None:
 
 
 def _layers(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
-    """The first layers plain, then routed ones."""
+    """Return plain layers, then routed layers."""
     settings.passed_over(*TRAINING)
     fixed(settings, "moe_layer_freq", 1)
     shared = shared_width(settings, "n_shared_experts", experts.width)
@@ -101,7 +111,7 @@ def _layers(settings: Settings, attention: AttentionSpec, experts: ExpertsSpec) 
 
 def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:
     heads, rotary = settings.integer("num_attention_heads"), settings.integer("qk_rope_head_dim")
-    settings.passed_over("num_key_value_heads")  # every head has keys of its own, made from the shared vector
+    settings.passed_over("num_key_value_heads")  # every head makes its own keys from the shared vector
     latent = LatentSpec(
         query_rank=settings.optional_integer("q_lora_rank") or 0,
         rank=settings.integer("kv_lora_rank"),
@@ -116,6 +126,6 @@ def _attention(settings: Settings, interleaved: bool) -> AttentionSpec:
 
 
 def fixed(settings: Settings, key: str, value: object) -> None:
-    """A key that may be absent or have this value. Raises CheckpointError."""
+    """Check a key that must be absent or have this value. Raises CheckpointError."""
     if settings.raw(key) not in (None, value):
         settings.fail(key, f"`{value}`", "compile another checkpoint")

@@ -1,7 +1,7 @@
 """DeepSeekMoE-16B: Llama's attention, plain layers first, softmax router, shared experts without a gate.
 
-Source: DeepSeekMoE, sections 3.1 and 3.2, and the configuration published with deepseek-moe-16b; docs/families.md says
-what rests on implementations of others.
+Source: DeepSeekMoE, sections 3.1 and 3.2; the configuration published with deepseek-moe-16b. docs/families.md lists
+the facts that come from other implementations.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ _NAMES = DecoderNames(stacked=(), loaded_shared="mlp.shared_expert")
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a DeepSeekMoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate a DeepSeekMoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "deepseek", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
+    """Read the settings that are specific to this family."""
     settings.passed_over(*TRAINING)
     fixed(settings, "scoring_func", "softmax")
     top_k = settings.integer("num_experts_per_tok")
-    # One chosen expert keeps its share of the softmax, whatever the key says.
+    # With top_k 1 the expert keeps its softmax share, whatever the key says.
     router = RouterSpec("softmax", renormalize=settings.boolean("norm_topk_prob", False) and top_k > 1)
     experts = experts_of(settings, router, count=("n_routed_experts",))
     attention = attention_of(settings, rope=read_early_rope)

@@ -1,4 +1,4 @@
-"""Ernie 4.5 MoE: neighbouring features rotate, plain layers around routed ones, shared experts, corrected softmax.
+"""Ernie 4.5 MoE: interleaved rotary pairs, plain layers around routed ones, shared experts, corrected softmax.
 
 Source: transformers, models/ernie4_5_moe/modeling_ernie4_5_moe.py and configuration_ernie4_5_moe.py.
 """
@@ -17,13 +17,16 @@ _NAMES = DecoderNames(correction="mlp.moe_statics.e_score_correction_bias")
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate an Ernie 4.5 MoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate an Ernie 4.5 MoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "ernie4_5_moe", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
-    # Weights are divided by their sum, or by moe_norm_min where that is more: shares of a softmax never come near it.
+    """Read the settings that are specific to this family."""
+    # Weights are divided by max(their sum, moe_norm_min). Softmax shares never sum to so little.
     settings.passed_over("auto_map", "moe_norm_min", "moe_capacity", "moe_use_aux_free", "use_rmsnorm")
     if settings.boolean("use_bias", False):
         settings.fail("use_bias", "false", "compile a checkpoint without biases")
@@ -40,7 +43,7 @@ def _parts(settings: Settings) -> DecoderParts:
 
 
 def _bound(settings: Settings, end: str, default: int) -> int:
-    """First or last routed layer."""
+    """Return the first or the last routed layer. Raises CheckpointError."""
     key = f"moe_layer_{end}_index"
     value = settings.raw(key)
     value = default if value is None else value

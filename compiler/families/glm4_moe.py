@@ -14,17 +14,20 @@ from .lowering import Lowering
 from .settings import Settings
 
 _NAMES = DecoderNames()
-_ROTARY_SHARE = 0.5  # where config.json does not say
+_ROTARY_SHARE = 0.5  # used if config.json has no `partial_rotary_factor`
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a GLM-4-MoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    """Translate a GLM-4-MoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "glm4_moe", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
-    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # guess tokens further ahead
+    """Read the settings that are specific to this family."""
+    settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction
     attention = attention_of(
         settings,
         rope_share=_ROTARY_SHARE,

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, windows in every other layer, biases everywhere, clamped experts stored inputs first.
+"""gpt-oss: attention sinks, windows in every second layer, biases everywhere, clamped and transposed experts.
 
 Source: transformers, models/gpt_oss/modeling_gpt_oss.py and configuration_gpt_oss.py; gpt-oss model card, section 2.
 """
@@ -15,16 +15,19 @@ from .lowering import Lowering
 from .settings import Settings
 
 _NAMES = DecoderNames(routers=("mlp.router.weight",), loaded_router="mlp.router.weight", is_transposed=True)
-_SLOPE = 1.702  # of the sigmoid; the kernels know no other
+_SLOPE = 1.702  # slope of the sigmoid; the kernels support no other
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a gpt-oss checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    """Translate a gpt-oss checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "gpt_oss", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
+    """Read the settings that are specific to this family."""
     settings.passed_over("initial_context_length", "swiglu_alpha")
     packed = settings.raw("quantization_config")
     if packed is not None and (not isinstance(packed, dict) or packed.get("quant_method") != "mxfp4"):
@@ -34,7 +37,7 @@ def _parts(settings: Settings) -> DecoderParts:
     attention = attention_of(settings, bias="all" if settings.boolean("attention_bias", True) else "none", sinks=True)
     experts = experts_of(
         settings,
-        RouterSpec("softmax", renormalize=True, has_bias=True),  # softmax over the chosen ones is the same
+        RouterSpec("softmax", renormalize=True, has_bias=True),  # equals a softmax over the chosen experts
         count=("num_local_experts",),
         top_k=("num_experts_per_tok", "experts_per_token"),
         width="intermediate_size",

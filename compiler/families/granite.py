@@ -23,18 +23,21 @@ _NAMES = DecoderNames(
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a GraniteMoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate a GraniteMoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "granitemoe", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
+    """Read the settings that are specific to this family."""
     attention = attention_of(
         settings,
         bias="all" if settings.boolean("attention_bias", False) else "none",
         scale=settings.number("attention_multiplier", 1.0),
     )
-    router = RouterSpec("softmax", renormalize=True)  # softmax over the chosen ones is the same
+    router = RouterSpec("softmax", renormalize=True)  # equals a softmax over the chosen experts
     experts = experts_of(settings, router, count=("num_local_experts",), width="intermediate_size")
     scales = {
         "embedding_scale": settings.number("embedding_multiplier", 1.0),

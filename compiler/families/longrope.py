@@ -1,8 +1,9 @@
-"""Rotary embeddings of `longrope`: one form up to the original context, another for longer ones.
+"""Rotary embeddings of type `longrope`: a short form up to the original context, a long form for longer contexts.
 
-transformers 5.23 picks the magnitude of Phi-3.5-MoE by the length of the text, but takes the short frequencies whatever
-that is; 4.x took the long ones beyond the original context, as the checkpoint was trained, and so do we.
-tests/gates/test_g9_phimoe.py holds both. Source: LongRoPE, Shorter context window recovery.
+Phi-3.5-MoE was trained with the long frequencies beyond the original context. This module and transformers 4.x use
+them there. In contrast, transformers 5.23 always uses the short ones, although it chooses the magnitude by text length.
+tests/gates/test_g9_phimoe.py checks both.
+Source: LongRoPE, Shorter context window recovery.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moec.manifests.model import LongRopeSpec, RopeSpec
 from .rope import read_rope
 from .settings import Settings
 
-_KEYS = ("rope_scaling", "rope_parameters")  # as older configurations and those of transformers 5 have it
+_KEYS = ("rope_scaling", "rope_parameters")  # older configurations use the first, transformers 5 the second
 _ORIGINAL = "original_max_position_embeddings"
 _KNOWN = frozenset(
     {"type", "rope_type", "rope_theta", "factor", _ORIGINAL}
@@ -26,9 +27,9 @@ _KNOWN = frozenset(
 
 
 def read_longrope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
-    """The rotary embedding of heads of this size, plain or `longrope`, all features rotating.
+    """Return the rotary embedding of heads of this size, plain or `longrope`. All features rotate.
 
-    Raises CheckpointError naming the key.
+    Raises CheckpointError, which names the key.
     """
     key, found = _parameters(settings)
     if key is None:
@@ -47,7 +48,7 @@ def read_longrope(settings: Settings, head_size: int, *, share: float = 1.0, int
 
 
 def _parameters(settings: Settings) -> tuple[str | None, dict[str, Any]]:
-    """The key that asks for `longrope`, None if there is none, and what is said under either name of it."""
+    """Return the key that selects `longrope`, or None, and the parameters found under both keys."""
     own, found = None, dict[str, Any]()
     for key in _KEYS:
         value = settings.raw(key)
@@ -67,7 +68,11 @@ def _parameters(settings: Settings) -> tuple[str | None, dict[str, Any]]:
 
 
 def _original_positions(settings: Settings, key: str, found: dict[str, Any]) -> int:
-    """Where the long form begins. It may stand outside as well, and a `factor` must be what follows from it."""
+    """Return how many positions the short form covers.
+
+    The key may also stand outside `rope_scaling`. A `factor` must equal max_position_embeddings divided by it.
+    Raises CheckpointError.
+    """
     outside = settings.optional_integer(_ORIGINAL)
     original = found.get(_ORIGINAL, outside)
     if type(original) is not int or original < 1:
@@ -83,13 +88,13 @@ def _original_positions(settings: Settings, key: str, found: dict[str, Any]) -> 
 def _form(
     settings: Settings, key: str, found: dict[str, Any], form: str, theta: float, head_size: int
 ) -> tuple[tuple[float, ...], float]:
-    """Radians per position of each pair, and the factor of cosines and sines, of the `short` or the `long` form."""
+    """Return the `short` or the `long` form: radians per position of each pair, and the factor of cosines and sines."""
     factors, magnitude = found.get(f"{form}_factor"), found.get(f"{form}_mscale")
     if not isinstance(factors, list) or len(factors) != head_size // 2 or not all(map(_is_positive, factors)):
         settings.fail(key, f"{head_size // 2} positive numbers as `{form}_factor`")
     if not _is_positive(magnitude):
         settings.fail(key, f"a positive number as `{form}_mscale`")
-    # In float32 and in this order, as transformers has it.
+    # transformers computes in float32 and in this order.
     exponents = torch.arange(0, head_size, 2).float() / head_size
     frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
     return tuple(frequencies.tolist()), float(magnitude)

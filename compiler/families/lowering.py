@@ -1,4 +1,4 @@
-"""The result of translating a checkpoint's names: a ModelSpec, and where each of its weights lies on disk."""
+"""The result of a translation: a ModelSpec, and the place of each weight on disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class HeadPart:
-    """Of a matrix whose rows belong to heads [H R, C]: rows start to stop of each head, or these turned into columns.
+    """A part of each head of a matrix [H R, C].
 
-    of_rows: R.
+    heads: H.
+    of_rows: R, rows of one head.
+    start, stop: the rows of each head that belong to the part.
+    is_transposed: the part of each head is transposed.
     """
 
     heads: int
@@ -31,20 +34,25 @@ class HeadPart:
     is_transposed: bool = False
 
     def view(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[H R, C] -> a view [H, r, C], or [H, C, r]."""
+        """Return the part as a view: [H R, C] -> [H, r, C], or [H, C, r] if transposed."""
         part = matrix.view(self.heads, self.of_rows, matrix.shape[1])[:, self.start : self.stop]
         return part.transpose(1, 2) if self.is_transposed else part
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Where one weight lies.
+    """The place of one weight on disk.
 
-    name: the tensor on disk. shape: what that tensor must have on disk. index: which matrix of a stack [E, ., .], or
-    None. rows: start and stop within that matrix, or None for all. heads: of a whole matrix, a part of each head.
-    every: first and step of the columns that belong to the weight. is_transposed: what is left is [columns, rows].
-    is_flat: the weight is a vector, matrices after one another. scales: of an MXFP4 tensor, the one with its scales;
-    what is decoded from both is turned round first, so that it lies as an unpacked tensor would.
+    name: the tensor.
+    shape: the shape that the tensor must have on disk.
+    index: the matrix in a stack [E, ., .], or None without a stack.
+    rows: start and stop in that matrix, or None for all rows.
+    heads: the part of each head of a whole matrix, or None.
+    every: first column and column step of the weight, or None for all columns.
+    is_transposed: after the selection, the matrix is [columns, rows].
+    is_flat: the weight is a vector, and its parts follow each other.
+    scales: the tensor with the scales of an MXFP4 tensor, or empty. The decoded matrix is transposed first, so that
+        it lies as an unpacked tensor does.
     """
 
     name: str
@@ -58,7 +66,7 @@ class TensorSource:
     scales: str = ""
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The weight in what has been read of its tensor, in its place: [N, K], [H, r, C] of heads, [.., K] if flat."""
+        """Return a view of the weight in the tensor that was read: [N, K], [H, r, C] of heads, [.., K] if flat."""
         if self.every is not None:
             tensor = tensor[..., self.every[0] :: self.every[1]]
         if self.is_transposed:
@@ -66,7 +74,7 @@ class TensorSource:
         return tensor if self.heads is None else self.heads.view(tensor)
 
     def matrix(self, view: torch.Tensor) -> torch.Tensor:
-        """A view as the weight that it is, [N, K] or a vector."""
+        """Return a view as the final weight, [N, K] or a vector."""
         if self.is_flat:
             return view.flatten()
         return view if self.heads is None else view.flatten(0, 1)
@@ -74,12 +82,15 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """One checkpoint, seen as a ModelSpec.
+    """One checkpoint as a ModelSpec.
 
-    dense: canonical name (ModelSpec.dense_shapes) -> source. units: every routed projection -> source.
-    loaded: canonical name of a dense weight -> the parameter of transformers' model that holds it.
-    ignored: tensors on disk that play no part; beside: those that are no weights of their own but are read.
-    float_type: what 16-bit weights are stored as; float32 tensors are rounded to it. notes: what the user should know.
+    dense: canonical name (ModelSpec.dense_shapes) -> source.
+    units: each routed projection -> source.
+    loaded: canonical name of a dense weight -> its parameter in transformers' model.
+    ignored: tensors on disk that are not used.
+    beside: tensors that are read but are not weights: score corrections and MXFP4 scales.
+    float_type: storage type of 16-bit weights. float32 tensors are rounded to it.
+    notes: remarks for the user.
     """
 
     checkpoint: Checkpoint
@@ -94,30 +105,33 @@ class Lowering:
 
     @property
     def spec_16bit(self) -> QuantSpec:
-        """The format of weights that keep their floats."""
+        """Format of weights that keep their floats."""
         return QuantSpec(16, float_type=self.float_type)
 
     @property
     def own_unit_spec(self) -> QuantSpec:
-        """The format of routed projections that keep what the checkpoint has: mxfp4 where that is what it holds."""
+        """Format of unquantized routed projections: mxfp4 if the checkpoint holds it, else 16 bits."""
         is_mxfp4 = bool(self.units) and all(source.scales for source in self.units.values())
         return QuantSpec.parse("mxfp4") if is_mxfp4 else self.spec_16bit
 
     def unit(self, key: UnitKey) -> torch.Tensor:
-        """One projection of one expert, [N, K] bfloat16 or float16. Raises CheckpointError."""
+        """Return one projection of one expert, [N, K] bfloat16 or float16. Raises CheckpointError."""
         return self.read(self.units[key])
 
     def dense_weight(self, name: str) -> torch.Tensor:
-        """One dense weight, [N, K] or a norm [D], bfloat16 or float16. Raises CheckpointError."""
+        """Return one dense weight, [N, K] or a norm [D], bfloat16 or float16. Raises CheckpointError."""
         return self.read(self.dense[name])
 
     def read(self, source: TensorSource) -> torch.Tensor:
-        """Read exactly this weight in the 16-bit type. Raises CheckpointError where a value is not finite."""
+        """Read only this weight, in the 16-bit type.
+
+        Raises CheckpointError if a value is not finite.
+        """
         weight = self.checkpoint.tensor(source.name, source.index, source.rows)
         if source.scales:
             weight = decode(weight, self.checkpoint.tensor(source.scales, source.index)).T
         weight = weight.to(_TORCH_DTYPES[self.float_type])
-        # A sum is one pass, and not finite if a weight is not; it may also be too large for float32.
+        # The sum takes one pass. It is not finite if a weight is not, or if it exceeds float32.
         if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
             raise CheckpointError(
                 f"tensor `{source.name}` in `{self.checkpoint.root}` holds NaN or infinite values in "
@@ -128,8 +142,9 @@ class Lowering:
 
 
 def common_float_type(checkpoint: Checkpoint, names: list[str]) -> tuple[FloatType, tuple[str, ...]]:
-    """The 16-bit type of the named tensors that exist, and notes. float32 goes to the other type, alone to bfloat16.
+    """Return the 16-bit type of the named tensors that exist, and notes.
 
+    float32 tensors take the type of the 16-bit tensors. Without any of these the type is bfloat16.
     Raises CheckpointError if bfloat16 and float16 are mixed.
     """
     by_dtype: dict[str, str] = {}

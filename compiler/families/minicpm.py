@@ -1,6 +1,6 @@
 """MiniCPM-MoE: Llama's attention, Mixtral's experts, scales of embeddings, residuals and logits.
 
-Source: MiniCPM, section 3 and appendix A.1; docs/families.md says what rests on implementations of others.
+Source: MiniCPM, section 3 and appendix A.1. docs/families.md lists the facts that come from other implementations.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ _NAMES = DecoderNames(
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a MiniCPM-MoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate a MiniCPM-MoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "minicpm", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
+    """Read the settings that are specific to this family."""
     settings.passed_over("auto_map", "pretraining_tp")
     router = RouterSpec("softmax", renormalize=True)
     experts = experts_of(settings, router, count=("num_experts",), width="intermediate_size")
-    # No defaults: releases of the configuration class differ in theirs.
+    # No defaults, because releases of the configuration class have different ones.
     scales = {
         "embedding_scale": settings.number("scale_emb"),
         "residual_scale": settings.number("scale_depth") / math.sqrt(count_layers(settings)),
         "logits_scale": settings.number("dim_model_base") / settings.integer("hidden_size"),
     }
-    # Last: what stands in for the model has to be known where the rotary embedding is stretched.
+    # Last, because a stretched rotary embedding reads the stand-in's configuration, which needs the keys above.
     attention = attention_of(settings, rope=read_early_rope)
     return DecoderParts(alike(settings, attention, experts).layers, scales, ties=True)

@@ -20,12 +20,15 @@ _NAMES = DecoderNames(
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Mixtral checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    """Translate a Mixtral checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "mixtral", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
+    """Read the settings that are specific to this family."""
     attention = attention_of(settings, sliding_window=settings.optional_integer("sliding_window") or 0)
     router = RouterSpec("softmax", renormalize=True)
     experts = experts_of(settings, router, count=("num_local_experts",), width="intermediate_size")

@@ -16,12 +16,15 @@ _NAMES = DecoderNames()
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate an OLMoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    """Translate an OLMoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "olmoe", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
+    """Read the settings that are specific to this family."""
     if settings.raw("clip_qkv") is not None:
         settings.fail("clip_qkv", "null", "compile a checkpoint that does not clip queries, keys and values")
     attention = attention_of(settings, query_key_norm="full")

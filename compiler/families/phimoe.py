@@ -19,18 +19,21 @@ _NAMES = DecoderNames(
     experts="block_sparse_moe.experts.{expert}.{projection}.weight",
     projections=("w1", "w3", "w2"),
 )
-_TOP_K = 2  # the rule has a first and a second choice, whatever the configuration says
-_JITTER = 0.01  # where config.json does not say
+_TOP_K = 2  # sparsemixer makes exactly two choices
+_JITTER = 0.01  # used if config.json has no `router_jitter_noise`
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Phi-3.5-MoE checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate a Phi-3.5-MoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "phimoe", _NAMES, _parts)
 
 
 def _parts(settings: Settings) -> DecoderParts:
-    """What is the family's own in config.json."""
-    # Noise and dropout are for training; the classes that `auto_map` names are those that transformers now has itself.
+    """Read the settings that are specific to this family."""
+    # Noise and dropout are for training. transformers now has the classes that `auto_map` names.
     settings.passed_over("input_jitter_noise", "hidden_dropout", "auto_map")
     if settings.integer("num_experts_per_tok") != _TOP_K:
         settings.fail("num_experts_per_tok", f"{_TOP_K}, which sparsemixer chooses", "compile another checkpoint")
@@ -47,7 +50,11 @@ def _parts(settings: Settings) -> DecoderParts:
 
 
 def _jitter(settings: Settings) -> float:
-    """Half the share by which a logit may fall short of the largest and count; 0: it must equal that."""
+    """Return half of the share by which a logit may be below the largest and still count.
+
+    0: only logits equal to the largest count.
+    Raises CheckpointError.
+    """
     value = settings.raw("router_jitter_noise")
     if value is None:
         return _JITTER

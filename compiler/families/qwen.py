@@ -1,7 +1,8 @@
-"""Qwen2-MoE (Qwen1.5-MoE) and Qwen3-MoE: softmax router over all experts, plain layers in between where asked for.
+"""Qwen2-MoE (Qwen1.5-MoE) and Qwen3-MoE: softmax router over all experts, optional plain layers in between.
 
-Qwen2 adds biases of queries, keys and values, and a shared expert with a gate of its own; Qwen3 norms each head of
-queries and keys. Source: transformers, models/qwen2_moe and models/qwen3_moe.
+Qwen2 adds biases of queries, keys and values, and a shared expert with its own gate.
+Qwen3 norms each head of queries and keys.
+Source: transformers, models/qwen2_moe and models/qwen3_moe.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ _NAMES = DecoderNames(shared="mlp.shared_expert")
 
 
 def lower_qwen2(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Qwen2-MoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    """Translate a Qwen2-MoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "qwen2_moe", _NAMES, _qwen2_parts)
 
 
 def lower_qwen3(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Qwen3-MoE checkpoint. Raises CheckpointError naming the key of config.json that stands against it."""
+    """Translate a Qwen3-MoE checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     return lower_family(checkpoint, "qwen3_moe", _NAMES, _qwen3_parts)
 
 
@@ -45,7 +52,7 @@ def _qwen2_parts(settings: Settings) -> DecoderParts:
     window = settings.integer("sliding_window") if settings.raw("sliding_window") else 0
     last = settings.optional_integer("max_window_layers") or 0
     is_windowed = settings.boolean("use_sliding_window", False)
-    # Every other layer, as transformers takes it, unless `layer_types` names them.
+    # Without `layer_types`, every second layer has a window, as in transformers.
     windows = [window if is_windowed and at % 2 == 0 and at < last else 0 for at in range(count_layers(settings))]
     attentions = [replace(attention, sliding_window=size) for size in read_windows(settings, windows, window)]
     return _layers(settings, attentions, experts, shared)
@@ -71,7 +78,7 @@ def _experts(settings: Settings, *count: str) -> ExpertsSpec:
 def _layers(
     settings: Settings, attentions: list[AttentionSpec], experts: ExpertsSpec, shared: SharedSpec | None
 ) -> DecoderParts:
-    """Routed layers, but for those that `mlp_only_layers` and `decoder_sparse_step` keep plain."""
+    """Return the layers: plain if `mlp_only_layers` or `decoder_sparse_step` says so, else routed."""
     plain, step = settings.raw("mlp_only_layers") or [], settings.optional_integer("decoder_sparse_step") or 1
     if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
         settings.fail("mlp_only_layers", "a list of layers")

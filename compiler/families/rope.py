@@ -1,6 +1,6 @@
-"""Rotary embeddings of config.json: plain ones, and those stretched to a longer context.
+"""Rotary embeddings of config.json: plain ones, and ones that are stretched to a longer context.
 
-Frequencies of stretched ones are those that transformers computes from the same config.json.
+transformers computes the frequencies of stretched embeddings from the same config.json.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ _EARLY_THETA = 10_000.0
 
 
 def read_rope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
-    """The rotary embedding of heads of this size. share: of features that rotate, where config.json does not say.
+    """Return the rotary embedding of heads of this size.
 
-    Raises CheckpointError naming the key.
+    share: the share of features that rotate if config.json does not say.
+    interleaved: adjacent features form pairs, not the two halves of a head.
+    Raises CheckpointError, which names the key.
     """
     kind, parameters = _parameters(settings)
     return _rope(settings, kind, parameters, int(head_size * _share(settings, parameters, share)), interleaved)
 
 
 def read_early_rope(settings: Settings, head_size: int, *, share: float = 1.0, interleaved: bool = False) -> RopeSpec:
-    """As `read_rope`, of code that came with a checkpoint: plain or `linear`, over whole heads of hidden_size / heads.
+    """Return the rotary embedding for families whose code comes with the checkpoint: plain or `linear`.
 
-    Its base is 10,000 where config.json does not say. Raises CheckpointError naming the key.
+    It rotates whole heads of hidden_size / heads features. The default base is 10,000.
+    share, interleaved: see read_rope.
+    Raises CheckpointError, which names the key.
     """
     kind, parameters = _parameters(settings)
     if kind not in ("default", "linear"):
@@ -51,7 +55,7 @@ def read_early_rope(settings: Settings, head_size: int, *, share: float = 1.0, i
 
 
 def _share(settings: Settings, parameters: dict[str, Any], share: float) -> float:
-    """The share of features that rotate. Raises CheckpointError."""
+    """Return the share of features that rotate. Raises CheckpointError."""
     stated = parameters.get("partial_rotary_factor", settings.raw("partial_rotary_factor"))
     if stated is not None and (type(stated) not in (int, float) or not 0 < stated <= 1):
         settings.fail("partial_rotary_factor", "a share of 0 to 1")
@@ -74,7 +78,7 @@ def _rope(
 
 
 def score_magnitude(settings: Settings) -> float:
-    """What a stretched embedding multiplies scores with, in the models that ask for it (`mscale_all_dim`).
+    """Return the factor of the attention scores for a stretched embedding. It is 1.0 without `mscale_all_dim`.
 
     Source: YaRN, section 3.4; DeepSeek-V2, modeling code.
     """
@@ -87,7 +91,7 @@ def score_magnitude(settings: Settings) -> float:
 
 
 def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
-    """The kind of embedding and its parameters, by whichever of two names config.json has them."""
+    """Return the kind of embedding and its parameters, found under `rope_scaling` or `rope_parameters`."""
     kind, found = "default", dict[str, Any]()
     for key in ("rope_scaling", "rope_parameters"):
         value = settings.raw(key)
@@ -107,7 +111,7 @@ def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
 
 
 def _stretched(settings: Settings, kind: str) -> tuple[list[float], float]:
-    """Radians per position of each pair, and the factor of cosines and sines."""
+    """Return the radians per position of each pair, and the factor of cosines and sines."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

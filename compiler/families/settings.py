@@ -1,4 +1,4 @@
-"""Reading config.json: every key is accounted for, so that no setting that changes the result is passed over."""
+"""Access to config.json that accounts for every key, so that no setting with an effect is overlooked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from moec.manifests.errors import CheckpointError
 
 from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
 
-# Keys of transformers' configuration that do not change what a forward pass in evaluation mode computes: identity,
-# training, outputs on request, token ids other than the end, and generation defaults of older configurations.
+# Keys that do not change a forward pass of transformers in evaluation mode: identity, training, optional outputs,
+# token ids other than the end token, and generation defaults of older configurations.
 _HARMLESS = (
     "model_type architectures torch_dtype dtype transformers_version use_cache initializer_range "
     "attention_dropout bos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id tokenizer_class "
@@ -24,7 +24,7 @@ _HARMLESS = (
     "tf_legacy_loss"
 )
 HARMLESS_KEYS = frozenset(_HARMLESS.split())
-# Keys that are known and may only have these values.
+# Keys that may have only these values.
 FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
@@ -54,7 +54,7 @@ class Settings:
         return self._checkpoint
 
     def passed_over(self, *keys: str) -> None:
-        """Keys of this family that change nothing in a forward pass."""
+        """Mark keys of this family that do not affect a forward pass."""
         self._read.update(keys)
 
     def fail(self, key: str, expected: str, remedy: str = "use the config.json that came with the weights") -> NoReturn:
@@ -66,23 +66,23 @@ class Settings:
         )
 
     def raw(self, key: str) -> Any:
-        """The value, or None where the key is absent."""
+        """Return the value, or None if the key is absent."""
         self._read.add(key)
         return self._config.get(key)
 
     def integer(self, key: str, most: int = 1 << 28) -> int:
-        """A whole number from 1 to `most`."""
+        """Return a whole number from 1 to `most`."""
         value = self.raw(key)
         if type(value) is not int or not 1 <= value <= most:
             self.fail(key, f"a whole number from 1 to {most}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
-        """A positive whole number, or None where the key is absent or null."""
+        """Return a positive whole number, or None if the key is absent or null."""
         return None if self.raw(key) is None else self.integer(key)
 
     def either_integer(self, key: str, other: str = "", most: int = 1 << 28) -> int:
-        """A whole number that goes by two names in configurations of different age; both must agree."""
+        """Return a whole number that has two names in configurations of different age. Both must agree."""
         if not other or self.raw(other) is None:
             return self.integer(key, most)
         if self.raw(key) not in (None, self.raw(other)):
@@ -90,7 +90,7 @@ class Settings:
         return self.integer(other, most)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; `default`, if there is one, where the key is absent."""
+        """Return a positive number, or `default` if the key is absent and a default is given."""
         value = self.raw(key)
         if value is None and default is not None:
             return default
@@ -99,7 +99,7 @@ class Settings:
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false; `default` where the key is absent, as transformers takes it."""
+        """Return true or false, or `default` if the key is absent, as transformers does."""
         value = self.raw(key)
         if value is None:
             return default
@@ -108,14 +108,14 @@ class Settings:
         return bool(value)
 
     def one_of(self, key: str, values: Sequence[str]) -> str:
-        """A text out of a list."""
+        """Return a text from a list of values."""
         value = self.raw(key)
         if value not in values or not isinstance(value, str):
             self.fail(key, f"one of {', '.join(f'`{name}`' for name in values)}", "compile another checkpoint")
         return str(value)
 
     def rope_theta(self, default: float | None = None) -> float:
-        """Base of the rotary embedding, from `rope_theta` or `rope_parameters`; `default` where neither has it."""
+        """Return the rotary base from `rope_theta` or `rope_parameters`, or `default` if both lack it."""
         parameters = self.raw("rope_parameters") or {}
         nested = parameters.get("rope_theta")
         if nested is None:
@@ -127,7 +127,7 @@ class Settings:
         return float(nested)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generation: those of generation_config.json, else those of config.json."""
+        """Return the tokens that end a generation. generation_config.json takes precedence over config.json."""
         own = self._token_ids(CONFIG_NAME, self.raw("eos_token_id"))
         generation = self._token_ids(GENERATION_CONFIG_NAME, self._checkpoint.generation_config.get("eos_token_id"))
         return generation or own
@@ -142,7 +142,7 @@ class Settings:
         return tuple(dict.fromkeys(tokens))
 
     def finish(self) -> None:
-        """Refuse keys that nobody has read and that are not known to be harmless. Call it last."""
+        """Reject keys that were not read and are not known to be harmless. Call it last."""
         for key, values in FIXED_KEYS.items():
             if key in self._config and key not in self._read and self._config[key] not in values:
                 self.fail(key, f"`{values[0]}`", "compile a checkpoint without it")

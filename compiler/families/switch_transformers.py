@@ -1,8 +1,8 @@
-"""Switch Transformers: a T5 encoder and decoder, every few layers routed to one expert of two projections and ReLU.
+"""Switch Transformers: a T5 encoder and decoder. An expert has two projections and ReLU; a token takes one expert.
 
-Positions are biases of the scores, which are not scaled; experts lie one by one on disk, in old and new releases alike.
-Capacity drops tokens of an encoder only: transformers counts it within one call, and a decoder that generates is called
-with one token at a time.
+Every few layers are routed. Positions are biases of the attention scores, which are not scaled.
+Each expert has separate tensors on disk, in old and new releases.
+Capacity drops tokens in the encoder only: transformers counts it within one call, and decoding passes one token a call.
 Source: transformers, models/switch_transformers; Switch Transformers, section 2.
 """
 
@@ -33,9 +33,9 @@ from .settings import Settings
 _FAMILY = "switch_transformers"
 _EMBEDDING, _HEAD = "shared.weight", "lm_head.weight"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-_UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # of old T5 checkpoints
-_POSITIONS = 512  # of the published checkpoints, where config.json has no `n_positions`
-_SPARSE_LAYERS = 3  # transformers' default, encoder and decoder each
+_UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # present in old T5 checkpoints
+_POSITIONS = 512  # value of the published checkpoints; used if config.json has no `n_positions`
+_SPARSE_LAYERS = 3  # default of transformers, for encoder and decoder
 _CAPACITY = 64
 _MAX_EXPERTS_PER_LAYER = 4096  # bounds what a hostile config.json can make a family allocate
 _PROJECTIONS = {"up": "wi", "down": "wo"}
@@ -43,7 +43,10 @@ _ATTENTION = {"query": "q", "key": "k", "value": "v", "output": "o"}
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Switch Transformers checkpoint. Raises CheckpointError naming the key that stands against it."""
+    """Translate a Switch Transformers checkpoint.
+
+    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
+    """
     settings = Settings(checkpoint)
     try:
         model = _model_spec(settings)
@@ -54,7 +57,11 @@ def lower(checkpoint: Checkpoint) -> Lowering:
 
 
 def _model_spec(settings: Settings) -> ModelSpec:
-    """Raises CheckpointError, ValueError on a contradiction."""
+    """Return the ModelSpec.
+
+    Raises CheckpointError.
+    Raises ValueError if settings contradict each other.
+    """
     _check_fixed(settings)
     encoder = settings.integer("num_layers", MAX_LAYERS)
     decoder = settings.optional_integer("num_decoder_layers") or encoder
@@ -74,15 +81,15 @@ def _model_spec(settings: Settings) -> ModelSpec:
         tie_embeddings=is_tied and not _differs(settings.checkpoint, _HEAD),
         layers=tuple(layers),
         eos_token_ids=settings.eos_token_ids(),
-        logits_scale=hidden**-0.5 if is_tied else 1.0,  # by the key, whatever the weights are
+        logits_scale=hidden**-0.5 if is_tied else 1.0,  # decided by the key, even if the weights differ
         encoder=EncoderSpec(encoder, _start_token(settings)),
     )
 
 
 def _check_fixed(settings: Settings) -> None:
-    """Keys that must have one value, keys that change nothing. Raises CheckpointError."""
+    """Check keys that must have one value, and mark keys without effect. Raises CheckpointError."""
     settings.passed_over("dropout_rate", "initializer_factor", "router_z_loss_coef", "add_router_probs", "output_past")
-    # transformers reads none of these when it is not training.
+    # transformers reads these in training only.
     settings.passed_over("router_ignore_padding_tokens", "router_type", "batch_prioritized_routing")
     for key, value in (("dense_act_fn", "relu"), ("feed_forward_proj", "relu"), ("router_dtype", "float32")):
         if settings.raw(key) is not None:
@@ -93,7 +100,7 @@ def _check_fixed(settings: Settings) -> None:
 
 
 def _stack(settings: Settings, kind: str, count: int, capacity: int) -> Iterator[LayerSpec]:
-    """The layers of encoder or decoder. Raises CheckpointError, ValueError."""
+    """Return the layers of the encoder or the decoder. Raises CheckpointError or ValueError."""
     heads, head_size, width = (settings.integer(key) for key in ("num_heads", "d_kv", "d_ff"))
     bias = RelativeBiasSpec(
         settings.optional_integer("relative_attention_num_buckets") or 32,
@@ -111,7 +118,10 @@ def _stack(settings: Settings, kind: str, count: int, capacity: int) -> Iterator
 
 
 def _sparse_step(settings: Settings, kind: str, layers: int) -> int:
-    """Every how many layers one routes. Raises CheckpointError where the two keys that say so disagree."""
+    """Return n if every n-th layer is routed.
+
+    Raises CheckpointError if the two keys for it disagree.
+    """
     key, count_key = f"{kind}_sparse_step", f"num_sparse_{kind}_layers"
     routed = settings.raw(count_key)
     routed = _SPARSE_LAYERS if routed is None else routed
@@ -124,7 +134,10 @@ def _sparse_step(settings: Settings, kind: str, layers: int) -> int:
 
 
 def _start_token(settings: Settings) -> int:
-    """What the decoder's text begins with, generation_config.json first. Raises CheckpointError without one."""
+    """Return the first token of the decoder's text. generation_config.json takes precedence.
+
+    Raises CheckpointError if neither file has one.
+    """
     key = "decoder_start_token_id"
     own, generation = settings.raw(key), settings.checkpoint.generation_config.get(key)
     start = own if generation is None else generation
@@ -134,14 +147,17 @@ def _start_token(settings: Settings) -> int:
 
 
 def _differs(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the checkpoint holds this matrix beside the embedding, and it is another."""
+    """Return whether the checkpoint holds this matrix and it differs from the embedding."""
     if name not in checkpoint.tensors or _EMBEDDING not in checkpoint.tensors:
         return False
     return not torch.equal(checkpoint.tensor(name), checkpoint.tensor(_EMBEDDING))
 
 
 def _find_weights(checkpoint: Checkpoint, model: ModelSpec) -> Lowering:
-    """Find every weight of the model. Raises CheckpointError for embeddings of encoder or decoder alone."""
+    """Find every weight of the model.
+
+    Raises CheckpointError if encoder and decoder have different embeddings.
+    """
     for name in _COPIES:
         if _differs(checkpoint, name):
             raise CheckpointError(
@@ -181,7 +197,7 @@ def _feed_forward(model: ModelSpec, index: int) -> str:
 
 
 def _layer_names(model: ModelSpec, index: int) -> dict[str, str]:
-    """Canonical names of one layer -> tensors on disk, which transformers' model calls the same."""
+    """Return canonical names of one layer -> tensors on disk. transformers' model uses the same names."""
     block, feed_forward = _block(model, index), _feed_forward(model, index)
     own, cross = f"{block}.layer.0", f"{block}.layer.1"
     names = {"attention_norm": f"{own}.layer_norm.weight", "cross_attention_norm": f"{cross}.layer_norm.weight"}

@@ -1,6 +1,7 @@
-"""What a compile will take of time, memory and disk, stage by stage, said before any of it is done.
+"""Forecast of a compile: time, memory and disk of each stage, before any work is done.
 
-rates: pieces of the real work, timed on one layer of the checkpoint; stages: how many of them each stage consists of.
+rates: pieces of the real work, timed on one layer of the checkpoint.
+stages: how many pieces each stage consists of.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ __all__ = ["StageForecast", "forecast"]
 
 
 def forecast(request: CompileRequest) -> list[StageForecast]:
-    """The stages of a compile, in order. Reads headers, task data and one layer's weights; writes nothing that stays.
+    """Return the stages of a compile, in order.
 
-    Raises as the compile does for all that can be checked before work.
+    Reads headers, task data and one layer's weights. Writes only temporary files.
+    Raises the errors of a compile's checks before work.
     """
     prepared = prepare(request)
     lowering, options, talk = prepared.lowering, request.options, request.talk
@@ -46,7 +48,7 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
 
 
 def _train_tokens(prepared: Prepared) -> int:
-    """Tokens of all train items, each as long as the context holds."""
+    """Return the number of tokens of all train items, each cut to the context."""
     texts = [text for split in prepared.splits for text in train_texts(split, prepared.shots)]
     context = prepared.lowering.model.original_positions
     pairs = encode_pairs(load_tokenizer(prepared.checkpoint.root), texts)

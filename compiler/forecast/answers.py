@@ -1,4 +1,4 @@
-"""How many tokens it takes to measure tasks, if answers become as long as the data's: what nobody can know before."""
+"""Number of tokens that the tasks need, if answers are as long as the data's. The real length is unknown beforehand."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.preparation import Prepared
 
 SAMPLE_ITEMS = 256
-"""Items that are counted of each task; the others are taken to be as long."""
+"""Items of each task that are counted. The other items are assumed to have the same length."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Of one part of all tasks. read: tokens of prompts with their answers, or with each of given answers, which pass
-    the model together; answered: of prompts with the right answer alone; decoded: of answers that are generated.
+    """Tokens of one part of all tasks.
+
+    read: tokens of prompts with their answers, or with each choice, which pass through the model together.
+    answered: tokens of prompts with the right answer alone.
+    decoded: tokens of generated answers.
     """
 
     read: float = 0.0
@@ -32,7 +35,7 @@ class AnswerTokens:
 
 
 def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
-    """Of the validation and of the test items of all tasks."""
+    """Return the tokens of the validation items and of the test items of all tasks."""
     validation = test = AnswerTokens()
     for split in prepared.splits:
         shots = prepared.shots[split.task.name]

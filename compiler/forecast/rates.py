@@ -1,6 +1,6 @@
-"""Pieces of a compile, timed on one layer of the checkpoint: the rates that a forecast multiplies.
+"""Pieces of a compile, timed on one layer of the checkpoint. A forecast multiplies these rates.
 
-Each piece is the code that the compile itself runs, on as many threads, with the checkpoint's own weights and texts.
+Each piece runs the code of the compile, on as many threads, with the checkpoint's own weights and texts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ _LONG_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Seconds per byte: of a checkpoint read and hashed by one thread, and written with its hash and its sync."""
+    """Seconds per byte.
+
+    digested_byte: a checkpoint byte is read and hashed by one thread.
+    written_byte: a byte is written, hashed and synced.
+    """
 
     digested_byte: float
     written_byte: float
@@ -51,8 +55,10 @@ class DiskRates:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRates:
-    """Seconds with all threads at work. expert: one read, rounded in every format and packed; rounded_weight: of a
-    dense weight, rounded with clip search.
+    """Seconds with all threads at work.
+
+    expert: one expert is read, rounded in every format and packed.
+    rounded_weight: one dense weight is rounded with clip search.
     """
 
     expert: float
@@ -61,13 +67,16 @@ class ExpertRates:
 
 @dataclass(frozen=True, slots=True)
 class LayerRates:
-    """Seconds of wall time with all threads at work, of layer `layer` where a layer's weights or pass are meant.
+    """Seconds of wall time with all threads at work. Times of a layer are those of the layer `layer`.
 
-    loaded_layer: its weights from the checkpoint as float32. token: of a text through it; calibration_token: through
-    it with routes, samples and second moments kept. expert: quantized in every format, priced and packed.
-    restored_expert: one format of it unpacked and dequantized, by one thread. rounded_weight: of a dense weight,
-    rounded with clip search. logit_token: the logits of one token. decoded_token: of one of ROWS_PER_STEP texts through
-    the layer that are decoded side by side, what it sees of the tokens before left out.
+    loaded_layer: its weights are loaded from the checkpoint as float32.
+    token: one token of a text passes through it.
+    calibration_token: the same, with routes, samples and second moments recorded.
+    expert: one expert is quantized in every format, priced and packed.
+    restored_expert: one format of an expert is unpacked and dequantized by one thread.
+    rounded_weight: one dense weight is rounded with clip search.
+    logit_token: the logits of one token.
+    decoded_token: one of ROWS_PER_STEP tokens that are decoded together, without attention to earlier tokens.
     """
 
     layer: int
@@ -96,9 +105,10 @@ class _Clock:
 
 
 def measure_disk(checkpoint: Checkpoint, beside: Path, disk: Disk) -> DiskRates:
-    """Read the largest file's first bytes; write, sync and remove as many beside the output.
+    """Read the start of the largest file. Write, sync and remove as many bytes next to the output.
 
-    Raises MoecError where the folder cannot be written to.
+    beside: the folder of the output.
+    Raises MoecError if the folder is not writable.
     """
     largest = max((checkpoint.root / name for name in checkpoint.weight_files()), key=lambda path: path.stat().st_size)
     clock = _Clock()
@@ -107,22 +117,23 @@ def measure_disk(checkpoint: Checkpoint, beside: Path, disk: Disk) -> DiskRates:
         hashlib.sha256(data)
     digested = clock.seconds / len(data)
     with disk_errors(beside), tempfile.TemporaryDirectory(dir=beside, prefix=".moec-forecast-") as place:  # noqa: SIM117
-        with clock.running(), disk.create(Path(place) / "written") as written:  # the sync is timed, the removal is not
+        with clock.running(), disk.create(Path(place) / "written") as written:  # includes the sync, not the removal
             written.write(data)
     return DiskRates(digested, clock.seconds / len(data))
 
 
 def measured_layer(model: ModelSpec) -> int:
-    """The layer that stands for all: the largest of those with experts."""
+    """Return the layer that stands for all: the largest one with experts."""
     return max(model.expert_layers, key=lambda layer: layer_weights(model, layer))
 
 
 def measure_layer(
     lowering: Lowering, rows: Sequence[list[int]], specs: Sequence[QuantSpec], quantizer: str, progress: Progress
 ) -> LayerRates:
-    """Run every piece once. rows: calibration texts. specs: formats on offer; those of 16 bits are nothing to do.
+    """Run every piece once. It takes the memory of a compile layer by layer, and a minute per half a billion weights.
 
-    Takes the memory of a compile layer by layer, and a minute for a layer of half a billion weights.
+    rows: calibration texts.
+    specs: formats on offer. Those of 16 bits need no work.
     """
     layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
     pieces, formats = 6, [spec for spec in specs if spec.bitwidth < 16]
@@ -134,7 +145,7 @@ def measure_layer(
     progress(1, pieces)
     with workers(threads) as pool:
         few, many = (TextStates.begin(_first(rows, times * threads), slot.embed) for times in (1, 2))
-        slot.run([few.copy()], pool, lambda: None)  # threads and pages come first
+        slot.run([few.copy()], pool, lambda: None)  # warm-up: starts threads and maps pages
         with clock.running():
             slot.run([few], pool, lambda: None)
         token = clock.seconds / sum(map(len, few.rows))
@@ -152,7 +163,7 @@ def measure_layer(
                 for _, matrices, _ in quantizing.run(inputs, pool, chosen):
                     packed |= {key: pack(matrix) for key, matrix in matrices.items()}
             if clock.seconds > _LONG_SECONDS:
-                break  # what a first run pays for threads and pages is lost in it
+                break  # the start of threads and pages is negligible then
         expert = clock.seconds / len(chosen)
         progress(4, pieces)
     with clock.running():
@@ -171,7 +182,7 @@ def measure_layer(
 
 
 def _decoded_token(slot: LayerSlot, tokens: Sequence[int], pool: Workers, threads: int) -> float:
-    """Seconds of a token through the layer while a batch of single tokens is in each thread."""
+    """Return the seconds of a token through the layer, while each thread runs a batch of single tokens."""
     clock, count = _Clock(), threads * ROWS_PER_STEP
     rows = [[token] for token in islice(cycle(tokens), count)]
     batches = [list(range(at, at + ROWS_PER_STEP)) for at in range(0, count, ROWS_PER_STEP)]
@@ -184,7 +195,7 @@ def _decoded_token(slot: LayerSlot, tokens: Sequence[int], pool: Workers, thread
 
 
 def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:
-    """Read a few experts, round them in every format that fits without weighing inputs, and pack them."""
+    """Read a few experts, round them in every format that fits, without input weights, and pack them."""
     model, threads = lowering.model, torch.get_num_threads()
     layer, clock = measured_layer(model), _Clock()
     experts = range(min(2 * threads, model.layers[layer].experts.count))
@@ -198,14 +209,14 @@ def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: st
                     pack(rounding(weight, spec, None, 0))
 
     with workers(threads) as pool:
-        list(pool.in_order(one, experts[:threads]))  # threads and pages come first
+        list(pool.in_order(one, experts[:threads]))  # warm-up: starts threads and maps pages
         with clock.running():
             list(pool.in_order(one, experts))
     return ExpertRates(clock.seconds / len(experts), _rounded_weight(lowering))
 
 
 def _rounded_weight(lowering: Lowering) -> float:
-    """Seconds to round one weight of the output matrix, of its first rows."""
+    """Return the seconds to round one weight, measured on the first rows of the output matrix."""
     name = "embedding" if lowering.model.tie_embeddings else "lm_head"
     rows, clock = lowering.dense_weight(name)[:_ROUNDED_ROWS], _Clock()
     spec = next(s for s in (QuantSpec(4, 32), QuantSpec(4, 0)) if s.fits(rows.shape[1]))
@@ -216,7 +227,7 @@ def _rounded_weight(lowering: Lowering) -> float:
 
 
 def _first(rows: Sequence[list[int]], batches: int) -> list[list[int]]:
-    """The first texts that fill so many batches; at least one."""
+    """Return the first texts that fill this number of batches, at least one."""
     chosen: list[list[int]] = []
     for row in rows:
         if chosen and sum(map(len, chosen)) + len(row) > batches * TOKENS_PER_FORWARD:

@@ -1,8 +1,7 @@
-"""The stages of a compile as numbers of pieces, times what a piece takes on this machine.
+"""Stages of a compile: the number of pieces in each, times the measured seconds of a piece.
 
-Titles are those of the progress bars, where a stage has one of its own. What is at most so many is told at its most:
-measured plans, bytes on disk. How long generated answers become nobody knows before: they are taken to be as long as
-the data's.
+Titles are those of the progress bars where a stage has a bar. Numbers that vary are given at their maximum: measured
+plans and bytes on disk. The length of generated answers is unknown beforehand. It is assumed to be that of the data.
 """
 
 from __future__ import annotations
@@ -55,14 +54,19 @@ from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
 _HALF = 2
-_RESULTS_BYTES = 16 << 20  # statistics and measurements, which are small beside second moments
-_PLANS = {"loss": CALIBRATING_KL + MAX_GENERATED, "kl": MAX_KL}  # measured at most; for other targets, the one found
+_RESULTS_BYTES = 16 << 20  # statistics and measurements, small compared with second moments
+_PLANS = {"loss": CALIBRATING_KL + MAX_GENERATED, "kl": MAX_KL}  # maximum of measured plans; other targets measure one
 
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """seconds: of wall time. memory_bytes, disk_bytes: at most, of the process and beside the output. work: what the
-    time is made of.
+    """Forecast of one stage.
+
+    title: name of the stage.
+    seconds: wall time.
+    memory_bytes: maximum memory of the process.
+    disk_bytes: maximum disk next to the output.
+    work: the work that takes the time.
     """
 
     title: str
@@ -72,12 +76,12 @@ class StageForecast:
     work: str
 
     def to_json(self) -> dict[str, object]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
 def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> list[StageForecast]:
-    """Of `--uniform`."""
+    """Return the stages of `--uniform`."""
     model, options = prepared.lowering.model, prepared.request.options
     spec, experts = uniform_spec(options, prepared.lowering), len(model.expert_keys())
     dense = _dense_weights(model)
@@ -88,24 +92,24 @@ def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> l
 
 
 class SearchForecast:
-    """Of a compile that searches, layer by layer or with the whole model in memory."""
+    """The stages of a compile with a search, layer by layer or with the whole model in memory."""
 
     def __init__(self, prepared: Prepared, inputs: SweepInputs, disk: DiskRates, rates: LayerRates) -> None:
         self._prepared, self._inputs, self._disk, self._rates = prepared, inputs, disk, rates
         self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
         self._threads = torch.get_num_threads()
         self._plans = _PLANS.get(self._target, 1)
-        if swaps := prepared.request.options.swaps:  # beside the plan that they start from; a KL is bisected twice
+        if swaps := prepared.request.options.swaps:  # in addition to the start plan; a KL is bisected twice
             self._plans += swaps + 1 + (MAX_KL if self._target == "kl" else 0)
         self._held_out = _count(row for held in inputs.held_out.values() for row in held.rows)
         self._bundle = self._bundle_bytes()
         self._validation, self._test = count_answers(prepared)
 
     def layerwise(self) -> list[StageForecast]:
-        """One layer at a time."""
+        """Return the stages of a compile layer by layer."""
         inputs, experts = self._inputs, len(self._model.expert_keys())
         work, answers = self._work_bytes(), _count(inputs.answers.rows)
-        # For a loss, the checkpoint's own weights and the plan that is tried lie beside it as bundles.
+        # For a loss, the disk also holds bundles of the checkpoint and of the tried plan.
         tried = self._weights() * _HALF + self._bundle if self._target == "loss" else 0
         options, tasks = self._prepared.request.options, len(self._prepared.splits)
         memory = planning.need_bytes(self._model, options, inputs.specs, self._threads, tasks)
@@ -139,14 +143,17 @@ class SearchForecast:
         return stages
 
     def whole(self, calibration_tokens: int) -> list[StageForecast]:
-        """All of the model in memory. calibration_tokens: of all train items."""
+        """Return the stages of a compile with the whole model in memory.
+
+        calibration_tokens: tokens of all train items.
+        """
         model, rates, specs = self._model, self._rates, self._inputs.specs
         memory = whole_bytes(model, self._prepared.specs, self._threads)
         experts, scale = len(model.expert_keys()), self._scales()
         calibrating = calibration_tokens * rates.calibration_token * sum(scale)
         texts = sum(len(split.train.items) for split in self._prepared.splits)
         predicted = round(calibration_tokens * min(1.0, TEXTS / texts))
-        # A pass forward, one backward for each sketch of twice its work, and the experts of one for every format.
+        # One forward pass; per sketch a backward pass of twice its work; per format the experts' part of a pass.
         passes = 1 + 2 * SKETCHES + len(specs) * self._share_of_experts()
         journal = _RESULTS_BYTES + _FLOAT * sum(moment_values(model, layer) for layer in range(model.num_layers))
         return [
@@ -176,7 +183,7 @@ class SearchForecast:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
-        """Plans that are told by their KL on some answers: of dense weights, of the search, of swaps."""
+        """Return the stages that measure plans by their KL: of dense weights, of the search, of swaps."""
         answers = f"{self._kl_items():,} answers"
         return [
             StageForecast(title, count * self._kl_seconds(), memory, disk, f"{_at_most(count)}, {answers}")
@@ -185,7 +192,7 @@ class SearchForecast:
         ]
 
     def _divergence_counts(self) -> dict[str, int]:
-        """Plans that a search tells by their KL, by the title of their stage."""
+        """Return the number of plans that are measured by their KL, by the title of their stage."""
         swaps = self._prepared.request.options.swaps
         bisected = (MAX_KL * (1 if swaps == 0 else 2)) if self._target == "kl" else 1
         return {
@@ -195,7 +202,10 @@ class SearchForecast:
         }
 
     def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:
-        """Every uniform format, then EdgeMoE's search twice, each behind a list of every expert: what is affordable."""
+        """Return the affordable comparisons: every uniform format, and EdgeMoE's search twice.
+
+        Each of these searches first measures a list of all experts.
+        """
         prepared, is_loss = self._prepared, self._target == "loss"
         formats = [spec for spec in self._inputs.specs if spec.bitwidth < 16]
         per_row = QuantSpec(EDGEMOE_BITWIDTHS[0])
@@ -224,7 +234,7 @@ class SearchForecast:
         return [StageForecast(title, seconds, memory, disk, text)]
 
     def _affordable(self, needs: dict[str, int], validation: int) -> frozenset[str]:
-        """The baselines that the compile will measure, if its search measures all that it may."""
+        """Return the baselines that the compile will measure if its search makes all permitted measurements."""
         divergences = sum(self._divergence_counts().values())
         searched = divergences * self._kl_items() + ((1 + MAX_GENERATED) * validation if self._target == "loss" else 0)
         return affordable(needs, searched, self._validation.answered / max(validation, 1) * active_weights(self._model))
@@ -233,14 +243,14 @@ class SearchForecast:
         return min(KL_ITEMS, sum(len(split.validation.items) for split in self._prepared.splits))
 
     def _kl_seconds(self) -> float:
-        """One plan's pass over the answers that its KL is measured on."""
+        """Return the seconds of one plan's pass over the answers for its KL."""
         items = max(sum(len(split.validation.items) for split in self._prepared.splits), 1)
         return self._validation.answered * self._kl_items() / items * self._through_layers()
 
     def _answers(self, memory: int, disk: int, reading_seconds: float = 0.0) -> StageForecast:
-        """What a loss asks for, and the certificate where the model is in memory.
+        """Return the stage of generated answers for a loss, and of the certificate if the model is in memory.
 
-        The checkpoint decodes its answers; what is tried has them as drafts, and mostly says the same.
+        The checkpoint decodes its answers. Tried plans verify these answers as drafts, and mostly agree with them.
         """
         items = sum(len(split.validation.items) for split in self._prepared.splits)
         last = sum(len(split.test.items) for split in self._prepared.splits)
@@ -255,7 +265,7 @@ class SearchForecast:
         return StageForecast("measuring the tasks", seconds + reading_seconds, memory, disk, text)
 
     def _streamed_seconds(self) -> float:
-        """What bundles that do not fit in memory read while they answer: what is missing, once a pass."""
+        """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
         room = planning.runtime_bytes(self._model, self._prepared.request.memory_limit_bytes)
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ROWS_PER_STEP
@@ -264,7 +274,10 @@ class SearchForecast:
         return read * self._disk.digested_byte
 
     def _gradients(self, work: int) -> list[StageForecast]:
-        """Every layer passed once, and once more with gradients, its experts in every format; streams stay on disk."""
+        """Return the gradient stage: each layer runs once without and once with gradients, its experts in every format.
+
+        The residual streams stay on disk.
+        """
         model, specs = self._model, self._inputs.specs
         if not asks_gradients(self._prepared.request.options.sensitivity, model):
             return []
@@ -293,23 +306,23 @@ class SearchForecast:
         return total
 
     def _plan_seconds(self) -> float:
-        """Every layer with its experts as the plan stores them, then logits of plan and checkpoint."""
+        """Return the seconds of one plan: every layer with its planned experts, then logits of plan and checkpoint."""
         answers = self._inputs.answers
         restoring = len(self._model.expert_keys()) * self._rates.restored_expert
         logits = 2 * sum(answers.counts) * self._rates.logit_token
         return self._loading() + restoring + _count(answers.rows) * self._through_layers() + logits
 
     def _through_layers(self) -> float:
-        """Seconds of one token through all layers."""
+        """Return the seconds of one token through all layers."""
         return self._rates.token * sum(self._scales())
 
     def _scales(self) -> list[float]:
-        """What a token computes with in each layer, as a share of that in the measured one."""
+        """Return the weights that a token uses in each layer, relative to those in the measured layer."""
         active = [active_layer_weights(self._model, layer) for layer in range(self._model.num_layers)]
         return [weights / active[self._rates.layer] for weights in active]
 
     def _share_of_experts(self) -> float:
-        """Of what a token computes with."""
+        """Return the share of experts in the weights that a token uses."""
         active = sum(active_layer_weights(self._model, layer) for layer in range(self._model.num_layers))
         dense = sum(prod(s) for name, s in self._model.dense_shapes().items() if name.startswith("layers."))
         return 1 - dense / active
@@ -329,7 +342,7 @@ class SearchForecast:
         return layers + sum(prod(s) for name, s in self._model.dense_shapes().items() if not name.startswith("layers."))
 
     def _work_bytes(self) -> int:
-        """Units in every format that fits, and the residual streams behind two layers."""
+        """Return the bytes of units in every format that fits, and of the residual streams of two layers."""
         units = 0
         for unit in self._model.unit_keys():
             rows, columns = self._model.unit_shape(unit.layer, unit.projection)
@@ -339,11 +352,11 @@ class SearchForecast:
         return units + 2 * _FLOAT * self._model.hidden_size * texts
 
     def _tried_bytes(self) -> int:
-        """Of a plan that keeps a loss: about 4 bits per weight, which few need more than."""
+        """Return the bytes of a plan that keeps a loss: about 4 bits per weight, which few plans exceed."""
         return self._weights() // 2
 
     def _bundle_bytes(self) -> int:
-        """Of the largest bundle that the target allows, its dense weights at 16 bits unless they were asked for."""
+        """Return the bytes of the largest bundle within the target, with dense weights at 16 bits unless fixed."""
         options, value = self._prepared.request.options, self._prepared.request.options.target.value
         experts = reachable_bytes(self._model, ())[1]
         if self._target == "bits_per_weight":
@@ -359,7 +372,7 @@ def _at_most(plans: int) -> str:
 
 
 def _digests(prepared: Prepared, disk: DiskRates) -> StageForecast:
-    """What the journal knows a checkpoint by."""
+    """Return the stage that hashes the checkpoint for the journal."""
     root = prepared.checkpoint.root
     size = sum((root / name).stat().st_size for name in prepared.checkpoint.weight_files())
     seconds = size * disk.digested_byte / min(DIGESTS_AT_ONCE, len(prepared.checkpoint.weight_files()))
@@ -371,8 +384,8 @@ def _count(rows: Iterable[Sequence[int]]) -> int:
 
 
 def _written_bytes(model: ModelSpec, experts: int, dense_bits: int) -> int:
-    """Bytes of a bundle's weights at most, from the packed bytes of its experts: scales and padding come on top."""
-    scales = 1 if dense_bits < 16 else 0  # a bit per weight, as in groups of 32 with minima; norms keep their 16
+    """Return the maximum bytes of a bundle's weights: packed experts, dense weights, scales and padding."""
+    scales = 1 if dense_bits < 16 else 0  # bits per weight in groups of 32 with minima; norms keep 16 bits
     dense = sum(prod(s) * (16 if len(s) == 1 else dense_bits + scales) // 8 for s in model.dense_shapes().values())
     return experts + len(model.expert_keys()) * EXPERT_ALIGNMENT_BYTES + dense
 
@@ -382,7 +395,7 @@ def _dense_weights(model: ModelSpec) -> int:
 
 
 def _rounding_bytes(model: ModelSpec) -> int:
-    """Peak memory of threads that each round an expert."""
+    """Return the peak memory of threads that each round an expert."""
     layers = ((at, model.layers[at].experts) for at in model.expert_layers)
     largest = max(sum(prod(model.unit_shape(at, p)) for p in experts.projections) for at, experts in layers)
     return PROCESS_BYTES + 2 * torch.get_num_threads() * _FLOAT * largest

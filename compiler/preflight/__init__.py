@@ -1,1 +1,1 @@
-"""Refusals before any work."""
+"""Checks that refuse a compile before any work."""

@@ -1,4 +1,4 @@
-"""What a device profile decides: objective, recommended cache, refusal."""
+"""Decisions of a device profile: objective, recommended cache, refusal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..sensitivity.sensitivity import dense_formats, plain_plan
 
 
 def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple[int, float]], int]:
-    """((padded bytes, reads per token) of each expert, bytes that one token's arithmetic touches)."""
+    """Return (padded bytes, reads per token) of each expert, and the bytes that one token's arithmetic touches."""
     model = plan.model
     experts: list[tuple[int, float]] = []
     shapes = model.dense_shapes()
@@ -43,7 +43,7 @@ def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple
 
 
 def fixed_memory(plan: CompilePlan, tokenizer_file_bytes: int) -> FixedMemory:
-    """What `moec run` with default options takes besides cached experts: the numbers of the runtime's own plan.
+    """Return the memory of `moec run` with default options, without cached experts. The runtime plans the same numbers.
 
     tokenizer_file_bytes: size of `tokenizer.json`.
     """
@@ -73,10 +73,11 @@ def choose_objective(
     popularity: np.ndarray | None,
     tokenizer_file_bytes: int = 0,
 ) -> bool:
-    """Whether bytes count by reads: the asked objective, or the profile's for this model with all experts at 8 bits.
+    """Return whether bytes count by reads.
 
-    Of a probed profile the rounded numbers count, so that two probes of one machine agree.
-    tokenizer_file_bytes: as of `fixed_memory`.
+    The user's objective decides. Without one, the profile decides for this model with all experts at 8 bits.
+    A probed profile is rounded first, so that two probes of one machine agree.
+    tokenizer_file_bytes: size of `tokenizer.json`.
     """
     steady = profile.rounded()
     eight = replace(plain, units={unit: QuantSpec(8) for unit in plain.units})
@@ -85,7 +86,7 @@ def choose_objective(
         fixed = fixed_memory(eight, tokenizer_file_bytes)
         cache = recommended_cache_bytes(steady, fixed, sum(size for size, _ in experts))
     except DoesNotFit:
-        # Smaller formats may fit yet; `summarise_device` judges the plan that is found.
+        # Smaller formats may still fit. `summarise_device` checks the final plan.
         cache = 0
     missed, reads = expected_misses(experts, cache)
     objective = asked or default_objective(steady, touched, missed, reads)
@@ -94,11 +95,11 @@ def choose_objective(
 
 
 def summarise_device(profile: DeviceProfile, plan: CompilePlan, tokenizer_file_bytes: int = 0) -> DeviceSummary:
-    """The device's part of the manifest. Raises DoesNotFit if the plan's memory floor exceeds the budget.
+    """Return the device entry of the manifest.
 
-    tokenizer_file_bytes: as of `fixed_memory`.
-
-    A probed host leaves budget and cache to the run (0): free memory differs from minute to minute, bundles must not.
+    A probed host leaves budget and cache to the run (0): free memory changes by the minute, and bundles must not.
+    tokenizer_file_bytes: size of `tokenizer.json`.
+    Raises DoesNotFit if the plan's memory floor exceeds the budget.
     """
     total = sum(plan.expert_padded_bytes(key) for key in plan.model.expert_keys())
     cache = recommended_cache_bytes(profile, fixed_memory(plan, tokenizer_file_bytes), total)
@@ -108,7 +109,7 @@ def summarise_device(profile: DeviceProfile, plan: CompilePlan, tokenizer_file_b
 
 
 def smallest_plan(lowering: Lowering, options: CompileOptions, specs: Sequence[QuantSpec]) -> CompilePlan:
-    """Every weight in the smallest format on offer: a device that this does not fit takes no plan."""
+    """Return the plan with every weight in its smallest format. If it does not fit a device, no plan does."""
     plain = plain_plan(lowering.model, lowering.spec_16bit, options.quantizer)
     width = min(options.dense_widths())
     (dense,) = dense_formats(plain, (width,), UNIFORM_GROUP_SIZE, lowering.float_type)

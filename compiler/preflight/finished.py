@@ -1,4 +1,7 @@
-"""A bundle that an earlier run completed before it was cut off, and that a resumed run must not refuse."""
+"""Completion of an earlier run that was interrupted after it had published its bundle.
+
+A resumed run then finds the output in place and must not refuse it.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,26 @@ from ..workspace.work_folder import CERTIFIED, forget, work_folder
 
 
 def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> None:
-    """Remember the bundle that is about to be published. Raises DoesNotFit, MoecError (the disk refuses)."""
+    """Record the bundle that will be published.
+
+    Raises DoesNotFit or MoecError if the disk refuses.
+    """
     digest = hashlib.sha256((partial / MANIFEST_NAME).read_bytes()).hexdigest()
     journal.put(CERTIFIED, canonical_json({"manifest_sha256": digest, "asked": _asked(request)}))
 
 
 def may_be_finished(request: CompileRequest) -> bool:
-    """Whether a resumed run finds both a work folder and a bundle, before anything is known of them."""
+    """Return whether a resumed run finds both a work folder and a bundle. Their content is not checked."""
     return request.resume and work_folder(request.output).is_dir() and (request.output / MANIFEST_NAME).is_file()
 
 
 def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResult | None:
-    """Do what was left when an earlier run of these inputs was cut off after it had published its bundle.
+    """Finish an earlier run of these inputs that was interrupted after it had published its bundle.
 
-    identity: digest of all inputs. Returns None if the bundle is not the result of such a run.
-    Raises OptionError if the work folder holds anything but results of a journal, and as `request.published` does.
+    Returns None if the bundle is not the result of such a run.
+    identity: digest of all inputs.
+    Raises OptionError if the work folder holds anything but results of a journal.
+    Raises the errors of `request.published`.
     """
     journal = Journal(work_folder(request.output), identity, request.disk, request.talk.note)
     result = _published(journal, request)
@@ -50,7 +58,7 @@ def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResul
 
 
 def _published(journal: Journal, request: CompileRequest) -> CompileResult | None:
-    """The bundle at the output, if the journal knows it as its own."""
+    """Return the bundle at the output if the journal has its digest, else None."""
     stored = journal.get(CERTIFIED)
     try:
         data = read_input(request.output / MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -68,7 +76,7 @@ def _published(journal: Journal, request: CompileRequest) -> CompileResult | Non
 
 
 def plan_of(manifest: BundleManifest) -> CompilePlan:
-    """The plan that a bundle stores."""
+    """Return the plan that a bundle stores."""
     units, low_units = dict[UnitKey, QuantSpec](), dict[UnitKey, QuantSpec]()
     for entries, formats in ((manifest.experts, units), (manifest.low_experts, low_units)):
         for entry in entries:
@@ -80,5 +88,5 @@ def plan_of(manifest: BundleManifest) -> CompilePlan:
 
 
 def _asked(request: CompileRequest) -> list[Any]:
-    """What decides the bytes of a bundle and is not in the identity, because no measurement depends on it."""
+    """Return the options that change a bundle but not the identity, because no measurement depends on them."""
     return [request.options.comparisons, repr(request.measure_modes)]

@@ -1,4 +1,4 @@
-"""Everything that can be known to go wrong before a weight is read: one report with every problem."""
+"""All checks that are possible before a weight is read. One report lists every problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class PreflightReport:
-    """notes: what the user should know of a compile that nothing stands against."""
+    """Result of a preflight without problems.
+
+    notes: remarks for the user.
+    """
 
     notes: tuple[str, ...]
 
@@ -40,13 +43,16 @@ def preflight(
     needs_tokenizer: bool = True,
     prunes: bool = False,
 ) -> PreflightReport:
-    """Check files, shapes, formats and target. Reads no weights.
+    """Check files, shapes, formats and target without reading weights. Return the notes.
 
-    required: formats the user named for the routed experts; each must fit all of them. offered: formats the search may
-    choose from; those that do not fit a unit are left out for it. group_sizes: those that the user named.
-    bits_per_weight, size_bytes: the target, scales included. prunes: whether experts may be left out for it.
-    Returns the notes. Raises CheckpointError with every problem, or TargetUnreachable where only formats and target
-    stand against the compile.
+    required: formats that the user named for the routed experts. Each must fit all of them.
+    offered: formats on offer to the search. A unit is not offered the formats that do not fit it.
+    group_sizes: group sizes that the user named.
+    bits_per_weight, size_bytes: the target, scales included.
+    needs_tokenizer: whether a fast tokenizer must exist.
+    prunes: whether experts may be left out.
+    Raises TargetUnreachable if only formats and target prevent the compile.
+    Raises CheckpointError in all other cases. Both list every problem.
     """
     model_problems = [*_tensor_problems(checkpoint, lowering)]
     model_problems += _file_problems(checkpoint, needs_tokenizer)
@@ -77,10 +83,12 @@ def preflight(
 
 
 def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool = False) -> tuple[int, int]:
-    """Least and greatest bytes of the routed experts, scales included, padding left out: smallest formats, 16 bits.
+    """Return least and greatest bytes of the routed experts, without padding: in the smallest formats, and at 16 bits.
 
-    prunes: the least is that of as many experts as a token needs, where routers do without the others. Calibration may
-    know too little of some to leave them out, which the search then says.
+    Scales are included.
+    prunes: the least counts only top_k experts per layer, if the router allows pruning. Calibration may know too little
+        of
+        some experts to leave them out. The search reports that.
     """
     formats = [*offered, QuantSpec(16, float_type="bfloat16")]
     least = greatest = 0.0
@@ -95,7 +103,7 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
 
 
 def _file_problems(checkpoint: Checkpoint, needs_tokenizer: bool) -> list[str]:
-    """Files that a bundle copies and that cannot be read, and a tokenizer that is not one."""
+    """Return problems of files that a bundle copies, and of the tokenizer."""
     problems = list[str]()
     for name in checkpoint.companion_files():
         try:
@@ -114,7 +122,7 @@ def _file_problems(checkpoint: Checkpoint, needs_tokenizer: bool) -> list[str]:
 
 
 def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
-    """Missing, misshapen and unexpected tensors, those that differ in a number only taken together."""
+    """Return missing, misshapen and unexpected tensors. Names that differ only in a number share one text."""
     sources: dict[str, TensorSource] = {}
     for source in (*lowering.dense.values(), *lowering.units.values()):
         sources.setdefault(source.name, source)
@@ -135,7 +143,7 @@ def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
 
 
 def _together(found: Sequence[tuple[str, str]]) -> list[str]:
-    """One text for all names that differ in their numbers only and share the detail."""
+    """Return one text for all names that differ only in their numbers and have the same detail."""
     patterns: dict[tuple[str, str], list[str]] = {}
     for name, detail in sorted(found):
         patterns.setdefault((_NUMBER.sub("*", name), detail), []).append(name)
@@ -147,7 +155,7 @@ def _together(found: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def routed_widths(model: ModelSpec) -> dict[int, list[str]]:
-    """Columns of the routed projections -> which projections have them."""
+    """Return columns of the routed projections -> projections with that width."""
     widths: dict[int, list[str]] = {}
     for index in model.expert_layers:
         for projection in model.layers[index].experts.projections:
@@ -158,7 +166,7 @@ def routed_widths(model: ModelSpec) -> dict[int, list[str]]:
 
 
 def _format_problems(model: ModelSpec, required: Sequence[QuantSpec]) -> list[str]:
-    """Every format that the user named and a routed projection cannot take."""
+    """Return the formats that the user named and that a routed projection does not fit."""
     problems = []
     for columns, projections in sorted(routed_widths(model).items()):
         wrong = [str(spec) for spec in required if not spec.fits(columns)]
@@ -173,7 +181,7 @@ def _format_problems(model: ModelSpec, required: Sequence[QuantSpec]) -> list[st
 
 
 def _unheld_problems(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str]:
-    """Widths that none of the offered formats can hold."""
+    """Return the widths that no offered format can hold."""
     return [
         f"none of the offered formats ({', '.join(map(str, offered))}) holds the {columns} columns of "
         f"{', '.join(projections)}"
@@ -183,7 +191,7 @@ def _unheld_problems(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str
 
 
 def _group_problems(model: ModelSpec, group_sizes: Sequence[int]) -> list[str]:
-    """Group sizes that no routed projection can take: to leave them out without a word would keep 16 bits."""
+    """Return the group sizes that no routed projection fits. Ignoring them silently would keep 16 bits."""
     widths = sorted(routed_widths(model))
     return [
         f"group size {size} divides the columns of no routed projection ({', '.join(map(str, widths))})"
@@ -193,7 +201,7 @@ def _group_problems(model: ModelSpec, group_sizes: Sequence[int]) -> list[str]:
 
 
 def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str]:
-    """Projections that no format below 16 bits on offer can hold."""
+    """Return the projections that no offered format below 16 bits can hold."""
     below = [spec for spec in offered if spec.bitwidth < 16]
     return [
         f"{', '.join(projections)} stay at 16 bits: no format below on offer holds their {columns} columns"
@@ -203,7 +211,10 @@ def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[s
 
 
 def _target_problems(reachable: tuple[int, int], bits_per_weight: float | None, size_bytes: int | None) -> list[str]:
-    """Targets outside what the formats reach, least and greatest bytes."""
+    """Return the targets outside the reachable range.
+
+    reachable: least and greatest bytes.
+    """
     least, greatest = reachable
     weights = greatest // 2
     problems = []
@@ -216,7 +227,7 @@ def _target_problems(reachable: tuple[int, int], bits_per_weight: float | None, 
 
 
 def _ignored_notes(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
-    """What is on disk and plays no part."""
+    """Return a note on tensors on disk that are not used."""
     ignored = sorted(name for name in checkpoint.tensors if name in lowering.ignored)
     named = ", ".join(f"`{name}`" for name in ignored[:_MAX_NAMED])
     return [f"{len(ignored)} tensors play no part: {named}"] if ignored else []

@@ -1,4 +1,4 @@
-"""What of a compile can fail before work: checkpoint, shapes, target, data, device, memory. No weight is read."""
+"""All checks of a compile before work: checkpoint, shapes, target, data, device, memory. No weight is read."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ from .device_fit import smallest_plan, summarise_device
 from .preflight import preflight, routed_widths
 
 KL_ITEMS = 256
-"""Answer tokens of so many validation items, of all tasks together, stand for the KL of a trial."""
+"""Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A compile that may begin. is_layerwise: one layer at a time; prunes: whether experts may be left out."""
+    """A compile that passed all checks.
+
+    is_layerwise: the model passes through memory one layer at a time.
+    prunes: experts may be left out.
+    """
 
     request: CompileRequest
     checkpoint: Checkpoint
@@ -54,22 +58,22 @@ class Prepared:
         return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec, routed_widths(model))
 
     def required_specs(self) -> tuple[QuantSpec, ...]:
-        """Formats that every expert must fit."""
+        """Return the formats that every expert must fit."""
         options = self.request.options
         low = () if options.low_spec is None else (options.low_spec,)
         return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
 
     def plain_plan(self) -> CompilePlan:
-        """Nothing below 16 bits."""
+        """Return the plan with all weights at 16 bits."""
         return plain_plan(self.lowering.model, self.lowering.spec_16bit, self.request.options.quantizer)
 
     def dense_formats(self) -> tuple[dict[str, QuantSpec], ...]:
-        """Formats on offer to the dense weights, one of each width for all of them."""
+        """Return the formats on offer to dense weights, one mapping for each bitwidth."""
         widths = self.request.options.dense_widths()
         return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
 
     def sweep_inputs(self) -> SweepInputs:
-        """The texts that go layer by layer."""
+        """Return the texts for a compile layer by layer."""
         probe = min(self.dense_formats(), key=lambda specs: min(spec.bitwidth for spec in specs.values()))
         options = self.request.options
         return planning.sweep_inputs(
@@ -77,7 +81,7 @@ class Prepared:
         )
 
     def identity(self) -> str:
-        """Digest of everything that the result depends on."""
+        """Return a digest of everything that the result depends on."""
         data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
         profile = [self.request.profile.name, self.request.profile.sha256]
@@ -86,7 +90,7 @@ class Prepared:
 
 
 def prepare(request: CompileRequest) -> Prepared:
-    """Check all that can be checked. Raises MoecError."""
+    """Run all checks. Raises MoecError."""
     options = request.options
     checkpoint = open_checkpoint(request.source)
     lowering = lower(checkpoint)
@@ -120,7 +124,7 @@ def prepare(request: CompileRequest) -> Prepared:
 
 
 def _choose_way(found: Prepared) -> None:
-    """The whole model at once if it fits in memory, else one layer at a time. Raises OptionError."""
+    """Choose between the whole model in memory and one layer at a time. Raises OptionError."""
     request, model, limit = found.request, found.lowering.model, found.request.memory_limit_bytes
     threads = torch.get_num_threads()
     found.is_layerwise = planning.goes_layer_by_layer(model, found.specs, threads, limit)

@@ -1,7 +1,7 @@
-"""Scales and minima as bytes, multiples of a power of two that every row has of its own.
+"""Scales and minima as bytes: multiples of a power of two. Each row has its own power.
 
-Both stay half-precision values in a QuantizedMatrix, which holds every one of them exactly; the packer finds bytes and
-exponents again. Rows stand alone, so that a matrix may take each of its rows from another one.
+A QuantizedMatrix keeps both as float16 values, which hold these multiples exactly. The packer recovers bytes and
+exponents from them. Rows are independent, so a matrix can be assembled from rows of several candidates.
 Shapes: N rows, G groups. Source: docs/format.md, Packing.
 """
 
@@ -18,9 +18,11 @@ _BITS = 8
 
 
 def on_bytes(scales: Tensor, minima: Tensor, largest_code: int) -> tuple[Tensor, Tensor]:
-    """The nearest scales and minima that bytes can say, float16 [N, G] each; minima above 0 give way to wider scales.
+    """Return the nearest scales and minima that bytes can hold, float16 [N, G] each.
 
-    scales: [N, G] >= 0. minima: [N, G].
+    A minimum above 0 becomes 0, and its scale grows so that the group's largest weight is still covered.
+    scales: [N, G] >= 0.
+    minima: [N, G].
     """
     above = minima.float().clamp_min(0)
     wide, low = scales.float() + above / largest_code, minima.float().clamp_max(0)
@@ -28,7 +30,10 @@ def on_bytes(scales: Tensor, minima: Tensor, largest_code: int) -> tuple[Tensor,
 
 
 def exponents(values: Tensor) -> Tensor:
-    """The exponent e of every row's step 2^e: the least with which no byte is above 255. [N, G] >= 0 -> int32 [N]."""
+    """Return the exponent e of each row's step 2^e, int32 [N]: the least for which no byte exceeds 255.
+
+    values: [N, G] >= 0.
+    """
     largest = values.float().amax(1)
     ends = torch.frexp(largest).exponent - _BITS  # largest < 2^8 x 2^e
     is_above = torch.ldexp(torch.full_like(largest, LARGEST_BYTE), ends) < largest
@@ -37,7 +42,10 @@ def exponents(values: Tensor) -> Tensor:
 
 
 def bytes_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """What `on_bytes` gave: bytes uint8 [N, G] and stored exponents uint8 [N]. Raises ValueError for other values."""
+    """Return the bytes of the result of `on_bytes`, uint8 [N, G], and the stored exponents, uint8 [N].
+
+    Raises ValueError for other values.
+    """
     steps = exponents(values)
     found = torch.ldexp(values.float(), -steps.unsqueeze(1))
     if not bool(((found >= 0) & (found <= LARGEST_BYTE) & (found == found.round())).all()):
@@ -46,6 +54,6 @@ def bytes_of(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(values: Tensor) -> Tensor:
-    """Values >= 0 rounded to bytes of their row's step, float32."""
+    """Round values >= 0 to byte multiples of their row's step, float32."""
     steps = exponents(values).unsqueeze(1)
     return torch.ldexp(torch.ldexp(values, -steps).round_().clamp_max_(LARGEST_BYTE), steps)

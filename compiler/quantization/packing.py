@@ -1,4 +1,4 @@
-"""Matrices to bytes and back: layout `rows16` of docs/format.md, section Packing.
+"""Conversion between matrices and bytes: layout `rows16` of docs/format.md, section Packing.
 
 Shapes: N rows, K columns, B row blocks of 16, G groups, g columns of a group.
 """
@@ -22,9 +22,9 @@ _FLOAT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pack(matrix: QuantizedMatrix) -> np.ndarray:
-    """Bytes of a quantized matrix, uint8, `spec.packed_bytes(N, K)` of them.
+    """Return the bytes of a quantized matrix, uint8, `spec.packed_bytes(N, K)` of them.
 
-    Raises ValueError when codes, scales or minima do not have the shape, type or range that the format asks for.
+    Raises ValueError if codes, scales or minima have another shape, type or range than the format requires.
     Source: docs/format.md, Packing.
     """
     spec = matrix.spec
@@ -54,7 +54,7 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
 
 
 def _byte_parts(matrix: QuantizedMatrix) -> tuple[list[np.ndarray], np.ndarray]:
-    """Scales and minima as bytes, uint8 [N, G] each, and the exponents at the head of each row block, uint32 [B, 8]."""
+    """Return scales and minima as bytes, uint8 [N, G] each, and the exponents of each row block, uint32 [B, 8]."""
     if matrix.minima is None:
         raise ValueError(f"format {matrix.spec}: minima belong to asymmetric formats and to no other")
     found = [bytes_of(values) for values in (matrix.scales, -matrix.minima)]
@@ -65,8 +65,9 @@ def _byte_parts(matrix: QuantizedMatrix) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
-    """Bytes of a matrix that keeps its floats, uint8. weight: [N, K] bfloat16 or float16, as the format says.
+    """Return the bytes of a matrix that keeps its floats, uint8.
 
+    weight: [N, K] in the float type of `spec`.
     Raises ValueError for another type or shape. Source: docs/format.md, Packing.
     """
     if spec.bitwidth != 16 or weight.dtype != _FLOAT_DTYPES[spec.float_type]:
@@ -81,7 +82,10 @@ def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
 
 
 def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> QuantizedMatrix:
-    """The matrix that `pack` made these bytes of, exactly. data: uint8, `spec.packed_bytes(rows, columns)` of them."""
+    """Return the exact matrix that was packed into these bytes.
+
+    data: uint8, `spec.packed_bytes(rows, columns)` of them.
+    """
     if spec.is_pruned:
         return left_out(rows)
     groups, parts = spec.groups(columns), 1 if spec.symmetric or spec.is_mxfp4 else 2
@@ -107,7 +111,10 @@ def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> Quanti
 
 
 def _unpack_codes(lanes: np.ndarray, columns: int, spec: QuantSpec) -> np.ndarray:
-    """The codes of all groups. lanes: [B, G, lanes of a group] uint32 -> [16 B, K] uint8."""
+    """Return the codes of all groups, uint8 [16 B, K].
+
+    lanes: uint32 [B, G, lanes of a group].
+    """
     blocks, groups, _ = lanes.shape
     if spec.is_ternary:
         tiles = np.ascontiguousarray(lanes).view(np.uint8)
@@ -118,7 +125,7 @@ def _unpack_codes(lanes: np.ndarray, columns: int, spec: QuantSpec) -> np.ndarra
 
 
 def _lanes(planes: np.ndarray, bitwidth: int) -> np.ndarray:
-    """The inverse of `_planes`: [16 B, tiles, planes] -> the eight lanes of each tile row, [16 B, tiles, 8] uint32."""
+    """Invert `_planes`: [16 B, tiles, planes] -> the eight lanes of each tile row, uint32 [16 B, tiles, 8]."""
     if bitwidth == 8:
         return np.ascontiguousarray(planes)
     mask = np.uint32({1: 0x01010101, 2: 0x03030303, 3: 0x03030303, 4: 0x0F0F0F0F}[bitwidth])
@@ -133,7 +140,7 @@ def _lanes(planes: np.ndarray, bitwidth: int) -> np.ndarray:
 
 
 def _checked(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Codes [N, K] uint8, scales (of mxfp4 uint8) and minima [N, G] float16 as arrays. Raises ValueError."""
+    """Return codes uint8 [N, K], scales and minima float16 [N, G] (mxfp4 scales uint8). Raises ValueError."""
     spec = matrix.spec
     if spec.bitwidth == 16:
         raise ValueError("a 16-bit matrix has no codes")
@@ -156,7 +163,7 @@ def _checked(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _half(name: str, values: torch.Tensor, shape: tuple[int, int]) -> np.ndarray:
-    """Scales or minima as a checked array, [N, G] float16."""
+    """Return scales or minima as a checked array, float16 [N, G]. Raises ValueError."""
     if values.dtype != torch.float16 or tuple(values.shape) != shape:
         raise ValueError(f"{name}: expected float16 {shape}, found {values.dtype} {tuple(values.shape)}")
     array: np.ndarray = values.contiguous().numpy()
@@ -166,7 +173,7 @@ def _half(name: str, values: torch.Tensor, shape: tuple[int, int]) -> np.ndarray
 
 
 def _exponents(values: torch.Tensor, shape: tuple[int, int]) -> np.ndarray:
-    """Exponents of mxfp4 as a checked array, [N, G] uint8."""
+    """Return mxfp4 exponents as a checked array, uint8 [N, G]. Raises ValueError."""
     if values.dtype != torch.uint8 or tuple(values.shape) != shape:
         raise ValueError(f"scales: expected uint8 {shape}, found {values.dtype} {tuple(values.shape)}")
     array: np.ndarray = values.contiguous().numpy()
@@ -177,15 +184,17 @@ def _exponents(values: torch.Tensor, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _pad_rows(array: np.ndarray) -> np.ndarray:
-    """Zero rows up to a multiple of 16; no copy where there is nothing to add."""
+    """Add zero rows up to a multiple of 16. Without missing rows nothing is copied."""
     missing = -len(array) % ROWS_PER_BLOCK
     return np.pad(array, ((0, missing), (0, 0))) if missing else np.ascontiguousarray(array)
 
 
 def _pack_codes(codes: np.ndarray, bitwidth: int, out: np.ndarray) -> None:
-    """Write the tiles of all groups. codes: [16 B, K] uint8; out: [B, G, lanes of a group] uint32, a view.
+    """Write the tiles of all groups.
 
-    A lane is four neighbouring columns of one row, so planes combine lane by lane and only lanes change places.
+    A lane is four adjacent columns of one row. Planes combine lane by lane, and only lanes change places.
+    codes: uint8 [16 B, K].
+    out: uint32 [B, G, lanes of a group], a view that is written.
     """
     blocks, groups, _ = out.shape
     lanes = codes.view("<u4").reshape(len(codes), -1, _LANES_PER_TILE)
@@ -196,7 +205,7 @@ def _pack_codes(codes: np.ndarray, bitwidth: int, out: np.ndarray) -> None:
 
 
 def _planes(lanes: np.ndarray, bitwidth: int) -> np.ndarray:
-    """Combine the eight lanes of each tile row into its planes. [16 B, tiles, 8] -> [16 B, tiles, planes] uint32."""
+    """Combine the eight lanes of each tile row into planes: [16 B, tiles, 8] -> uint32 [16 B, tiles, planes]."""
     if bitwidth == 8:
         return lanes
     if bitwidth == 4:
@@ -214,7 +223,7 @@ def _planes(lanes: np.ndarray, bitwidth: int) -> np.ndarray:
 
 
 def _bit_plane(lanes: np.ndarray, bit: int) -> np.ndarray:
-    """One bit of all codes of a tile row in one lane. [16 B, tiles, 8] -> [16 B, tiles, 1] uint32."""
+    """Put one bit of all codes of a tile row into one lane: [16 B, tiles, 8] -> uint32 [16 B, tiles, 1]."""
     plane = (lanes[..., 0] >> np.uint32(bit)) & _LOWEST_BIT
     for q in range(1, _LANES_PER_TILE):
         plane |= ((lanes[..., q] >> np.uint32(bit)) & _LOWEST_BIT) << np.uint32(q)

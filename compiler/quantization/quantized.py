@@ -13,13 +13,16 @@ from ..checkpoint.mxfp4 import values as mxfp4_values
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """Codes with their scales: what every quantizer returns and what the packer stores.
+    """Codes with their scales. Quantizers return it, and the packer stores it.
 
-    codes: [N, K] uint8, at most `spec.largest_code`. scales: [N, G] float16, finite; of mxfp4 uint8, exponents.
-    minima: [N, G] float16, or None in symmetric formats and mxfp4. Byte scales are such half-precision numbers as
-    `byte_scales.py` makes, minima at most 0. A matrix that is left out has no columns: K and G are 0.
-    The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing),
-    so a quantizer must round scales and minima to float16 before it chooses codes.
+    codes: uint8 [N, K], at most `spec.largest_code`.
+    scales: float16 [N, G], finite. mxfp4: exponents, uint8 [N, G].
+    minima: float16 [N, G], or None for symmetric formats and mxfp4.
+
+    Byte scales are float16 numbers as `byte_scales.py` makes them, with minima of at most 0.
+    A matrix of a pruned expert has no columns: K and G are 0.
+    The weight is scale * code + minimum, computed in float32 from the float16 values (docs/format.md, Packing).
+    A quantizer must therefore round scales and minima to float16 before it chooses codes.
     """
 
     spec: QuantSpec
@@ -28,7 +31,7 @@ class QuantizedMatrix:
     minima: torch.Tensor | None
 
     def dequantize(self) -> torch.Tensor:
-        """The weights the runtime computes with. [N, K] float32."""
+        """Return the weights that the runtime computes with, float32 [N, K]."""
         rows, columns = self.codes.shape
         groups = self.scales.shape[1]
         if self.spec.is_pruned:
@@ -42,10 +45,10 @@ class QuantizedMatrix:
 
 
 LEFT_OUT = QuantSpec(PRUNED)
-"""The format of an expert that is left out."""
+"""Format of a pruned expert."""
 
 
 def left_out(rows: int) -> QuantizedMatrix:
-    """A matrix of an expert that is left out: rows without columns."""
+    """Return a matrix of a pruned expert: rows without columns."""
     nothing = torch.empty(rows, 0)
     return QuantizedMatrix(LEFT_OUT, nothing.to(torch.uint8), nothing.half(), None)

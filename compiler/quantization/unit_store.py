@@ -1,4 +1,4 @@
-"""Every unit in every format that the search asks for, quantized once, a layer's experts at a time."""
+"""Each unit in each format that the search requests, quantized once. A batch holds all experts of a layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ UnitBatch = tuple[int, str, QuantSpec]
 QuantizedBatch = Sequence[tuple[QuantizedMatrix, float]]
 """Codes and output error of each expert."""
 QuantizeElsewhere = Callable[["UnitStore", Sequence[UnitBatch]], Iterator[QuantizedBatch]]
-"""What quantizes the batches of a store in place of this process's threads, in their order."""
+"""Quantizes the batches of a store outside this process, and yields the results in order."""
 
 
 class UnitStore:
     """Quantized units and dense weights of one checkpoint, kept in memory as codes.
 
-    quantizer: `gptq`, `rtn` or `quanto`. second_moments: None makes gptq round to nearest, and errors unweighted.
+    quantizer: `gptq`, `rtn` or `quanto`.
+    second_moments: inputs of the projections. With None, gptq rounds to nearest and errors are unweighted.
     """
 
     def __init__(self, lowering: Lowering, second_moments: SecondMoments | None, quantizer: str) -> None:
@@ -46,7 +47,11 @@ class UnitStore:
     def prepare(
         self, specs: Iterable[QuantSpec], progress: Progress, elsewhere: QuantizeElsewhere | None = None
     ) -> None:
-        """Quantize all units in these formats. progress: (batches done, batches in all)."""
+        """Quantize all units in these formats.
+
+        progress: called with (batches done, batches in all).
+        elsewhere: quantizes the batches, or None for the threads of this process.
+        """
         jobs = [
             (layer, projection, spec)
             for layer in self.model.expert_layers
@@ -62,17 +67,17 @@ class UnitStore:
 
     def _quantize_here(self, wanted: Sequence[UnitBatch]) -> Iterator[QuantizedBatch]:
         for layer, projection, _ in wanted:
-            self.original(layer, projection)  # read by one thread
+            self.original(layer, projection)  # one thread reads the weights before the pool starts
         with workers(torch.get_num_threads()) as pool:
             yield from pool.in_order(lambda job: self.quantized(*job), wanted)
 
     @property
     def second_moments(self) -> SecondMoments | None:
-        """What weighs the errors of units; None where nothing does."""
+        """Second moments that weigh the errors of units, or None."""
         return self._moments
 
     def original(self, layer: int, projection: str) -> torch.Tensor:
-        """Weights of one projection of all experts of a layer, [E, N, K] float32."""
+        """Return one projection of all experts of a layer, float32 [E, N, K]."""
         key = (layer, projection)
         if key not in self._weights:
             count = self.model.layers[layer].experts.count
@@ -88,7 +93,7 @@ class UnitStore:
             self._keep(layer, projection, spec, self.quantized(layer, projection, spec))
 
     def quantized(self, layer: int, projection: str, spec: QuantSpec) -> list[tuple[QuantizedMatrix, float]]:
-        """One projection of all experts of a layer, with output errors; changes nothing but the cache of weights."""
+        """Return one projection of all experts of a layer with output errors. Only the cache of weights changes."""
         weights = self.original(layer, projection)
         moments = tokens = None
         if self._moments is not None:
@@ -113,43 +118,43 @@ class UnitStore:
         return quantize_batch(self.quantizer, weights, spec, moments, tokens)
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
-        """Codes of one unit in a format below 16 bits."""
+        """Return the codes of one unit in a format below 16 bits."""
         if spec.is_pruned:
             return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
         self._quantize(unit.layer, unit.projection, spec)
         return self._units[(unit, spec)]
 
     def for_bundle(self, unit: UnitKey, spec: QuantSpec) -> np.ndarray:
-        """The bytes of one unit as the bundle holds them, uint8."""
+        """Return the bytes of one unit as the bundle stores them, uint8."""
         return pack(self.matrix(unit, spec))
 
     def weight(self, unit: UnitKey, spec: QuantSpec) -> torch.Tensor:
-        """The weights the runtime would compute with, [N, K] float32; [N, 0] of an expert that is left out."""
+        """Return the weights that the runtime would compute with, float32 [N, K]; [N, 0] for a pruned expert."""
         if spec.bitwidth == 16:
             return self.original(unit.layer, unit.projection)[unit.expert]
         return self.matrix(unit, spec).dequantize()
 
     def error(self, unit: UnitKey, spec: QuantSpec) -> float:
-        """Routing-weighted squared output error of one unit; 0 at 16 bits."""
+        """Return the routing-weighted squared output error of one unit, 0 at 16 bits."""
         if spec.bitwidth == 16:
             return 0.0
         self._quantize(unit.layer, unit.projection, spec)
         return self._errors[(unit, spec)]
 
     def dense_matrix(self, name: str, spec: QuantSpec) -> QuantizedMatrix:
-        """Codes of one dense weight in a format below 16 bits, rounded to nearest with clip search."""
+        """Return the codes of one dense weight below 16 bits, rounded to nearest with clip search."""
         if (name, spec) not in self._dense:
             self._dense[(name, spec)] = quantize_rtn(self.lowering.dense_weight(name).float(), spec, clip_search=True)
         return self._dense[(name, spec)]
 
     def dense_weight(self, name: str, spec: QuantSpec) -> torch.Tensor:
-        """The dense weight the runtime would compute with, float32."""
+        """Return the dense weight that the runtime would compute with, float32."""
         if spec.bitwidth == 16:
             return self.lowering.dense_weight(name).float()
         return self.dense_matrix(name, spec).dequantize()
 
     def dense_error(self, name: str, spec: QuantSpec) -> float:
-        """Squared weight error of one dense weight; 0 at 16 bits."""
+        """Return the squared weight error of one dense weight, 0 at 16 bits."""
         if spec.bitwidth == 16:
             return 0.0
         difference = self.lowering.dense_weight(name).float() - self.dense_weight(name, spec)

@@ -1,7 +1,7 @@
-"""Greedy decoding of many prompts at once, with drafts verified in one pass.
+"""Greedy decoding of many prompts at once. Drafts are verified in one pass.
 
-A draft is a guess of the continuation. One forward pass over prompt and draft gives the greedy token at every place of
-it; up to the first difference they are what decoding would have produced. Only what differs is decoded token by token,
+A draft is a guess of the continuation. One forward pass over prompt and draft gives the greedy token at every position
+of the draft. Up to the first difference, the draft equals the decoded tokens. Only the rest is decoded token by token,
 in batches with a key/value cache.
 Source: Fast Inference from Transformers via Speculative Decoding, section 2 (greedy case).
 Shapes: B rows, T tokens, D hidden, H key/value heads.
@@ -23,20 +23,27 @@ from ..workspace.parallel import Workers
 from .network import TOKENS_PER_FORWARD, Network, RowStates, length_batches
 
 ROWS_PER_STEP = 64
-"""Rows decoded together: more gain little, since a step then costs what its products cost; two groups run at once."""
+"""Rows that are decoded together; two groups run at once. Larger groups gain little, because products dominate a step.
+"""
 _COMPACT_BELOW = 0.75
-_GROWTH_TOKENS = 64  # few continuations come near their limit, so memory for them is taken in steps
+_GROWTH_TOKENS = 64  # memory grows in steps, because few continuations reach their limit
 _STOP_WINDOW_TOKENS = 16
 Decode = Callable[[list[int]], str]
 
 
 @dataclass(eq=False)
 class Continuation:
-    """One prompt and what greedy decoding has produced for it so far, the end token left out.
+    """One prompt and its greedy continuation so far, without the end token.
 
-    limit: most new tokens. draft: a guess of them. done: nothing more is to come. states: of all known tokens but the
-    last. source: what an encoder reads, where the model has one; prompt is then what the decoder's text begins with.
-    source_states: what its layers see of that.
+    prompt: tokens of the prompt. With an encoder: the start of the decoder's text.
+    draft: a guess of the continuation.
+    limit: maximum number of new tokens.
+    stop: texts that end the continuation.
+    tokens: the continuation so far.
+    done: the continuation is complete.
+    source: tokens for the encoder, empty without one.
+    states: keys and values of all known tokens but the last.
+    source_states: keys and values of the encoder's output, per decoder layer.
     """
 
     prompt: list[int]
@@ -51,7 +58,7 @@ class Continuation:
 
     @property
     def cached(self) -> int:
-        """Known tokens but the last, prompt included."""
+        """Number of known tokens but the last, prompt included."""
         return len(self.prompt) + len(self.tokens) - 1
 
 
@@ -59,13 +66,16 @@ class GreedyDecoder:
     """Continues prompts with the most likely token until an end token, a stop text or the limit."""
 
     def __init__(self, network: Network, eos_token_ids: tuple[int, ...], decode: Decode) -> None:
-        """decode: tokens -> text, used to find stop texts."""
+        """decode: converts tokens to text; used to find stop texts."""
         self._network, self._decode = network, decode
         self._ends = frozenset(eos_token_ids)
 
     def run(self, items: Sequence[Continuation], pool: Workers, progress: Callable[[int, int], None]) -> None:
-        """Complete every item in place. The tokens do not depend on drafts or on the other items, rounding aside;
-        nor, to the last bit, on the number of threads in the pool.
+        """Complete every item in place.
+
+        The tokens do not depend on drafts or on other items, apart from rounding. They are the same bits for any number
+        of
+        threads in the pool.
         """
         started = [item for item in items if item.limit > 0]
         for item in items:
@@ -88,7 +98,10 @@ class GreedyDecoder:
 
     @torch.inference_mode()
     def verify(self, items: Sequence[Continuation]) -> Sequence[Continuation]:
-        """One pass over prompts and drafts: keep what decoding would have produced, and one token more. The items."""
+        """Run one pass over prompts and drafts. Keep the tokens that decoding would produce, and one token more.
+
+        Returns the items.
+        """
         cache = self._network.new_cache()
         rows, sources = [item.prompt + item.draft for item in items], [item.source for item in items]
         hidden = self._network.hidden(rows, cache, sources)
@@ -106,7 +119,7 @@ class GreedyDecoder:
         return items
 
     def _accept(self, item: Continuation, tokens: Sequence[int]) -> None:
-        """Append greedy tokens up to where the item ends."""
+        """Append greedy tokens until the item ends."""
         known = len(item.tokens)
         for token in tokens:
             if len(item.tokens) == item.limit or token in self._ends:
@@ -121,7 +134,7 @@ class GreedyDecoder:
                 item.done = True
 
     def _stop_end(self, item: Continuation, known: int) -> int | None:
-        """The fewest tokens, more than `known`, whose text ends with or holds a stop text; None where there is none."""
+        """Return the least number of tokens, above `known`, whose text contains a stop text, or None."""
         text = self._decode(item.tokens[max(0, known + 1 - _STOP_WINDOW_TOKENS) :])
         if not any(stop in text for stop in item.stop):
             return None
@@ -133,7 +146,7 @@ class GreedyDecoder:
 
     @torch.inference_mode()
     def decode_rows(self, items: list[Continuation]) -> None:
-        """Decode token by token; rows that end leave the batch when enough of them have."""
+        """Decode token by token. Finished rows leave the batch once enough rows have finished."""
         width = max(item.cached for item in items)
         capacity = width + max(item.limit - len(item.tokens) for item in items)
         positions = torch.tensor([item.cached for item in items])
@@ -167,13 +180,13 @@ class GreedyDecoder:
 
 
 class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
-    """Keys and values of one layer in memory taken ahead, [B, H, capacity, head size]; rows are padded on the left.
+    """Keys and values of one layer in reserved memory, [B, H, capacity, head size]. Rows are padded on the left.
 
-    Appending a token writes into that memory, where transformers' own cache would copy all of it at every step.
+    A new token is written into that memory. The cache of transformers would copy all keys and values at every step.
     """
 
     def __init__(self, states: Sequence[tuple[Tensor, Tensor]], width: int) -> None:
-        """states: keys and values of each row, [H, T, head size]; they end together at `width`."""
+        """states: keys and values of each row, [H, T, head size]. All rows end at `width`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._used = width
         self._buffers = []
@@ -187,7 +200,7 @@ class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
         self._expose()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return everything up to here as views."""
+        """Append, and return all keys and values so far as views."""
         end = self._used + key_states.shape[2]
         if end > self._buffers[0].shape[2]:
             self._buffers = [functional.pad(buffer, (0, 0, 0, _GROWTH_TOKENS)) for buffer in self._buffers]
@@ -197,7 +210,7 @@ class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
         return self._expose()
 
     def get_seq_length(self) -> int:
-        """Places in use, padding included."""
+        """Return the number of positions in use, padding included."""
         return self._used
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""The experts of transformers' models under one face, whether stored [outputs, inputs] or the other way round, stacked
-or one by one.
+"""One interface to the experts of transformers' models.
 
+Their weights may be [outputs, inputs] or transposed, stacked or separate.
 Shapes: n tokens, D hidden, F expert width, E experts, K top-k.
 """
 
@@ -13,23 +13,23 @@ from torch import Tensor
 
 
 class SeparateExperts(torch.nn.Module):
-    """Experts of two projections and ReLU, one module each, called as stacked ones are."""
+    """Experts of two projections and ReLU, one module each, with the interface of stacked experts."""
 
     def __init__(self, experts: Any) -> None:
-        """experts: transformers' modules `expert_0`, ... with `wi` and `wo`, whose names stay."""
+        """experts: transformers' modules `expert_0`, ... with `wi` and `wo`. They keep their names."""
         super().__init__()
         self.num_experts = len(experts)
         for name, expert in experts.items():
             self.add_module(name, expert)
 
     def projection(self, expert: int, projection: str) -> Tensor:
-        """A view of up [F, D] or down [D, F]. Raises KeyError for gate, which they do not have."""
+        """Return a view of up [F, D] or down [D, F]. Raises KeyError for gate, which does not exist."""
         layer = {"up": "wi", "down": "wo"}[projection]
         weight: Tensor = self.get_parameter(f"expert_{expert}.{layer}.weight").data
         return weight
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden [n, D], index and weights [n, K] -> [n, D]. What has the weight 0 is not computed."""
+        """hidden [n, D], index and weights [n, K] -> [n, D]. Pairs of weight 0 are not computed."""
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             token, rank = torch.where((top_k_index == expert) & (top_k_weights != 0))
@@ -41,21 +41,24 @@ class SeparateExperts(torch.nn.Module):
 
 
 def projection_of(module: Any, expert: int, projection: str) -> Tensor:
-    """A view of gate or up [F, D], or of down [D, F]. Raises KeyError for one that the experts do not have."""
+    """Return a view of gate or up [F, D], or of down [D, F]. Raises KeyError if the experts lack it."""
     if isinstance(module, SeparateExperts):
         return module.projection(expert, projection)
     if projection == "down":
         down: Tensor = module.down_proj.data[expert]
         return down.T if module.is_transposed else down
     fused: Tensor = module.gate_up_proj.data[expert]
-    if module.is_transposed:  # inputs first; gate and up take turns
+    if module.is_transposed:  # [inputs, outputs], with alternating columns of gate and up
         return fused[:, (0 if projection == "gate" else 1) :: 2].T
     width = fused.shape[0] // 2
     return fused[:width] if projection == "gate" else fused[width:]
 
 
 def gated(module: Any, expert: int, gate: Tensor, up: Tensor) -> Tensor:
-    """What down reads, from the products of gate and up [n, F], to which biases are added here. -> [n, F]."""
+    """Return the input of down, [n, F].
+
+    gate, up: products of gate and up, [n, F]. Biases are added here.
+    """
     takes_turns = module.is_transposed
     together = torch.stack([gate, up], dim=2).flatten(1) if takes_turns else torch.cat([gate, up], dim=1)
     if module.has_bias:
@@ -65,7 +68,7 @@ def gated(module: Any, expert: int, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def intermediate(module: Any, expert: int, rows: Tensor) -> Tensor:
-    """What down reads for inputs [n, D]. -> [n, F]."""
+    """Return the input of down for the expert's inputs: [n, D] -> [n, F]."""
     if isinstance(module, SeparateExperts):
         return torch.relu(rows @ module.projection(expert, "up").T)
     gate, up = (rows @ projection_of(module, expert, name).T for name in ("gate", "up"))

@@ -1,7 +1,7 @@
-"""The reference model: the checkpoint in transformers, its own 16-bit weights, float32 arithmetic.
+"""The reference model: the checkpoint in transformers, with its own 16-bit weights and float32 arithmetic.
 
-It is the baseline of every measured loss, and the place where plans are tried: routed-expert and dense weights can be
-exchanged for dequantized ones and put back. Implements `moec.evaluation.engine.TextEngine`.
+It is the baseline of every measured loss. Plans are tried on it: expert weights and dense weights can be exchanged for
+dequantized ones, and restored. It implements `moec.evaluation.engine.TextEngine`.
 Shapes: A answer tokens, V vocabulary.
 """
 
@@ -33,19 +33,22 @@ from .stand_in import load_stand_in
 from .weights import WeightName, WeightStore
 
 Score = Callable[[Tensor, Tensor], Tensor]
-"""Hidden states before answer tokens [A, D] and those tokens [A] -> a row for each."""
+"""Hidden states that predict the answer tokens [A, D], and these tokens [A] -> one row per token."""
 
 
 class ReferenceModel:
-    """A checkpoint that generates, scores, and lets its weights be exchanged.
+    """A checkpoint that generates and scores text, and whose weights can be exchanged.
 
-    model: what the checkpoint was lowered to. network: the transformers model behind it.
+    model: the ModelSpec of the checkpoint.
+    network: the transformers model.
     """
 
     def __init__(self, path: str | Path, threads: int | None = None) -> None:
-        """Load a model folder. threads: passes that run side by side, torch's number of threads where None.
+        """Load a model folder.
 
-        Raises CheckpointError: not a folder of a known family, damaged or missing weights, no fast tokenizer.
+        threads: number of passes that run in parallel, or None for torch's number of threads.
+        Raises CheckpointError if the folder holds no known family, weights are damaged or missing, or there is no fast
+        tokenizer.
         """
         self._threads = threads or torch.get_num_threads()
         lowering = lower(open_checkpoint(str(path)))
@@ -57,22 +60,23 @@ class ReferenceModel:
     # -- text -------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text with the special tokens that the tokenizer puts around it."""
+        """Return the tokens of a text, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def encode_pair(self, prompt: str, answer: str) -> TokenPair:
-        """Tokens of a prompt and of the answer behind it."""
+        """Return the tokens of a prompt and of its answer."""
         return self.encode_pairs([(prompt, answer)])[0]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        """Tokens of prompts and answers, see evaluation/text_pairs.py."""
+        """Return the tokens of prompts and answers; see evaluation/text_pairs.py."""
         return encode_pairs(self._tokenizer, pairs, is_joint=self.model.encoder is None)
 
     def divide(self, pairs: Sequence[TokenPair]) -> tuple[list[list[int]], list[TokenPair]]:
-        """What an encoder reads of each pair, and what is left for the decoder: without an encoder nothing and all.
+        """Split each pair into the tokens for an encoder and the pair for the decoder.
 
-        Raises InputError where there is nothing for an encoder to read.
+        Without an encoder its tokens are empty, and the pairs do not change.
+        Raises InputError if an encoder's prompt is empty.
         """
         if self.model.encoder is None:
             return [[] for _ in pairs], list(pairs)
@@ -84,14 +88,15 @@ class ReferenceModel:
         return [prompt for prompt, _ in pairs], [([start], answer) for _, answer in pairs]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special tokens left out."""
+        """Return the text of tokens, without special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress = no_progress) -> list[Generation]:
-        """Continue each prompt greedily; drafts only save time. The end token is not counted.
+        """Continue each prompt greedily. Drafts only save time. The end token is not counted.
 
-        Raises ContextOverflow where a prompt leaves no room; a continuation ends where the context does.
+        A continuation ends at the end of the context.
+        Raises ContextOverflow if a prompt leaves no room.
         """
         items = self.continuations(requests)
         with workers(self._threads) as pool:
@@ -99,7 +104,7 @@ class ReferenceModel:
         return self.generations(items)
 
     def continuations(self, requests: Sequence[GenerationRequest]) -> list[Continuation]:
-        """The tokens of prompts and drafts, nothing decoded yet. Raises ContextOverflow."""
+        """Return the tokens of prompts and drafts, before decoding. Raises ContextOverflow."""
         pairs = self.encode_pairs([(request.prompt, request.draft or "") for request in requests])
         items = []
         for prompt, _ in pairs:
@@ -114,11 +119,11 @@ class ReferenceModel:
         return items
 
     def decoder(self) -> GreedyDecoder:
-        """What completes continuations."""
+        """Return the decoder that completes continuations."""
         return GreedyDecoder(self.network, self.model.eos_token_ids, self.decode)
 
     def generations(self, items: Sequence[Continuation]) -> list[Generation]:
-        """The texts of completed continuations."""
+        """Return the texts of completed continuations."""
         return [
             Generation(self.decode(item.tokens), len(item.tokens), len(item.source or item.prompt)) for item in items
         ]
@@ -126,8 +131,8 @@ class ReferenceModel:
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress = no_progress) -> list[AnswerScore]:
         """Score each answer given its prompt, teacher-forced, without the end token.
 
-        Behind an empty prompt that the tokenizer puts nothing in front of, the first token is not scored.
-        Raises ContextOverflow where prompt and answer exceed the context.
+        If no token precedes an answer, its first token is not scored.
+        Raises ContextOverflow if prompt and answer exceed the context.
         """
         scores = [AnswerScore(0.0, 0)] * len(pairs)
         encoded = self.encode_pairs(pairs)
@@ -141,9 +146,10 @@ class ReferenceModel:
     def forced_logits(
         self, pairs: Sequence[TokenPair], with_end: bool = True, progress: Progress = no_progress
     ) -> list[np.ndarray]:
-        """Logits at the places that predict the answer tokens, [A, V] float32 for each pair.
+        """Return the logits that predict the answer tokens, float32 [A, V] for each pair.
 
-        with_end: the end token counts as the last token of every answer. Raises ContextOverflow.
+        with_end: the end token counts as the last token of every answer.
+        Raises ContextOverflow.
         """
         logits = [np.empty((0, self.model.vocab_size), np.float32)] * len(pairs)
 
@@ -158,7 +164,7 @@ class ReferenceModel:
     def answer_nll(
         self, pairs: Sequence[TokenPair], with_end: bool = True, progress: Progress = no_progress
     ) -> Iterator[tuple[list[int], list[int], Tensor]]:
-        """-log p of every answer token in nats, batch by batch: (pairs, tokens of each, [sum of tokens] float32)."""
+        """Yield -log p of every answer token in nats, per batch: (pairs, tokens of each, losses float32 [sum])."""
 
         def score(hidden: Tensor, targets: Tensor) -> Tensor:
             losses, start = [], 0
@@ -173,9 +179,9 @@ class ReferenceModel:
     def _forced(
         self, pairs: Sequence[TokenPair], with_end: bool, score: Score, progress: Progress
     ) -> Iterator[tuple[list[int], list[int], Tensor]]:
-        """Teacher-forced passes over prompts and answers, batched by length; `score` speaks of the answers of each.
+        """Run teacher-forced passes over prompts and answers, batched by length. Apply `score` to the answer tokens.
 
-        Yields (pairs, scored tokens of each, what `score` made of them). Raises ContextOverflow.
+        Yields (pairs, scored tokens of each, result of `score`). Raises ContextOverflow.
         """
         sources, decoded = self.divide(pairs)
         rows, answers, scored = forced_rows(decoded, self.model.eos_token_ids[:1] if with_end else ())
@@ -208,10 +214,12 @@ class ReferenceModel:
         before: Callable[[Tensor, Tensor], None],
         prompts: Sequence[Sequence[int]] = (),
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Final hidden states [B, T, D] of token rows, longest first, one pass after the other, on one thread.
+        """Yield final hidden states [B, T, D] of token rows, longest rows first. Passes run in sequence on one thread.
 
-        Rows are padded on the right. prompts: what an encoder reads of each. before: called ahead of each pass with the
-        masks of real tokens, of rows and of prompts, [B * T] bool each. Raises ContextOverflow.
+        Rows are padded on the right.
+        prompts: tokens of each row for an encoder.
+        before: called before each pass with the masks of real tokens, of rows and of prompts, bool [B * T] each.
+        Raises ContextOverflow.
         """
         sources = list(prompts) or [[] for _ in rows]
         self._check_context([*rows, *sources])
@@ -229,7 +237,7 @@ class ReferenceModel:
 
     def _check_context(self, rows: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, rows), default=0)
-        # Beyond its original context transformers rotates otherwise than the runtime does (families/longrope.py).
+        # Beyond the original context, transformers and the runtime rotate differently (families/longrope.py).
         if longest > self.model.original_positions:
             raise ContextOverflow(
                 f"a text has {longest} tokens, "
@@ -240,27 +248,33 @@ class ReferenceModel:
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def original_weight(self, name: WeightName) -> Tensor:
-        """The checkpoint's own weight in float32: of a UnitKey or of a canonical dense name. Raises KeyError."""
+        """Return the checkpoint's own weight in float32.
+
+        name: a UnitKey or a canonical dense name.
+        Raises KeyError.
+        """
         return self._weights.original(name)
 
     def set_weight(self, name: WeightName, weight: Tensor) -> None:
-        """Compute with this weight until `restore`: of a UnitKey or of a canonical dense name.
+        """Compute with this weight until `restore`.
 
-        Raises KeyError, ValueError on another shape.
+        name: a UnitKey or a canonical dense name.
+        Raises KeyError.
+        Raises ValueError for another shape.
         """
         self._weights.set(name, weight)
 
     def restore(self) -> None:
-        """Put back every weight of the checkpoint, bit for bit."""
+        """Restore every weight of the checkpoint, bit for bit."""
         self._weights.restore()
 
     def weights(self, mapping: Mapping[WeightName, Tensor]) -> AbstractContextManager[None]:
-        """Compute with these weights inside a `with` block, afterwards with what was there before."""
+        """Compute with these weights inside a `with` block, and restore the previous weights after it."""
         return self._weights.exchanged(mapping)
 
 
 def _load(lowering: Lowering) -> Network:
-    """The network of a checkpoint. Raises CheckpointError."""
+    """Return the network of a checkpoint. Raises CheckpointError."""
     if lowering.model.encoder is not None:
         return load_seq2seq_network(lowering)
     return load_stand_in(lowering) if is_stood_in(lowering.checkpoint) else load_network(lowering)

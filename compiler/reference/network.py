@@ -1,4 +1,4 @@
-"""The checkpoint as a transformers model: loading it, and its forward pass over batches of token rows.
+"""The checkpoint as a transformers model: how it is loaded, and its forward pass over batches of token rows.
 
 Shapes: B rows, T tokens of a row, D hidden, V vocabulary, E experts, K top-k, N = tokens of a batch.
 """
@@ -29,9 +29,9 @@ from ..families import Lowering
 from ..families.lowering import TensorSource
 
 TOKENS_PER_FORWARD = 2048
-"""Tokens of one forward pass: more is slower on a CPU, where larger activations leave the cache."""
+"""Tokens of one forward pass. More tokens are slower on a CPU, because their activations exceed the cache."""
 LOGITS_PER_CHUNK = 1 << 24
-"""Logits held at once where only their maximum or one entry of each row is wanted (64 MiB)."""
+"""Number of logits held at once (64 MiB), where only the maximum or one entry of each row is needed."""
 _EXPERTS_IMPLEMENTATION = "moec_sorted"
 TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -43,10 +43,15 @@ _FOREIGN_ERRORS = (
 
 @dataclass(frozen=True)
 class Network:
-    """A loaded model. `experts`: layer -> its module with the fused `gate_up_proj`, `down_proj`.
+    """A loaded model.
 
-    `backbone` maps tokens to hidden states, `head` those to unscaled logits. parameters: canonical name of a dense
-    weight -> the model's parameter, and which part of it.
+    model: the transformers model.
+    backbone: maps tokens to hidden states.
+    head: maps hidden states to unscaled logits.
+    experts: layer -> its module with the fused `gate_up_proj` and `down_proj`.
+    parameters: canonical name of a dense weight -> the model's parameter, and its part in that parameter.
+    vocab_size: V.
+    logits_scale: factor of the logits.
     """
 
     model: Any
@@ -58,36 +63,45 @@ class Network:
     logits_scale: float = 1.0
 
     def hidden(self, rows: Sequence[Sequence[int]], cache: Any = None, prompts: Sequence[Sequence[int]] = ()) -> Tensor:
-        """Final hidden states of the rows, [B, T, D] with T the longest.
+        """Return final hidden states of the rows, [B, T, D] with T the longest row.
 
-        Shorter rows are padded on the right, where the causal mask hides the padding from every real token; what
-        stands at padded places is meaningless. cache: of `new_cache`, to fill. prompts: what an encoder reads of each
-        row, where the model has one.
+        Shorter rows are padded on the right. The causal mask hides padding from real tokens. States at padding are
+        undefined.
+        cache: a cache of `new_cache` to fill, or None.
+        prompts: tokens of each row for an encoder, if the model has one.
         """
         return self._states(cache, input_ids=padded(rows)[0], use_cache=cache is not None)
 
     def hidden_with_graph(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """`hidden` with the graph that gradients of anything behind the embeddings go back through."""
+        """Return `hidden` with a graph, so that gradients reach everything after the embeddings."""
         embedded = self.model.get_input_embeddings()(padded(rows)[0]).detach().requires_grad_()
         return self._states(None, inputs_embeds=embedded, use_cache=False)
 
     def new_cache(self) -> Any:
-        """A cache for `hidden` to fill."""
+        """Return a cache for `hidden` to fill."""
         return DynamicCache()
 
     def row_states(self, cache: Any, row: int, kept: int, prompt: int) -> tuple[RowStates, RowStates]:
-        """Keys and values of one row: of its first `kept` tokens, and of the `prompt` tokens an encoder has read."""
+        """Return keys and values of one row: of its first `kept` tokens, and of the encoder's `prompt` tokens."""
         return [kept_states(layer, row, kept) for layer in cache.layers], []
 
     def decoding_cache(self, layers: list[Any], prompts: Sequence[RowStates]) -> Any:
-        """The cache of rows that are decoded together. layers: of their texts; prompts: of `row_states`, per row."""
+        """Return the cache of rows that are decoded together.
+
+        layers: caches of the rows' own tokens.
+        prompts: second result of `row_states`, per row.
+        """
         return Cache(layers=layers)
 
     def keep_rows(self, cache: Any, keep: Tensor) -> None:
-        """Forget all other rows of a decoding cache's prompts; its layers are the caller's."""
+        """Drop all other rows from the prompts of a decoding cache. The caller handles its `layers`."""
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """Hidden states [B, D] of one more token per row; tokens and positions [B], mask [B, cached + 1] of 0 and 1."""
+        """Return hidden states [B, D] of one more token per row.
+
+        tokens, positions: [B].
+        mask: [B, cached + 1] of 0 and 1.
+        """
         states = self._states(
             cache,
             input_ids=tokens.unsqueeze(1),
@@ -103,16 +117,19 @@ class Network:
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
     def logit_chunks(self, hidden: Tensor) -> Iterator[Tensor]:
-        """The rows of `logits(hidden)` in bounded pieces."""
+        """Yield the rows of `logits(hidden)` in bounded pieces."""
         for piece in torch.split(hidden, max(1, LOGITS_PER_CHUNK // self.vocab_size)):
             yield self.logits(piece)
 
     def best(self, hidden: Tensor) -> list[int]:
-        """The most likely next token of each row of [N, D]."""
+        """Return the most likely next token of each row of [N, D]."""
         return [token for chunk in self.logit_chunks(hidden) for token in chunk.argmax(-1).tolist()]
 
     def _states(self, cache: Any, **inputs: Any) -> Tensor:
-        """Final hidden states [B, T, D] of the backbone. cache: keys and values to extend, or None."""
+        """Return final hidden states [B, T, D] of the backbone.
+
+        cache: keys and values to extend, or None.
+        """
         states: Tensor = self.backbone(**{cache_argument(self.backbone): cache}, **inputs).last_hidden_state
         return states
 
@@ -120,7 +137,7 @@ class Network:
 def cache_argument(module: Any) -> str:
     """Return the name under which the forward pass of a transformers module takes its cache.
 
-    Releases of transformers before 5.24 call it `past_key_values`; later ones warn of that name.
+    Releases of transformers before 5.24 call it `past_key_values`. Later ones warn about that name.
     """
     return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
 
@@ -130,12 +147,12 @@ RowStates = list[tuple[Tensor, Tensor]]
 
 
 def kept_states(layer: Any, row: int, kept: int) -> tuple[Tensor, Tensor]:
-    """The first positions of one row of a layer's cache, copied."""
+    """Return a copy of the first `kept` positions of one row of a layer's cache."""
     return layer.keys[row, :, :kept].clone(), layer.values[row, :, :kept].clone()
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids [B, T] with zeros on the right, and which places are real, [B, T] of 0 and 1."""
+    """Return token ids [B, T] with zeros on the right, and a mask of real tokens, [B, T] of 0 and 1."""
     width = max(len(row) for row in rows)
     ids, real = torch.zeros((len(rows), width), dtype=torch.long), torch.zeros((len(rows), width), dtype=torch.long)
     for at, row in enumerate(rows):
@@ -144,9 +161,11 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def length_batches(lengths: Sequence[int], tokens: int, max_rows: int | None = None) -> list[list[int]]:
-    """Group indices into batches of similar length, longest first, of at most `tokens` padded tokens and `max_rows`.
+    """Group indices into batches of similar length, longest first.
 
-    A row longer than `tokens` is a batch of its own. Ties keep the order of the input.
+    A batch has at most `tokens` tokens, padding included, and at most `max_rows` rows. A longer row forms its own
+    batch.
+    Ties keep the input order.
     """
     batches: list[list[int]] = []
     width = 0
@@ -169,9 +188,10 @@ def load_network(lowering: Lowering) -> Network:
 
 
 def load_model(lowering: Lowering, loader: Any) -> Any:
-    """The transformers model of a checkpoint, its own 16-bit weights in float32. loader: an AutoModel class.
+    """Return the transformers model of a checkpoint, with its own 16-bit weights in float32.
 
-    Raises CheckpointError as `load_network`.
+    loader: an AutoModel class.
+    Raises CheckpointError like `load_network`.
     """
     root = lowering.checkpoint.root
     with quiet_transformers(root, "load the model"):
@@ -188,7 +208,7 @@ def load_model(lowering: Lowering, loader: Any) -> Any:
     return model
 
 
-# What transformers' configurations call the first and last routed layer, and what keeps layers plain.
+# Keys of transformers' configurations that decide which layers are routed, with values that make layer 0 routed.
 _ROUTED = {
     "mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0, "moe_layer_interval": 1,
     "moe_layer_start_index": 0, "moe_layer_end_index": 0,
@@ -197,7 +217,10 @@ _PLAIN = {**_ROUTED, "mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_la
 
 
 def _unpacking(lowering: Lowering) -> dict[str, Any]:
-    """What transformers must be told of packed weights: to unpack them. Its arithmetic on packed ones is not ours."""
+    """Return the arguments that make transformers unpack MXFP4 weights.
+
+    The arithmetic of transformers on packed weights differs from moec's.
+    """
     if lowering.checkpoint.config.get("quantization_config") is None:
         return {}
     from transformers.utils.quantization_config import Mxfp4Config
@@ -206,10 +229,12 @@ def _unpacking(lowering: Lowering) -> dict[str, Any]:
 
 
 def build_single_layer(lowering: Lowering, layer: int = 0) -> Network:
-    """A decoder layer like this one with weights yet to be set, in float32, and no vocabulary to speak of.
+    """Build a decoder layer like this one in float32, with unset weights and a vocabulary of one token.
 
-    Its backbone takes `inputs_embeds` and returns what the layer makes of them: the norm behind it is left out, and so
-    is a scale of the embeddings. Raises CheckpointError if transformers cannot build the model.
+    Its backbone takes `inputs_embeds` and returns the output of the layer. The final norm and the scale of the
+    embeddings
+    are left out.
+    Raises CheckpointError if transformers cannot build the model.
     """
     with quiet_transformers(lowering.checkpoint.root, "build a layer of the model"):
         config = read_config(lowering.checkpoint)
@@ -227,7 +252,11 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> Network:
 
 
 def network_of(model: Any, lowering: Lowering, expected: list[int]) -> Network:
-    """The model with our experts forward, if the right layers hold routed experts. Raises CheckpointError."""
+    """Return the model with `sorted_experts` as its forward pass of experts.
+
+    expected: layers that must hold routed experts.
+    Raises CheckpointError if other layers hold them.
+    """
     model.eval().requires_grad_(False)
     experts = _find_experts(model)
     if sorted(experts) != expected:
@@ -245,10 +274,11 @@ def network_of(model: Any, lowering: Lowering, expected: list[int]) -> Network:
 
 
 def sorted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Routed experts with one product per expert over its tokens: hidden [N, D], index and weights [N, K] -> [N, D].
+    """Compute routed experts with one product per expert: hidden [N, D], index and weights [N, K] -> [N, D].
 
-    Takes the place of transformers' own loop: 8-14 % more tokens/s at 2,048 tokens and 8 experts. Contributions of a
-    token are added in the order of its top-k.
+    It replaces the loop of transformers and gives 8 to 14 % more tokens/s at 2,048 tokens and 8 experts. The
+    contributions
+    of a token are added in the order of its top-k.
     """
     top_k = top_k_index.shape[-1]
     chosen = top_k_index.reshape(-1)
@@ -270,7 +300,7 @@ def sorted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether `sorted_experts` computes what the module would: gated, without biases, [outputs, inputs]."""
+    """Return whether `sorted_experts` fits the module: gated, without biases, weights [outputs, inputs]."""
     plain = not module.has_bias and not module.is_transposed and module.has_gate
     return bool(plain and not module.has_post_expert_norm and not module._is_expert_parallel)
 
@@ -285,17 +315,20 @@ def _find_experts(model: Any) -> dict[int, Any]:
 
 
 def _round_to_16_bits(model: Any, lowering: Lowering) -> None:
-    """Round what the checkpoint holds in float32 to the type that the bundle stores."""
+    """Round float32 weights of the checkpoint to the type that the bundle stores."""
     if any(ref.dtype == "F32" for ref in lowering.checkpoint.tensors.values()):
         stored = set(lowering.loaded.values())
         for name, parameter in model.named_parameters():
-            if name in stored or ".experts." in name:  # corrections of routers stay as they are
+            if name in stored or ".experts." in name:  # router corrections keep float32
                 parameter.data.copy_(parameter.data.to(TORCH_TYPES[lowering.float_type]))
 
 
 @contextmanager
 def quiet_transformers(root: Path, what: str) -> Iterator[None]:
-    """No progress bars and no advice from transformers; what it raises becomes a CheckpointError: it cannot `what`."""
+    """Silence progress bars and warnings of transformers, and turn its errors into CheckpointError.
+
+    what: the action in the error message: transformers cannot `what`.
+    """
     settings: Any = transformers_logging
     bars, level = settings.is_progress_bar_enabled(), settings.get_verbosity()
     settings.disable_progress_bar()

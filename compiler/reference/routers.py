@@ -1,7 +1,7 @@
-"""Routers of the loaded model that do without some experts: their logits become minus infinity.
+"""Routers of the loaded model that leave out some experts: the logits of these experts become minus infinity.
 
-The products of a router with its weight are the one place that all families share: the weight is exchanged for one that
-knows what to leave out of them.
+All families have one operation in common: the product of a router with its weight. The weight is therefore replaced by
+a tensor that masks the result of that product.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .network import Network
 
 
 class _FewerExperts(Tensor):
-    """A router's weight [E, D] whose products leave experts out. A layer's own class says which."""
+    """A router's weight [E, D] whose products leave experts out. A subclass per layer holds the list."""
 
     left_out: ClassVar[list[int]] = []
 
@@ -32,16 +32,17 @@ class _FewerExperts(Tensor):
 
 
 class RouterMasks:
-    """What the routers of one network leave out."""
+    """The experts that the routers of one network leave out."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._plain: dict[str, nn.Parameter] = {}
 
     def leave_out(self, router: str, experts: Collection[int]) -> None:
-        """Choose among all other experts from now on; among all where none is named.
+        """Leave out these experts from now on. An empty list restores all experts.
 
-        router: the name that the weight of the layer's router has in the network.
+        router: name of the router's weight in the network.
+        experts: indices of the experts to leave out.
         """
         path, _, attribute = router.rpartition(".")
         module = self._network.model.get_submodule(path)

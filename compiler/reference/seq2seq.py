@@ -1,7 +1,7 @@
-"""The reference model with an encoder: prompts go through it once, rows are what the decoder's text consists of.
+"""The reference model with an encoder. The encoder reads each prompt once. Rows are the decoder's text.
 
-Capacity is counted in the encoder alone, as while generating: a decoder that is called with whole answers must route
-each token as if it came alone.
+Capacity is counted in the encoder alone, as in generation. A decoder pass over a whole answer must route each token
+like a token that is decoded alone.
 Shapes: B rows, S tokens of a prompt, T tokens of a row, D hidden, E experts.
 """
 
@@ -29,14 +29,14 @@ _NO_CAPACITY = 1 << 62
 
 
 class RoutedLayer(torch.nn.Module):
-    """A routed feed-forward in the place of transformers' own, around its router: experts are called with indices."""
+    """A routed feed-forward in place of the one of transformers, with its router. It passes indices to the experts."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
         self.router, self.experts = own.router, SeparateExperts(own.experts)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]. Tokens over the capacity keep their expert and have the weight 0."""
+        """[B, T, D] -> [B, T, D]. Tokens over the capacity keep their expert with weight 0."""
         kept, weights, logits = self.router(hidden_states)
         weights = (weights * kept.sum(-1, keepdim=True)).flatten(0, 1)
         chosen = logits.argmax(-1, keepdim=True).flatten(0, 1)
@@ -45,7 +45,7 @@ class RoutedLayer(torch.nn.Module):
 
 
 class PromptCache(EncoderDecoderCache):  # type: ignore[misc]
-    """Keys and values of rows that are decoded together, and which places of their prompts are real, [B, S]."""
+    """Keys and values of rows that are decoded together, and the mask of real prompt tokens, [B, S]."""
 
     def __init__(self, own: Cache, prompts: Cache, real: Tensor) -> None:
         super().__init__(own, prompts)
@@ -54,10 +54,10 @@ class PromptCache(EncoderDecoderCache):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Seq2SeqNetwork(Network):
-    """A loaded encoder-decoder; `backbone` is its decoder."""
+    """A loaded encoder-decoder. `backbone` is its decoder."""
 
     def hidden(self, rows: Sequence[Sequence[int]], cache: Any = None, prompts: Sequence[Sequence[int]] = ()) -> Tensor:
-        """As Network.hidden; every row has a prompt."""
+        """See Network.hidden. Every row needs a prompt."""
         ids, real = padded(prompts)
         states = self.model.get_encoder()(input_ids=ids, attention_mask=real).last_hidden_state
         return self._states(
@@ -69,16 +69,16 @@ class Seq2SeqNetwork(Network):
         )
 
     def new_cache(self) -> Any:
-        """As Network.new_cache."""
+        """See Network.new_cache."""
         return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     def row_states(self, cache: Any, row: int, kept: int, prompt: int) -> tuple[RowStates, RowStates]:
-        """As Network.row_states."""
+        """See Network.row_states."""
         own, prompts = cache.self_attention_cache.layers, cache.cross_attention_cache.layers
         return [kept_states(at, row, kept) for at in own], [kept_states(at, row, prompt) for at in prompts]
 
     def decoding_cache(self, layers: list[Any], prompts: Sequence[RowStates]) -> Any:
-        """As Network.decoding_cache; prompts of unequal length are padded on the right."""
+        """See Network.decoding_cache. Prompts of unequal length are padded on the right."""
         padded_layers = list[Any]()
         for layer in zip(*prompts, strict=True):
             # [H, S, head size] -> [B, H, S, head size]
@@ -94,18 +94,18 @@ class Seq2SeqNetwork(Network):
         return PromptCache(Cache(layers=layers), Cache(layers=padded_layers), real)
 
     def keep_rows(self, cache: Any, keep: Tensor) -> None:
-        """As Network.keep_rows."""
+        """See Network.keep_rows."""
         cache.real = cache.real[keep]
         for layer in cache.cross_attention_cache.layers:
             layer.batch_select_indices(keep)
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """As Network.step; a decoder with biases by distance needs no positions."""
+        """See Network.step. The decoder has relative biases and needs no positions."""
         states = self._states(
             cache,
             input_ids=tokens.unsqueeze(1),
             attention_mask=mask,
-            encoder_hidden_states=cache.real.unsqueeze(-1).float(),  # its shape alone matters: keys are in the cache
+            encoder_hidden_states=cache.real.unsqueeze(-1).float(),  # only its shape matters; the keys are in the cache
             encoder_attention_mask=cache.real,
             use_cache=True,
         )
@@ -113,10 +113,10 @@ class Seq2SeqNetwork(Network):
 
 
 def load_seq2seq_network(lowering: Lowering) -> Network:
-    """As load_network, of a model with an encoder. Raises CheckpointError."""
+    """Load a model with an encoder; see load_network. Raises CheckpointError."""
     model = load_model(lowering, AutoModelForSeq2SeqLM)
     model.eval().requires_grad_(False)
-    model.set_input_embeddings(model.get_input_embeddings())  # one for both stacks, also where they were kept apart
+    model.set_input_embeddings(model.get_input_embeddings())  # one embedding for encoder and decoder
     spec, experts = lowering.model, dict[int, Any]()
     for name, module in list(model.named_modules()):
         match = _ROUTED.match(name)

@@ -1,4 +1,4 @@
-"""The reference model of a family that transformers does not have: what stands in for it, every weight set by name."""
+"""The reference model of a family that transformers lacks: its stand-in, with every weight set by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .weights import WeightName, weight_view
 
 
 def load_stand_in(lowering: Lowering) -> Network:
-    """As load_network: the checkpoint's own 16-bit weights in float32 arithmetic. Raises CheckpointError."""
+    """Load the checkpoint's own 16-bit weights in float32 arithmetic; see load_network. Raises CheckpointError."""
     checkpoint = lowering.checkpoint
     _check_tensors(lowering)
     with quiet_transformers(checkpoint.root, "build a model like this one"), no_init_weights():
         model = build_model(read_config(checkpoint), checkpoint)
-    model.tie_weights()  # left undone where weights are not initialised
+    model.tie_weights()  # transformers skips this for weights that are not initialised
     network = network_of(model, lowering, list(lowering.model.expert_layers))
     names: list[WeightName] = [*lowering.dense, *lowering.units]
     for name in names:
@@ -29,7 +29,7 @@ def load_stand_in(lowering: Lowering) -> Network:
 
 
 def _check_tensors(lowering: Lowering) -> None:
-    """Raises CheckpointError where a weight is missing or has another shape."""
+    """Raise CheckpointError if a weight is missing or has another shape."""
     tensors = lowering.checkpoint.tensors
     sources = {source.name: source.shape for source in (*lowering.dense.values(), *lowering.units.values())}
     faults = sorted(name for name, shape in sources.items() if name not in tensors or tensors[name].shape != shape)

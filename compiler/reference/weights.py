@@ -1,4 +1,4 @@
-"""Weights of the loaded model under this project's names: exchanged for quantized ones, and put back exactly."""
+"""Weights of the loaded model under canonical names. They can be exchanged for quantized ones and restored exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WeightName = UnitKey | str
 
 
 def weight_view(network: Network, name: WeightName) -> Tensor:
-    """The memory that a network computes with under this name, as TensorSource.view has it. Raises KeyError."""
+    """Return the memory that a network computes with, shaped like TensorSource.view. Raises KeyError."""
     return _unit(network, name) if isinstance(name, UnitKey) else _dense(network, name)
 
 
@@ -36,9 +36,9 @@ def _dense(network: Network, name: str) -> Tensor:
 
 
 class WeightStore:
-    """The weights of a network by name. Changed ones are remembered in 16 bits, so `restore` is exact.
+    """The weights of a network by name. Originals of changed weights are kept in 16 bits, so `restore` is exact.
 
-    A unit without columns stands for an expert that is left out: the router of its layer chooses among the others.
+    A unit without columns stands for a pruned expert. The router of its layer then chooses among the others.
     """
 
     def __init__(self, network: Network, dtype: torch.dtype) -> None:
@@ -49,13 +49,17 @@ class WeightStore:
         self._masks, self._left_out = RouterMasks(network), frozenset[UnitKey]()
 
     def original(self, name: WeightName) -> Tensor:
-        """The checkpoint's own weight, a float32 copy. Raises KeyError for a name the model does not have."""
+        """Return the checkpoint's own weight as a float32 copy. Raises KeyError for an unknown name."""
         if name in self._changed:
             return self._matrix(name, self._originals[name].float())
         return self._matrix(name, self._view(name)).clone()
 
     def set(self, name: WeightName, weight: Tensor) -> None:
-        """Compute with `weight` from now on. Raises KeyError, or ValueError if the shape differs."""
+        """Compute with `weight` from now on.
+
+        Raises KeyError for an unknown name.
+        Raises ValueError if the shape differs.
+        """
         view = self._view(name)
         shape = self._matrix(name, view).shape
         left_out = {name} if isinstance(name, UnitKey) and weight.shape == (shape[0], 0) else set()
@@ -69,7 +73,7 @@ class WeightStore:
         self._changed.add(name)
 
     def restore(self) -> None:
-        """Put back every changed weight."""
+        """Restore every changed weight."""
         self._leave_out(frozenset())
         for name in self._changed:
             self._view(name).copy_(self._originals[name])
@@ -77,7 +81,7 @@ class WeightStore:
 
     @contextmanager
     def exchanged(self, weights: Mapping[WeightName, Tensor]) -> Iterator[None]:
-        """Compute with `weights` inside the block; afterwards with what was there before, also after an error."""
+        """Compute with `weights` inside the block. Afterwards, also after an error, restore the previous weights."""
         before = {name: self._view(name).clone() for name in weights if name in self._changed}
         left_out = self._left_out
         try:
@@ -94,7 +98,7 @@ class WeightStore:
                     self._changed.discard(name)
 
     def _leave_out(self, units: frozenset[UnitKey]) -> None:
-        """These units, of whole experts, and no others."""
+        """Leave out exactly these units, which form whole experts."""
         for layer in {unit.layer for unit in units ^ self._left_out}:
             router, _ = self._network.parameters[f"layers.{layer}.router"]
             self._masks.leave_out(router, {unit.expert for unit in units if unit.layer == layer})

@@ -1,1 +1,1 @@
-"""What was asked of a compile, and a plan as a value."""
+"""A compile request, and a plan as a value."""

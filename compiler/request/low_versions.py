@@ -1,4 +1,4 @@
-"""A second, lower version of every expert, for runtimes that take it in place of a miss (dynamic precision)."""
+"""A second, smaller version of each expert. A runtime can use it instead of a missing expert (dynamic precision)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .plan import CompilePlan
 
 
 def with_low_versions(plan: CompilePlan, spec: QuantSpec) -> CompilePlan:
-    """The plan with a version in this format beside every expert that is larger than that.
+    """Return the plan with a version in this format for each expert that is larger than that version.
 
-    Raises PlanError if no expert is.
+    Raises PlanError if no expert is larger.
     """
     low: dict[UnitKey, QuantSpec] = {}
     for key in plan.model.expert_keys():

@@ -1,7 +1,9 @@
-"""What a byte of each unit costs on the device: the search minimises the sum.
+"""Cost of a byte of each unit on the device. The search minimises the total.
 
-`size`: every byte counts once. `bytes-per-token`: a byte counts as often as a token reads it. `tpot`: the larger of
-compute and storage time decides, so bytes count by reads where storage is the bottleneck and once where it is not.
+- `size`: each byte counts once.
+- `bytes-per-token`: a byte counts as often as a token reads it.
+- `tpot`: the larger of compute time and storage time decides. Bytes count by reads if storage is the bottleneck, else
+  once.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from moec.manifests.model import ModelSpec
 
 Objective = Literal["tpot", "bytes-per-token", "size"]
 OBJECTIVES: tuple[Objective, ...] = ("tpot", "bytes-per-token", "size")
-# Weight of plain size inside the read objectives: decides between plans that read the same, and keeps experts that
-# calibration never saw from growing without bound.
+# Weight of plain size in the read objectives. It decides between plans with equal reads, and limits the size of
+# experts that calibration never saw.
 SIZE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ByteWeights:
-    """Cost of one packed byte. experts: [L, E] float64; dense: of any dense byte.
+    """Cost of one packed byte.
 
-    size_share: what a byte costs that nobody reads; the rest of an expert's cost is for the tokens that read it.
+    experts: float64 [L, E].
+    dense: cost of any dense byte.
+    size_share: cost of a byte that no token reads. The rest of an expert's cost is for the tokens that read it.
     """
 
     experts: np.ndarray
@@ -33,11 +37,12 @@ class ByteWeights:
 
 
 def byte_weights(model: ModelSpec, popularity: np.ndarray | None, reads: bool) -> ByteWeights:
-    """Weights for `reads` (bytes per token) or for plain size; normalised so that a mean expert byte costs 1.
+    """Return weights for reads (bytes per token) or for plain size, normalised so that a mean expert byte costs 1.
 
-    popularity: uint32 [L, E] tokens per expert, None for even use. A dense byte costs as a mean expert byte: it is
-    never read again, but it takes a byte from the expert cache. An encoder reads each of its experts once for a prompt,
-    popular or not: their bytes cost as a mean expert byte, too.
+    A dense byte costs as much as a mean expert byte: it is read only once, but it takes a byte from the expert cache.
+    A byte of an encoder's expert costs the same: a prompt reads each of them once, popular or not.
+    popularity: uint32 [L, E], tokens per expert, or None for even use.
+    reads: weigh bytes by reads.
     """
     layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
     if not reads or popularity is None:
@@ -50,7 +55,7 @@ def byte_weights(model: ModelSpec, popularity: np.ndarray | None, reads: bool) -
 
 
 def reads_decide(objective: Objective, compute_ns: float, missed_bytes: float, storage_bytes_per_s: float) -> bool:
-    """Whether bytes are weighed by reads: always, never, or for `tpot` where storage takes longer than compute.
+    """Return whether bytes are weighed by reads. For `tpot`: if storage takes longer than compute.
 
     TPOT = max(compute, expected missed bytes / storage bandwidth). Source: docs/architecture.md, Objective.
     """

@@ -1,4 +1,4 @@
-"""CompileOptions: what a user may ask of a compile, validated in one place."""
+"""CompileOptions: all options of a compile, validated in one place."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FALLBACK_BITS = (1, 2, 3, 4)
 UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
 MAX_SEED = (1 << 63) - 1
-"""Of the generators of torch."""
+"""Largest seed of torch's generators."""
 TERNARY_GROUP_SIZES = (0, 128)
-"""Of three values, which lose little in wide groups: with GPTQ 1 to 3 % of their error (docs/experiments.md)."""
-# Options and their defaults: what only task data gives a meaning to, and what only a search does.
+"""Group sizes of three values. Wide groups lose little: with GPTQ 1 to 3 % of the error (docs/experiments.md)."""
+# Options that have an effect only with task data or only in a search, with their defaults.
 _OF_DATA: dict[str, object] = {
     "tasks": (),
     "shots": 0,
@@ -54,15 +54,27 @@ _OPTION_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """target: exactly one. data: folder, JSONL or hub name; tasks: empty infers one from the fields.
+    """Options of a compile.
 
-    dense_bits None: searched (8 with a uniform target). group_sizes: 0 is one scale per row. objective None: the
-    device profile's. limit: items per split. symmetric, of a uniform target: no minima; None: the format decides.
-    confidence, of a loss target: of a verdict that may come before the last item; None: all items, at 95 %.
-    fallback_bits: of a second version of every expert that is larger; None: there is none.
-    prune: whether the search may leave experts out; None: where a measured loss or KL decides.
-    comparisons: whether the best uniform format and EdgeMoE's search are measured; None: those that are affordable.
-    swaps: measurements that improve a plan at equal bytes; None: as the search thinks right.
+    target: exactly one target.
+    data: folder, JSONL or hub name.
+    tasks: names of tasks. Empty: one task is inferred from the fields.
+    dense_bits: bitwidth of dense weights. None: searched, or 8 with a uniform target.
+    bits: bitwidths on offer to routed experts.
+    group_sizes: columns per scale. 0 is one scale per row.
+    sensitivity: how losses of units are predicted.
+    search: the search algorithm.
+    objective: the cost of a byte. None: the device profile decides.
+    quantizer: `gptq`, `rtn` or `quanto`.
+    shots: solved examples before each item.
+    limit: maximum number of items per split.
+    seed: seed of all random choices.
+    comparisons: whether best uniform format and EdgeMoE's search are measured. None: the affordable ones.
+    symmetric: for a uniform target, no minima. None: the format decides.
+    confidence: for a loss target, confidence of a verdict that may come before the last item. None: all items, at 95 %.
+    fallback_bits: bitwidth of a second version of each larger expert. None: no second version.
+    prune: whether the search may leave experts out. None: if a measured loss or KL decides.
+    swaps: measurements that improve a plan at equal bytes. None: the search decides.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -134,7 +146,7 @@ class CompileOptions:
             raise OptionError(f"`--fallback-bits {self.fallback_bits}` is not on offer", "choose 1, 2, 3 or 4")
 
     def _check_effects(self) -> None:
-        """Raise OptionError for an option that changes nothing beside the others."""
+        """Raise OptionError for an option without effect in combination with the others."""
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to below 1", "write 0.95")
         if self.target.kind == "uniform":
@@ -177,29 +189,33 @@ class CompileOptions:
 
     @property
     def low_spec(self) -> QuantSpec | None:
-        """The format of low versions; None: there are none."""
+        """Format of low versions, or None."""
         if self.fallback_bits is None:
             return None
         return self._unit_spec(self.fallback_bits, self.group_sizes[0] if self.group_sizes else UNIFORM_GROUP_SIZE)
 
     def _unit_spec(self, bits: float, group: int) -> QuantSpec:
-        """Of routed experts, with minima; scales in bytes where the quantizer makes them and the bitwidth has them."""
+        """Return the format of routed experts with minima.
+
+        Scales are bytes if quantizer and bitwidth support that.
+        """
         has_bytes = group > 0 and bits in BYTE_SCALES_BITWIDTHS and self.quantizer != "quanto"
         return QuantSpec(bits, group, byte_scales=has_bytes)
 
     @property
     def uniform_group(self) -> int:
-        """Columns per scale of a uniform target; 0 is one scale per row."""
+        """Columns per scale of a uniform target. 0 is one scale per row."""
         if self.target.value == 16 or (self.quantizer == "quanto" and self.target.value == 8 and not self.group_sizes):
-            return 0  # quanto has no others
+            return 0  # quanto has no 8-bit groups
         return self.group_sizes[0] if self.group_sizes else UNIFORM_GROUP_SIZE
 
     @property
     def is_uniform_symmetric(self) -> bool:
-        """Whether a uniform target does without minima: as asked, else for 1.6 bits, and 4 and 8 in groups of 32.
+        """Whether a uniform target has no minima.
 
-        There a minimum would cost half a bit per weight and buy less than groups of 64 with minima lose
-        (docs/experiments.md, Quantizers).
+        Without a request: 1.6 bits, and 4 and 8 bits in groups of 32. In these groups a minimum costs half a bit per
+        weight.
+        It gains less than groups of 64 with minima lose (docs/experiments.md, Quantizers).
         """
         if self.symmetric is not None or self.target.kind != "uniform":
             return bool(self.symmetric)
@@ -210,15 +226,17 @@ class CompileOptions:
     def unit_specs(
         self, bitwidths: tuple[float, ...], plain: QuantSpec, widths: Collection[int] = ()
     ) -> tuple[QuantSpec, ...]:
-        """Formats offered to routed experts, smallest first: `bits` that the device has a kernel for.
+        """Return the formats on offer to routed experts, smallest first: those of `bits` with a kernel on the device.
 
-        plain: what stands for 16 bits, the format that keeps the checkpoint's own numbers.
-        widths: columns of the matrices that take these formats; none: such that every group size divides.
+        - 8 bits use the widest group that divides a width. Narrower groups add bytes and no measurable quality.
+        - 1 bit has no groups of 32, which take nearly the bytes of 2 bits.
+        - Groups of up to 4 bits have byte scales and minima: equal output error for fewer bytes (docs/experiments.md).
+        - optimum-quanto has no bitwidth below 2, and no byte scales.
 
-        8 bits come with the widest group that divides a width: narrower ones add bytes and no measurable quality. 1 bit
-        in groups of 32 takes nearly the bytes of 2 bits. Groups of up to 4 bits have scales and minima in bytes: the
-        same output error for fewer bytes (docs/experiments.md). optimum-quanto has no bitwidth below 2, and its own
-        scales. Raises OptionError where nothing is left.
+        bitwidths: bitwidths with a kernel.
+        plain: the format at 16 bits, which keeps the checkpoint's own numbers.
+        widths: columns of the matrices in these formats. Empty: every group size divides them.
+        Raises OptionError if no format is left.
         """
         specs: list[QuantSpec] = []
         excluded = {1, TERNARY} if self.quantizer == "quanto" else set()
@@ -237,10 +255,10 @@ class CompileOptions:
         return tuple(specs)
 
     def _groups_of(self, bits: float, widths: Collection[int]) -> list[int]:
-        """The group sizes on offer to a bitwidth below 16 with codes of whole bits, widest first, 0 before all."""
+        """Return the group sizes of a bitwidth below 16 with whole-bit codes: 0 first, then widest first."""
         groups = sorted(set(self.group_sizes or DEFAULT_GROUP_SIZES), key=lambda size: (size != 0, -size))
         if bits == 8 and self.quantizer == "quanto":
-            return [0]  # all that the package has
+            return [0]  # the only 8-bit format of the package
         if bits == 8:
             fitting = [[size for size in groups if not size or width % size == 0] for width in widths or (0,)]
             widest = {sizes[0] for sizes in fitting if sizes} or {groups[0]}
@@ -250,7 +268,10 @@ class CompileOptions:
         return groups
 
     def _ternary_specs(self) -> list[QuantSpec]:
-        """Three values in the groups on offer that hold whole tiles. Raises OptionError if named and none does."""
+        """Return ternary formats for the group sizes that hold whole tiles.
+
+        Raises OptionError if bitwidths were named and no group size fits.
+        """
         sizes = sorted(set(self.group_sizes or TERNARY_GROUP_SIZES), key=lambda size: (size != 0, -size))
         sizes = [size for size in sizes if size % TERNARY_COLUMNS == 0]
         if not sizes and self.bits != BITWIDTHS:
@@ -258,11 +279,11 @@ class CompileOptions:
         return [QuantSpec(TERNARY, size, symmetric=True) for size in sizes]
 
     def dense_widths(self) -> tuple[int, ...]:
-        """Bitwidths offered to attention, embedding and lm_head; one if fixed."""
+        """Return the bitwidths on offer to attention, embedding and lm_head. One if it is fixed."""
         return DENSE_BITS if self.dense_bits is None else (self.dense_bits,)
 
     def to_plain(self) -> dict[str, str]:
-        """For the manifest: what decides the bytes, as text. The place of the data is left out."""
+        """Return the options that decide the bytes as text, for the manifest. The location of the data is left out."""
         return {
             "target": str(self.target),
             "tasks": ",".join(self.tasks),
@@ -294,7 +315,11 @@ def _no_ternary_groups(sizes: tuple[int, ...]) -> OptionError:
 
 @dataclass(slots=True)
 class Talk:
-    """How a compile speaks: `note` takes a sentence, `progress` opens a bar of that title and returns its callback."""
+    """Output of a compile.
+
+    note: takes a sentence.
+    progress: opens a progress bar with a title, and returns its callback.
+    """
 
     note: Callable[[str], None] = field(default=lambda sentence: None)
     progress: Callable[[str], Progress] = field(default=lambda title: lambda done, total: None)

@@ -1,4 +1,4 @@
-"""What the command line hands to a compile: the runtime that opens a bundle, and the measurement of lossy modes."""
+"""Interfaces that the command line supplies to a compile: the runtime, and the measurement of lossy modes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class BundleEngine(TextEngine, Protocol):
     """The runtime, opened on a bundle that is not published yet."""
 
     def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-        """Logits [A, V] that predict each answer token, the end token included."""
+        """Return the logits [A, V] that predict each answer token, the end token included."""
         ...
 
 
 @runtime_checkable
 class DivergingEngine(Protocol):
-    """An engine that holds itself against the reference, so that no logits travel."""
+    """An engine that compares itself with the reference, so that no logits are transferred."""
 
     def divergence(self, pairs: Sequence[tuple[list[int], list[int]]]) -> DistributionSummary:
-        """KL and agreement over the answer tokens of the pairs."""
+        """Return KL and agreement over the answer tokens of the pairs."""
         ...
 
 
@@ -38,8 +38,14 @@ OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
 
 @dataclass(frozen=True, slots=True)
 class UnpublishedBundle:
-    """What lossy modes are measured on. shots: solved examples; deciles: quality.unimportance_deciles; memory_bytes: of
-    the runtime, 0: its own choice.
+    """The bundle and items on which lossy modes are measured.
+
+    path: folder of the bundle.
+    task: the task.
+    items: items to measure.
+    shots: solved examples.
+    deciles: quality.unimportance_deciles.
+    memory_bytes: memory of the runtime. 0: the runtime decides.
     """
 
     path: Path
@@ -51,12 +57,12 @@ class UnpublishedBundle:
 
 
 class MeasureModes(Protocol):
-    """What quality.json says of a bundle's lossy modes."""
+    """Measures the lossy modes of a bundle for quality.json."""
 
     def check(self, model: ModelSpec, has_low_versions: bool) -> None:
-        """Before any work: refuse modes that the model, or a bundle without low versions, cannot have."""
+        """Refuse, before any work, modes that the model does not support, or that need low versions."""
         ...
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
-        """The record of a bundle."""
+        """Return the record of a bundle."""
         ...

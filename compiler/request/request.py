@@ -1,4 +1,4 @@
-"""What a compile is asked for."""
+"""The request of a compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .result import CompileResult
 
 @dataclass(slots=True)
 class CompileRequest:
-    """What to compile, where to, for which device, and whose runtime certifies it."""
+    """A compile request: the source, the output, the device, and the runtime that certifies the bundle."""
 
     source: str
     output: Path
@@ -29,11 +29,11 @@ class CompileRequest:
     resume: bool = False
     overwrite: bool = False
     plan_only: bool = False
-    sweep: tuple[float, ...] = ()  # relative losses to find the fewest bytes for, with plan_only
-    cluster: str | None = None  # a Ray cluster to hand work to: its address, or `auto` for the one of this machine
-    measure_modes: MeasureModes | None = None  # what the lossy modes of the bundle cost, for quality.json
-    published: Callable[[CompileResult], None] = lambda result: None  # told once the bundle has its name
-    memory_bytes: int = 0  # what the compile may take; 0: 7/8 of the machine's
+    sweep: tuple[float, ...] = ()  # relative losses; the fewest bytes are searched for each, with plan_only
+    cluster: str | None = None  # address of a Ray cluster, or `auto` for that of this machine
+    measure_modes: MeasureModes | None = None  # measures the lossy modes for quality.json
+    published: Callable[[CompileResult], None] = lambda result: None  # called once the bundle is published
+    memory_bytes: int = 0  # memory of the compile; 0: 7/8 of the machine's memory
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a compile returns."""
+"""The result of a compile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from .plan import CompilePlan
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One loss: the plan that keeps it, None if none on offer does; what it measured on validation items.
+    """One loss of a sweep.
 
-    baselines: expert bytes of the best plan of each kind at the same loss, None where none keeps it.
+    target: the relative loss.
+    plan: the plan that keeps it, or None if no plan does.
+    losses: losses of the plan on validation items, per task.
+    kl: mean KL of the plan on validation items, nats per token.
+    baselines: expert bytes of the best plan of each kind at the same loss, None where no plan keeps it.
     """
 
     target: float
@@ -26,7 +30,7 @@ class CurvePoint:
     baselines: Mapping[str, int | None]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         plan = self.plan
         return {
             "target": self.target,
@@ -44,7 +48,13 @@ LossCurve = tuple[CurvePoint, ...]
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """What came out. path is None after a plan-only run; quality is the content of quality.json; curve: of a sweep."""
+    """The result of a compile.
+
+    path: the bundle, or None after a plan-only run.
+    plan: the plan.
+    quality: content of quality.json.
+    curve: points of a sweep, or None.
+    """
 
     path: Path | None
     plan: CompilePlan

@@ -1,4 +1,4 @@
-"""What the user asked the search to keep: exactly one target."""
+"""The target of the search. A compile has exactly one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ TargetKind = Literal["loss", "kl", "bits_per_weight", "size", "uniform"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """kind and value: relative loss, nats per token, bits per routed weight, bytes of routed experts, or a bitwidth."""
+    """The kind of target and its value.
+
+    loss: relative loss.
+    kl: nats per token.
+    bits_per_weight: bits per routed weight.
+    size: bytes of routed experts.
+    uniform: a bitwidth.
+    """
 
     kind: TargetKind
     value: float
@@ -32,7 +39,10 @@ class Target:
 
 
 def parse_loss(text: str) -> float:
-    """`2%` or `0.02` -> 0.02. A bare number of 1 or more is refused: it could mean either. Raises OptionError."""
+    """Parse a loss: `2%` or `0.02` -> 0.02.
+
+    Raises OptionError, also for a bare number of 1 or more, which is ambiguous.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise OptionError(f"`--loss {text}` is not a loss", "write `--loss 2%` or `--loss 0.02`")
@@ -48,7 +58,10 @@ SWEEP_LOSSES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 def parse_sweep(text: str) -> tuple[float, ...]:
-    """`0.5%..20%` -> its ends and the round losses between; `1%,2%,5%` -> these. Ascending. Raises OptionError."""
+    """Parse a sweep, ascending: `0.5%..20%` -> both ends and the round losses between; `1%,2%,5%` -> these losses.
+
+    Raises OptionError.
+    """
     first, dots, last = text.partition("..")
     if not dots:
         return tuple(sorted({parse_loss(part) for part in text.split(",")}))
@@ -61,7 +74,7 @@ def parse_sweep(text: str) -> tuple[float, ...]:
 def choose_target(
     loss: str | None, kl: float | None, bits_per_weight: float | None, size: str | None, uniform: float | None
 ) -> Target:
-    """The one target that was given. Raises OptionError for none, several or values out of range."""
+    """Return the only target that was given. Raises OptionError for none, for several, or for values out of range."""
     given = {"--loss": loss, "--kl": kl, "--bits-per-weight": bits_per_weight, "--size": size, "--uniform": uniform}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:

@@ -1,4 +1,4 @@
-"""The items of every task of a compile, and the examples put in front of them."""
+"""The items of all tasks of a compile, and the solved examples in their prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shots = Mapping[str, tuple[Item, ...]]
 
 
 def load_task_data(options: CompileOptions, note: Callable[[str], None]) -> tuple[tuple[SplitData, ...], Shots]:
-    """Splits and solved examples of every task; none without data. Raises DataError, OptionError."""
+    """Return splits and solved examples of every task. Both are empty without data. Raises DataError or OptionError."""
     if options.data is None:
         return (), {}
     names: Sequence[str | None] = options.tasks or (None,)
@@ -28,7 +28,7 @@ def load_task_data(options: CompileOptions, note: Callable[[str], None]) -> tupl
             raise OptionError(
                 f"`{options.data}` has {len(examples)} train items for {options.shots} shots", "lower `--shots`"
             )
-        split.task.prompt(split.test.items[0], examples)  # refuses shots where the task has no prompt
+        split.task.prompt(split.test.items[0], examples)  # raises if the task has no prompt for shots
         shots[split.task.name] = examples
         for name in split.hidden:
             note(f"{split.task.name}: the split `{name}` hides its answers and is not used")
@@ -40,7 +40,7 @@ def load_task_data(options: CompileOptions, note: Callable[[str], None]) -> tupl
 
 
 def train_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
-    """Prompts and answers of the train items of one task."""
+    """Return prompts and answers of the train items of one task."""
     examples = shots[split.task.name]
     return [(split.task.prompt(item, examples), split.task.answer(item)) for item in split.train.items]
 

@@ -14,7 +14,10 @@ from .plan import CompilePlan
 
 
 def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
-    """The format of all experts; 4 bits of a checkpoint of 4-bit floats are those, unless groups are asked for."""
+    """Return the format of all experts.
+
+    4 bits of an mxfp4 checkpoint stay mxfp4, unless group size or symmetry is requested.
+    """
     bits = options.target.value
     if bits == 16:
         return lowering.spec_16bit
@@ -24,7 +27,7 @@ def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
 
 
 def uniform_quantizer(options: CompileOptions) -> str:
-    """There is no data that GPTQ could work from."""
+    """Return the quantizer. GPTQ becomes `rtn`, because there is no data."""
     return "rtn" if options.quantizer == "gptq" else options.quantizer
 
 
@@ -38,12 +41,14 @@ def uniform_plan(
     symmetric: bool = False,
     own: QuantSpec | None = None,
 ) -> CompilePlan:
-    """One format for all experts, another for attention, embedding and lm_head; norms and routers keep 16 bits.
+    """Return a plan with one format for all experts and another for attention, embedding and lm_head.
 
-    group_size 0: one scale per row. symmetric: no minima, in the dense weights neither. own: the format of the experts
-    where they keep what the checkpoint has, whatever the rest says.
+    Norms and routers keep 16 bits.
+    group_size: columns per scale. 0 is one scale per row.
     float_type: the 16-bit type of the checkpoint (Lowering.float_type).
-    Raises PlanError if the format cannot hold the expert matrices, with every width that it does not divide.
+    symmetric: no minima, also in dense weights.
+    own: format of experts that stay as in the checkpoint. It overrides bitwidth and group_size.
+    Raises PlanError, which lists the widths, if the format cannot hold the expert matrices.
     """
     plain = QuantSpec(16, float_type=float_type)
     spec = own or (plain if bitwidth == 16 else QuantSpec(bitwidth, group_size, symmetric))
@@ -66,9 +71,9 @@ def uniform_plan(
 def dense_spec(
     name: str, shape: tuple[int, ...], bits: int, group_size: int, float_type: FloatType, symmetric: bool = False
 ) -> QuantSpec:
-    """The format of one dense weight: 16 bits for norms, routers and widths that no group divides.
+    """Return the format of one dense weight: 16 bits for norms, routers and widths that no format fits.
 
-    Where the group size does not divide the columns, one scale per row takes its place.
+    If the group size does not divide the columns, the format has one scale per row.
     """
     plain = QuantSpec(16, float_type=float_type)
     if bits == 16 or len(shape) == 1 or name.endswith("router"):
@@ -78,10 +83,10 @@ def dense_spec(
 
 
 def uniform_like(plan: CompilePlan, spec: QuantSpec, quantizer: str | None = None) -> CompilePlan:
-    """All units in one format, everything else as in `plan`."""
+    """Return `plan` with all units in one format. Everything else is unchanged."""
     return replace(plan, units=dict.fromkeys(plan.units, spec), quantizer=quantizer or plan.quantizer)
 
 
 def fits_all(plan: CompilePlan, spec: QuantSpec) -> bool:
-    """Whether every unit can be stored in this format."""
+    """Return whether every unit fits this format."""
     return all(spec.fits(plan.model.unit_shape(unit.layer, unit.projection)[1]) for unit in plan.units)

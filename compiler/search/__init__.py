@@ -1,1 +1,1 @@
-"""From predicted losses and costs to a plan, with every promise measured: solve, apply, measure, bisect."""
+"""From predicted losses and costs to a plan. Every promise is measured: solve, apply, measure, bisect."""

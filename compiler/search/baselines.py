@@ -1,6 +1,6 @@
-"""What the search is compared with: the best uniform format, and EdgeMoE's list and count.
+"""Baselines of the search: the best uniform format, and EdgeMoE's bounds and count.
 
-All baselines keep the dense formats of the plan they are compared with, so that only routed experts differ.
+A baseline keeps the dense formats of the plan that it is compared with, so that only routed experts differ.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ Keeps = Callable[[CompilePlan], bool]
 
 @dataclass(frozen=True, slots=True)
 class BaselineResult:
-    """A baseline at the target: its plan and size, or None where no plan of its kind keeps the target.
+    """A baseline at the target.
 
-    frontier: (expert packed bytes, mean KL) of every plan measured, for comparison at equal KL.
+    name: the baseline.
+    plan: its plan, or None if no plan of its kind keeps the target.
+    frontier: (expert packed bytes, mean KL) of every measured plan, for comparison at equal KL.
     """
 
     name: str
@@ -35,7 +37,7 @@ class BaselineResult:
     frontier: tuple[tuple[int, float], ...]
 
     def to_json(self) -> dict[str, object]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "name": self.name,
             "expert_packed_bytes": None if self.plan is None else self.plan.expert_packed_bytes,
@@ -47,10 +49,11 @@ class BaselineResult:
 def best_uniform(
     plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, keeps: Keeps, by_size: bool = False
 ) -> BaselineResult:
-    """Fewest bytes over all formats that keep the target; by_size, where the target is one of bytes: least KL.
+    """Return the uniform format with the fewest bytes that keeps the target.
 
-    Formats are ranked by measured KL; the worst one that still keeps the target is found by bisection, and of all at
-    least as good the smallest is taken.
+    Formats are ranked by measured KL. Bisection finds the worst format that keeps the target. The smallest format of at
+    most its KL is the result.
+    by_size: the target is in bytes. The result is then the format of least KL that keeps it.
     """
     offered = [spec for spec in specs if fits_all(plan, spec)]
     plans = [uniform_like(plan, spec) for spec in offered]
@@ -67,7 +70,7 @@ def best_uniform(
 
 
 def _last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
-    """Index of the last plan that keeps the target if plans only get worse; -1 for none. Bisection."""
+    """Return the index of the last plan that keeps the target, or -1. Plans must get worse in order. Uses bisection."""
     low, high = -1, len(ordered)
     while high - low > 1:
         middle = (low + high) // 2
@@ -79,7 +82,10 @@ def _last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
 
 
 def _boundary(ordered: Sequence[CompilePlan], keeps: Keeps, by_size: bool) -> int | None:
-    """Which of ever smaller and worse plans to take: the last that keeps a loss, the first that keeps a size."""
+    """Return the index of the plan to take from ever smaller and worse plans, or None.
+
+    by_size: take the first that keeps the size. Otherwise take the last that keeps the loss.
+    """
     if by_size:
         first = _last_kept(ordered, lambda plan: not keeps(plan)) + 1
         return first if first < len(ordered) else None
@@ -97,10 +103,13 @@ def edgemoe(
     keeps: Keeps,
     by_size: bool = False,
 ) -> BaselineResult:
-    """Bounds, then a count: the n least important experts at the lower bitwidth, the rest at the upper.
+    """EdgeMoE's search: the n least important experts get the lower bitwidth, all others the upper.
 
-    formats: bitwidth -> format, 16 included. losses: of the importance list. by_size: the target is one of bytes, so
-    the fewest experts that meet it are lowered. Source: EdgeMoE, expert-wise bitwidth adaptation.
+    First it finds the two bitwidths (bounds), then n (count).
+    formats: bitwidth -> format, 16 included.
+    losses: importance of each expert.
+    by_size: the target is in bytes, so n is the least number of experts that meets it.
+    Source: EdgeMoE, expert-wise bitwidth adaptation.
     """
     frontier: list[tuple[int, float]] = []
 
@@ -124,7 +133,10 @@ def edgemoe(
 
 
 def bytes_at_kl(frontier: Sequence[tuple[int, float]], kl: float) -> float | None:
-    """Bytes of a family of plans at this KL, interpolated in log KL on its lower envelope; None outside it."""
+    """Return the bytes of a family of plans at this KL, or None outside its range.
+
+    The result is interpolated in log KL on the lower envelope.
+    """
     envelope: list[tuple[float, float]] = []
     for size, value in sorted(frontier):
         if value > 0 and (not envelope or math.log(value) < envelope[-1][1]):

@@ -1,9 +1,9 @@
-"""The search: predictions propose, measurements decide.
+"""The search: predictions propose plans, measurements decide.
 
-A plan for a predicted loss comes from the knapsack in milliseconds. What it really costs is measured, and the budget
-moves until the measured value meets the target: at most MAX_GENERATED measurements on generated answers. In between,
-cheap measurements of plans at equal cost correct the predictions (swaps.py), and one more on answers judges the plan
-that swaps make of the one that was found.
+The knapsack gives a plan for a predicted loss in milliseconds. Its real loss is measured. The budget moves until the
+measured value meets the target, with at most MAX_GENERATED measurements on generated answers.
+In between, cheap measurements of plans at equal cost correct the predictions (swaps.py). One more measurement on
+answers judges the plan that swaps derive from the accepted plan.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
 
 MAX_GENERATED = 8
-# Of these, so many are kept for the plans that swaps have made better; more would bisect into what losses cannot tell.
+# Part of MAX_GENERATED, reserved for plans after swaps. More would bisect below the resolution of the losses.
 AFTER_SWAPS = 2
 MAX_KL = 8
-# Cheap measurements before the first on generated answers, and how near to the KL they bring it, as a factor.
+# Maximum of cheap KL measurements before the first one on answers. They end once the KL is within this factor.
 CALIBRATING_KL, CALIBRATED = 4, 1.5
-# A search for a KL ends between a plan that keeps the target and one that does not, where their costs are this near;
-# how far their predicted losses then lie apart depends on the formats: 8 % at 2 bits per weight, 2 % at 1.25.
+# A KL search ends between a kept and a refused plan once their costs are within this factor. The distance of their
+# predicted losses then depends on the formats: 8 % at 2 bits per weight, 2 % at 1.25 bits per weight.
 CLOSE_COSTS = 1.01
-# For a loss: on the example's 2,000 items one standard error is worth 6 % of the cost. Bisecting further takes the
-# luckiest of plans that are alike, which the certificate then refuses (docs/experiments.md, Swaps at equal bytes).
+# The factor for a loss. On the example's 2,000 items one standard error equals 6 % of the cost. Further bisection
+# picks the luckiest of equal plans, and the certificate then refuses it (docs/experiments.md, Swaps at equal bytes).
 CLOSE_COSTS_OF_LOSSES = 1.035
-# Corrections of a plan are those of plans whose costs are this near, as a share.
+# Corrections hold for plans whose costs differ by at most this share.
 SWAPPED_NEAR = 0.01
-# A KL this near to the target, as a factor, is not worth another measurement.
+# A KL within this factor of the target needs no further measurement.
 CLOSE_KL = 1.08
 _SPREAD = 4.0
 AIM = 0.93
@@ -47,7 +47,12 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An accepted plan; predicted: its budget in the knapsack's units; cost: what it costs there."""
+    """An accepted plan.
+
+    plan: the plan.
+    predicted: its budget, as predicted loss.
+    cost: its cost in the knapsack.
+    """
 
     plan: CompilePlan
     predicted: float
@@ -55,7 +60,10 @@ class Found:
 
 
 def search(space: SearchSpace, trials: Trials, target: Target, note: Note, swaps: Swaps = NO_SWAPS) -> CompilePlan:
-    """The plan of least cost that keeps the target. Raises TargetUnreachable with the best that can be had."""
+    """Return the plan of least cost that keeps the target.
+
+    Raises TargetUnreachable, which names the best possible value.
+    """
     if target.kind == "loss":
         return _search_loss(space, trials, target.value, note, swaps).plan
     if target.kind == "kl":
@@ -85,7 +93,7 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note, swaps
 
 
 def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
-    """The plan of least cost that measures a KL of at most the target, as `kl_bound` tells it."""
+    """Return the plan of least cost whose `kl_bound` is at most the target."""
 
     def bisect(space: SearchSpace, bracket: _Bracket, budget: float) -> None:
         most = _largest_budget(space)
@@ -105,7 +113,7 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, sw
     if first.low is None:
         return _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
     if first.low.predicted >= _largest_budget(space):
-        return first.low  # nothing is cheaper
+        return first.low  # no plan is cheaper
     better, gain = _corrected_at(space, trials, first.low.cost, swaps)
     second = _Bracket()
     if better is not space:
@@ -115,7 +123,7 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, sw
 
 @dataclass(slots=True)
 class _Bracket:
-    """The largest budget whose plan keeps the target, and the least refused one with what it costs."""
+    """The largest budget whose plan keeps the target, and the least refused budget with its cost."""
 
     low: Found | None = None
     high: float = math.inf
@@ -128,13 +136,16 @@ class _Bracket:
             self.high, self.high_cost = found.predicted, found.cost
 
     def is_closed(self, close: float, most: float) -> bool:
-        """Whether costs are as close as a factor, or nothing cheaper is left. most: the largest budget."""
+        """Return whether costs are within a factor `close`, or no cheaper plan is left.
+
+        most: the largest budget.
+        """
         low = self.low
         return low is not None and (low.predicted >= most or low.cost <= self.high_cost * close)
 
     def next_budget(self, budget: float, ratio: float) -> float:
-        """Secant step in log space, kept inside the bracket; bisection where it would leave it."""
-        # Aimed a little inside the target: a step that falls just short of it costs a whole measurement.
+        """Return a secant step in log space inside the bracket, or a bisection if the step would leave it."""
+        # Aim slightly below the target, because a step that just misses it costs a whole measurement.
         proposed = budget * float(np.clip(AIM * ratio, 1 / _SPREAD, _SPREAD))
         floor = self.low.predicted if self.low is not None else 0.0
         if floor * 1.02 < proposed < self.high / 1.02:
@@ -149,22 +160,23 @@ def _cheaper(first: Found, second: Found | None) -> Found:
 
 
 def _corrected_at(space: SearchSpace, trials: Trials, cost: float, swaps: Swaps) -> tuple[SearchSpace, float]:
-    """The space with predictions corrected by measured plans of this cost, itself where nothing was gained, and the
-    KL of its plan over the one before.
+    """Correct the predictions by measured plans of this cost.
+
+    Returns the corrected space, and the KL of its plan divided by the KL before. Without a gain the space is unchanged.
     """
     return swaps.corrected(space, trials, lambda tried: tried.plan(_within(tried.table, cost)))
 
 
 def _within(table: ChoiceTable, cost: float) -> np.ndarray:
-    """The choice of least predicted loss within a cost at which there is one."""
-    choice = least_loss(table, cost * (1 + 1e-9))  # sums are rounded
+    """Return the choice of least predicted loss within this cost. The cost must be reachable."""
+    choice = least_loss(table, cost * (1 + 1e-9))  # margin for rounded sums
     if choice is None:
         raise RuntimeError("no plan costs as little as one that was found")
     return choice
 
 
 def _predicted_at(space: SearchSpace, cost: float) -> float:
-    """The predicted loss of the best plan within a cost."""
+    """Return the predicted loss of the best plan within a cost."""
     return space.table.totals(_within(space.table, cost))[1]
 
 
@@ -174,10 +186,10 @@ def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool,
 
 
 def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
-    """The plan of least cost whose generated answers keep the target, as `trials.keeps` judges.
+    """Return the plan of least cost whose generated answers keep the target, as judged by `trials.keeps`.
 
-    Swaps come where the cost is known roughly, because corrections are worth most at the cost they were made at. Then
-    no dearer plan is tried: at the cost of the best one so far, swaps have one with less KL.
+    Swaps start once the cost is roughly known, because corrections are best at the cost at which they were measured.
+    After that, plans of higher cost are not tried: at the cost of the best plan so far, swaps have one with less KL.
     """
     bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
     kept = list[Found]()
@@ -222,10 +234,10 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
 
 
 def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: float, swaps: Swaps) -> Found | None:
-    """A plan that costs no more than the one that was found, in all and in experts, which are what is read while
-    decoding, and has less KL; None where swaps know of none.
+    """Return a plan with less KL and at most the cost of `found`, or None if swaps have none.
 
-    space: with predictions corrected at the cost swapped_at, once more where the plan lies away from it.
+    Its experts, which decoding reads, also take no more bytes.
+    space: predictions corrected at the cost `swapped_at`. They are corrected again if `found` has another cost.
     """
     if abs(found.cost / swapped_at - 1) > SWAPPED_NEAR:
         space, _ = _corrected_at(space, trials, found.cost, swaps)
@@ -239,9 +251,11 @@ def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: fl
 
 
 def _least_kl(kept: Sequence[Found], trials: Trials) -> Found:
-    """Of accepted plans about as cheap as the cheapest, the one with the least KL, which tells them apart better.
+    """Return the accepted plan with the least KL among the plans about as cheap as the cheapest.
 
-    The cheapest of plans whose losses are within each other's errors is the luckiest.
+    KL separates such plans better than their losses. The cheapest of plans with losses within each other's errors is
+    merely
+    the luckiest.
     """
     cheapest = min(found.cost for found in kept)
     alike = [found for found in kept if found.cost <= cheapest * CLOSE_COSTS_OF_LOSSES]
@@ -256,27 +270,30 @@ def _loss_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[boo
 
 
 def _headroom(losses: dict[str, LossEstimate], target: float, items: Mapping[str, int]) -> float:
-    """By how much the budget may grow if the loss were proportional to it; the task with the least room speaks."""
+    """Return the factor by which the budget may grow if loss were proportional to it.
+
+    The task with the least room decides.
+    """
     rooms = []
     for task, loss in losses.items():
-        room = target - margin(loss, items[task])  # what the acceptance rule leaves for the loss itself
+        room = target - margin(loss, items[task])  # the part of the target that the acceptance rule leaves for the loss
         rooms.append(room / max(loss.loss, target / _SPREAD) if room > 0 else 1 / _SPREAD)
     return min(rooms)
 
 
 def _least_plan(space: SearchSpace, budget: float) -> tuple[CompilePlan, float]:
-    """The plan of least cost within a predicted budget, and that cost."""
+    """Return the plan of least cost within a predicted budget, and its cost."""
     choice = least_cost(space.table, budget)
     return space.plan(choice), space.table.totals(choice)[0]
 
 
 def _largest_budget(space: SearchSpace) -> float:
-    """The predicted loss of the cheapest plan, past which nothing changes; a little more, since sums are rounded."""
+    """Return the predicted loss of the cheapest plan, plus a margin for rounded sums. No larger budget is useful."""
     return space.table.totals(least_cost(space.table, math.inf))[1] * (1 + 1e-9)
 
 
 def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
-    """The predicted budget whose plan measures about this KL, by a few cheap measurements."""
+    """Return the predicted budget whose plan measures about this KL, from a few cheap measurements."""
     budget = kl
     for _ in range(CALIBRATING_KL):
         measured = trials.kl(_least_plan(space, budget)[0], "search").mean
@@ -287,7 +304,11 @@ def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
 
 
 def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool, str]], wanted: str) -> Found:
-    """The least lossy plan, if it keeps what is wanted; `judged` says so and what it measured."""
+    """Return the least lossy plan, if it keeps the target.
+
+    judged: returns whether a plan keeps the target, and its measurement as text.
+    Raises TargetUnreachable otherwise.
+    """
     plan, cost = _least_plan(space, 0.0)
     accepted, measured = judged(plan)
     if not accepted:

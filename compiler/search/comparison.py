@@ -1,4 +1,4 @@
-"""The plan beside what people would pick instead: at the target, and at equal KL."""
+"""Comparison of the plan with the baselines, at the target and at equal KL."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ EVERY = frozenset(BY_USE)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL.
+    """Results of the baselines.
 
-    uniform, published, edgemoe: None where they were left out.
-    by_size: the target is one of bytes, so all plans are about as large and the gain lies in the KL.
+    plan: the plan.
+    plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL.
+    uniform, published, edgemoe: results, or None for a baseline that was left out.
+    by_size: the target is in bytes, so all plans have about the same size and the gain is in the KL.
     """
 
     plan: CompilePlan
@@ -42,7 +44,7 @@ class Comparison:
         return [name for name, result in named.items() if result is None]
 
     def to_json(self) -> dict[str, object]:
-        """Gains are shares of the baseline's expert bytes that the plan saves; None where there is no such plan."""
+        """Return plain values. A gain is the share of the baseline's expert bytes that the plan saves, or None."""
         rows = []
         for result in (self.uniform, self.published, self.edgemoe):
             if result is None:
@@ -68,7 +70,7 @@ class Comparison:
 
 
 def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str, store: UnitStore | None) -> Keeps:
-    """The acceptance rule of a target, for plans of a baseline."""
+    """Return the acceptance rule of a target for plans of a baseline."""
 
     def keeps(plan: CompilePlan) -> bool:
         if target.kind == "loss":
@@ -81,7 +83,7 @@ def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str
 
 
 def budget_bytes(plan: CompilePlan, target: Target) -> int:
-    """The expert bytes that a target of bytes allows; those of the plan under another target."""
+    """Return the expert bytes that a target in bytes allows. For other targets: the bytes of the plan."""
     if target.kind == "size":
         return int(target.value)
     if target.kind == "bits_per_weight":
@@ -98,9 +100,9 @@ def compare_with_baselines(
     talk: Talk,
     chosen: Collection[str] = EVERY,
 ) -> Comparison:
-    """Measure best uniform and EdgeMoE's search, as published and with this search's quantizer.
+    """Measure the best uniform format and EdgeMoE's search, as published and with moec's quantizer.
 
-    chosen: names of the baselines to measure; EdgeMoE's search needs the best uniform format before it.
+    chosen: names of the baselines to measure. EdgeMoE's search needs the best uniform format first.
     """
     plan_kl = trials.kl(plan, "plan").mean
     size = budget_bytes(plan, target)
@@ -123,25 +125,25 @@ def compare_with_baselines(
 def _edgemoe_formats(
     plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec], store: UnitStore
 ) -> dict[str, tuple[dict[int, QuantSpec], UnitStore]]:
-    """Formats by bitwidth and quantized units of EdgeMoE's search, by the name of the baseline."""
+    """Return formats by bitwidth and quantized units for EdgeMoE's search, by the name of the baseline."""
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
     group = _group_size(plan, uniform, specs)
     offered = {(spec.bitwidth, spec.group_size): spec for spec in specs}
     ours = {bits: offered.get((bits, group), QuantSpec(bits, group)) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     if store.quantizer == "quanto":
-        ours[8] = QuantSpec(8)  # all that the package has
+        ours[8] = QuantSpec(8)  # the only 8-bit format of the package
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
     published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     return {PUBLISHED: (published, UnitStore(store.lowering, None, "rtn")), OURS: (ours, store)}
 
 
 def fitting_formats(plan: CompilePlan, specs: Sequence[QuantSpec]) -> int:
-    """How many formats on offer every unit can take: what the best uniform one is looked for among."""
+    """Return the number of formats that every unit fits. The best uniform format is one of them."""
     return sum(fits_all(plan, spec) for spec in specs)
 
 
 def left_out_note(names: Sequence[str]) -> str:
-    """What is said of baselines that were not measured."""
+    """Return a sentence about baselines that were not measured."""
     listed = " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"
     return (
         f"not compared with {listed}, which would take more than a third of what is measured: "
@@ -150,14 +152,14 @@ def left_out_note(names: Sequence[str]) -> str:
 
 
 def can_compare(plan: CompilePlan, specs: Sequence[QuantSpec]) -> bool:
-    """Whether there are baselines: something below 16 bits is on offer, and one scale per row fits every unit."""
+    """Return whether baselines exist: a format below 16 bits is on offer, and every unit fits one scale per row."""
     return any(spec.bitwidth < 16 for spec in specs) and fits_all(plan, QuantSpec(EDGEMOE_BITWIDTHS[0]))
 
 
 def _group_size(plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec]) -> int:
-    """The group size of the best uniform format, so that EdgeMoE's search starts from the best there is.
+    """Return the group size of the best uniform format, so that EdgeMoE's search starts from the best one.
 
-    Where that is 16 bits, or none keeps the target: the widest group that fits every unit.
+    If that format has 16 bits, or none keeps the target: the widest group that fits every unit.
     """
     if uniform.plan is not None:
         spec = next(iter(uniform.plan.units.values()))

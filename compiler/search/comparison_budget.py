@@ -1,7 +1,7 @@
-"""How much of a compile comparisons may take: counted, not timed, so that equal compiles compare equally.
+"""Budget of the comparisons, counted in items and not in time, so that equal compiles make equal comparisons.
 
-The unit is one item of the task data that passes through the model. What the search has measured is known then; what a
-baseline needs at most is known before it is measured.
+The unit is one item of the task data that passes through the model. The items of the search are known by then. The
+maximum for a baseline is known before it is measured.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.trials import Trials
 
 FREE_MULTIPLICATIONS = 5 * 10**13
-"""What comparisons may take of any model: minutes on two cores. Those of the example take a fourth of it at most."""
+"""Multiplications that comparisons may always use: minutes on two cores. The example uses a fourth of it at most."""
 UNIFORM, PUBLISHED, OURS = "best uniform", "EdgeMoE as published", "EdgeMoE with our quantizer"
 BY_USE = (UNIFORM, OURS, PUBLISHED)
-"""Baselines in the order in which they are given what may be measured."""
+"""Baselines in the order in which they receive budget."""
 EDGEMOE_BITWIDTHS = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class ItemCounts:
-    """Items that measurements pass through the model.
+    """Items that pass through the model in one measurement.
 
-    kl: of one mean KL.
-    nll: of one measurement of an expert's importance.
-    answers: of one loss; 0 where the target is no loss.
+    kl: for one mean KL.
+    nll: for the importance of one expert.
+    answers: for one loss, 0 if the target is no loss.
     """
 
     kl: int
@@ -37,17 +37,20 @@ class ItemCounts:
 
     @classmethod
     def of(cls, kl: int, first_task: int, validation: int, is_loss: bool) -> ItemCounts:
-        """first_task, validation: validation items of the first task and of all."""
+        """Count from the validation items of the first task and of all tasks."""
         return cls(kl, min(EXACT_ITEMS, first_task), validation if is_loss else 0)
 
 
 def bisections(count: int) -> int:
-    """Measurements at most that find a place among so many."""
+    """Return the maximum number of measurements that locate one of `count` places."""
     return count.bit_length()
 
 
 def baseline_items(model: ModelSpec, formats: int, counts: ItemCounts) -> dict[str, int]:
-    """Items that each baseline needs at most, by name. formats: below 16 bits that fit every expert."""
+    """Return the maximum number of items for each baseline, by name.
+
+    formats: number of formats below 16 bits that fit every expert.
+    """
     experts = len(model.expert_keys())
     plans = bisections(len(EDGEMOE_BITWIDTHS) + 1) + bisections(experts + 1)
     edgemoe = (1 + experts) * counts.nll + plans * (counts.kl + counts.answers)
@@ -59,9 +62,10 @@ def baseline_items(model: ModelSpec, formats: int, counts: ItemCounts) -> dict[s
 
 
 def affordable(needs: dict[str, int], searched: int, multiplications_per_item: float) -> frozenset[str]:
-    """The baselines to measure: all where they take little, else those that half of the search's items suffice for.
+    """Return the baselines to measure: all if they are cheap, else those within half of the search's items.
 
-    needs: items of each baseline. searched: items that the search has measured.
+    needs: items of each baseline.
+    searched: items that the search has measured.
     """
     if sum(needs.values()) * multiplications_per_item <= FREE_MULTIPLICATIONS:
         return frozenset(needs)
@@ -75,7 +79,10 @@ def affordable(needs: dict[str, int], searched: int, multiplications_per_item: f
 
 
 def affordable_here(trials: Trials, formats: int, is_loss: bool) -> frozenset[str]:
-    """The baselines that a compile measures after its search. formats: as in baseline_items."""
+    """Return the baselines that a compile measures after its search.
+
+    formats: see baseline_items.
+    """
     model = trials.store.lowering.model
     validation = [len(data.validation.items) for data in trials.tasks]
     counts = ItemCounts.of(trials.kl_texts, validation[0], sum(validation), is_loss)
@@ -84,13 +91,13 @@ def affordable_here(trials: Trials, formats: int, is_loss: bool) -> frozenset[st
 
 
 def active_weights(model: ModelSpec) -> int:
-    """Weights that one token is multiplied with, those of the logits included."""
+    """Return the number of weights that one token is multiplied with, including those of the logits."""
     head = prod(model.dense_shapes()[model.head_name])
     return head + sum(active_layer_weights(model, layer) for layer in range(model.num_layers))
 
 
 def active_layer_weights(model: ModelSpec, layer: int) -> int:
-    """Weights of one layer that one token is multiplied with."""
+    """Return the number of weights of one layer that one token is multiplied with."""
     experts, prefix = model.layers[layer].experts, f"layers.{layer}."
     dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(prefix))
     one = sum(prod(model.unit_shape(layer, projection)) for projection in experts.projections) if experts.count else 0

@@ -1,7 +1,7 @@
-"""Multiple-choice knapsack on convex hulls: one option per unit, least cost under a loss budget or the reverse.
+"""Multiple-choice knapsack on convex hulls: one option per unit, least cost under a loss budget, or the reverse.
 
-Costs and losses add up over units, so the greedy over hull steps is the linear-programming optimum of the relaxation
-and off the integer optimum by at most one step of one unit.
+Costs and losses add up over units. The greedy choice over hull steps is therefore the optimum of the relaxed linear
+program. It differs from the integer optimum by at most one step of one unit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTable:
-    """costs, losses: [U, S] float64; inf where unit u cannot take option s. Every unit has a finite option."""
+    """Costs and losses of all options.
+
+    costs, losses: float64 [U, S], inf if unit u cannot take option s. Every unit has a finite option.
+    """
 
     costs: np.ndarray
     losses: np.ndarray
 
     def totals(self, choice: np.ndarray) -> tuple[float, float]:
-        """Cost and predicted loss of a choice [U]."""
+        """Return cost and predicted loss of a choice [U]."""
         rows = np.arange(len(choice))
         return float(self.costs[rows, choice].sum()), float(self.losses[rows, choice].sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From one corner of a unit's lower convex hull to the next: less cost for more loss."""
+    """A step from one corner of a unit's lower convex hull to the next: less cost for more loss."""
 
     ratio: float
     unit: int
@@ -37,7 +40,7 @@ class Step:
 
 
 def hull_steps(costs: np.ndarray, losses: np.ndarray, unit: int) -> tuple[int, list[Step]]:
-    """Start option of a unit (least loss) and its steps down the lower convex hull, cheapest loss per cost first."""
+    """Return a unit's option of least loss, and its steps down the lower convex hull, least loss per cost first."""
     order = sorted(np.flatnonzero(np.isfinite(costs)).tolist(), key=lambda s: (losses[s], costs[s]))
     hull: list[int] = []
     for option in order:
@@ -63,12 +66,15 @@ def _all_steps(table: ChoiceTable) -> tuple[np.ndarray, list[Step]]:
     for unit in range(len(table.costs)):
         start[unit], own = hull_steps(table.costs[unit], table.losses[unit], unit)
         steps += own
-    # Stable in (ratio, unit): the same table gives the same plan.
+    # Stable in (ratio, unit), so that equal tables give equal plans.
     return start, sorted(steps, key=lambda step: (step.ratio, step.unit))
 
 
 def least_cost(table: ChoiceTable, loss_budget: float) -> np.ndarray:
-    """Options [U] of least cost whose losses sum to at most loss_budget; the least lossy choice if none does."""
+    """Return options [U] of least cost whose losses sum to at most `loss_budget`.
+
+    If none does, return the least lossy choice.
+    """
     choice, steps = _all_steps(table)
     remaining = loss_budget - table.totals(choice)[1]
     blocked: set[int] = set()
@@ -76,7 +82,7 @@ def least_cost(table: ChoiceTable, loss_budget: float) -> np.ndarray:
         if step.unit in blocked:
             continue
         if step.added_loss > remaining:
-            # Later hull steps of this unit build on this one.
+            # Later hull steps of this unit start from this one.
             blocked.add(step.unit)
             continue
         choice[step.unit] = step.option
@@ -85,9 +91,9 @@ def least_cost(table: ChoiceTable, loss_budget: float) -> np.ndarray:
 
 
 def least_loss(table: ChoiceTable, cost_budget: float) -> np.ndarray | None:
-    """Options [U] of least predicted loss whose costs sum to at most cost_budget; None if the cheapest costs more.
+    """Return options [U] of least predicted loss that cost at most `cost_budget`, or None if the cheapest costs more.
 
-    The mirror of least_cost: from the cheapest choice, hull steps are taken back, most loss per cost first.
+    It mirrors least_cost: from the cheapest choice, hull steps are undone, most loss per cost first.
     """
     start, steps = _all_steps(table)
     before, choice = _taken(start, steps)
@@ -107,7 +113,7 @@ def least_loss(table: ChoiceTable, cost_budget: float) -> np.ndarray | None:
 
 
 def _taken(start: np.ndarray, steps: list[Step]) -> tuple[list[int], np.ndarray]:
-    """The option before each step, and the choice [U] after all of them."""
+    """Return the option before each step, and the choice [U] after all steps."""
     choice, before = start.copy(), []
     for step in steps:
         before.append(int(choice[step.unit]))

@@ -1,4 +1,4 @@
-"""The fewest bytes at each of several losses, beside what people would pick instead: the curve of a sweep."""
+"""The curve of a sweep: the fewest bytes at each of several losses, compared with the baselines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def measure_curve(
     specs: Sequence[QuantSpec],
     swaps: Swaps,
 ) -> LossCurve:
-    """Search at every loss; specs: what baselines may choose from, none for no baselines. swaps: of our own search.
+    """Search at every loss. A plan that several losses need is measured once.
 
-    Plans that several losses ask about are measured once.
+    specs: formats on offer to baselines. Empty: no baselines.
+    swaps: swaps of moec's own search.
     """
     return tuple(_point(loss, space, trials, store, specs, swaps) for loss in losses)
 
@@ -69,7 +70,7 @@ def _search(space: SearchSpace, trials: Trials, target: Target, swaps: Swaps) ->
 
 @dataclass(frozen=True, slots=True)
 class _LayerSpace(SearchSpace):
-    """Rows are layers, whose units take one format together; dense weights are those of a plan."""
+    """Rows are layers, and all units of a layer take one format. Dense weights are those of a plan."""
 
     def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
         layers = dict(zip(self.plain.model.expert_layers, choice, strict=True))
@@ -78,7 +79,7 @@ class _LayerSpace(SearchSpace):
 
 
 def per_layer_space(space: SearchSpace, plan: CompilePlan) -> SearchSpace:
-    """The same knapsack with one choice per layer, and the dense formats of a plan."""
+    """Return the same knapsack with one choice per layer, and the dense formats of a plan."""
     space = space.without_pruning()
     rows = space.plain.model.expert_layers
     width = len(space.unit_specs)

@@ -1,8 +1,9 @@
-"""Leaving experts out: rows of the knapsack that hold a whole expert, with its being left out as one more option.
+"""Pruned experts: knapsack rows that hold a whole expert, with one more option that leaves the expert out.
 
-The router of its layer then chooses among the others. An expert's units add up, so the lower convex hull of their sums
-is made of the steps of their own hulls, in order of loss per cost; being left out is a point beside that hull. Its
-predicted loss is that of a down projection without weights, which leaves the choice of the others as it was.
+The router of its layer then chooses among the other experts. Costs and losses of an expert's units add up. Its lower
+convex hull therefore consists of the steps of its units' hulls, ordered by loss per cost.
+The option of leaving it out is one more point. Its predicted loss is that of a down projection without weights, which
+does not change the choice of the other experts.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from .knapsack import ChoiceTable, hull_steps
 from .space import SearchSpace
 
 LEAST_TOKENS = 32
-"""Calibration tokens of an expert that may be left out: of one that fewer asked for, too little is known."""
+"""Least number of calibration tokens of an expert that may be left out. With fewer, too little is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrunableSpace(SearchSpace):
-    """Rows are experts, then dense groups. options: per expert, what each column gives its units.
+    """A search space whose rows are experts, followed by dense groups.
 
-    units_alone: the same with rows of units, none of them left out. left_out: predicted losses of experts that may be
-    left out. weights: what a byte costs.
+    options: per expert, the formats of its units in each column.
+    units_alone: the same space with rows of units, without pruning.
+    left_out: predicted losses of the experts that may be left out.
+    weights: cost of a byte.
     """
 
     options: tuple[tuple[Mapping[UnitKey, QuantSpec], ...], ...]
@@ -43,7 +46,7 @@ class PrunableSpace(SearchSpace):
     weights: ByteWeights
 
     def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
-        """The plan of a choice, one option per row."""
+        """Return the plan of a choice, one option per row."""
         units: dict[UnitKey, QuantSpec] = {}
         for row, options in enumerate(self.options):
             units.update(options[int(choice[row])])
@@ -58,7 +61,10 @@ class PrunableSpace(SearchSpace):
         return self.units_alone.num_factors + len(self.left_out)
 
     def rescaled(self, factors: np.ndarray) -> SearchSpace:
-        """factors: of units and dense groups first, then of leaving out each expert of `left_out`."""
+        """Return the space with rescaled predictions.
+
+        factors: first of units and dense groups, then of leaving out each expert of `left_out`.
+        """
         own = self.units_alone.num_factors
         losses = {
             key: loss * float(factor) for (key, loss), factor in zip(self.left_out.items(), factors[own:], strict=True)
@@ -81,10 +87,13 @@ class PrunableSpace(SearchSpace):
 
 
 def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float], weights: ByteWeights) -> PrunableSpace:
-    """A space whose experts may be left out. losses: predicted, of those that may. weights: as in `build_space`.
+    """Return a space whose experts may be left out.
 
-    Tokens that would choose a left-out expert read another one: of its cost only the part for its size is saved, the
-    rest counted as for an expert in this one's smallest form.
+    Tokens that would choose a pruned expert read another expert instead. Pruning therefore saves only the size part of
+    its
+    cost. The rest stays, counted for an expert in the smallest form of this one.
+    losses: predicted losses of the experts that may be left out.
+    weights: see `build_space`.
     """
     model, row_of = space.plain.model, {unit: row for row, unit in enumerate(space.units)}
     options, costs, priced = [], [], []
@@ -111,7 +120,7 @@ def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float], weights:
 
 
 def _sums(rows: Sequence[int], table: ChoiceTable) -> list[tuple[float, float, tuple[int, ...]]]:
-    """The hull of what these rows cost and lose together, least loss first, with the option of each row."""
+    """Return the hull of total cost and loss of these rows, least loss first, with the option of each row."""
     hulls = [hull_steps(table.costs[row], table.losses[row], at) for at, row in enumerate(rows)]
     chosen = [start for start, _ in hulls]
     points = [_total(table, rows, chosen)]
@@ -128,7 +137,7 @@ def _total(table: ChoiceTable, rows: Sequence[int], chosen: Sequence[int]) -> tu
 
 
 def _rows(values: Sequence[Sequence[float]]) -> np.ndarray:
-    """Rows of different lengths as a matrix, the rest infinite."""
+    """Return rows of different lengths as a matrix, padded with infinity."""
     matrix = np.full((len(values), max(map(len, values))), np.inf)
     for row, own in enumerate(values):
         matrix[row, : len(own)] = own
@@ -136,10 +145,12 @@ def _rows(values: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def prunes(options: CompileOptions, model: ModelSpec, has_gradients: bool) -> bool:
-    """Whether experts may be left out: as asked, else where a measured loss or KL decides and gradients set the price.
+    """Return whether experts may be left out.
 
-    With prices by output error alone plans get larger, not smaller: 1.73 bits per weight in place of 1.57
-    (docs/experiments.md, Bytes over losses). Raises OptionError where it is asked for and cannot be.
+    Without a request: if a measured loss or KL decides, and gradients set the price. With prices from output error
+    alone,
+    plans get larger: 1.73 instead of 1.57 bits per weight (docs/experiments.md, Bytes over losses).
+    Raises OptionError if pruning is requested and impossible.
     """
     refusal = None
     if not any(layer.experts.can_lose_experts for layer in model.layers):
@@ -153,14 +164,14 @@ def prunes(options: CompileOptions, model: ModelSpec, has_gradients: bool) -> bo
 def left_out_losses(
     store: UnitStore, sensitivity: SensitivityTable, popularity: np.ndarray | None
 ) -> dict[ExpertKey, float]:
-    """Predicted KL of leaving out each expert that calibration knows and its router does without.
+    """Return the predicted KL of leaving out each expert that calibration knows and that its router can lose.
 
     popularity: tokens, [L, E].
     """
     if popularity is None:
         return {}
     known = (key for key in store.model.expert_keys() if popularity[key.layer, key.expert] >= LEAST_TOKENS)
-    priced = sensitivity.predicted  # gradients may not know enough of an expert to say
+    priced = sensitivity.predicted  # gradients may have too little data on an expert
     losses = {
         key: sensitivity.unit_loss(store, UnitKey(*key, "down"), LEFT_OUT)
         for key in known
@@ -170,7 +181,7 @@ def left_out_losses(
 
 
 def prunable(losses: Mapping[ExpertKey, float], model: ModelSpec) -> dict[ExpertKey, float]:
-    """In each layer the experts that cost least to leave out, as many as its router does without."""
+    """Return, in each layer, the experts that are cheapest to leave out, as many as its router can lose."""
     found: dict[ExpertKey, float] = {}
     for layer, spec in enumerate(model.layers):
         own = [key for key in losses if key.layer == layer] if spec.experts.can_lose_experts else []

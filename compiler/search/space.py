@@ -1,4 +1,4 @@
-"""The knapsack's table: predicted loss and cost of every option of every unit."""
+"""The table of the knapsack: predicted loss and cost of every option of every unit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from .knapsack import ChoiceTable
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """The knapsack of one model: rows are units, then dense groups; columns are options.
+    """The knapsack of one model. Rows are units, followed by dense groups. Columns are options.
 
-    options: per row the formats by column (a dense group's columns are mappings name -> format).
+    plain: the plan at 16 bits.
+    units: unit of each of the first rows.
+    unit_specs: format of each column for units.
+    groups: dense group of each of the remaining rows.
+    dense_options: formats of each column for dense groups, as mappings name -> format.
+    table: costs and losses.
     """
 
     plain: CompilePlan
@@ -32,32 +37,38 @@ class SearchSpace:
     table: ChoiceTable
 
     def plan(self, choice: Sequence[int] | np.ndarray) -> CompilePlan:
-        """The plan of a choice [U]."""
+        """Return the plan of a choice [U]."""
         units = {unit: self.unit_specs[int(choice[row])] for row, unit in enumerate(self.units)}
         return replace(self.plain, units=units, dense=self.dense_of(choice[len(self.units) :]))
 
     def without_pruning(self) -> SearchSpace:
-        """The space whose rows are units, all of them kept."""
+        """Return the space whose rows are units, all of them kept."""
         return self
 
     @property
     def num_factors(self) -> int:
-        """Predictions that `rescaled` takes a factor each for."""
+        """Number of predictions that `rescaled` multiplies."""
         return len(self.table.losses)
 
     def rescaled(self, factors: np.ndarray) -> SearchSpace:
-        """The same space with predicted losses multiplied. factors: [num_factors], here one of each row."""
+        """Return the same space with predicted losses multiplied.
+
+        factors: [num_factors], here one per row.
+        """
         return replace(self, table=ChoiceTable(self.table.costs, self.table.losses * factors[:, None]))
 
     def dense_of(self, choice: Sequence[int] | np.ndarray) -> dict[str, QuantSpec]:
-        """The format of every dense weight. choice: of the dense groups."""
+        """Return the format of every dense weight.
+
+        choice: column of each dense group.
+        """
         dense = dict(self.plain.dense)
         for group, column in zip(self.groups, choice, strict=True):
             dense.update({name: self.dense_options[int(column)][name] for name in group.tensors})
         return dense
 
     def size_table(self) -> ChoiceTable:
-        """The table with plain bytes of routed experts as cost and dense rows free: for size and bits targets."""
+        """Return a table for size and bits targets: costs are bytes of routed experts, and dense rows are free."""
         costs = np.full_like(self.table.costs, np.inf)
         for row, unit in enumerate(self.units):
             rows, columns = self.plain.model.unit_shape(unit.layer, unit.projection)
@@ -76,8 +87,11 @@ def build_space(
     unit_specs: Sequence[QuantSpec],
     dense_options: Sequence[Mapping[str, QuantSpec]],
 ) -> SearchSpace:
-    """All options priced. unit_specs: formats offered to units; dense_options: formats of all dense weights, one per
-    bitwidth on offer (a single one fixes them)."""
+    """Price all options.
+
+    unit_specs: formats on offer to units.
+    dense_options: formats of all dense weights, one mapping per bitwidth on offer. A single one fixes them.
+    """
     units, groups = tuple(plain.units), dense_groups(plain.model)
     width = max(len(unit_specs), len(dense_options))
     costs = np.full((len(units) + len(groups), width), np.inf)
@@ -88,7 +102,7 @@ def build_space(
         for column, specs in enumerate(dense_options):
             costs[row, column] = weights.dense * dense_bytes(plain, group, specs)
             losses[row, column] = sensitivity.dense_loss(store, group, specs)
-    # Two options that predict the same loss to the last bit would make the choice depend on order; the cheaper wins.
+    # Of two options with exactly equal loss the cheaper wins, so that the choice does not depend on their order.
     table = ChoiceTable(costs, losses)
     return SearchSpace(plain, units, tuple(unit_specs), groups, tuple(dense_options), table)
 
@@ -111,6 +125,6 @@ def _price_unit(
 
 
 def dense_bytes(plain: CompilePlan, group: DenseGroup, specs: Mapping[str, QuantSpec]) -> float:
-    """Packed bytes of one dense group."""
+    """Return the packed bytes of one dense group."""
     shapes = plain.model.dense_shapes()
     return sum(shapes[name][0] * specs[name].row_bytes(shapes[name][-1]) for name in group.tensors)

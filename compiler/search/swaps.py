@@ -1,9 +1,13 @@
-"""Local swaps: what predictions do not see, found by measuring plans of equal cost.
+"""Swaps: measured plans of equal cost correct effects that predictions miss.
 
-Predictions add up over units and plans do not: half of a plan's KL is interaction, more where experts are left out. So
-plans are varied around the best one, all within its cost: every predicted loss is multiplied by a random factor, the
-knapsack solved again, the KL of its plan measured, and the factors stay where it fell. What comes out is a table of
-predictions that the rest of the search works with. Gains: docs/experiments.md, Swaps at equal bytes.
+Predictions add up over units, but losses of plans do not: half of a plan's KL is interaction, and more with pruned
+experts. The search therefore varies the best plan within its cost:
+1. Multiply every predicted loss by a random factor.
+2. Solve the knapsack again, and measure the KL of its plan.
+3. Keep the factors if the KL is lower.
+
+The result is a table of corrected predictions for the rest of the search.
+Gains: docs/experiments.md, Swaps at equal bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from ..sensitivity.trials import Trials
 from .space import SearchSpace
 
 SWAPS = 24
-"""Measurements where the model fits in memory: half a minute on the example."""
+"""Number of measurements if the model fits in memory: half a minute on the example."""
 PATIENCE = 12
-"""Measurements without a gain after which no more are made."""
+"""Number of measurements without a gain after which swaps end."""
 _SPREAD = 0.15
 """Standard deviation of the logarithm of a factor."""
 _SEED = 0
@@ -30,15 +34,19 @@ PlanOf = Callable[[SearchSpace], CompilePlan]
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """How many measurements are spent, 0 for none, and who is told."""
+    """Settings of the swaps.
+
+    measurements: number of measurements, 0 for none.
+    talk: output.
+    """
 
     measurements: int
     talk: Talk
 
     def corrected(self, space: SearchSpace, trials: Trials, plan_of: PlanOf) -> tuple[SearchSpace, float]:
-        """The space whose plan has the least KL that was found, and that KL over the one before.
+        """Return the space whose plan has the least measured KL, and that KL divided by the KL before.
 
-        plan_of: the plan of a space at the cost at hand.
+        plan_of: the plan of a space at the current cost.
         """
         if self.measurements < 1:
             return space, 1.0

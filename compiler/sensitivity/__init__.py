@@ -1,1 +1,1 @@
-"""What a format costs in quality: predicted, and measured."""
+"""The quality cost of a format: predicted and measured."""

@@ -1,4 +1,4 @@
-"""Measure each expert alone: the sensitivity that EdgeMoE measures, here a check and a correction of predicted ones."""
+"""Sensitivity as EdgeMoE measures it, one expert at a time. Here it checks and corrects predictions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from ..request.plan import CompilePlan
 from ..request.uniform import uniform_like
 from .trials import Trials
 
-# Items of EdgeMoE's sensitivity measurement.
+# Number of items in EdgeMoE's sensitivity measurement.
 EXACT_ITEMS = 64
 
 
 def importance_list(
     plan: CompilePlan, low: QuantSpec, high: QuantSpec, trials: Trials, store: UnitStore, progress: Progress
 ) -> dict[ExpertKey, float]:
-    """Answer NLL (nats per token, above all experts at `high`) with one expert at `low` and the others at `high`.
+    """Return the increase of answer NLL, in nats per token, if one expert is at `low` and all others at `high`.
 
+    The baseline has all experts at `high`.
     Source: EdgeMoE, expert-wise bitwidth adaptation: one expert at INT2, the rest at INT4.
     """
     base = uniform_like(plan, high, store.quantizer)

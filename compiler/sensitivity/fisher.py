@@ -1,13 +1,21 @@
-"""What rounding a unit costs, to second order: KL from the Fisher information, by one backward pass per text.
+"""Cost of rounding a unit, to second order: KL from the Fisher information, with one backward pass per text.
 
-With z the logits at the answer tokens, p their softmax, and dz what a change D of one projection makes of them, the
-mean KL is 1/2 sum over tokens of dz^T (diag p - p p^T) dz / tokens, up to higher orders of D. For Gaussian e the vector
-v = (diag sqrt p - p sqrt p^T) e has that matrix as its covariance, so with d the gradient of v . z at the outputs of
-the projection, the sum over tokens is the mean of (sum over the text's tokens of d . D x)^2. One backward pass gives d
-for every projection of every expert, and D x costs a forward pass per format: no plan is applied, no unit is measured.
-What it leaves out: a token that later routers send elsewhere, which on the example doubles the KL of early layers.
-Source: Optimal Brain Surgeon (second-order cost of a change of weights), with the Fisher information as curvature as
-in New Insights and Perspectives on the Natural Gradient Method, section 9; sketched by Gaussian vectors.
+Let z be the logits at the answer tokens, p their softmax, and dz the change of z from a change D of one projection. Up
+to higher orders of D, the mean KL is
+
+    1/2 sum over tokens of dz^T (diag p - p p^T) dz / tokens.
+
+Let e be Gaussian. The vector v = (diag sqrt p - p sqrt p^T) e has that matrix as its covariance. Let d be the gradient
+of v . z at the outputs of the projection. The sum over tokens is then the mean of
+
+    (sum over the text's tokens of d . D x)^2.
+
+One backward pass gives d for every projection of every expert. D x costs one forward pass per format. No plan is
+applied, and no unit is measured.
+The prediction ignores tokens that later routers send to other experts. In early layers of the example, that effect
+doubles the KL.
+Source: Optimal Brain Surgeon (second-order cost of a change of weights). The curvature is the Fisher information, as in
+New Insights and Perspectives on the Natural Gradient Method, section 9. Gaussian vectors sketch it.
 Shapes: B texts of a batch, T tokens of a text, A answer tokens, U units, S formats, V vocabulary.
 """
 
@@ -39,18 +47,23 @@ from ..workspace.journal import Journal
 from ..workspace.parallel import workers
 
 TEXTS = 384
-"""Texts that are asked, of all tasks together: with two sketches each, ranks no longer change much."""
+"""Number of texts over all tasks. With two sketches each, ranks hardly change with more texts."""
 SKETCHES = 2
-"""Gaussian vectors per text; each is one more backward pass, and a quarter less variance costs twice the time."""
+"""Gaussian vectors per text. Each needs one more backward pass. A quarter less variance would double the time."""
 TOKENS_PER_BACKWARD = 512
-"""Tokens of one pass: what bounds its graph."""
+"""Tokens of one pass. They bound its graph."""
 _RECORDED = "moec_recorded"
 _FLOAT_BYTES = 4
 
 
 @dataclass(slots=True)
 class _Record:
-    """One expert in one pass: the tokens it saw (flat over B x T), what its projections read and gave."""
+    """One expert in one pass.
+
+    tokens: indices of its tokens, flat over B x T.
+    inputs: inputs of its projections.
+    outputs: outputs of its projections.
+    """
 
     layer: int
     expert: int
@@ -60,14 +73,14 @@ class _Record:
 
 
 class _Pass(threading.local):
-    """The records of the pass that this thread is in."""
+    """The records of this thread's pass."""
 
     def __init__(self) -> None:
         self.records: list[_Record] = []
 
 
 class FisherProxy:
-    """Predicts the KL of every unit in every format; see the head of this file. specs: of 16 bits are left out."""
+    """Predicts the KL of every unit in every format; see the head of this file. Formats of 16 bits are left out."""
 
     def __init__(self, reference: ReferenceModel, store: UnitStore, specs: Sequence[QuantSpec]) -> None:
         self._reference, self._store = reference, store
@@ -77,10 +90,12 @@ class FisherProxy:
         self._pass = _Pass()
 
     def run(self, pairs: Sequence[TokenPair], seed: int, threads: int, progress: Progress) -> np.ndarray:
-        """Predicted KL in nats per answer token, [U, S] float64, units as in `expert_keys` x PROJECTIONS.
+        """Return the predicted KL in nats per answer token, float64 [U, S]. Formats that do not fit are NaN.
 
-        pairs: token ids of prompts and answers, of texts that neither search nor certificate measures; of one text at
-        most TOKENS_PER_BACKWARD are asked. What a format does not fit is NaN. The same bits for any number of threads.
+        Units are ordered as `expert_keys` x PROJECTIONS. The result has the same bits for any number of threads.
+        pairs: token ids of prompts and answers that neither search nor certificate measures. At most
+            TOKENS_PER_BACKWARD
+            tokens of a text are used.
         """
         model = self._reference.model
         longest = min(TOKENS_PER_BACKWARD, model.max_positions)
@@ -103,7 +118,7 @@ class FisherProxy:
     def _squares(
         self, job: Sequence[int], rows: Sequence[Sequence[int]], scored: Sequence[int], seed: int
     ) -> np.ndarray:
-        """Sum over texts and sketches of (sum over tokens of d . D x)^2, [U, S]."""
+        """Return the sum over texts and sketches of (sum over tokens of d . D x)^2, [U, S]."""
         network = self._reference.network
         self._pass.records = []
         hidden = network.hidden_with_graph([rows[at] for at in job])
@@ -124,7 +139,10 @@ class FisherProxy:
 
     @torch.no_grad()
     def _add(self, totals: Tensor, record: _Record, gradients: Sequence[Tensor | None], width: int) -> None:
-        """Add one expert's tokens to the sums of their texts. totals: [B, U, S]."""
+        """Add one expert's tokens to the sums of their texts.
+
+        totals: [B, U, S].
+        """
         text = record.tokens // width
         for projection, gradient in zip(PROJECTIONS, gradients, strict=True):
             unit = UnitKey(record.layer, record.expert, projection)
@@ -139,7 +157,7 @@ class FisherProxy:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Experts that note what they read and give, while this lasts."""
+        """Record inputs and outputs of experts inside the block."""
         network = self._reference.network
         before = network.model.get_experts_implementation()
         layers = {id(module): layer for layer, module in network.experts.items()}
@@ -157,12 +175,12 @@ class FisherProxy:
 
 
 def is_asked(projection: str, spec: QuantSpec, columns: int) -> bool:
-    """Whether a format is predicted: if it fits; what leaves an expert out, of its last projection alone."""
+    """Return whether a format is predicted: it must fit. Pruning is predicted for the down projection alone."""
     return spec.fits(columns) and not (spec.is_pruned and projection != "down")
 
 
 def shortened(pair: TokenPair, tokens: int) -> TokenPair:
-    """The beginning of an answer, and as much of the end of its prompt as there is room for in so many tokens."""
+    """Shorten a pair to `tokens` tokens: the start of the answer, and as much of the prompt's end as fits before it."""
     prompt, answer = pair[0], pair[1][:tokens]
     return prompt[max(0, len(prompt) + len(answer) - tokens) :], answer
 
@@ -170,7 +188,11 @@ def shortened(pair: TokenPair, tokens: int) -> TokenPair:
 def recorded_experts(
     records: list[_Record], layer: int, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Routed experts, in parts whose gradients are wanted. hidden: [B * T, D], chosen and weights: [B * T, K]."""
+    """Compute routed experts in parts whose gradients are needed.
+
+    hidden: [B * T, D].
+    chosen, weights: [B * T, K].
+    """
     total = torch.zeros_like(hidden)
     for expert in range(int(module.num_experts)):
         tokens, rank = torch.where(chosen == expert)
@@ -188,7 +210,11 @@ def recorded_experts(
 
 
 def sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
-    """A vector per row whose covariance is diag p - p p^T. logits: [A, V]; seeds: what the draw depends on."""
+    """Return a vector per row with covariance diag p - p p^T.
+
+    logits: [A, V].
+    seeds: seeds of the random draw.
+    """
     drawn = torch.from_numpy(np.random.default_rng(list(seeds)).standard_normal(logits.shape, np.float32))
     probabilities = logits.softmax(-1)
     weighted = probabilities.sqrt() * drawn
@@ -196,25 +222,29 @@ def sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
 
 
 def can_predict(model: ModelSpec) -> bool:
-    """Whether the experts are stacked and gated, and texts go through a decoder alone."""
+    """Return whether the model has stacked, gated experts and a decoder alone."""
     return model.encoder is None
 
 
 def ranks_well(model: ModelSpec) -> bool:
-    """Whether gradients see what rounding does: not where a small change of logits moves a router's weights at once.
+    """Return whether gradients capture the effect of rounding.
 
-    Before such routers they predict a sixth to a quarter of what is measured (docs/experiments.md, Sensitivity).
+    They do not if a small change of logits changes a router's weights abruptly (sparsemixer). Gradients then predict a
+    sixth to a quarter of the measured KL (docs/experiments.md, Sensitivity).
     """
     return can_predict(model) and all(layer.experts.router.scoring != "sparsemixer" for layer in model.layers)
 
 
 def asks_gradients(kind: str, model: ModelSpec) -> bool:
-    """Whether units are priced by gradients. kind: of `--sensitivity`; `exact` corrects what they say."""
+    """Return whether gradients price the units.
+
+    kind: value of `--sensitivity`. `exact` corrects the prices from gradients.
+    """
     return kind == "fisher" or (kind != "proxy" and ranks_well(model))
 
 
 def check_sensitivity(kind: str, model: ModelSpec) -> None:
-    """Refuse what cannot be predicted. Raises OptionError."""
+    """Raise OptionError for a sensitivity that the model does not support."""
     if kind == "fisher" and not can_predict(model):
         raise OptionError(
             "`--sensitivity fisher` takes gradients of a decoder alone, and the model has an encoder",
@@ -223,7 +253,7 @@ def check_sensitivity(kind: str, model: ModelSpec) -> None:
 
 
 def gradient_bytes(model: ModelSpec, threads: int) -> int:
-    """What the graphs of the passes side by side take at most, for texts of up to TOKENS_PER_BACKWARD tokens."""
+    """Return the maximum memory of the graphs of parallel passes, for texts of up to TOKENS_PER_BACKWARD tokens."""
     if not can_predict(model):
         return 0
     each = 0
@@ -243,9 +273,10 @@ def predict_units(
     journal: Journal,
     progress: Progress,
 ) -> dict[tuple[UnitKey, QuantSpec], float]:
-    """Predicted KL of every unit in every format below 16 bits that fits it, nats per token.
+    """Return the predicted KL of every unit in every format below 16 bits that fits it, nats per token.
 
-    texts: of each task, as many of each as give TEXTS together. Taken from the journal if it is there.
+    The result is taken from the journal if it is stored there.
+    texts: texts of each task. TEXTS of them are used, an equal number per task.
     """
     low = [spec for spec in specs if spec.bitwidth < 16]
 
@@ -257,12 +288,12 @@ def predict_units(
 
 
 def first_texts(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
-    """Of each task as many as give TEXTS together, task after task."""
+    """Return TEXTS texts, an equal number per task, task after task."""
     return [pair for task in texts for pair in task[: -(-TEXTS // len(texts))]]
 
 
 def in_turns(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
-    """The texts of `first_texts`, one of each task in turn: where not all are asked, every task is."""
+    """Return the texts of `first_texts`, alternating between tasks. Any prefix then covers all tasks."""
     rows = itertools.zip_longest(*(task[: -(-TEXTS // len(texts))] for task in texts))
     return [pair for row in rows for pair in row if pair is not None]
 
@@ -270,7 +301,10 @@ def in_turns(texts: Sequence[Sequence[TokenPair]]) -> list[TokenPair]:
 def predictions(
     found: np.ndarray, model: ModelSpec, specs: Sequence[QuantSpec]
 ) -> dict[tuple[UnitKey, QuantSpec], float]:
-    """What was predicted, by unit and format. found: [U, S] as FisherProxy.run gives it, NaN where nothing was."""
+    """Return the predictions by unit and format.
+
+    found: [U, S] from FisherProxy.run, NaN without a prediction.
+    """
     units = [UnitKey(*key, p) for key in model.expert_keys() for p in PROJECTIONS]
     return {
         (unit, spec): float(found[row, column])

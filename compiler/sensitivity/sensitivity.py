@@ -1,9 +1,9 @@
-"""How much each unit suffers in each format: predicted KL.
+"""Sensitivity of each unit to each format: predicted KL.
 
-fisher: of a unit in a format, to second order, from gradients (fisher.py). proxy: routing-weighted squared output error
-of the unit, times a gain measured per layer and projection as KL at a probe format over the error there; so are dense
-weights always, per group. exact: EdgeMoE's measurement, one expert at a time, used to correct the prediction of each
-expert.
+- fisher: KL of a unit in a format to second order, from gradients (fisher.py).
+- proxy: routing-weighted squared output error of the unit, times a gain. The gain is measured per layer and projection:
+  KL at a probe format over the error there. Dense weights always use this, per group.
+- exact: EdgeMoE's measurement, one expert at a time. It corrects the prediction of each expert.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .exact import importance_list
 from .fisher import asks_gradients, ranks_well
 from .trials import Trials
 
-# At 3 bits the KL of one projection of one layer stands clear of rounding, and still grows in proportion to the error.
+# At 3 bits the KL of one projection of one layer exceeds rounding, and is still proportional to the error.
 PROBE_BITWIDTH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class DenseGroup:
-    """Dense weights that take one format together: attention of a layer, embedding, lm_head."""
+    """Dense weights that share a format: attention of a layer, embedding, lm_head."""
 
     name: str
     tensors: tuple[str, ...]
@@ -40,10 +40,13 @@ class DenseGroup:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityTable:
-    """Predicted KL of every choice: correction[expert] x (predicted by itself, or gain[layer, projection] x error).
+    """Predicted KL of every choice.
 
-    gains: [L, 3] in the order of PROJECTIONS, KL per output error. dense_gains: per group. corrections: [L, E], ones
-    unless measured. predicted: KL of a unit in a format below 16 bits; None: by gain and error.
+    The KL of a unit is corrections[expert] x predicted, or corrections[expert] x gain[layer, projection] x error.
+    gains: [L, 3] in the order of PROJECTIONS, KL per output error.
+    dense_gains: KL per weight error, per group.
+    corrections: [L, E], ones unless measured.
+    predicted: KL of a unit in a format below 16 bits, or None to use gain and error.
     """
 
     gains: np.ndarray
@@ -52,19 +55,19 @@ class SensitivityTable:
     predicted: Mapping[tuple[UnitKey, QuantSpec], float] | None = None
 
     def unit_loss(self, store: UnitStore, unit: UnitKey, spec: QuantSpec) -> float:
-        """Predicted KL in nats per token if only this unit is stored in this format."""
+        """Return the predicted KL in nats per token if only this unit is stored in this format."""
         correction = float(self.corrections[unit.layer, unit.expert])
         if self.predicted is not None and spec.bitwidth < 16:
             return correction * self.predicted[(unit, spec)]
         return correction * float(self.gains[unit.layer, PROJECTIONS.index(unit.projection)]) * store.error(unit, spec)
 
     def dense_loss(self, store: UnitStore, group: DenseGroup, specs: Mapping[str, QuantSpec]) -> float:
-        """Predicted KL of one dense group."""
+        """Return the predicted KL of one dense group."""
         return self.dense_gains[group.name] * sum(store.dense_error(name, specs[name]) for name in group.tensors)
 
 
 def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
-    """All dense weights that may go below 16 bits, grouped."""
+    """Return all dense weights that may go below 16 bits, in groups."""
     groups = [DenseGroup("embedding", ("embedding",))]
     matrices = [name for name, shape in model.dense_shapes().items() if len(shape) == 2 and not name.endswith("router")]
     for layer in range(model.num_layers):
@@ -79,7 +82,7 @@ def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
 
 
 def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> CompilePlan:
-    """Everything at the checkpoint's own 16 bits."""
+    """Return the plan with all weights at the checkpoint's own 16 bits."""
     units = dict.fromkeys(model.unit_keys(), spec_16bit)
     return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)
 
@@ -87,9 +90,9 @@ def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> Compi
 def measure_gains(
     trials: Trials, plain: CompilePlan, unit_specs: Sequence[QuantSpec], progress: Progress
 ) -> np.ndarray:
-    """KL over output error of every projection of a layer at a probe format, [L, 3]: one measurement each.
+    """Return KL over output error of every projection of a layer at a probe format, [L, 3], with one measurement each.
 
-    A projection that none of unit_specs below 16 bits fits has nothing to lose: its gain is 0.
+    A projection without a fitting format below 16 bits has the gain 0.
     """
     model, store = plain.model, trials.store
     probes = {place: probed(plain, *place, unit_specs) for place in _places(model)}
@@ -115,7 +118,7 @@ def predicted_gains(
     unit_specs: Sequence[QuantSpec],
     predicted: Mapping[tuple[UnitKey, QuantSpec], float],
 ) -> np.ndarray:
-    """What `measure_gains` would find if predictions were measurements, [L, 3]."""
+    """Return the result of `measure_gains` if predictions were measurements, [L, 3]."""
     gains = np.zeros((plain.model.num_layers, len(PROJECTIONS)))
     for layer, projection in _places(plain.model):
         own, probe = probed(plain, layer, projection, unit_specs)
@@ -126,14 +129,14 @@ def predicted_gains(
 
 
 def _places(model: ModelSpec) -> list[tuple[int, str]]:
-    """Every projection of every layer that routes: no gate where experts have none."""
+    """Return every projection of every routed layer. Experts without a gate have no gate here."""
     return [(layer, name) for layer in model.expert_layers for name in model.layers[layer].experts.projections]
 
 
 def probed(
     plain: CompilePlan, layer: int, projection: str, unit_specs: Sequence[QuantSpec]
 ) -> tuple[list[UnitKey], QuantSpec | None]:
-    """The units of one projection of a layer, and the format they are probed in; None where none below 16 bits fits."""
+    """Return the units of one projection of a layer, and their probe format, None if no format below 16 bits fits."""
     own = [unit for unit in plain.units if unit.layer == layer and unit.projection == projection]
     columns = plain.model.unit_shape(layer, projection)[1]
     fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
@@ -143,7 +146,7 @@ def probed(
 def measure_dense_gains(
     trials: Trials, plain: CompilePlan, dense_probe: Mapping[str, QuantSpec], progress: Progress
 ) -> dict[str, float]:
-    """KL over weight error of every dense group that dense_probe puts below 16 bits: one measurement each."""
+    """Return KL over weight error of every dense group that `dense_probe` puts below 16 bits, one measurement each."""
     store, groups = trials.store, dense_groups(plain.model)
     gains = {group.name: 0.0 for group in groups}
     low = [group for group in groups if any(dense_probe[name].bitwidth < 16 for name in group.tensors)]
@@ -163,10 +166,10 @@ def measure_dense_gains(
 def correct_by_expert(
     table: SensitivityTable, store: UnitStore, measured: Mapping[ExpertKey, float], low: QuantSpec, high: QuantSpec
 ) -> SensitivityTable:
-    """Scale each expert's prediction to its measured loss: that expert at `low`, the others at `high`.
+    """Scale each expert's prediction to its measured loss, with that expert at `low` and the others at `high`.
 
-    measured: increase of the loss over all experts at `high`, any unit; only the ratio between experts is used, within
-    a factor of 4 either way, since single measurements are noisy.
+    measured: increase of the loss over all experts at `high`, in any unit. Only ratios between experts matter. They are
+        limited to a factor of 4, since single measurements are noisy.
     """
     predicted = {
         key: sum(
@@ -186,7 +189,7 @@ def correct_by_expert(
 def dense_formats(
     plain: CompilePlan, widths: Sequence[int], group_size: int, float_type: FloatType
 ) -> tuple[dict[str, QuantSpec], ...]:
-    """Formats of all dense weights, one mapping per bitwidth on offer; norms and routers keep 16 bits in each."""
+    """Return formats of all dense weights, one mapping per bitwidth on offer. Norms and routers always keep 16 bits."""
     shapes = plain.model.dense_shapes()
     return tuple(
         {name: dense_spec(name, shape, width, group_size, float_type) for name, shape in shapes.items()}
@@ -206,11 +209,11 @@ def measure_sensitivity(
     predict: Predict,
     talk: Talk,
 ) -> SensitivityTable:
-    """The table of this search. `auto` is `fisher`, or `proxy` where that ranks better; `exact` corrects it by expert.
-
-    predict: fisher.predict_units.
+    """Return the sensitivity table of this search.
 
     Without data nothing is measured: all gains are 1, so plain weight errors decide.
+    kind: `auto` is `fisher`, or `proxy` where that ranks better. `exact` corrects the table by expert.
+    predict: fisher.predict_units.
     """
     counts = max(layer.experts.count for layer in plain.model.layers)
     corrections = np.ones((plain.model.num_layers, counts))
@@ -244,5 +247,8 @@ def measure_sensitivity(
 
 
 def nearest_format(specs: Sequence[QuantSpec], bitwidth: float) -> QuantSpec:
-    """The format nearest to a bitwidth; 64 columns a group where there is a choice. specs: below 16 bits."""
+    """Return the format nearest to a bitwidth, preferably with groups of 64 columns.
+
+    specs: formats below 16 bits.
+    """
     return min(specs, key=lambda spec: (abs(spec.bitwidth - bitwidth), abs((spec.group_size or 512) - 64)))

@@ -1,7 +1,8 @@
-"""Trials: a plan applied to the reference model and measured. Nothing here predicts.
+"""Trials: a plan is applied to the reference model and measured. Nothing here predicts.
 
-Two measurements: mean KL to the unquantized model on the answer tokens of a few validation items (seconds), and the
-task metric on generated answers (what a loss target speaks of).
+There are two measurements:
+- mean KL to the unquantized model on the answer tokens of a few validation items, in seconds;
+- the task metric on generated answers, which a loss target is about.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
 from ..workspace.journal import Journal
 
-# A generated measurement looks after these many items and stops where the answer is already clear.
+# A measurement on generated answers looks after these numbers of items, and stops if the result is already clear.
 LOOKS = (500, 1000)
 CLEAR_STANDARD_ERRORS = 3.0
-# Enough for a standard error; the certificate takes five times as many.
+# Enough for a standard error. The certificate uses five times as many.
 TRIAL_RESAMPLES = 2000
 
 
 class Reference(TextEngine, Protocol):
-    """What a trial needs of the reference model (compiler.reference.ReferenceModel)."""
+    """Methods of the reference model that a trial needs (compiler.reference.ReferenceModel)."""
 
     def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]: ...
 
@@ -55,7 +56,13 @@ class Reference(TextEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaskData:
-    """One task of the target: items to search on, examples put in front of each, how many items will certify."""
+    """One task of the target.
+
+    task: the task.
+    validation: items of the search.
+    certification_items: number of items of the certificate.
+    shots: solved examples before each item.
+    """
 
     task: Task
     validation: ItemSet
@@ -76,7 +83,7 @@ class Trial:
     accepted: bool | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "purpose": self.purpose,
             "expert_packed_bytes": self.expert_packed_bytes,
@@ -90,10 +97,14 @@ class Trial:
 
 @dataclass(eq=False)
 class Trials:
-    """Applies plans to one reference model; every measurement is kept in `log`.
+    """Applies plans to one reference model, and records every measurement in `log`.
 
-    model: None where there is no data to run it on. kl_items: validation items of all tasks together that KL is
-    measured on.
+    model: the reference model, or None without data.
+    store: quantized units.
+    tasks: the tasks.
+    kl_items: validation items for the KL, over all tasks.
+    progress: called with (items done, items in all).
+    journal: stores the results.
     """
 
     model: Reference | None
@@ -118,30 +129,32 @@ class Trials:
 
     @property
     def measured_items(self) -> int:
-        """Items that all measurements so far stand for, each counted once, whether made now or by an earlier run."""
+        """Items of all measurements so far. A measurement counts once, also if an earlier run made it."""
         return sum(self._items.values())
 
     @property
     def kl_texts(self) -> int:
-        """Items of one KL."""
+        """Number of items of one KL."""
         return len(self._pairs)
 
     @property
     def tokens_per_text(self) -> float:
-        """Mean length of the texts that a KL is measured on."""
+        """Mean length of the texts for the KL, in tokens."""
         return sum(len(prompt) + len(answer) for prompt, answer in self._pairs) / max(len(self._pairs), 1)
 
     @property
     def certification_items(self) -> dict[str, int]:
-        """How many items will certify each task."""
+        """Number of items in the certificate of each task."""
         return {data.task.name: data.certification_items for data in self.tasks}
 
     @property
     def first_kl_per_loss(self) -> float:
-        """A first guess of the KL at which the tasks lose a share, over that share.
+        """First guess of KL over relative loss.
 
-        A perplexity rises by about the KL. Of generated answers, on the example: a loss of 2 % goes with .002 nats per
-        token, one of 5 % with .007, one of 45 % with .015.
+        A perplexity rises by about the KL. For generated answers, the example has these values:
+        - 2 % loss: 0.002 nats per token;
+        - 5 % loss: 0.007 nats per token;
+        - 45 % loss: 0.015 nats per token.
         """
         return 1.0 if all(data.task.answer_field is None for data in self.tasks) else 0.1
 
@@ -152,13 +165,13 @@ class Trials:
 
     @property
     def reference(self) -> Reference:
-        """The model that trials run on. Raises OptionError where there is no data to run it on."""
+        """The model of the trials. Raises OptionError without data."""
         if self.model is None:
             raise OptionError("this measurement needs task data", "add `--data`, or take `--size` or `--uniform`")
         return self.model
 
     def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> Mapping[UnitKey | str, Any]:
-        """Dequantized weights of everything the plan stores below 16 bits, as `reference.weights` takes them."""
+        """Return dequantized weights of everything below 16 bits in the plan, in the form of `reference.weights`."""
         source = store or self.store
         weights: dict[UnitKey | str, torch.Tensor] = {
             unit: source.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16
@@ -167,7 +180,7 @@ class Trials:
         return weights
 
     def kl(self, plan: CompilePlan, purpose: str, store: UnitStore | None = None) -> DistributionSummary:
-        """Mean KL to the reference on answer tokens, nats per token."""
+        """Return the mean KL to the reference on answer tokens, nats per token."""
         stage = f"kl-{plan.digest}"
         plain = self.journal.json(stage, lambda: self._measure_kl(plan, store).to_json())
         self._items[stage] = len(self._pairs)
@@ -182,7 +195,7 @@ class Trials:
             return summarise_divergence(self._reference_log_p, self.reference.forced_logits(self._pairs))
 
     def answer_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
-        """Mean NLL of the reference answers of the first validation items, nats per token."""
+        """Return the mean NLL of the reference answers of the first validation items, nats per token."""
 
         stage = f"nll-{plan.digest}-{items}"
         self._items[stage] = min(items, len(self.tasks[0].validation.items))
@@ -197,20 +210,20 @@ class Trials:
         scores = answer_scores(data.task, data.validation.items[:items], engine, shots=data.shots)
         return sum(score.nll for score in scores) / max(sum(score.tokens for score in scores), 1)
 
-    # Measurements that do not wait for each other: one after the other here, at once where there are many machines.
+    # Independent measurements: one after the other here, in parallel on a cluster.
 
     def kl_each(self, plans: Iterable[tuple[CompilePlan, str]]) -> Iterator[DistributionSummary]:
-        """`kl` of each plan with its purpose, in order."""
+        """Yield `kl` of each plan with its purpose, in order."""
         for plan, purpose in plans:
             yield self.kl(plan, purpose)
 
     def answer_nll_each(self, plans: Iterable[CompilePlan], store: UnitStore, items: int) -> Iterator[float]:
-        """`answer_nll` of each plan, in order."""
+        """Yield `answer_nll` of each plan, in order."""
         for plan in plans:
             yield self.answer_nll(plan, store, items)
 
     def baseline(self, data: TaskData) -> EvaluationResult:
-        """The unquantized model on the validation items of one task."""
+        """Return the result of the unquantized model on the validation items of one task."""
         name = data.task.name
         if name not in self._baselines:
             stage = f"baseline-{name}"
@@ -225,20 +238,26 @@ class Trials:
 
     @contextmanager
     def unquantized(self) -> Iterator[TextEngine]:
-        """What answers as the checkpoint does."""
+        """Yield an engine that answers like the checkpoint."""
         yield self.reference
 
     @contextmanager
     def planned(self, plan: CompilePlan, store: UnitStore | None = None) -> Iterator[TextEngine]:
-        """What answers as a plan does. store: of its units, where it is another than this one's."""
+        """Yield an engine that answers like a plan.
+
+        store: quantized units, or None for those of this object.
+        """
         with self.reference.weights(self.weights_of(plan, store)):
             yield self.reference
 
     def close(self) -> None:
-        """Give back what only measuring needs; nothing is measured after it."""
+        """Release resources that only measurements need. No measurement may follow."""
 
     def require_baselines(self) -> None:
-        """Measure the unquantized model on every task. Raises OptionError where it scores 0 and has nothing to lose."""
+        """Measure the unquantized model on every task.
+
+        Raises OptionError if its score is 0, so that it has nothing to lose.
+        """
         for data in self.tasks:
             baseline = self.baseline(data)
             loss_so_far(data.task, baseline, [baseline])
@@ -246,7 +265,7 @@ class Trials:
     def accepts(
         self, plan: CompilePlan, target: float, purpose: str, store: UnitStore | None = None
     ) -> tuple[bool, dict[str, LossEstimate]]:
-        """Whether every task keeps the target on generated answers, as `keeps` judges it."""
+        """Return whether every task keeps the target on generated answers, as `keeps` judges it, and the losses."""
         if not self.tasks:
             raise OptionError("a loss target needs task data", "give `--data`, or take `--bits-per-weight` or `--size`")
         for data in self.tasks:
@@ -264,7 +283,7 @@ class Trials:
         return accepted, losses
 
     def _measure_losses(self, plan: CompilePlan, target: float, store: UnitStore | None) -> dict[str, LossEstimate]:
-        """Loss per task; stops after the first task that does not keep the target."""
+        """Return the loss per task. Stop after the first task that does not keep the target."""
         losses: dict[str, LossEstimate] = {}
         with self.planned(plan, store) as engine:
             for data in self.tasks:
@@ -274,7 +293,7 @@ class Trials:
         return losses
 
     def _measure(self, data: TaskData, target: float, engine: TextEngine) -> LossEstimate:
-        """Loss on validation; stops early where it is CLEAR_STANDARD_ERRORS away from what decides."""
+        """Return the loss on validation. Stop early at CLEAR_STANDARD_ERRORS from the decision."""
         baseline, items, done = self.baseline(data), data.validation.items, 0
         results: list[EvaluationResult] = []
         drafts = [" " + item.prediction for item in baseline.items]
@@ -305,12 +324,12 @@ class Trials:
 
 
 def _told(value: float | None, otherwise: float) -> float:
-    """A number that JSON writes as null where it is not finite."""
+    """Return a number that JSON stores as null if it is not finite."""
     return otherwise if value is None else value
 
 
 def _estimate(values: Mapping[str, Any]) -> LossEstimate:
-    """What LossEstimate.to_json gave, for the journal: a bound that cannot be told is infinite on its side."""
+    """Invert LossEstimate.to_json for the journal. A missing bound is infinite on its side."""
     low, high = values["interval95"]
     bounds = {
         "interval95": (_told(low, -math.inf), _told(high, math.inf)),
@@ -322,29 +341,31 @@ def _estimate(values: Mapping[str, Any]) -> LossEstimate:
 
 
 def margin(estimate: LossEstimate, certification_items: int) -> float:
-    """What a loss must stay below its target by: one standard error on validation, and the width that the
-    certificate's one-sided 95 % bound will have on its own items, so that an accepted plan is likely to be supported.
+    """Return the distance that a loss must keep from its target.
+
+    It is one standard error on validation, plus the expected width of the certificate's one-sided 95 % bound on its own
+    items. An accepted plan is then likely to be supported.
     """
     at_certification = estimate.standard_error * math.sqrt(estimate.n / max(certification_items, 1))
     return estimate.standard_error + ONE_SIDED_95 * at_certification
 
 
 def keeps(estimate: LossEstimate, target: float, certification_items: int) -> bool:
-    """The acceptance rule of the search; implies loss + one standard error <= target."""
+    """Return whether the search accepts a loss. Acceptance implies loss + one standard error <= target."""
     return estimate.loss + margin(estimate, certification_items) <= target
 
 
 def kl_bound(summary: DistributionSummary) -> float:
-    """The upper one-sided 95 % bound of the mean, so that an accepted plan is likely to be supported.
+    """Return the upper one-sided 95 % bound of the mean. An accepted plan is then likely to be supported.
 
-    The mean itself where a single text gives no spread.
+    With a single text, which has no spread, it is the mean itself.
     """
     width = ONE_SIDED_95 * summary.standard_error
     return summary.mean + (width if math.isfinite(width) else 0.0)
 
 
 def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:
-    """Relative loss on the items measured so far, paired with the first ones of the baseline."""
+    """Return the relative loss on the items measured so far, paired with the first items of the baseline."""
     scores = np.concatenate([part.scores for part in parts])
     count = len(scores)
     if task.answer_field is None:

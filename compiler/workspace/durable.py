@@ -1,4 +1,4 @@
-"""The only place where the compiler writes its own files and folders. A crash leaves the old ones or the new, whole."""
+"""Durable writes of all files and folders that the compiler creates. A crash leaves the complete old or new version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASIDE_SUFFIX = ".moec-replaced"
 
 
 class Disk(FileSystem):
-    """The file system; every operation that can fail or be cut off is a method, so that tests can make it fail."""
+    """The file system. Every operation that can fail or be interrupted is a method, so that tests can make it fail."""
 
     def sync_file(self, path: Path) -> None:
         """Sync a file that is already closed. Raises OSError."""
@@ -28,22 +28,22 @@ class Disk(FileSystem):
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or nothing. Raises OSError."""
+        """Remove a file if it exists. Raises OSError."""
         self.remove_tree(path)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder with its content, a file, or nothing. A link is removed, never what it points to."""
+        """Remove a folder with its content, or a file, if it exists. A link is removed, but never its target."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif os.path.lexists(path):
             path.unlink()
 
     def create(self, path: Path) -> StreamingFile:
-        """A new file at `path`, visible there only when it is complete."""
+        """Create a file that appears at `path` only when it is complete."""
         return StreamingFile(self, path)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """Replace `path` by these bytes: afterwards it holds the old content or the new, never a mixture.
+        """Replace the content of `path`. Afterwards it holds the old content or the new, never a mixture.
 
         Raises OSError; translate it with `disk_errors`.
         """
@@ -52,13 +52,13 @@ class Disk(FileSystem):
 
 
 disk_errors = partial(write_errors, kind=MoecError)
-"""Errors of the disk around a compile's own files: DoesNotFit, MoecError, both naming the place."""
+"""Translates errors of the disk on the compiler's own files into DoesNotFit or MoecError, which name the path."""
 
 
 class StreamingFile(AtomicFile):
-    """A file of the compiler's own, hashed while it is written. What a killed run left of it is written over.
+    """A file of the compiler that is hashed while it is written. It overwrites the remains of a killed run.
 
-    On any exit but a clean one nothing is left of it, and what has its name is untouched.
+    After an error the new content is removed, and an existing file of the same name is unchanged.
     """
 
     def __init__(self, disk: Disk, path: Path) -> None:
@@ -68,7 +68,7 @@ class StreamingFile(AtomicFile):
 
     @property
     def sha256(self) -> str:
-        """Hex digest of what has been written."""
+        """Hex digest of the bytes written so far."""
         return self._digest.hexdigest()
 
     def write(self, data: bytes | memoryview) -> None:
@@ -83,9 +83,9 @@ class StreamingFile(AtomicFile):
 
 
 def check_replaceable(final: Path, overwrite: bool) -> None:
-    """Ask before any work whether a bundle may take the name `final`.
+    """Check before any work whether a bundle may take the name `final`.
 
-    With overwrite an empty folder or an earlier bundle may be replaced, a link, a file or any other folder never.
+    overwrite: permits replacing an empty folder or an earlier bundle, but never a link, a file or another folder.
     Raises OptionError.
     """
     if not os.path.lexists(final):
@@ -98,10 +98,11 @@ def check_replaceable(final: Path, overwrite: bool) -> None:
 
 
 def publish_directory(disk: Disk, partial: Path, final: Path, overwrite: bool = False) -> None:
-    """Give a finished folder its name. What stood there is moved aside first and restored if the rename fails.
+    """Give a finished folder its final name. An existing folder is first moved aside, and restored if the rename fails.
 
-    Everything in it is synced before. A crash leaves the old folder, the new one, or the old one aside, which
-    `recover_replaced` puts back. Raises OptionError (check_replaceable), DoesNotFit, MoecError.
+    All content is synced before. A crash leaves the old folder, the new one, or the old one aside. `recover_replaced`
+    restores it.
+    Raises OptionError (see check_replaceable), DoesNotFit or MoecError.
     """
     check_replaceable(final, overwrite)
     aside = _aside(final)
@@ -113,19 +114,19 @@ def publish_directory(disk: Disk, partial: Path, final: Path, overwrite: bool = 
         try:
             disk.rename(partial, final)
         except BaseException:
-            # If even this fails, the old folder stays aside and recover_replaced finds it.
+            # If this fails too, the old folder stays aside, and recover_replaced finds it.
             with contextlib.suppress(OSError):
                 if aside.exists() and not final.exists():
                     disk.rename(aside, final)
             raise
         disk.sync_directory(final.parent)
-    # The new folder is in place: a leftover beside it is no failure, and the next compile removes it.
+    # The new folder is in place. A leftover old folder is no failure; the next compile removes it.
     with contextlib.suppress(OSError):
         disk.remove_tree(aside)
 
 
 def recover_replaced(disk: Disk, final: Path) -> None:
-    """Put back what a crash between the two renames of `publish_directory` left aside. Raises DoesNotFit, MoecError."""
+    """Restore an old folder after a crash between the renames of `publish_directory`. Raises DoesNotFit, MoecError."""
     aside = _aside(final)
     if not aside.exists():
         return
@@ -138,7 +139,7 @@ def recover_replaced(disk: Disk, final: Path) -> None:
 
 
 def require_free_bytes(folder: Path, need_bytes: int) -> None:
-    """Raise DoesNotFit if the file system of `folder` has less than need_bytes free; it need not exist yet."""
+    """Raise DoesNotFit if the file system of `folder` has less than `need_bytes` free. The folder need not exist."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent

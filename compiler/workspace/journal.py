@@ -1,7 +1,8 @@
-"""The journal of a compile: the result of every finished stage, so that a killed run goes on where it stopped.
+"""The journal of a compile: the result of each finished stage, so that a killed run can resume.
 
-A stage's result is one file whose name carries the key of everything it depends on; it is written durably and holds
-its own digest, so a file that is there and whole is a stage that is done. Arrays travel as safetensors, never pickle.
+The result of a stage is one file. Its name contains the key of everything that the result depends on. The file is
+written durably and contains its own digest. An intact file therefore means that its stage is done.
+Arrays are stored as safetensors, never as pickle.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .durable import Disk, StreamingFile, disk_errors
 
 Note = Callable[[str], None]
 JOURNAL_FORMAT = 2
-"""What stages put into their results; raised when they put something else, so that an older journal is not read."""
+"""Version of the stage results. It is raised when their content changes, so that an older journal is not read."""
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 8 << 20
 _KEY_CHARACTERS = 16
@@ -35,13 +36,13 @@ _ENTRY = re.compile(rf"[a-z0-9][a-z0-9._-]*-[0-9a-f]{{{_KEY_CHARACTERS}}}(\.writ
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """A checked result in the journal that is read in parts."""
+    """A verified result in the journal that is read in parts."""
 
     path: Path
     size_bytes: int
 
     def is_whole(self) -> bool:
-        """Whether the digest behind the data is that of the data."""
+        """Return whether the digest at the end of the file matches the data."""
         digest, left = hashlib.sha256(), self.size_bytes
         with self.path.open("rb") as file:
             while left and (piece := file.read(min(left, _PIECE_BYTES))):
@@ -50,7 +51,11 @@ class StoredBytes:
             return left == 0 and file.read() == digest.digest()
 
     def read(self, offset_bytes: int, size_bytes: int) -> np.ndarray:
-        """uint8 [size]. Raises ValueError outside the data, MoecError if the disk refuses."""
+        """Return bytes of the data, uint8 [size].
+
+        Raises ValueError outside the data.
+        Raises MoecError if the disk refuses.
+        """
         if not 0 <= offset_bytes <= offset_bytes + size_bytes <= self.size_bytes:
             raise ValueError(f"bytes {offset_bytes} to {offset_bytes + size_bytes} of {self.size_bytes}")
         with disk_errors(self.path), self.path.open("rb") as file:
@@ -61,10 +66,13 @@ class StoredBytes:
 class Journal:
     """Stage results in one folder.
 
-    folder: `NAME.work` beside the output; made if absent. identity: digest of what all stages depend on (checkpoint,
-    data, options, version). A journal of another identity is not found, so stale results are never taken up.
-    note: told of each damaged result that is passed over.
-    Raises OptionError if the folder holds anything but results of a journal; DoesNotFit, MoecError (the disk refuses).
+    folder: `NAME.work` next to the output; created if absent.
+    identity: digest of the inputs of all stages: checkpoint, data, options, version. Results of another identity are
+        not
+        found, so stale results are never used.
+    note: called with a sentence about each damaged result that is skipped.
+    Raises OptionError if the folder holds anything but results of a journal.
+    Raises DoesNotFit or MoecError if the disk refuses.
     """
 
     def __init__(self, folder: Path, identity: str, disk: Disk, note: Note = lambda sentence: None) -> None:
@@ -77,7 +85,7 @@ class Journal:
 
     @classmethod
     def fresh(cls, folder: Path, identity: str, disk: Disk, note: Note = lambda sentence: None) -> Journal:
-        """An empty journal: what an earlier run left is removed. Raises as the class does."""
+        """Return an empty journal. Results of an earlier run are removed. Raises the errors of the class."""
         if folder.is_dir():
             _check_folder(folder)
             with disk_errors(folder):
@@ -85,7 +93,7 @@ class Journal:
         return cls(folder, identity, disk, note)
 
     def finished(self) -> list[str]:
-        """The stages of this identity that have a result, in the order of their names; damaged ones among them."""
+        """Return the stages of this identity that have a result, sorted by name. Damaged results are included."""
         with disk_errors(self._folder):
             names = sorted(path.name for path in self._folder.iterdir())
         stages = [(name.rpartition("-")[0], name) for name in names]
@@ -98,7 +106,7 @@ class Journal:
         return self._folder / f"{stage}-{key}"
 
     def get(self, stage: str) -> bytes | None:
-        """The stored bytes of a stage; None if it is not done or its file is damaged."""
+        """Return the stored bytes of a stage, or None if it is not done or its file is damaged."""
         path = self._path(stage)
         try:
             raw = path.read_bytes()
@@ -114,18 +122,18 @@ class Journal:
         return None
 
     def put(self, stage: str, data: bytes) -> None:
-        """Store the bytes of a finished stage; an earlier result gives way at once or not at all.
+        """Store the bytes of a finished stage. An earlier result is replaced atomically.
 
-        Raises DoesNotFit, MoecError (the disk refuses).
+        Raises DoesNotFit or MoecError if the disk refuses.
         """
         path = self._path(stage)
         with disk_errors(path):
             self._disk.write_file(path, hashlib.sha256(data).digest() + data)
 
     def json(self, stage: str, compute: Callable[[], Any]) -> Any:
-        """The stage's JSON value, computed and stored if it is not there yet.
+        """Return the JSON value of a stage. If it is not stored yet, compute and store it.
 
-        Both ways return the value as JSON gives it back, so that a resumed run sees what the first one saw.
+        Both cases return the value as decoded from JSON, so that a resumed run sees the same value as the first run.
         """
         data = self.get(stage)
         if data is None:
@@ -134,7 +142,7 @@ class Journal:
         return load_strict_json(data, WORK_JSON)
 
     def arrays(self, stage: str, compute: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """The stage's arrays by name, computed and stored if they are not there yet."""
+        """Return the arrays of a stage by name. If they are not stored yet, compute and store them."""
         from safetensors.numpy import load, save
 
         data = self.get(stage)
@@ -146,19 +154,19 @@ class Journal:
 
     @contextmanager
     def stream(self, stage: str) -> Iterator[StreamingFile]:
-        """Write the bytes of a stage front to back, for results too large to hold; complete on a clean exit.
+        """Write the bytes of a stage in sequence, for results too large to hold. A clean exit completes the result.
 
-        Raises DoesNotFit, MoecError (the disk refuses).
+        Raises DoesNotFit or MoecError if the disk refuses.
         """
         path = self._path(stage)
         with disk_errors(path):
             with self._disk.create(path) as file:
                 yield file
-                file.write(bytes.fromhex(file.sha256))  # behind the data, unlike in `put`
+                file.write(bytes.fromhex(file.sha256))  # after the data; `put` stores the digest before the data
             self._disk.sync_directory(path.parent)
 
     def read_stream(self, stage: str) -> StoredBytes | None:
-        """What `stream` wrote, checked; None if it is not done or its file is damaged."""
+        """Return the verified result of `stream`, or None if it is not done or its file is damaged."""
         path = self._path(stage)
         try:
             stored = StoredBytes(path, path.stat().st_size - _DIGEST_BYTES)
@@ -173,15 +181,15 @@ class Journal:
         return None
 
     def forget(self, stage: str) -> None:
-        """Remove the result of a stage that a later one has replaced. Raises MoecError."""
+        """Remove the result of a stage that a later stage has replaced. Raises MoecError."""
         path = self._path(stage)
         with disk_errors(path):
             self._disk.remove_tree(path)
 
     def remove(self, last: str | None = None) -> None:
-        """Forget everything: the compile is complete. Raises MoecError.
+        """Remove all results, because the compile is complete. Raises MoecError.
 
-        last: the stage whose result goes after all others, so that a run that is cut off here still finds it.
+        last: stage whose result is removed last. A run that is interrupted here still finds it.
         """
         with disk_errors(self._folder):
             for path in sorted(self._folder.iterdir()):
@@ -191,7 +199,7 @@ class Journal:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder that a user may have made: removing it must never cost anyone's files."""
+    """Refuse a folder that a user may have made. Removing the journal must never delete a user's files."""
     for path in sorted(folder.iterdir()):
         if not _ENTRY.fullmatch(path.name) or not path.is_file():
             raise OptionError(

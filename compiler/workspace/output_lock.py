@@ -1,4 +1,4 @@
-"""One compile at a time for an output: parent folders are made, and a lock keeps others away until the process ends."""
+"""One compile at a time per output. Parent folders are made, and a lock excludes others until the process ends."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def hold_output(output: Path, disk: Disk, note: Note) -> Iterator[None]:
 
     output: the folder that the compile writes.
     disk: makes the folders.
-    note: told where the file system has no locks.
-    Raises MoecError (another compile holds the lock, or the disk refuses), OptionError (a file is in the way),
-    DoesNotFit.
+    note: called with a sentence if the file system has no locks.
+    Raises MoecError if another compile holds the lock, or the disk refuses.
+    Raises OptionError if a file is in the way.
+    Raises DoesNotFit.
     """
     path = output.with_name(output.name + LOCK_SUFFIX)
     with contextlib.ExitStack() as held:
@@ -42,7 +43,7 @@ def hold_output(output: Path, disk: Disk, note: Note) -> Iterator[None]:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder above a path that exists. Raises MoecError if the system does not take the path."""
+    """Return the nearest existing folder above a path. Raises MoecError if the system rejects the path."""
     parent = path.absolute().parent
     with disk_errors(path):
         while not parent.is_dir() and parent != parent.parent:
@@ -51,7 +52,10 @@ def existing_parent(path: Path) -> Path:
 
 
 def _lock(path: Path, output: Path, note: Note) -> int:
-    """Open and lock a file, which stays at its path while it is locked; returns the descriptor. Raises as above."""
+    """Open and lock a file that stays at its path while it is locked. Return the descriptor.
+
+    Raises the errors of hold_output.
+    """
     with disk_errors(path):
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -67,7 +71,7 @@ def _lock(path: Path, output: Path, note: Note) -> int:
 
 
 def _check_ours(descriptor: int, path: Path) -> None:
-    """Refuse anything but an empty file: the lock is removed at the end, a user's file must never be."""
+    """Refuse anything but an empty file: the lock is removed at the end, and a user's file must never be."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_size:
         raise OptionError(
@@ -89,7 +93,7 @@ def _take(descriptor: int, output: Path, note: Note) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a descriptor is that of the file which stands at the path."""
+    """Return whether a descriptor refers to the file at the path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -97,7 +101,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _release(descriptor: int, path: Path) -> None:
-    """Remove the file, then the lock: whoever opened it in between sees that it is gone and makes another."""
+    """Remove the file, then the lock. A process that opened it in between sees that it is gone and creates another."""
     with contextlib.suppress(OSError):
         if _is_at(descriptor, path):
             path.unlink()

@@ -1,4 +1,4 @@
-"""What lies beside the output while a compile runs: the journal in `NAME.work`, the unfinished bundle in `.partial`."""
+"""Files next to the output while a compile runs: the journal `NAME.work` and the unfinished bundle `NAME.partial`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .journal import Journal, Note
 
 WORK_SUFFIX = ".work"
 CERTIFIED = "certified"
-"""The journal's last stage: the digest of the manifest that is about to be published."""
+"""Last stage in the journal: the digest of the manifest that will be published."""
 
 
 def work_folder(output: Path) -> Path:
-    """Where the journal of this output lies."""
+    """Return the folder of the journal for this output."""
     return output.with_name(output.name + WORK_SUFFIX)
 
 
 def check_partial(partial: Path) -> None:
-    """Refuse to replace what stands at `NAME.partial` unless an unfinished compile left it. Raises OptionError."""
+    """Raise OptionError if `NAME.partial` exists and is not the remains of an unfinished compile."""
     if not os.path.lexists(partial):
         return
     names = {item.name.removesuffix(WRITING_SUFFIX) for item in partial.iterdir()} if partial.is_dir() else {""}
@@ -40,10 +40,11 @@ def check_partial(partial: Path) -> None:
 
 @contextlib.contextmanager
 def work_journal(output: Path, identity: str, disk: Disk, resume: bool, note: Note) -> Iterator[Journal]:
-    """The journal beside the output. It outlives only a run that was cut off and can be taken up again.
+    """Open the journal next to the output. It is kept only if the run was interrupted and can be resumed.
 
-    note: told what is taken up, and of damaged results.
-    What is refused for its input is refused again, so nothing of it is kept. Raises as Journal does.
+    If the input is refused, a resumed run would be refused too, so the journal is removed.
+    note: called with sentences about resumed stages and damaged results.
+    Raises the errors of Journal.
     """
     opened = Journal if resume else Journal.fresh
     journal = opened(work_folder(output), identity, disk, note)
@@ -60,7 +61,7 @@ def work_journal(output: Path, identity: str, disk: Disk, resume: bool, note: No
 
 @contextlib.contextmanager
 def planning_journal(output: Path, identity: str, resume: bool, note: Note) -> Iterator[Journal]:
-    """The journal of a run that writes nothing: one in passing, or with `resume` what an interrupted run left."""
+    """Open the journal of a run that writes nothing: a temporary one, or with `resume` that of an interrupted run."""
     if resume and work_folder(output).is_dir():
         journal = Journal(work_folder(output), identity, Disk(), note)
         note(_taken_up(journal, work_folder(output)))
@@ -73,7 +74,7 @@ def planning_journal(output: Path, identity: str, resume: bool, note: Note) -> I
 
 
 def _taken_up(journal: Journal, folder: Path) -> str:
-    """What a resumed compile does not do again, in one sentence."""
+    """Return a sentence about the stages that a resumed compile does not repeat."""
     kinds = Counter(stage.partition("-")[0] for stage in journal.finished())
     if not kinds:
         return _nothing_there(folder)
@@ -87,7 +88,7 @@ def _nothing_there(folder: Path) -> str:
 
 @contextlib.contextmanager
 def removed_on_failure(disk: Disk, partial: Path) -> Iterator[None]:
-    """Leave no unfinished bundle behind: a resumed run writes it anew. A disk that refuses even that is let be."""
+    """Remove the unfinished bundle after an error; a resumed run writes it again. Errors of the disk are ignored."""
     try:
         yield
     except BaseException:
@@ -97,6 +98,6 @@ def removed_on_failure(disk: Disk, partial: Path) -> Iterator[None]:
 
 
 def forget(journal: Journal) -> None:
-    """Remove the journal, the note of a complete bundle last. A leftover is no failure: the next compile removes it."""
+    """Remove the journal. The stage CERTIFIED goes last. A leftover is no failure; the next compile removes it."""
     with contextlib.suppress(MoecError):
         journal.remove(CERTIFIED)

@@ -1,4 +1,4 @@
-"""Quantizers: a weight matrix and a format in, codes with scales out. Modules load when they are asked for."""
+"""Quantizers: from a weight matrix and a format to codes with scales. Modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ QUANTIZERS = ("gptq", "rtn", "quanto")
 
 
 class Quantizer(Protocol):
-    """weight: [N, K] floats. second_moment: [K, K] sum of x x^T over the inputs x seen, or None. tokens: how many."""
+    """A function that quantizes one matrix.
+
+    weight: [N, K] floats.
+    second_moment: [K, K], sum of x x^T over the inputs x, or None.
+    tokens: number of inputs in `second_moment`.
+    """
 
     def __call__(
         self, weight: torch.Tensor, spec: QuantSpec, second_moment: torch.Tensor | None, tokens: int
@@ -25,10 +30,11 @@ class Quantizer(Protocol):
 
 
 def quantizer(name: str) -> Quantizer:
-    """The quantizer of that name. Raises OptionError for an unknown name.
+    """Return the quantizer of that name.
 
-    `rtn` and `quanto` look at the weights alone; `gptq` uses the second moment. All take mxfp4 as it is, or raise
-    CheckpointError.
+    `rtn` and `quanto` use the weights alone, `gptq` also the second moment. All keep mxfp4 weights as they are.
+    Raises OptionError for an unknown name.
+    The quantizer raises CheckpointError if mxfp4 cannot hold the weights exactly.
     """
     if name not in QUANTIZERS:
         raise OptionError(f"unknown quantizer `{name[:40]}`, expected one of {', '.join(QUANTIZERS)}")
@@ -48,7 +54,7 @@ def quantizer(name: str) -> Quantizer:
 
 
 def check_format(name: str, spec: QuantSpec) -> None:
-    """Raise OptionError for a format that this quantizer cannot make. All of them keep 16 bits and mxfp4."""
+    """Raise OptionError if this quantizer cannot make a format. All quantizers keep 16 bits and mxfp4."""
     if name == "quanto" and spec.bitwidth != 16 and not (spec.is_mxfp4 or spec.is_pruned):
         importlib.import_module(".quanto", __package__).check_format(spec)
 
@@ -62,7 +68,10 @@ def quantize_batch(
 ) -> list[QuantizedMatrix]:
     """Quantize one projection of several experts.
 
-    weights: [E, N, K] floats. second_moments: [E, K, K] or None. tokens: [E] or None. Raises as the quantizer does.
+    weights: [E, N, K] floats.
+    second_moments: [E, K, K] or None.
+    tokens: [E] or None.
+    Raises the errors of the quantizer.
     """
     if name == "gptq" and not (spec.is_mxfp4 or spec.is_pruned):
         from .gptq import quantize_gptq_batch

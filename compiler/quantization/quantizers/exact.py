@@ -1,4 +1,4 @@
-"""Weights that a checkpoint holds in a packed format of ours: the same numbers, in our order."""
+"""Weights that a checkpoint holds in a packed format of moec: the same numbers in moec's order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from ..quantized import QuantizedMatrix
 
 
 def repack_mxfp4(weight: torch.Tensor, spec: QuantSpec) -> QuantizedMatrix:
-    """A matrix of 4-bit floats as it is. weight: [N, K] floats that `mxfp4.decode` made. Raises CheckpointError."""
+    """Convert a matrix of 4-bit floats without loss.
+
+    weight: [N, K] floats from `mxfp4.decode`.
+    Raises CheckpointError if mxfp4 cannot hold the weights exactly.
+    """
     found = mxfp4.encode(weight)
     if found is None:
         raise CheckpointError(

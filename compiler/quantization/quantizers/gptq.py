@@ -1,8 +1,11 @@
-"""GPTQ: columns are rounded one after the other, and what rounding one has cost is made up for by those to come.
+"""GPTQ: columns are rounded one after the other, and later columns compensate for the error of earlier ones.
 
-Static groups (scales are chosen before any column is rounded), columns in the order of their inputs' second moment,
-group ranges by clip search. With up to sixteen codes scales are fitted to the codes (refit.py), with up to four both to
-each other in turns. Rounding to nearest is always tried too, so no row comes out worse.
+- Groups are static: scales are chosen before any column is rounded.
+- Columns are ordered by the second moment of their inputs, largest first.
+- Group ranges come from a clip search.
+- With up to sixteen codes, scales are fitted to the codes (refit.py). With up to four, codes and scales alternate.
+- Rounding to nearest is always tried too, so no row gets worse than that.
+
 Source: GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, section 3, algorithm 1.
 Shapes: B matrices, N rows, K columns, G groups.
 """
@@ -25,16 +28,21 @@ from .refit import refit
 from .rtn import quantize_rtn
 
 DAMPING = 0.01
-"""Share of the mean diagonal added to the second moment; enough where there are more tokens than columns."""
+"""Share of the mean diagonal that is added to the second moment, for at least as many tokens as columns."""
 SPARSE_DAMPING = 0.1
-"""The same with fewer tokens than columns: output error on held-out inputs falls by up to a tenth."""
+"""The share for fewer tokens than columns. It lowers the output error on held-out inputs by up to 10 %."""
 _ONE_THREAD_WEIGHTS = 1 << 22
-"""Batches below this are computed by one thread: their operations are too short to be worth sharing."""
+"""Batches below this many weights use one thread, because their operations are too short to divide."""
 REFITTED_CODES, FEW_CODES, REFITS = 16, 4, 4
-"""Scales of formats of up to so many codes are fitted to GPTQ's codes; few codes are rounded again on them, in so many
-turns. KL of 3 bits falls by 15 to 40 %, and no further in later turns; output error on held-out inputs falls by a tenth
-in four turns at 2 bits, by a sixth below (docs/experiments.md)."""
-_BLOCK_COLUMNS = 32  # inside a block columns are updated one by one, behind it by one product per block
+"""Limits of the fit of scales to GPTQ's codes.
+
+Formats of up to REFITTED_CODES codes get fitted scales. With up to FEW_CODES codes, rounding and fitting repeat REFITS
+times. Measured (docs/experiments.md):
+- 3 bits: KL falls by 15 to 40 % in the first turn, and no further in later turns.
+- 2 bits, four turns: output error on held-out inputs falls by a tenth.
+- below 2 bits, four turns: it falls by a sixth.
+"""
+_BLOCK_COLUMNS = 32  # columns in a block are updated one by one, later columns by one product per block
 _DAMPING_GROWTH = 10.0
 _DAMPING_TRIALS = 6
 
@@ -42,7 +50,9 @@ _DAMPING_TRIALS = 6
 def quantize_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | None, tokens: int) -> QuantizedMatrix:
     """Quantize one matrix; see quantize_gptq_batch.
 
-    weight: [N, K] floats. second_moment: [K, K], sum of x x^T over the inputs x, or None. tokens: how many inputs.
+    weight: [N, K] floats.
+    second_moment: [K, K], sum of x x^T over the inputs x, or None.
+    tokens: number of inputs.
     """
     moments = None if second_moment is None else second_moment.unsqueeze(0)
     return quantize_gptq_batch(weight.unsqueeze(0), spec, moments, torch.tensor([tokens]))[0]
@@ -50,9 +60,10 @@ def quantize_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | None,
 
 @dataclass(frozen=True, slots=True)
 class PreparedInputs:
-    """What GPTQ makes of second moments alone: the same for every matrix of those inputs, and for every format.
+    """The part of GPTQ that depends on second moments alone. All matrices of the same inputs and all formats share it.
 
-    order: [B, K] columns, those of the largest moment first. factors: [B, K, K] upper triangular, in that order.
+    order: [B, K] columns, largest moment first.
+    factors: [B, K, K] upper triangular, in that order.
     """
 
     order: Tensor
@@ -60,7 +71,11 @@ class PreparedInputs:
 
 
 def prepare_inputs(second_moments: Tensor, counts: Sequence[int]) -> PreparedInputs:
-    """Sort and factor second moments [B, K, K] of matrices that have each seen counts[b] > 0 inputs."""
+    """Sort and factor second moments.
+
+    second_moments: [B, K, K].
+    counts: inputs that each matrix has seen, all above 0.
+    """
     moments = second_moments.float()
     moments = (
         moments / moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)[:, None, None]
@@ -81,11 +96,15 @@ def quantize_gptq_batch(
 ) -> list[QuantizedMatrix]:
     """Quantize matrices of one shape, each against the second moment of its inputs.
 
-    weights: [B, N, K] floats, finite. second_moments: [B, K, K] float32, any scale, or None. tokens: [B] inputs seen.
-    Matrices without tokens, and all without second moments, are rounded to nearest with clip search. A result does
-    not depend on the others of its batch, rounding aside. prepared: of these moments, if every matrix has tokens. Row
-    for row trace(d H d^T) is at most that of rounding to nearest with clip search.
-    Raises ValueError: the format does not fit, or its scales exceed float16.
+    Matrices without tokens are rounded to nearest with clip search, and so are all without second moments.
+    Apart from rounding, a result does not depend on the other matrices of its batch.
+    In each row, trace(d H d^T) is at most that of rounding to nearest with clip search.
+
+    weights: [B, N, K] floats, finite.
+    second_moments: [B, K, K] float32, any scale, or None.
+    tokens: [B] inputs seen.
+    prepared: result of prepare_inputs for these moments; only if every matrix has tokens.
+    Raises ValueError if the format does not fit, or its scales exceed float16.
     """
     with one_torch_thread() if weights.numel() < _ONE_THREAD_WEIGHTS else nullcontext():
         return _quantize(weights.detach().float(), spec, second_moments, tokens, prepared)
@@ -98,7 +117,7 @@ def _quantize(
     tokens: Tensor | None,
     prepared: PreparedInputs | None,
 ) -> list[QuantizedMatrix]:
-    """Rounding to nearest, then GPTQ where there are tokens, then the better of the two for each row."""
+    """Round to nearest, then run GPTQ if there are tokens, then take the better result of each row."""
     counts = [0] * len(weights) if tokens is None or second_moments is None else [int(n) for n in tokens]
     importance = None if second_moments is None else second_moments.diagonal(dim1=1, dim2=2)
     nearest = [
@@ -125,7 +144,7 @@ def _quantize(
 
 
 def _damped(moment: Tensor, tokens: int) -> Tensor:
-    """A second moment [K, K] over its mean diagonal, made positive definite."""
+    """Return a second moment [K, K] over its mean diagonal, made positive definite."""
     damping = DAMPING if tokens >= len(moment) else SPARSE_DAMPING
     mean = moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     return (moment / mean).float() + damping * torch.eye(len(moment))
@@ -133,7 +152,7 @@ def _damped(moment: Tensor, tokens: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A matrix, and the output error of each of its rows, [N]."""
+    """A matrix and the output error of each of its rows, [N]."""
 
     matrix: QuantizedMatrix
     errors: Tensor
@@ -143,7 +162,7 @@ class _Rows:
         return cls(matrix, row_errors(weight, matrix.dequantize(), moment))
 
     def better(self, other: _Rows) -> _Rows:
-        """Row for row the one with the least output error, of two matrices in one format; equal: this one."""
+        """Return the rows with the least output error from two matrices in one format. On a tie, this matrix wins."""
         takes = other.errors < self.errors
         rows, one, two = takes.unsqueeze(1), self.matrix, other.matrix
         minima = None
@@ -155,7 +174,7 @@ class _Rows:
 
 
 def _compensate(weights: Tensor, prepared: PreparedInputs, nearest: list[QuantizedMatrix], seen: list[int]) -> Tensor:
-    """The codes of the matrices `seen`, [len(seen), N, K] uint8, on the scales of `nearest`."""
+    """Return the codes of the matrices `seen` on the scales of `nearest`, uint8 [len(seen), N, K]."""
     spec, order, factors = nearest[0].spec, prepared.order, prepared.factors
     columns = order.shape[1]
     scales = torch.stack([nearest[at].scales.float() for at in seen])
@@ -183,7 +202,12 @@ def _minima(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _round_columns(work: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, most: float) -> Tensor:
-    """Round column by column, [B, K, N] uint8. work, scales, minima: [B, K, N]; work is used up. factors: [B, K, K]."""
+    """Round column by column and return codes, uint8 [B, K, N].
+
+    work: weights, [B, K, N]; overwritten.
+    factors: [B, K, K].
+    scales, minima: [B, K, N].
+    """
     columns = work.shape[1]
     codes = torch.empty(work.shape, dtype=torch.uint8)
     steps = torch.where(scales > 0, scales, torch.ones_like(scales)).reciprocal_()
@@ -206,10 +230,11 @@ def _round_columns(work: Tensor, factors: Tensor, scales: Tensor, minima: Tensor
 
 
 def inverse_factors(moments: Tensor, damping: Tensor) -> Tensor:
-    """Upper triangular U with U^T U = (H + damping * mean diagonal * I)^-1, [B, K, K].
+    """Return upper triangular U with U^T U = (H + damping * mean diagonal * I)^-1, [B, K, K].
 
-    Columns that no input touches stand alone. damping: [B]; raised tenfold, for that matrix only, where H is not
-    positive definite in float32 even so. Raises ValueError if no damping helps (values that are not finite).
+    Columns without any input stay independent.
+    damping: [B]. It is raised tenfold for a matrix whose H is still not positive definite in float32.
+    Raises ValueError if no damping helps, because values are not finite.
     """
     moments = moments.clone()
     diagonal = moments.diagonal(dim1=1, dim2=2)
@@ -219,7 +244,7 @@ def inverse_factors(moments: Tensor, damping: Tensor) -> Tensor:
     damping = damping.clone()
     for _ in range(_DAMPING_TRIALS):
         diagonal.copy_(original + (damping * mean).unsqueeze(1))
-        # With the order of rows and columns reversed, H = L L^T gives H = M M^T with M upper triangular; U = M^-1.
+        # Reversing rows and columns turns H = L L^T into H = M M^T with M upper triangular. U = M^-1.
         lower, failed = torch.linalg.cholesky_ex(moments.flip(1, 2))
         if not failed.any():
             identity = torch.eye(moments.shape[1]).expand_as(moments)

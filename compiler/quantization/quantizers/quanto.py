@@ -1,7 +1,7 @@
-"""The arm of optimum-quanto: its optimizers choose scales and shifts, its operators the codes.
+"""The quantizer `quanto`: optimum-quanto's optimizers choose scales and shifts, its operators choose codes.
 
-Nothing of optimum-quanto goes into a bundle: scales and minima become float16 here, and codes are chosen anew on them.
-Its rule is W ~ codes * scale - shift, so the minimum of a group is -shift.
+No object of optimum-quanto enters a bundle. Scales and minima become float16 here, and codes are chosen again on them.
+optimum-quanto defines W ~ codes * scale - shift, so the minimum of a group is -shift.
 Shapes: N rows, K columns, G groups, g columns of a group.
 """
 
@@ -23,18 +23,22 @@ from ..quantized import QuantizedMatrix
 
 
 def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
-    """Quantize with the best optimizer that optimum-quanto has for the bitwidth.
+    """Quantize with the best optimizer of optimum-quanto for the bitwidth.
 
-    weight: [N, K] floats, finite. 2 and 4 bits: HqqOptimizer (half-quadratic). 3 bits: MaxOptimizer, which alone takes
-    a bitwidth that the package does not offer itself. 8 bits: AbsmaxOptimizer, one scale per row.
-    Raises OptionError for what the package cannot express (below 2 bits, 8 bits in groups, 2 to 4 bits symmetric),
-    ValueError if the format does not fit or its scales exceed float16, MissingDependency without the package.
+    - 2 and 4 bits: HqqOptimizer (half-quadratic).
+    - 3 bits: MaxOptimizer. It alone accepts a bitwidth that the package does not offer.
+    - 8 bits: AbsmaxOptimizer, one scale per row.
+
+    weight: [N, K] floats, finite.
+    Raises OptionError for formats that the package lacks: below 2 bits, 8 bits in groups, 2 to 4 bits symmetric.
+    Raises ValueError if the format does not fit or its scales exceed float16.
+    Raises MissingDependency without the package.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or not spec.fits(weight.shape[1]):
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
     check_format(spec)
     rows = weight.shape[0]
-    # The package takes a matrix of one row for a single tensor without an axis, so it is handed two.
+    # The package treats a matrix of one row as a tensor without an axis, so it gets two rows.
     weight = weight.detach().float().expand(max(2, rows), -1).contiguous()
     scales, minima, codes = (_int8 if spec.bitwidth == 8 else _affine)(weight, spec)
     return QuantizedMatrix(spec, codes[:rows], scales[:rows], None if spec.symmetric else minima[:rows])
@@ -60,7 +64,7 @@ def check_format(spec: QuantSpec) -> None:
 
 
 def _int8(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, minima, codes: one scale per row over -128 to 127, stored as codes 0 to 255 about 128."""
+    """Return scales, minima and codes. Each row has one scale over -128 to 127, stored as codes 0 to 255 about 128."""
     quanto = _quanto()
     scales = _half(quanto.AbsmaxOptimizer()(weight, quanto.qint8, axis=0))
     codes = (weight / _divisor(scales)).round_().clamp_(-128, 127) + 128
@@ -68,7 +72,7 @@ def _int8(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, minima, codes of groups with a scale and a shift each."""
+    """Return scales, minima and codes. Each group has a scale and a shift."""
     quanto = _quanto()
     rows, columns = weight.shape
     size = spec.group_size or columns
@@ -83,7 +87,7 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _half(values: Tensor) -> Tensor:
-    """The nearest float16. Raises ValueError beyond its range."""
+    """Round to float16. Raises ValueError beyond its range."""
     half = values.half().contiguous()
     if not torch.isfinite(half).all():
         raise ValueError(f"scales up to {float(values.abs().max()):.3g} exceed float16")
@@ -91,20 +95,20 @@ def _half(values: Tensor) -> Tensor:
 
 
 def _divisor(scales: Tensor) -> Tensor:
-    """The scales as float32, 1 where a group has no range."""
+    """Return the scales as float32, 1 where a group has no range."""
     scales = scales.float()
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
 def _quanto() -> Any:
-    """The package, set up by the first thread that asks."""
+    """Return the package. The first call sets it up."""
     with _setting_up:
         return _set_up_quanto()
 
 
 @cache
 def _set_up_quanto() -> Any:
-    """The package, with its unpacking in Python: otherwise the first use compiles C++ into the installed package.
+    """Import the package and let it unpack in Python. Otherwise its first use compiles C++ into the installed package.
 
     Raises MissingDependency.
     """
@@ -124,12 +128,12 @@ def _set_up_quanto() -> Any:
 
 @cache
 def _qint3() -> Any:
-    """A type of three bits, -4 to 3; MaxOptimizer only asks for its width."""
+    """Return a type of three bits, -4 to 3. MaxOptimizer uses only its width."""
     return importlib.import_module("optimum.quanto.tensor").qtype("qint3", False, 3, torch.int8, -4.0, 3.0)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Blocks of rows that lie one above the other in the bits of a byte."""
+    """Unpack blocks of rows that share the bits of each byte."""
     return torch.cat([(packed >> (bits * at)) & (2**bits - 1) for at in range(8 // bits)])
 
 

@@ -1,7 +1,7 @@
-"""Scales and minima anew, for codes that stay: least squares on the outputs.
+"""Fit scales and minima to given codes: least squares on the outputs.
 
-GPTQ rounds on scales that were chosen for rounding to nearest. With the codes it gives, outputs are linear in scales
-and minima, and the best ones solve a small system per row.
+GPTQ rounds on scales that were chosen for rounding to nearest. With its codes fixed, outputs are linear in scales and
+minima. The best ones solve a small system per row.
 Shapes: N rows, K columns, G groups of g columns, P = G, or 2 G with minima.
 """
 
@@ -13,14 +13,16 @@ from torch import Tensor
 from ..byte_scales import on_bytes
 from ..quantized import QuantizedMatrix
 
-_RIDGE = 1e-4  # of the mean diagonal: keeps what the codes do not decide, like scales of groups of zeros
-_SYSTEM_VALUES = 1 << 22  # of the systems solved at once, 32 MiB
+_RIDGE = 1e-4  # share of the mean diagonal; keeps what codes do not determine, such as scales of groups of zeros
+_SYSTEM_VALUES = 1 << 22  # values of the systems solved at once, 32 MiB
 
 
 def refit(weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> QuantizedMatrix:
-    """The same codes on the scales and minima that minimise d H d^T of every row, up to float16.
+    """Return the same codes on the scales and minima that minimise d H d^T in each row, up to float16.
 
-    weight: [N, K] float32. moment: H, [K, K], positive definite. Scales that would not be positive stay as they are.
+    Scales that would not be positive stay as they are.
+    weight: [N, K] float32.
+    moment: H, [K, K], positive definite.
     """
     groups = matrix.scales.shape[1]
     unknowns = groups if matrix.minima is None else 2 * groups
@@ -44,7 +46,11 @@ def refit(weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> QuantizedM
 
 
 def _steps(codes: Tensor, residual: Tensor, moment: Tensor, groups: int, has_minima: bool) -> Tensor:
-    """What to add to scales, and to minima behind them, [N, P] float32. codes: [N, K]; residual: d H, [N, K]."""
+    """Return the steps for scales, followed by those for minima, float32 [N, P].
+
+    codes: [N, K].
+    residual: d H, [N, K].
+    """
     rows, columns = codes.shape
     grouped, left = codes.reshape(rows, groups, -1), residual.reshape(rows, groups, -1)
     strips = moment.reshape(groups, columns // groups, columns)
@@ -52,12 +58,13 @@ def _steps(codes: Tensor, residual: Tensor, moment: Tensor, groups: int, has_min
     system = torch.empty(rows, unknowns, unknowns, dtype=torch.float64)
     wanted = [(left * grouped).sum(-1)]
     for group in range(groups):
-        # Scales with scales: symmetric, so that only columns from the group on are multiplied.
+        # The block of scales is symmetric, so only columns from this group on are multiplied.
         product = grouped[:, group] @ strips[group, :, group * strips.shape[1] :]
         product = product.reshape(rows, groups - group, -1).mul_(grouped[:, group:]).sum(-1)
         system[:, group, group:groups] = system[:, group:groups, group] = product
     if has_minima:
-        sums = strips.reshape(groups, columns // groups, groups, -1).sum(-1)  # of each row of H over a group's columns
+        # Each row of H, summed over a group's columns.
+        sums = strips.reshape(groups, columns // groups, groups, -1).sum(-1)
         between = torch.bmm(grouped.transpose(0, 1), sums).transpose(0, 1)
         system[:, :groups, groups:] = between
         system[:, groups:, :groups] = between.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Round to nearest: scales from each group's range, every weight to its nearest code.
+"""Round to nearest: scales from each group's range, each weight to its nearest code.
 
 Shapes: N rows, K columns, G groups, g columns of a group.
 """
@@ -14,11 +14,11 @@ from moec.manifests.quant import QuantSpec
 from ..byte_scales import on_bytes
 from ..quantized import QuantizedMatrix
 
-# Shrink factors of the clip search. On Gaussian rows of 64 the best factor at 2 bits lies near 0.7, at 8 bits at 1; at
-# 1 bit near 0.3, where a code stands for the mean of its half.
+# Shrink factors of the clip search. The best factor for Gaussian rows of 64 is 1 at 8 bits and near 0.7 at 2 bits.
+# At 1 bit it is near 0.3, because a code is then the mean of its half.
 _SHRINK_FACTORS = tuple(1.0 - 0.05 * step for step in range(1, 13))
 _SHRINK_FACTORS_1_BIT = tuple(1.0 - 0.05 * step for step in range(4, 18))
-_CHUNK_WEIGHTS = 1 << 17  # the search makes a dozen passes over a chunk, which should stay in the second-level cache
+_CHUNK_WEIGHTS = 1 << 17  # the search makes a dozen passes over a chunk, which should fit in the level-2 cache
 _ROWS_AT_ONCE = 2048  # bounds the float32 copy of a large embedding
 _SMALLEST_NEGATIVE_HALF = -32767  # bit pattern 0x8001
 
@@ -28,15 +28,24 @@ def quantize_rtn(
 ) -> QuantizedMatrix:
     """Round a matrix to the nearest codes.
 
-    weight: [N, K] floats, finite. importance: [K], >= 0, weighs the columns in the clip search; None: all equal.
-    Scales and minima are rounded to float16 outwards before codes are chosen, so without clip search no weight is
-    clipped and each lies within scale / 2 of its value, up to float32 rounding: |w - w'| <= scale / 2 +
-    2**-22 * ((largest code + 1) * scale + |minimum|). A group of equal values that float16 holds is exact.
-    With clip search each group takes the range, out of its own and a dozen smaller ones about the same centre, with
-    the least (weighted) squared error; it is never worse than without. Of three values the scale with the least error
-    is found without a search. Scales and minima in bytes are rounded once more, to nearest, before codes are chosen:
-    there neither promise holds to the last bit.
-    Raises ValueError: the format does not fit, or its scales exceed float16.
+    Without clip search: scales and minima are rounded outwards to float16 before codes are chosen.
+    No weight is clipped. Each weight lies within scale / 2 of its value, up to float32 rounding:
+
+        |w - w'| <= scale / 2 + 2**-22 * ((largest code + 1) * scale + |minimum|).
+
+    A group of equal values that float16 holds is exact.
+
+    With clip search: each group tries its own range and a dozen smaller ranges about the same centre. It takes the
+    range with the least (weighted) squared error. The result is never worse than without clip search.
+
+    Three values: the scale with the least error has a closed form, without a search.
+
+    Byte scales: scales and minima are rounded once more, to nearest, before codes are chosen. Neither promise above
+    then holds to the last bit.
+
+    weight: [N, K] floats, finite.
+    importance: [K], >= 0, weights of the columns in the clip search, or None for equal weights.
+    Raises ValueError if the format does not fit, or its scales exceed float16.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or 0 in weight.shape or not spec.fits(weight.shape[1]):
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
@@ -51,7 +60,7 @@ def quantize_rtn(
 
 
 def _nearest_codes(weight: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Codes [N, K] uint8 on scales that are given."""
+    """Return the nearest codes for given scales, uint8 [N, K]."""
     grouped = weight.detach().float().reshape(*scales.shape, -1)
     return _codes(grouped, scales.float(), minima.float(), spec).to(torch.uint8).reshape(weight.shape)
 
@@ -59,7 +68,10 @@ def _nearest_codes(weight: torch.Tensor, scales: torch.Tensor, minima: torch.Ten
 def _quantize_rows(
     weight: torch.Tensor, spec: QuantSpec, clip_search: bool, importance: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [N, K] uint8, scales and minima [N, G] float16 of some rows. importance: [G, g] or None."""
+    """Return codes uint8 [N, K], scales and minima float16 [N, G] of some rows.
+
+    importance: [G, g] or None.
+    """
     rows, columns = weight.shape
     groups = spec.groups(columns)
     grouped = weight.float().reshape(rows, groups, columns // groups)
@@ -83,7 +95,10 @@ def _quantize_rows(
 def _ranges(
     grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: QuantSpec, weights: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the clip search tries beside low to high themselves: [N, G] each. weights: [G, g] or None."""
+    """Yield the ranges that the clip search tries in addition to low to high, [N, G] each.
+
+    weights: [G, g] or None.
+    """
     if spec.is_ternary:
         best = _best_of_three(grouped, weights)
         yield -best, best
@@ -94,10 +109,11 @@ def _ranges(
 
 
 def _best_of_three(grouped: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The scale a that minimises sum w (x - a t)^2 over t in -1, 0, 1, of each group. [N, G, g] -> [N, G].
+    """Return the best scale a of each group: [N, G, g] -> [N, G].
 
-    The weights that are not 0 are the k of greatest magnitude, for some k. With S = sum w |x| and W = sum w over them
-    the best a is S / W and takes S^2 / W off the error, so all k are tried at once.
+    It minimises sum w (x - a t)^2 over t in -1, 0, 1. The nonzero t belong to the k weights of largest magnitude, for
+    some k. Let S = sum w |x| and W = sum w over these weights. The best a is S / W, and it lowers the error by S^2 / W.
+    All k are therefore tried at once.
     """
     magnitudes, order = grouped.abs().sort(dim=-1, descending=True, stable=True)
     share = torch.ones_like(grouped) if weights is None else weights.expand_as(grouped).gather(-1, order)
@@ -108,9 +124,9 @@ def _best_of_three(grouped: torch.Tensor, weights: torch.Tensor | None) -> torch
 
 
 def rounded_rows(weight: torch.Tensor, spec: QuantSpec) -> Iterator[tuple[torch.Tensor, QuantizedMatrix]]:
-    """A matrix rounded with clip search, a bounded number of rows at a time: the rows [n, K] float32 and their codes.
+    """Yield a matrix rounded with clip search, a bounded number of rows at a time: rows [n, K] float32 and their codes.
 
-    Rows are rounded apart, so that the pieces together are what `quantize_rtn` makes of the whole.
+    Rows are independent, so all pieces together equal `quantize_rtn` of the whole matrix.
     """
     for piece in torch.split(weight, _ROWS_AT_ONCE):
         rows = piece.float()
@@ -118,7 +134,7 @@ def rounded_rows(weight: torch.Tensor, spec: QuantSpec) -> Iterator[tuple[torch.
 
 
 def _range(grouped: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and greatest value of each group, [N, G, g] -> [N, G]; symmetric: both from the greatest magnitude."""
+    """Return the range of each group: [N, G, g] -> [N, G]. Symmetric: plus and minus the largest magnitude."""
     low, high = grouped.amin(-1), grouped.amax(-1)
     if symmetric:
         high = torch.maximum(high, -low)
@@ -127,10 +143,10 @@ def _range(grouped: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.
 
 
 def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima that cover low to high, float32 values that float16 holds. [N, G] each.
+    """Return scales and minima that cover low to high, float32 values that float16 holds, [N, G] each.
 
-    Symmetric: scale = high / (largest code - centre), minimum = -scale * centre. Raises ValueError beyond float16.
-    Source: docs/format.md, Packing.
+    Symmetric: scale = high / (largest code - centre), minimum = -scale * centre.
+    Raises ValueError beyond float16. Source: docs/format.md, Packing.
     """
     if spec.symmetric:
         scales = _half_above(high / float(spec.largest_code - spec.centre))
@@ -144,7 +160,7 @@ def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch
 
 
 def _codes(grouped: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """The nearest codes, ties to even, [N, G, g] float32."""
+    """Return the nearest codes, ties to even, float32 [N, G, g]."""
     divisor = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(-1)
     return ((grouped - minima.unsqueeze(-1)) / divisor).round_().clamp_(0, float(spec.largest_code))
 
@@ -156,20 +172,20 @@ def _error(
     minima: torch.Tensor,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Squared error of each group, weighted by column. [N, G]"""
+    """Return the squared error of each group, weighted by column, [N, G]."""
     error = torch.addcmul(minima.unsqueeze(-1), codes, scales.unsqueeze(-1)).sub_(grouped).square_()
     return (error if weights is None else error.mul_(weights)).sum(-1)
 
 
 def _half_above(values: torch.Tensor) -> torch.Tensor:
-    """The least float16 value >= each of `values` >= 0, as float32."""
+    """Return the least float16 value >= each of `values` >= 0, as float32."""
     half = values.half()
     below = half.float() < values
     return (half.view(torch.int16) + below.to(torch.int16)).view(torch.float16).float()
 
 
 def _half_below(values: torch.Tensor) -> torch.Tensor:
-    """The greatest float16 value <= each of `values`, as float32."""
+    """Return the greatest float16 value <= each of `values`, as float32."""
     half = values.half()
     bits = half.view(torch.int16)
     next_below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, _SMALLEST_NEGATIVE_HALF))
