@@ -1,4 +1,5 @@
-// The names of lanes/amx_tiles.h over memory, for processors without AMX. Included in its place; no include guard.
+// An emulation of lanes/amx_tiles.h in memory, for processors without AMX. It defines the same names and is included instead.
+// No include guard, because it is included inside a namespace.
 
 struct TileShapes {
     int row_bytes[8] = {}, rows[8] = {};
@@ -16,7 +17,7 @@ struct TileFile {
 };
 thread_local TileFile tile_file;
 
-// The processor raises an error where this ends the program.
+// The emulation ends the program where the processor would raise an error.
 inline void require_tiles(bool holds) {
     if (!holds) {
         __builtin_trap();

@@ -1,6 +1,6 @@
-// The names of lanes/avx512_lanes.h over pairs of registers of eight lanes, for processors without AVX-512: what the kernels do with
-// sixteen lanes runs on AVX2. Included in the place of lanes/avx512_lanes.h, where `half` names the namespace of the same names over eight
-// lanes; no include guard.
+// An emulation of lanes/avx512_lanes.h by pairs of registers of eight lanes, for processors without AVX-512: the kernels over
+// sixteen lanes then run on AVX2. It defines the same names and is included instead. `half` is the namespace of the same names
+// over eight lanes. No include guard, because it is included inside a namespace.
 
 #include "emulated_vnni.h"
 

@@ -1,5 +1,6 @@
-// The dot product of bytes of VNNI in AVX2, for processors without it: the same sums of any codes and bytes, which go to 16
-// bits first, since sums of pairs could saturate there. Included inside the namespace of an instruction set; no include guard.
+// The dot product of bytes of VNNI in AVX2, for processors without VNNI. It gives the same sums for any codes and bytes. Bytes
+// are widened to 16 bits first, because sums of pairs could saturate there. No include guard, because it is included inside the
+// namespace of an instruction set.
 
 inline __m256i emulated_dot_bytes(__m256i sum, __m256i codes, __m256i x) {
     const __m256i even = _mm256_set1_epi16(255);

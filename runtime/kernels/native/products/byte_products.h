@@ -1,12 +1,12 @@
-// Products of panels with several rounded tokens at once. Included inside the namespace of an instruction set, after
-// the header of its panels; the tiles of AMX have the same names of their own (products/amx_products.h). No include guard, for that
-// reason.
+// Products of panels (products/panel.h) with several rounded tokens at once. This file has no include guard: each
+// targets/kernels_*.cpp includes it inside its own namespace, after the header of its panels. AMX has the same names in
+// products/amx_products.h.
 
 #include "products/panel_step.h"
 
 static_assert(kChunkTokens % kRowsSideBySide == 0 && kRowsSideBySide % kRoundedTokens == 0, "groups lie within rows that stand side by side");
 
-// The next lines of what will be read next, of so many bytes or a few more.
+// Prefetch about `bytes` more of the memory that will be read next.
 MOEC_INLINE void ask_for_some(NextBytes& next, int64_t bytes) {
     const uint8_t* const end = next.end - next.begin < bytes ? next.end : next.begin + bytes;
     for (; next.begin < end; next.begin += kPlaneBytes) {
@@ -14,8 +14,8 @@ MOEC_INLINE void ask_for_some(NextBytes& next, int64_t bytes) {
     }
 }
 
-// Tiles [begin, end) of the panels times Tokens rows, from first + token on, which stand side by side: whatever is read of one of
-// them lies at a constant distance from what is read of the first.
+// Tiles [begin, end) of the panels times Tokens rows, beginning with row first + token. The rows stand side by side, so the
+// data of each row lies at a constant distance from the data of the first.
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
 void multiply_byte_panels(const PanelStep& step, int token, int64_t begin, int64_t end) {
     const BytePanel* panels = step.panels;
@@ -62,10 +62,10 @@ MultiplyBytePanels panels_product() {
     return multiply_byte_panels<Bitwidth, IsSymmetric, Blocks, Tokens>;
 }
 
-// Parts, at least, in which a panel's successor is asked for: all at once, it would fill the buffers that inputs and sums come through.
+// The next panel is prefetched in at least so many parts. All at once would fill the buffers that inputs and sums need.
 constexpr int kAskSteps = 4;
 
-// All tokens, in groups of nearly equal size of those that stand side by side.
+// All tokens, in groups of nearly equal size. The rows of a group stand side by side.
 inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step, int blocks) {
     NextBytes next[kPanelBlocks] = {};
     for (int b = 0; b < blocks; ++b) {
@@ -87,7 +87,7 @@ inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep
     }
 }
 
-// What a thread sets up before it multiplies panels with `count` <= 96 tokens, and takes down afterwards: nothing.
+// What a thread sets up before it multiplies panels with `count` <= 96 tokens. Only AMX needs something here.
 struct PanelSession {
     explicit PanelSession(int) {}
 };

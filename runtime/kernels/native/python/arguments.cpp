@@ -11,7 +11,7 @@ namespace {
 
 struct KindFacts {
     const char* name;
-    const char* codes;  // struct module codes that mean this kind, given the item size
+    const char* codes;  // codes of the struct module for this kind, with the item size below
     Py_ssize_t item_bytes;
 };
 

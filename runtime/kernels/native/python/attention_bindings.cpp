@@ -1,4 +1,4 @@
-// The Python face of the steps of attention. Shapes and meanings: runtime/kernels/reference.py.
+// Bindings of the single steps of attention. Shapes and meanings: runtime/kernels/reference.py.
 
 #include "python/attention_bindings.h"
 

@@ -1,5 +1,5 @@
-// The Python face of attention from the residual stream to the residual stream. Meanings: runtime/kernels/attention_layer.py and
-// latent_layer.py.
+// Bindings of attention layers, from the residual stream back to the residual stream.
+// Meanings: runtime/kernels/attention_layer.py and latent_layer.py.
 
 #include <memory>
 #include <string>
@@ -20,7 +20,7 @@ const PackedMatrix& packed(nb::handle matrix) {
     return nb::cast<const PackedMatrix&>(matrix);
 }
 
-// Matrices of a layer, kept alive, and where they lie when it is used: each may have moved since.
+// Matrices of a layer, kept alive. Their memory may move between calls: `follow` updates the views.
 class Matrices {
   public:
     const MatrixView& take(nb::handle object, MatrixView& view) {
@@ -48,7 +48,7 @@ class Vectors {
     Vectors(const Vectors&) = delete;
     Vectors& operator=(const Vectors&) = delete;
 
-    // The values of an array, or null where there is none.
+    // Returns the values of an array, or null for None.
     const float* take(nb::handle object, const char* name, std::initializer_list<int64_t> shape) {
         arrays_.emplace_back(object, name, Kind::kFloat32, static_cast<int>(shape.size()));
         arrays_.back().expect(shape);
@@ -86,13 +86,13 @@ class Vectors {
         return {take(both[0], "cos", {positions, half}), take(both[1], "sin", {positions, half}), half, is_interleaved};
     }
 
-    int64_t positions = 0;  // of the tables
+    int64_t positions = 0;  // of the rotation tables
 
   private:
     std::vector<MaybeArray> arrays_;
 };
 
-// What every call of a layer is checked for; then `run` with the memory of its arguments.
+// Checks the arguments of a call and runs the layer without the interpreter lock.
 template <class Layer>
 void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const Vectors& vectors, int64_t window, nb::handle hidden_object,
                     nb::handle slots, nb::handle positions, nb::handle ends) {
@@ -111,7 +111,7 @@ void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const 
     expect_memory(has_memory);
 }
 
-// Weights, kept alive, their shapes checked once.
+// Weights of a layer, kept alive. Their shapes are checked once, here.
 class AttentionLayer {
   public:
     AttentionLayer(nb::tuple norm, float norm_eps, nb::tuple matrices, nb::tuple biases, nb::tuple head_norms, float head_norm_eps,
@@ -181,7 +181,7 @@ class AttentionLayer {
     AttentionLayerView view_{};
 };
 
-// The same for heads that share one vector.
+// The same for latent attention, whose heads share one vector.
 class LatentLayer {
   public:
     LatentLayer(nb::tuple norm, float norm_eps, nb::object query_down, nb::object query, nb::object latent_down, nb::tuple inner_norms,
@@ -218,7 +218,7 @@ class LatentLayer {
     }
 
   private:
-    // One matrix per head and direction, all of one size.
+    // One matrix per head and direction. All matrices of a direction have the same size.
     void take_heads(const nb::tuple& key_up, const nb::tuple& value_up) {
         if (key_up.size() == 0 || key_up.size() != value_up.size()) {
             refuse("key_up and value_up: expected a matrix for each head");

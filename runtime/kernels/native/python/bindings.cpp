@@ -1,4 +1,5 @@
-// The Python face of the kernels: every argument is checked here, then the interpreter lock is released around the work.
+// The module `_native`. Each function checks every argument, then releases the interpreter lock around the work.
+// Start here to find the C++ side of a function of runtime/kernels. The other *_bindings.cpp are called at the end.
 // Shapes and meanings: runtime/kernels/reference.py. Types: runtime/kernels/_native.pyi.
 
 #include <nanobind/nanobind.h>
@@ -206,7 +207,7 @@ void bind_set_threads(int count) {
 NB_MODULE(_native, module) {
     using namespace nanobind::literals;
     using namespace moec;
-    nb::set_leak_warnings(false);  // matrices may outlive the interpreter's last collection
+    nb::set_leak_warnings(false);  // matrices may live longer than the interpreter's last collection
     nb::class_<PackedMatrix>(module, "PackedMatrix")
         .def(nb::init<nb::handle, int64_t, int64_t, int, int64_t, bool, int, bool>(), "data"_a, "rows"_a, "columns"_a, "bitwidth"_a,
              "group_size"_a, "symmetric"_a, "float_type"_a, "byte_scales"_a)

@@ -1,4 +1,4 @@
-// The expert cache as Python holds it, and the hold on the arrays and experts that it writes.
+// The expert cache as a Python object. It keeps the arrays and experts alive that the cache writes.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace moec {
 
-// Arrays that numpy owns and the cache writes, and the experts whose views it moves, kept alive.
+// Arrays of numpy that the cache writes, and experts whose views it moves, kept alive.
 struct HeldColumns {
     std::unique_ptr<Array> state, is_leased, is_ahead, is_seen, prefetches, heat, last_used, uses, counts;
     nb::list experts;
@@ -56,7 +56,7 @@ inline Score score_named(const std::string& name) {
     return name == "lru" ? Score::kLastUsed : Score::kUses;
 }
 
-// A tuple per expert: descriptor, offset and size in its file, the expert or None, where gate (-1: none), up and down begin.
+// One tuple per expert: descriptor, offset and size in its file, Expert or None, and where gate (-1: none), up and down begin.
 inline std::vector<ExpertSource> sources_of(nb::list tuples, nb::list experts) {
     std::vector<ExpertSource> sources;
     for (nb::handle each : tuples) {

@@ -1,4 +1,4 @@
-// Weights as Python holds them: views for the kernels, and the hold on the memory that they are views of.
+// Weights as Python objects. They keep the memory alive that their views point to.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace moec {
 
-// A matrix and the hold on its memory.
+// A matrix that keeps its memory alive.
 struct PackedMatrix {
     std::unique_ptr<Array> data;
     MatrixView view;
@@ -31,7 +31,7 @@ struct PackedMatrix {
         }
     }
 
-    // The same matrix in other memory of as many bytes.
+    // Moves the matrix to other memory of the same size. Raises ValueError if the size differs.
     void move_to(nb::handle bytes) {
         auto other = std::make_unique<Array>(bytes, "data", Kind::kUint8, 1);
         if (other->bytes() != data->bytes()) {
@@ -76,7 +76,7 @@ struct Expert {
         }
     }
 
-    // After its matrices have moved.
+    // Call it after the matrices have moved.
     void follow_matrices() {
         view.gate.data = nb::cast<const PackedMatrix&>(gate.is_none() ? up : gate).view.data;
         view.up.data = nb::cast<const PackedMatrix&>(up).view.data;

@@ -1,4 +1,4 @@
-// The Python face of looking ahead. Shapes and meanings: runtime/kernels/lookahead.py.
+// Bindings of looking ahead. Shapes and meanings: runtime/kernels/lookahead.py.
 
 #include "python/lookahead_bindings.h"
 

@@ -1,5 +1,5 @@
-// Lists as arguments of bindings, in place of nanobind/stl/vector.h: its conversion is noexcept, so a list that memory does not
-// suffice for would end the process. This one raises MemoryError.
+// List arguments of bindings. nanobind/stl/vector.h is not used, because its conversion is noexcept: a list without enough
+// memory would end the process. This conversion raises MemoryError.
 
 #pragma once
 
