@@ -184,7 +184,8 @@ void check_products(Check& check) {
             }
         }
     }
-    for (int64_t tokens = 8; tokens <= 33; ++tokens) {  // every number of tokens that is multiplied at once, and whole groups with any rest
+    // Every number of tokens that is multiplied at once, and whole groups with any rest.
+    for (int64_t tokens = 8; tokens <= 33; ++tokens) {
         check_matrix(check, {nullptr, 33, 320, 32, 4, true, FloatType::kNone, false}, tokens);
         check_matrix(check, {nullptr, 33, 320, 64, 3, false, FloatType::kNone, false}, tokens);
     }
@@ -301,7 +302,8 @@ void check_attention(Check& check) {
                                    kHeads,   kKvHeads,    size,          kContext, window,  0.3f, position % 2 ? nullptr : sinks.data(),
                                    window == 0 && position > 6 ? ends : nullptr, position > 6 ? bias.data() : nullptr};
                 for (int64_t head = 0; head < kHeads; head += kHeads / kKvHeads) {
-                    call.out = found.data();  // the tested set takes all queries that share keys and values at once; scalar takes each alone
+                    // The tested set takes all queries that share keys and values at once; scalar takes each alone.
+                    call.out = found.data();
                     check.table.attention(call, {0, kTokens, head, kHeads / kKvHeads}, scores.data(), kContext);
                     call.out = expected.data();
                     for (int64_t i = 0; i < kTokens * kHeads / kKvHeads; ++i) {

@@ -50,7 +50,7 @@ class ExpertLayers {
     // size: D. ahead_eps: epsilon of the norms before the routers of later layers.
     ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps, const MarginRules& rules);
 
-    // hidden += the weighted sum of the layer's experts, float32 [D]. `is_interrupted` is called from time to time during waits.
+    // hidden += the weighted sum of the layer's experts, float32 [D]. `is_interrupted` is called during waits.
     Outcome run(size_t at, float* hidden, const std::function<bool()>& is_interrupted);
     // Forget predictions that will not be compared with a choice, because another pass comes first.
     void forget_guesses() { margins_.forget_guesses(); }

@@ -47,8 +47,9 @@ class ExpertReads : public Residency {
 
     // A layer asks for its experts. hits: resident, now leased. misses: as many as fit now are queued and leased.
     bool begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
-    // Wait for some of the remaining experts. found: all that are resident, or one if not `together`; for kFailed, one that cannot
-    // be read. Returns kAgain after a short time, so that the caller can look at signals.
+    // Wait for some of the remaining experts.
+    // found: all that are resident, or one if not `together`; for kFailed, one that cannot be read.
+    // Returns kAgain after a short time, so that the caller can look at signals.
     Wait wait(const Indices& remaining, bool together, Indices& found);
     void unlease(const Indices& indices);
     void prefetch(const Indices& indices);

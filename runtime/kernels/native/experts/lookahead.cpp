@@ -36,7 +36,8 @@ void add_bias(float* logits, const float* bias, int64_t experts) {
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out) {
     const KernelTable& kernels = active_kernels();
     const int64_t size = routers[0].matrix->columns, experts = routers[0].matrix->rows;
-    std::unique_ptr<float[]> normed(new (std::nothrow) float[static_cast<size_t>(count * size)]);  // not from the scratch, which the products use
+    // Not from the scratch, which the products use.
+    std::unique_ptr<float[]> normed(new (std::nothrow) float[static_cast<size_t>(count * size)]);
     if (normed == nullptr) {
         return false;
     }

@@ -357,8 +357,8 @@ bool attention(const AttentionCall& call, int64_t tokens) {
     if (scores == nullptr && longest > 0) {
         return false;
     }
-    // A part has heads that share keys and values, and consecutive tokens as far as there is room. The parts of one head follow one
-    // another, while its keys and values are in the processor's cache.
+    // A part has heads that share keys and values, and consecutive tokens as far as there is room. The parts of one head
+    // follow one another, while its keys and values are in the processor's cache.
     const int64_t sharing = call.heads / call.kv_heads, heads = std::min<int64_t>(sharing, kMaxAttentionQueries);
     const int64_t runs = (sharing + heads - 1) / heads, tokens_at_once = kMaxAttentionQueries / heads;
     const int64_t rows = (tokens + tokens_at_once - 1) / tokens_at_once;

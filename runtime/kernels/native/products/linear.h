@@ -328,7 +328,7 @@ inline void multiply_block(const MatrixView& matrix, const FloatFormat& format, 
         const int64_t columns = matrix.columns - k < kPanelColumns ? matrix.columns - k : kPanelColumns;
         format.dequantize_panel(matrix, block, k, columns, panel);
         int token = 0;
-        for (int tile = 0; tile < tiles; ++tile) {  // of nearly equal size: a tile of one token would wait for its own fma chain
+        for (int tile = 0; tile < tiles; ++tile) {  // of nearly equal size: a tile of one token would wait for its fma
             const int tokens = (count - token + tiles - tile - 1) / (tiles - tile);
             const float* inputs[kFloatTokens];
             for (int i = 0; i < tokens; ++i) {

@@ -42,7 +42,8 @@ class Product {
         }
     }
 
-    // `blocks` (kPanelBlocks or 1) row blocks times `count` <= 96 rows, beginning with `first`. acc: [blocks, count, 16], written.
+    // `blocks` (kPanelBlocks or 1) row blocks times `count` <= 96 rows, beginning with `first`.
+    // acc: [blocks, count, 16], written.
     void multiply_chunk(int64_t block, int blocks, int64_t first, int count, float* acc) const {
         if (is_rounded_) {
             multiply_rounded_blocks(matrix_, rounded_, block, blocks, x_.rounded, first, count, acc);

@@ -71,8 +71,8 @@ class BoundLayers {
         layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, margins);
     }
 
-    // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed experts,
-    // and in the shared expert alone; and how many chosen experts had been predicted, or -1.
+    // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed
+    // experts, and in the shared expert alone; and how many chosen experts had been predicted, or -1.
     std::tuple<const char*, int64_t, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object) {
         const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
         hidden.expect({1, layers_->size()});

@@ -111,8 +111,9 @@ struct KernelTable {
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t size, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t size, float* out);
     void (*rope)(const RopeCall&, int64_t token);
-    void (*attention)(const AttentionCall&, const AttentionPart&, float* scores, int64_t stride);  // scores: [queries, stride], stride >= positions
-    void (*route)(const RouteCall&, int64_t token, float* shares);                         // shares: [E]
+    // scores: [queries, stride], stride >= positions.
+    void (*attention)(const AttentionCall&, const AttentionPart&, float* scores, int64_t stride);
+    void (*route)(const RouteCall&, int64_t token, float* shares);  // shares: [E]
     void (*exp)(const float* x, int64_t size, float* out);
 };
 

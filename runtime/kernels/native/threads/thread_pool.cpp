@@ -1,6 +1,6 @@
 // Each worker watches for a new job for kWatch, then waits on a condition variable. One job runs at a time: a second caller
-// runs its job alone instead of waiting. When the caller runs out of items, workers that have not begun are released from the job.
-// So a busy processor delays no caller.
+// runs its job alone instead of waiting. When the caller runs out of items, it releases the workers that have not begun. So a
+// busy processor delays no caller.
 //
 // After fork() a child has none of the threads, and may inherit a lock that no thread will release. It forgets the pool (a leak
 // of a few hundred bytes) and starts its own on first use. The pool is never destroyed; sleeping threads end with the process.
@@ -107,7 +107,7 @@ class Pool {
   public:
     explicit Pool(int threads) { resize(threads); }
 
-    // Ends all workers and starts threads - 1 new ones. Throws std::system_error if the system refuses a thread; then fewer run.
+    // Ends all workers and starts threads - 1 new ones. Throws std::system_error if the system refuses one; then fewer run.
     void resize(int threads) {
         std::lock_guard<std::mutex> exclusive(job_mutex_);
         for (auto& worker : workers_) {
