@@ -71,7 +71,8 @@ inline void tile_multiply() {
             std::memcpy(&sum, &tile_file.bytes[Sums][m][4 * n], sizeof sum);
             for (int k = 0; k < shapes.row_bytes[Rows]; ++k) {
                 const uint8_t column = tile_file.bytes[Columns][k / 4][4 * n + k % 4];
-                sum += static_cast<int8_t>(tile_file.bytes[Rows][m][k]) * (IsSigned ? static_cast<int8_t>(column) : int{column});
+                sum +=
+                    static_cast<int8_t>(tile_file.bytes[Rows][m][k]) * (IsSigned ? static_cast<int8_t>(column) : int{column});
             }
             std::memcpy(&tile_file.bytes[Sums][m][4 * n], &sum, sizeof sum);
         }

@@ -166,7 +166,9 @@ void check_products(Check& check) {
                 for (int64_t columns : {64, 320, 576}) {
                     for (int64_t rows : {1, 15, 16, 17, 33}) {
                         for (int64_t tokens : {1, 2, 3, 5, 7}) {
-                            check_matrix(check, {nullptr, rows, columns, group, bitwidth, is_symmetric, FloatType::kNone, false}, tokens);
+                            check_matrix(check,
+                                         {nullptr, rows, columns, group, bitwidth, is_symmetric, FloatType::kNone, false},
+                                         tokens);
                         }
                     }
                 }
@@ -285,9 +287,11 @@ void check_attention(Check& check) {
     for (int64_t size : {5, 8, 72, 128}) {
         for (int64_t window : {0, 1, 7, 8}) {
             const bool is_half = window >= 7;
-            const std::vector<float> q = random_floats(kTokens * kHeads * size), keys = random_floats(kKvHeads * kContext * size);
+            const std::vector<float> q = random_floats(kTokens * kHeads * size),
+                                     keys = random_floats(kKvHeads * kContext * size);
             const std::vector<float> values = random_floats(kKvHeads * kContext * size);
-            const std::vector<uint16_t> half_keys = random_halves(kKvHeads * kContext * size), half_values = random_halves(kKvHeads * kContext * size);
+            const std::vector<uint16_t> half_keys = random_halves(kKvHeads * kContext * size),
+                                        half_values = random_halves(kKvHeads * kContext * size);
             const void *k_cache = keys.data(), *v_cache = values.data();
             if (is_half) {
                 k_cache = half_keys.data();
@@ -298,9 +302,22 @@ void check_attention(Check& check) {
                 const int32_t slots[kTokens] = {}, positions[kTokens] = {position, position + 1};
                 const int32_t ends[kTokens] = {kContext - position, 1};
                 std::vector<float> expected(q.size()), found(q.size()), scores(kMaxAttentionQueries * kContext);
-                AttentionCall call{q.data(), k_cache, v_cache, is_half, slots, positions, expected.data(),
-                                   kHeads,   kKvHeads,    size,          kContext, window,  0.3f, position % 2 ? nullptr : sinks.data(),
-                                   window == 0 && position > 6 ? ends : nullptr, position > 6 ? bias.data() : nullptr};
+                AttentionCall call{q.data(),
+                                   k_cache,
+                                   v_cache,
+                                   is_half,
+                                   slots,
+                                   positions,
+                                   expected.data(),
+                                   kHeads,
+                                   kKvHeads,
+                                   size,
+                                   kContext,
+                                   window,
+                                   0.3f,
+                                   position % 2 ? nullptr : sinks.data(),
+                                   window == 0 && position > 6 ? ends : nullptr,
+                                   position > 6 ? bias.data() : nullptr};
                 for (int64_t head = 0; head < kHeads; head += kHeads / kKvHeads) {
                     // The tested set takes all queries that share keys and values at once; scalar takes each alone.
                     call.out = found.data();

@@ -60,8 +60,8 @@ void norm_stream(const StreamEnds& ends, const float* hidden, int64_t tokens, in
 }
 
 // hidden += residual_scale * (x W^T + bias). rows: [T, D], scratch.
-bool add_output(const StreamEnds& ends, const MatrixView& output, const float* bias, const float* x, int64_t tokens, float* rows,
-                float* hidden) {
+bool add_output(const StreamEnds& ends, const MatrixView& output, const float* bias, const float* x, int64_t tokens,
+                float* rows, float* hidden) {
     const MatrixView* const matrices[] = {&output};
     float* const outs[] = {rows};
     if (!linears(matrices, 1, x, tokens, outs)) {
@@ -73,7 +73,8 @@ bool add_output(const StreamEnds& ends, const MatrixView& output, const float* b
 }
 
 // Rotates the first features of each head. Heads lie head_size floats apart.
-bool rotate(const Rotation& rotation, float* features, int64_t tokens, int64_t heads, int64_t head_size, const int32_t* positions) {
+bool rotate(const Rotation& rotation, float* features, int64_t tokens, int64_t heads, int64_t head_size,
+            const int32_t* positions) {
     return rotation.cos == nullptr || rope({features, rotation.cos, rotation.sin, positions, heads, head_size, rotation.half,
                                             rotation.is_interleaved}, tokens);
 }
@@ -153,7 +154,8 @@ void store_kv(const CacheRows& rows, const KeysAndValues& cache, const int32_t* 
     }
 }
 
-bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places) {
+bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,
+            const TokenPlaces& places) {
     const int64_t size = layer.query.columns, query_size = layer.query.rows, key_size = layer.key.rows;
     const Floats memory = take_floats(tokens * (size + 2 * query_size + 2 * key_size));
     if (memory == nullptr && tokens > 0) {
@@ -185,7 +187,8 @@ bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, cons
     return attention(call, tokens) && add_output(layer.ends, layer.output, layer.biases[3], mixed, tokens, stream, hidden);
 }
 
-bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places) {
+bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,
+            const TokenPlaces& places) {
     const MatrixView &key_up = layer.key_up[0], &value_up = layer.value_up[0];
     const int64_t heads = layer.heads, size = layer.output.rows, rank = key_up.rows, plain = key_up.columns;
     const int64_t head_size = layer.query.rows / heads, vector_size = layer.latent_down.rows, rotated = vector_size - rank;

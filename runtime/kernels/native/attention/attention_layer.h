@@ -89,7 +89,8 @@ struct TokenPlaces {
 
 // hidden += residual_scale * output(attention(norm(hidden))), [T, D]. Stores keys and values in the cache.
 // Gives the same bits as the single operations one after the other. Returns false, with hidden unchanged, without memory.
-bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places);
+bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,
+            const TokenPlaces& places);
 // The same for latent attention. The cache has one array, [S, 1, C, Q + R].
 bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places);
 

@@ -40,12 +40,15 @@ MOEC_INLINE void score_rows(const AttentionQuery* queries, const Element* keys, 
     unroll<Queries>([&](auto q) MOEC_INLINE_LAMBDA {
         constexpr int Q = decltype(q)::value;
         float* scores = queries[Q].scores + position - queries[Q].first;
-        unroll<Rows>([&](auto r) MOEC_INLINE_LAMBDA { scores[decltype(r)::value] = sum_lanes(sum[Q][decltype(r)::value]) * scale; });
+        unroll<Rows>([&](auto r) MOEC_INLINE_LAMBDA {
+            scores[decltype(r)::value] = sum_lanes(sum[Q][decltype(r)::value]) * scale;
+        });
     });
 }
 
 template <int Queries, class Element>
-void score_positions(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t first, int64_t end, float scale) {
+void score_positions(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t first, int64_t end,
+                     float scale) {
     constexpr int kRows = Queries == 1 ? 4 : 2;
     for (; first + kRows <= end; first += kRows) {
         ask_for_cached(keys + first * size + kCachedAhead<Element>, kRows * size);
@@ -58,7 +61,8 @@ void score_positions(const AttentionQuery* queries, const Element* keys, int64_t
 
 // Scores for positions [first, end), which all queries see.
 template <class Element>
-void score(const AttentionQuery* queries, int count, const Element* keys, int64_t size, int64_t first, int64_t end, float scale) {
+void score(const AttentionQuery* queries, int count, const Element* keys, int64_t size, int64_t first, int64_t end,
+           float scale) {
     static_assert(kMaxAttentionQueries == 4, "one case for each");
     switch (count) {
         case 1:
@@ -104,8 +108,8 @@ inline float share_out(const AttentionCall& call, const AttentionQuery& query, i
 }
 
 template <class Element>
-void attention_over(const Element* k_cache, const Element* v_cache, const AttentionCall& call, const AttentionPart& part, float* scores,
-                    int64_t stride) {
+void attention_over(const Element* k_cache, const Element* v_cache, const AttentionCall& call, const AttentionPart& part,
+                    float* scores, int64_t stride) {
     AttentionQuery queries[kMaxAttentionQueries] = {};
     float totals[kMaxAttentionQueries];
     const int64_t size = call.head_size, kv_head = part.first_head / (call.heads / call.kv_heads);
@@ -145,5 +149,6 @@ inline void attention(const AttentionCall& call, const AttentionPart& part, floa
         const auto *keys = static_cast<const HalfFloat*>(call.k_cache), *values = static_cast<const HalfFloat*>(call.v_cache);
         return attention_over(keys, values, call, part, scores, stride);
     }
-    attention_over(static_cast<const float*>(call.k_cache), static_cast<const float*>(call.v_cache), call, part, scores, stride);
+    attention_over(static_cast<const float*>(call.k_cache), static_cast<const float*>(call.v_cache), call, part, scores,
+                   stride);
 }

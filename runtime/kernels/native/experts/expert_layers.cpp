@@ -85,7 +85,8 @@ bool ExpertLayers::look_ahead(const ExpertLayerView& layer, const float* hidden)
     }
     const size_t width = routers.empty() ? 0 : static_cast<size_t>(routers[0].matrix->rows);
     shares.resize(routers.size() * width);
-    if (!routers.empty() && !router_shares(routers.data(), static_cast<int64_t>(routers.size()), ahead_eps_, hidden, shares.data())) {
+    if (!routers.empty() &&
+        !router_shares(routers.data(), static_cast<int64_t>(routers.size()), ahead_eps_, hidden, shares.data())) {
         return false;
     }
     const float* row = shares.data();
@@ -143,7 +144,8 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
 
 // Compute everything that needs no read, while reads run. If the layer misses, its hits come before looking ahead, because
 // prefetch reads would wait for the missing experts anyway. The shared expert comes last, before the first wait.
-bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome) {
+bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses,
+                                   Outcome& outcome) {
     const bool looks_behind_hits = !hits.empty() && has_misses;
     if (!looks_behind_hits && !look_ahead(layer, hidden)) {
         return false;

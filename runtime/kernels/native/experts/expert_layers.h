@@ -48,7 +48,8 @@ class ExpertLayers {
     };
 
     // size: D. ahead_eps: epsilon of the norms before the routers of later layers.
-    ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps, const MarginRules& rules);
+    ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
+                 const MarginRules& rules);
 
     // hidden += the weighted sum of the layer's experts, float32 [D]. `is_interrupted` is called during waits.
     Outcome run(size_t at, float* hidden, const std::function<bool()>& is_interrupted);
@@ -72,7 +73,8 @@ class ExpertLayers {
     bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
     bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
     bool compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome);
-    End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted, Outcome& outcome);
+    End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted,
+                        Outcome& outcome);
     int64_t rank_of(const ExpertLayerView& layer, int64_t index) const;
 
     ExpertReads& reads_;

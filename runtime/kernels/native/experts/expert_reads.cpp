@@ -34,11 +34,17 @@ bool is_settled(const FileIdentity& identity) {
 
 ExpertReads::ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit,
                          std::vector<ExpertSource> sources, bool drops_pages)
-    : Residency(std::move(facts), columns, counts, capacity, pin_limit), sources_(std::move(sources)), drops_pages_(drops_pages),
-      file_of_(sources_.size()), verified_(sources_.size(), 0), addresses_(sources_.size(), nullptr), has_failed_(sources_.size(), 0) {
+    : Residency(std::move(facts), columns, counts, capacity, pin_limit),
+      sources_(std::move(sources)),
+      drops_pages_(drops_pages),
+      file_of_(sources_.size()),
+      verified_(sources_.size(), 0),
+      addresses_(sources_.size(), nullptr),
+      has_failed_(sources_.size(), 0) {
     for (size_t index = 0; index < sources_.size(); ++index) {
         const int descriptor = sources_[index].descriptor;
-        const auto found = std::find_if(files_.begin(), files_.end(), [=](const SourceFile& file) { return file.descriptor == descriptor; });
+        const auto found =
+            std::find_if(files_.begin(), files_.end(), [=](const SourceFile& file) { return file.descriptor == descriptor; });
         file_of_[index] = static_cast<size_t>(found - files_.begin());
         if (found == files_.end()) {
             files_.push_back({descriptor, identity_of(descriptor), 1});
@@ -138,7 +144,8 @@ ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Ind
 
 // Reads that are queued or running free memory when they end, also those of an abandoned stream.
 bool ExpertReads::is_any_on_its_way() const {
-    return std::any_of(columns_.state, columns_.state + count(), [](uint8_t state) { return state == kQueued || state == kLoading; });
+    return std::any_of(columns_.state, columns_.state + count(),
+                       [](uint8_t state) { return state == kQueued || state == kLoading; });
 }
 
 void ExpertReads::unlease(const Indices& indices) {
@@ -258,7 +265,8 @@ bool ExpertReads::is_verified(const Indices& run, uint32_t state) const {
 }
 
 // Note a run that was read and compared, or that needed no comparison. before: its file when the read began.
-void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before, const FileIdentity& after) {
+void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before,
+                                const FileIdentity& after) {
     SourceFile& file = file_of(run);
     if (!(after == before.identity)) {
         if (!(after == file.identity)) {
@@ -311,7 +319,8 @@ bool ExpertReads::give_places(const Indices& run) {
     for (const int64_t index : run) {
         const auto spare = spare_.find(size(index));
         const int64_t wanted = std::count_if(run.begin(), run.end(), [&](int64_t other) { return size(other) == size(index); });
-        if (sources_[static_cast<size_t>(index)].view == nullptr || spare == spare_.end() || static_cast<int64_t>(spare->second.size()) < wanted) {
+        if (sources_[static_cast<size_t>(index)].view == nullptr || spare == spare_.end() ||
+            static_cast<int64_t>(spare->second.size()) < wanted) {
             return false;
         }
     }

@@ -52,7 +52,8 @@ void pass_on(int number, siginfo_t* about, void* context) {
 void on_missing_page(int number, siginfo_t* about, void* context) {
     const int error = errno;
     const uintptr_t at = reinterpret_cast<uintptr_t>(about->si_addr);
-    for (Watch* watch = about->si_code > 0 ? watches.load(std::memory_order_acquire) : nullptr; watch != nullptr; watch = watch->next) {
+    for (Watch* watch = about->si_code > 0 ? watches.load(std::memory_order_acquire) : nullptr; watch != nullptr;
+         watch = watch->next) {
         const uintptr_t end = watch->end.load(std::memory_order_acquire);
         if (at < watch->start.load(std::memory_order_acquire) || at >= end) {
             continue;

@@ -57,7 +57,8 @@ void split_experts(int64_t count, int64_t blocks, double flops, const Body& body
     const int64_t parts = threads == 1 ? 1 : std::min(units, kPartsPerExpert);
     parallel_for(count * parts, threads, [&](int64_t item, int) {
         const int64_t part = item % parts;
-        body(item / parts, part * units / parts * kBlocksPerUnit, std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit));
+        body(item / parts, part * units / parts * kBlocksPerUnit,
+             std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit));
     });
 }
 
@@ -124,7 +125,8 @@ RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t co
                      for (int64_t t = first; t < last; ++t) {
                          const float* row = x.base + (x.index != nullptr ? x.index[t] : t) * x.stride;
                          const int64_t place = first_tile_of(rows, t);
-                         kernels.round_row(row, columns, codes + place * kColumnsPerTile, steps + place, sums + place, rows.side_by_side);
+                         kernels.round_row(row, columns, codes + place * kColumnsPerTile, steps + place, sums + place,
+                                           rows.side_by_side);
                      }
                  });
     return rows;
@@ -135,7 +137,8 @@ RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t co
 bool linears(const MatrixView* const* matrices, int64_t count, const float* x, int64_t tokens, float* const* outs) {
     const KernelTable& kernels = active_kernels();
     const int64_t columns = matrices[0]->columns, at_once = std::min(tokens, kTokensAtOnce);
-    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
+    const bool rounds =
+        std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
     float* memory = rounds ? scratch.take(rounded_floats(Used::kTogether, at_once, columns)) : nullptr;
     if (rounds && memory == nullptr && tokens > 0) {
         return false;
@@ -159,7 +162,8 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
 bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs) {
     const KernelTable& kernels = active_kernels();
     const int64_t columns = matrices[0]->columns;
-    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
+    const bool rounds =
+        std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
     RoundedRows rounded{};
     if (rounds) {
         float* memory = scratch.take(rounded_floats(Used::kAlone, count, columns));
@@ -205,7 +209,8 @@ static void add_bias(const ExpertView& expert, int64_t tokens, const OutputRows&
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
     const KernelTable& kernels = active_kernels();
     const int64_t size = expert.gate.columns, width = expert.gate.rows;
-    const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16, rounds_hidden = expert.down.bitwidth != 16;
+    const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16,
+               rounds_hidden = expert.down.bitwidth != 16;
     const int64_t at_once = std::min(call.count, kTokensAtOnce);
     const int64_t input_floats = rounds_input ? rounded_floats(Used::kTogether, at_once, size) : 0;
     const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kTogether, at_once, width) : 0;
@@ -265,8 +270,8 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
         input.rounded = round_rows(Used::kAlone, input.floats, 1, size, rounded_input);
     }
     split_experts(count, blocks_of(first), 2 * flops, [&](int64_t i, int64_t begin, int64_t end) {
-        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1, {hidden + i * width, width, nullptr},
-                              begin, end);
+        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1,
+                              {hidden + i * width, width, nullptr}, begin, end);
     });
     RoundedRows rounded{};
     if (rounds_hidden) {
@@ -352,7 +357,8 @@ bool attention(const AttentionCall& call, int64_t tokens) {
         longest = std::max(longest, count);
         pairs += static_cast<double>(count);
     }
-    const int threads = threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
+    const int threads =
+        threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
     float* scores = scratch.take(threads * kMaxAttentionQueries * longest);
     if (scores == nullptr && longest > 0) {
         return false;
@@ -368,7 +374,8 @@ bool attention(const AttentionCall& call, int64_t tokens) {
         AttentionPart part{item % rows * tokens_at_once, 0, head, std::min(heads, (run / runs + 1) * sharing - head)};
         for (; part.first_token < last; part.first_token += part.tokens) {
             part.tokens = 1;
-            while (part.first_token + part.tokens < last && call.slots[part.first_token + part.tokens] == call.slots[part.first_token]) {
+            while (part.first_token + part.tokens < last &&
+                   call.slots[part.first_token + part.tokens] == call.slots[part.first_token]) {
                 ++part.tokens;
             }
             kernels.attention(call, part, scores + worker * kMaxAttentionQueries * longest, longest);

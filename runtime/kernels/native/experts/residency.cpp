@@ -116,7 +116,8 @@ void Residency::advise(const Indices& indices) {
     drop_advice();
     Indices wanted = indices;
     for (const int64_t index : pins_) {
-        const bool is_named = std::any_of(indices.begin(), indices.end(), [&](int64_t other) { return layer_of(other) == layer_of(index); });
+        const bool is_named =
+            std::any_of(indices.begin(), indices.end(), [&](int64_t other) { return layer_of(other) == layer_of(index); });
         if (!is_named && columns_.state[index] != kAbsent) {
             wanted.push_back(index);
         }
@@ -273,8 +274,9 @@ int64_t Residency::next_victim(Victims& victims) const {
     while (victims.next < order.size()) {
         if (victims.next == victims.sorted) {  // sort a few first, and the rest only if needed
             victims.sorted = victims.sorted == 0 ? std::min(kFew, order.size()) : order.size();
-            std::partial_sort(order.begin() + static_cast<int64_t>(victims.next), order.begin() + static_cast<int64_t>(victims.sorted),
-                              order.end(), [this](int64_t one, int64_t other) { return goes_before(one, other); });
+            std::partial_sort(order.begin() + static_cast<int64_t>(victims.next),
+                              order.begin() + static_cast<int64_t>(victims.sorted), order.end(),
+                              [this](int64_t one, int64_t other) { return goes_before(one, other); });
         }
         const int64_t index = order[victims.next++];
         if (may_go(index) && !contains(victims.pins, index)) {

@@ -36,7 +36,8 @@ MOEC_INLINE void add_dot(TileSum<Bitwidth>& sum, Ints dot) {
 // Add one tile of one panel times Tokens rows to their sums. codes, x: of the tile.
 // If the number of rows is odd, the last row also takes the part of the missing one.
 template <int Bitwidth, int Blocks, int Tokens>
-MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x, TileSum<Bitwidth> (*products)[kVectorsPerBlock]) {
+MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x,
+                                    TileSum<Bitwidth> (*products)[kVectorsPerBlock]) {
     static_assert(Blocks == 1 && kVectorsPerBlock == 2, "sixteen rows are eight pairs");
     static_assert(!multiplies_packed(Bitwidth), "pairs of quads come from a panel");
     constexpr int kTokenPairs = (Tokens + 1) / 2, kRowPairs = 4, kPairColumns = 2 * kColumnsPerLane;
@@ -50,7 +51,8 @@ MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* c
         int8x16_t inputs[kTokenPairs];
         unroll<kTokenPairs>([&](auto j) MOEC_INLINE_LAMBDA {
             constexpr int First = 2 * decltype(j)::value, Second = First + 1 < Tokens ? First + 1 : First;
-            inputs[decltype(j)::value] = vcombine_s8(vld1_s8(x[First] + P * kPairColumns), vld1_s8(x[Second] + P * kPairColumns));
+            inputs[decltype(j)::value] =
+                vcombine_s8(vld1_s8(x[First] + P * kPairColumns), vld1_s8(x[Second] + P * kPairColumns));
         });
         unroll<kVectorsPerBlock * kRowPairs>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(i)::value / kRowPairs, R = decltype(i)::value % kRowPairs;

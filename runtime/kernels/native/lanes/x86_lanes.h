@@ -51,7 +51,8 @@ inline Ints without_digits(Ints a) { return _mm256_add_epi8(a, _mm256_add_epi8(a
 // The first base-3 digit of each fraction: 1, minus 1 below 86, plus 1 above 170. GCC needs one more instruction for
 // `not below`.
 inline Ints digits_of(Ints a) {
-    const __m256i below = _mm256_cmpgt_epi8(_mm256_set1_epi8(86 - 128), a), above = _mm256_cmpgt_epi8(a, _mm256_set1_epi8(170 - 128));
+    const __m256i below = _mm256_cmpgt_epi8(_mm256_set1_epi8(86 - 128), a),
+                  above = _mm256_cmpgt_epi8(a, _mm256_set1_epi8(170 - 128));
     return _mm256_sub_epi8(_mm256_add_epi8(_mm256_set1_epi8(1), below), above);
 }
 template <int Count>

@@ -103,7 +103,9 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
         const int64_t tile = step.first_tile + scaled / tiles * group_tiles;
         const float *steps = first.steps + tile * kRowsSideBySide, *totals = first.sums + tile * kRowsSideBySide;
         Floats acc_of[Tokens];
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { acc_of[decltype(i)::value] = load(acc + decltype(i)::value * kRowsPerBlock); });
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+            acc_of[decltype(i)::value] = load(acc + decltype(i)::value * kRowsPerBlock);
+        });
         for (int64_t t = 0; t < tiles; ++t, ++scaled, steps += kRowsSideBySide, totals += kRowsSideBySide) {
             if (multiplied < all) {
                 multiply();
@@ -126,7 +128,9 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
                 acc_of[I] = fma(broadcast(steps[I]), weighed, acc_of[I]);
             });
         }
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { store(acc + decltype(i)::value * kRowsPerBlock, acc_of[decltype(i)::value]); });
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+            store(acc + decltype(i)::value * kRowsPerBlock, acc_of[decltype(i)::value]);
+        });
     }
 }
 

@@ -4,7 +4,8 @@
 
 #include "products/panel_step.h"
 
-static_assert(kChunkTokens % kRowsSideBySide == 0 && kRowsSideBySide % kRoundedTokens == 0, "groups lie within rows that stand side by side");
+static_assert(kChunkTokens % kRowsSideBySide == 0 && kRowsSideBySide % kRoundedTokens == 0,
+              "groups lie within rows that stand side by side");
 
 // Prefetch about `bytes` more of the memory that will be read next.
 MOEC_INLINE void ask_for_some(NextBytes& next, int64_t bytes) {
@@ -21,7 +22,8 @@ void multiply_byte_panels(const PanelStep& step, int token, int64_t begin, int64
     const BytePanel* panels = step.panels;
     float* acc = step.acc + token * kRowsPerBlock;
     constexpr int kVectors = Blocks * kVectorsPerBlock;
-    const int64_t row = step.first + token, tile = row / kRowsSideBySide * (step.rows.columns / kColumnsPerTile) + step.first_tile;
+    const int64_t row = step.first + token,
+                  tile = row / kRowsSideBySide * (step.rows.columns / kColumnsPerTile) + step.first_tile;
     const int64_t place = tile * kRowsSideBySide + row % kRowsSideBySide;
     const int8_t* const x = step.rows.codes + place * kColumnsPerTile;
     const float *const steps = step.rows.steps + place, *const sums = step.rows.sums + place;
@@ -75,7 +77,8 @@ inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep
     const int64_t parts = all_groups >= kAskSteps ? 1 : (kAskSteps + all_groups - 1) / all_groups;
     const int64_t ask_bytes = (next[0].end - next[0].begin) / (all_groups * parts) + 1;
     for (int token = 0; token < step.count;) {
-        const int beside = kRowsSideBySide - token % kRowsSideBySide, left = step.count - token < beside ? step.count - token : beside;
+        const int beside = kRowsSideBySide - token % kRowsSideBySide,
+                  left = step.count - token < beside ? step.count - token : beside;
         const int groups = (left + kRoundedTokens - 1) / kRoundedTokens, tokens = (left + groups - 1) / groups;
         for (int64_t part = 0; part < parts; ++part) {
             for (int b = 0; b < blocks; ++b) {

@@ -311,13 +311,15 @@ struct PanelByTokens {
 
 inline PanelByTokens make_panels() {
     PanelByTokens panels{};
-    unroll<kFloatTokens>([&](auto i) MOEC_INLINE_LAMBDA { panels.of[decltype(i)::value + 1] = multiply_panel<decltype(i)::value + 1>; });
+    unroll<kFloatTokens>([&](auto i) MOEC_INLINE_LAMBDA {
+        panels.of[decltype(i)::value + 1] = multiply_panel<decltype(i)::value + 1>;
+    });
     return panels;
 }
 
 // One row block times `count` <= 96 tokens, beginning with token `first`. acc: [count, 16], written.
-inline void multiply_block(const MatrixView& matrix, const FloatFormat& format, int64_t block, const InputRows& x, int64_t first,
-                           int count, float* acc) {
+inline void multiply_block(const MatrixView& matrix, const FloatFormat& format, int64_t block, const InputRows& x,
+                           int64_t first, int count, float* acc) {
     const PanelByTokens panels = make_panels();
     alignas(64) float panel[kPanelColumns * kRowsPerBlock];
     for (int i = 0; i < count * kVectorsPerBlock; ++i) {

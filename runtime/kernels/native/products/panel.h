@@ -22,7 +22,8 @@ MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
 
 // Add one tile of Blocks panels times Tokens rows to their sums. codes: of the tile, in each panel; x: of the tile.
 template <int Bitwidth, int Blocks, int Tokens>
-MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x, TileSum<Bitwidth> (*products)[Blocks * kVectorsPerBlock]) {
+MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x,
+                                    TileSum<Bitwidth> (*products)[Blocks * kVectorsPerBlock]) {
     constexpr int kVectors = Blocks * kVectorsPerBlock;
     unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
         constexpr int Q = decltype(quad)::value;

@@ -38,7 +38,8 @@ class Product {
                 rounded_.multiply(matrix_, block + b, x_.rounded, acc + b * kRowsPerBlock);
             }
         } else {
-            (blocks == kPairedBlocks ? float_.multiply_pair : float_.multiply_single)(matrix_, block, row_of(x_.floats, 0), acc);
+            (blocks == kPairedBlocks ? float_.multiply_pair : float_.multiply_single)(matrix_, block, row_of(x_.floats, 0),
+                                                                                      acc);
         }
     }
 
@@ -97,7 +98,8 @@ inline void linear(const MatrixView& matrix, const Activations& x, int64_t token
             product.multiply_chunk(block, blocks, first, count, acc);
             for (int i = 0; i < blocks * count; ++i) {
                 const int64_t place = block + i / count;
-                store_rows(row_of(out, first + i % count) + place * kRowsPerBlock, acc + i * kRowsPerBlock, rows_in_block(matrix, place));
+                store_rows(row_of(out, first + i % count) + place * kRowsPerBlock, acc + i * kRowsPerBlock,
+                           rows_in_block(matrix, place));
             }
         }
     }

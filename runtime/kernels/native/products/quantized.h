@@ -63,7 +63,9 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
             });
         });
     }
-    unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]); });
+    unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+        store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]);
+    });
 }
 
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
@@ -90,8 +92,9 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
                 constexpr int V = decltype(v)::value;
                 unroll<kParts * kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
                     constexpr int Q = 2 * decltype(pair)::value;
-                    store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock),
-                                                                       quad_of<Bitwidth, Q, V>(tile), quad_of<Bitwidth, Q + 1, V>(tile));
+                    store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(
+                        out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile),
+                        quad_of<Bitwidth, Q + 1, V>(tile));
                 });
             });
             out += kParts * kQuadsPerTile * kPlaneBytes;

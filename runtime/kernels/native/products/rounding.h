@@ -12,7 +12,8 @@ inline void round_row(const float* x, int64_t columns, int8_t* codes, float* ste
     constexpr int kVectors = kColumnsPerTile / kLanes;
     const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the low bits of the sum are the integer
     const Ints sign = broadcast_int(0x80000000u), lowest = bits_of(magic);
-    for (int64_t tile = 0; tile < columns / kColumnsPerTile; ++tile, x += kColumnsPerTile, codes += distance * kColumnsPerTile) {
+    for (int64_t tile = 0; tile < columns / kColumnsPerTile;
+         ++tile, x += kColumnsPerTile, codes += distance * kColumnsPerTile) {
         Floats most = zero(), strange = zero();  // strange: 0, or NaN
         unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
             const Floats value = load(x + decltype(v)::value * kLanes);
@@ -25,7 +26,8 @@ inline void round_row(const float* x, int64_t columns, int8_t* codes, float* ste
         unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(v)::value;
             // NaN becomes the bound, because the second of two operands wins.
-            const Floats scaled = smaller(larger(mul(load(x + V * kLanes), inverse), broadcast(-kMostRounded)), broadcast(kMostRounded));
+            const Floats scaled =
+                smaller(larger(mul(load(x + V * kLanes), inverse), broadcast(-kMostRounded)), broadcast(kMostRounded));
             const Ints rounded = sub_int(bits_of(add(scaled, magic)), lowest);
             total = add_int(total, rounded);
             store_low_bytes(codes + V * kLanes, rounded);

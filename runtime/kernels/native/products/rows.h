@@ -69,8 +69,8 @@ inline void store_hidden(float* out, const float* gate, const float* up, int64_t
     }
 }
 
-inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x, int64_t tokens,
-                          OutputRows out, int64_t begin, int64_t end) {
+inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
+                          int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
     const bool has_gate = gating.activation != Activation::kRelu;
     const Product gate_product(gate, x), up_product(up, x);
     alignas(64) float gate_acc[kPanelBlocks * kChunkTokens * kRowsPerBlock];
@@ -99,8 +99,9 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ga
             up_product.multiply_chunk(block, blocks, first, count, up_acc);
             for (int i = 0; i < blocks * count; ++i) {
                 const int64_t place = block + i / count;
-                store_hidden(row_of(out, first + i % count) + place * kRowsPerBlock, (has_gate ? gate_acc : up_acc) + i * kRowsPerBlock,
-                             up_acc + i * kRowsPerBlock, rows_in_block(up, place), gating, place * kRowsPerBlock);
+                store_hidden(row_of(out, first + i % count) + place * kRowsPerBlock,
+                             (has_gate ? gate_acc : up_acc) + i * kRowsPerBlock, up_acc + i * kRowsPerBlock,
+                             rows_in_block(up, place), gating, place * kRowsPerBlock);
             }
         }
     }

@@ -27,7 +27,8 @@ MOEC_INLINE Ints quad_of(const uint8_t* tile) {
     } else {
         constexpr int kQuadsPerPlane = 8 / Bitwidth;
         constexpr uint32_t kMask = ((1u << Bitwidth) - 1) * kEveryByte;
-        return mask(shift_right<Bitwidth * (Quad % kQuadsPerPlane)>(load_lanes(lanes + Quad / kQuadsPerPlane * kPlaneBytes)), kMask);
+        return mask(shift_right<Bitwidth * (Quad % kQuadsPerPlane)>(load_lanes(lanes + Quad / kQuadsPerPlane * kPlaneBytes)),
+                    kMask);
     }
 }
 

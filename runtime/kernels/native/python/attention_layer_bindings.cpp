@@ -94,8 +94,8 @@ class Vectors {
 
 // Checks the arguments of a call and runs the layer without the interpreter lock.
 template <class Layer>
-void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const Vectors& vectors, int64_t window, nb::handle hidden_object,
-                    nb::handle slots, nb::handle positions, nb::handle ends) {
+void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const Vectors& vectors, int64_t window,
+                    nb::handle hidden_object, nb::handle slots, nb::handle positions, nb::handle ends) {
     const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
     hidden.expect({hidden.size(0), size});
     const Places places(slots, positions, ends, cache, hidden.size(0));
@@ -114,9 +114,9 @@ void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const 
 // Weights of a layer, kept alive. Their shapes are checked once, here.
 class AttentionLayer {
   public:
-    AttentionLayer(nb::tuple norm, float norm_eps, nb::tuple matrices, nb::tuple biases, nb::tuple head_norms, float head_norm_eps,
-                   nb::object rotation, bool is_interleaved, int64_t kv_heads, int64_t head_size, float scale, int64_t window,
-                   nb::object sinks, nb::object distance_bias, float residual_scale) {
+    AttentionLayer(nb::tuple norm, float norm_eps, nb::tuple matrices, nb::tuple biases, nb::tuple head_norms,
+                   float head_norm_eps, nb::object rotation, bool is_interleaved, int64_t kv_heads, int64_t head_size,
+                   float scale, int64_t window, nb::object sinks, nb::object distance_bias, float residual_scale) {
         if (norm.size() != 2 || matrices.size() != 4 || biases.size() != 4 || head_norms.size() != 2) {
             refuse("attention: expected a norm and its bias, four matrices, four biases, two norms of heads");
         }
@@ -141,7 +141,8 @@ class AttentionLayer {
         view_.window = window;
     }
 
-    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions, nb::handle ends) const {
+    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions,
+                nb::handle ends) const {
         const Cache cache(k_cache, v_cache, Access::kWrite);
         cache.keys.expect({cache.keys.size(0), view_.kv_heads, cache.context(), view_.head_size});
         distance_bias_.expect({view_.heads, 2 * cache.context() - 1});
@@ -184,9 +185,9 @@ class AttentionLayer {
 // The same for latent attention, whose heads share one vector.
 class LatentLayer {
   public:
-    LatentLayer(nb::tuple norm, float norm_eps, nb::object query_down, nb::object query, nb::object latent_down, nb::tuple inner_norms,
-                float inner_norm_eps, nb::tuple key_up, nb::tuple value_up, nb::object output, nb::tuple rotation, bool is_interleaved,
-                float scale, float residual_scale) {
+    LatentLayer(nb::tuple norm, float norm_eps, nb::object query_down, nb::object query, nb::object latent_down,
+                nb::tuple inner_norms, float inner_norm_eps, nb::tuple key_up, nb::tuple value_up, nb::object output,
+                nb::tuple rotation, bool is_interleaved, float scale, float residual_scale) {
         matrices_.take(query, view_.query);
         matrices_.take(latent_down, view_.latent_down);
         matrices_.take(output, view_.output);
@@ -196,7 +197,8 @@ class LatentLayer {
             matrices_.take(query_down, query_down_);
             view_.query_down = &query_down_;
         }
-        if (inner_norms.size() != 2 || size != view_.output.rows || view_.query.columns != (view_.query_down ? query_down_.rows : size) ||
+        if (inner_norms.size() != 2 || size != view_.output.rows ||
+            view_.query.columns != (view_.query_down ? query_down_.rows : size) ||
             (view_.query_down && query_down_.columns != size)) {
             refuse("query_down, query, latent_down and output: expected D features of the stream, and two inner norms");
         }
@@ -210,7 +212,8 @@ class LatentLayer {
         view_.scale = scale;
     }
 
-    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions, nb::handle ends) const {
+    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions,
+                nb::handle ends) const {
         const Cache cache(k_cache, v_cache, Access::kWrite);
         cache.keys.expect({cache.keys.size(0), 1, cache.context(), view_.latent_down.rows});
         matrices_.follow();
@@ -255,17 +258,20 @@ class LatentLayer {
 void bind_attention_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<AttentionLayer>(module, "AttentionLayer")
-        .def(nb::init<nb::tuple, float, nb::tuple, nb::tuple, nb::tuple, float, nb::object, bool, int64_t, int64_t, float, int64_t,
-                      nb::object, nb::object, float>(),
-             "norm"_a, "norm_eps"_a, "matrices"_a, "biases"_a, "head_norms"_a, "head_norm_eps"_a, "rotation"_a.none(), "interleaved"_a,
-             "kv_heads"_a, "head_size"_a, "scale"_a, "window"_a, "sinks"_a.none(), "distance_bias"_a.none(), "residual_scale"_a)
-        .def("attend", &AttentionLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "ends"_a = nb::none());
+        .def(nb::init<nb::tuple, float, nb::tuple, nb::tuple, nb::tuple, float, nb::object, bool, int64_t, int64_t, float,
+                      int64_t, nb::object, nb::object, float>(),
+             "norm"_a, "norm_eps"_a, "matrices"_a, "biases"_a, "head_norms"_a, "head_norm_eps"_a, "rotation"_a.none(),
+             "interleaved"_a, "kv_heads"_a, "head_size"_a, "scale"_a, "window"_a, "sinks"_a.none(), "distance_bias"_a.none(),
+             "residual_scale"_a)
+        .def("attend", &AttentionLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a,
+             "ends"_a = nb::none());
     nb::class_<LatentLayer>(module, "LatentLayer")
-        .def(nb::init<nb::tuple, float, nb::object, nb::object, nb::object, nb::tuple, float, nb::tuple, nb::tuple, nb::object, nb::tuple,
-                      bool, float, float>(),
-             "norm"_a, "norm_eps"_a, "query_down"_a.none(), "query"_a, "latent_down"_a, "inner_norms"_a, "inner_norm_eps"_a, "key_up"_a,
-             "value_up"_a, "output"_a, "rotation"_a, "interleaved"_a, "scale"_a, "residual_scale"_a)
-        .def("attend", &LatentLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "ends"_a = nb::none());
+        .def(nb::init<nb::tuple, float, nb::object, nb::object, nb::object, nb::tuple, float, nb::tuple, nb::tuple, nb::object,
+                      nb::tuple, bool, float, float>(),
+             "norm"_a, "norm_eps"_a, "query_down"_a.none(), "query"_a, "latent_down"_a, "inner_norms"_a, "inner_norm_eps"_a,
+             "key_up"_a, "value_up"_a, "output"_a, "rotation"_a, "interleaved"_a, "scale"_a, "residual_scale"_a)
+        .def("attend", &LatentLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a,
+             "ends"_a = nb::none());
 }
 
 }  // namespace moec

@@ -102,10 +102,10 @@ void bind_cache(nb::module_& module) {
     module.def("first_changed", bind_first_changed, "files"_a);
     module.def("forget_mapping", forget_mapping, "watch"_a);
     nb::class_<BoundReads>(module, "ExpertReads")
-        .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double, const std::string&,
-                      int64_t, int64_t, nb::list, bool>(),
-             "arrays"_a, "sizes"_a, "layers"_a, "following"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "policy"_a, "capacity_bytes"_a,
-             "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a)
+        .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double,
+                      const std::string&, int64_t, int64_t, nb::list, bool>(),
+             "arrays"_a, "sizes"_a, "layers"_a, "following"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "policy"_a,
+             "capacity_bytes"_a, "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a)
         .def_prop_ro("capacity_bytes", [](BoundReads& reads) { return reads->ledger().capacity_bytes; })
         .def_prop_ro("pin_limit_bytes", [](BoundReads& reads) { return reads->ledger().pin_limit_bytes; })
         .def_prop_ro("used_bytes", [](BoundReads& reads) { return reads->ledger().used_bytes; })
@@ -123,7 +123,8 @@ void bind_cache(nb::module_& module) {
         .def("begin", bind_begin, "layer"_a, "experts"_a)
         .def("wait", bind_wait, "remaining"_a, "together"_a)
         .def("unlease", [](BoundReads& reads, const Indices& indices) { reads->unlease(reads.checked(indices)); }, "indices"_a)
-        .def("prefetch", [](BoundReads& reads, const Indices& indices) { reads->prefetch(reads.checked(indices)); }, "indices"_a)
+        .def(
+            "prefetch", [](BoundReads& reads, const Indices& indices) { reads->prefetch(reads.checked(indices)); }, "indices"_a)
         .def("warm", [](BoundReads& reads, const Indices& indices) { reads->warm(reads.checked(indices)); }, "indices"_a)
         .def("wait_warmed", bind_wait_warmed)
         .def("resize", bind_resize, "capacity_bytes"_a, "pin_limit_bytes"_a)

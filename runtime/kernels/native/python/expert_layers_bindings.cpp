@@ -91,7 +91,12 @@ class BoundLayers {
             throw nb::python_error();
         }
         expect_memory(outcome.end != ExpertLayers::End::kNoMemory);
-        return {kEnds[static_cast<int>(outcome.end)], outcome.expert, outcome.dense_ns, outcome.experts_ns, outcome.shared_ns, outcome.predicted};
+        return {kEnds[static_cast<int>(outcome.end)],
+                outcome.expert,
+                outcome.dense_ns,
+                outcome.experts_ns,
+                outcome.shared_ns,
+                outcome.predicted};
     }
 
     // The layers. Raises ValueError while a layer runs, because its results are written then.
@@ -146,7 +151,9 @@ class BoundLayers {
     }
 
     // Returns null for None.
-    const float* bias(nb::handle object, int64_t size) { return object.is_none() ? nullptr : vector(object, size, "router_bias"); }
+    const float* bias(nb::handle object, int64_t size) {
+        return object.is_none() ? nullptr : vector(object, size, "router_bias");
+    }
 
     const float* vector(nb::handle object, int64_t size, const char* name = "norm") {
         arrays_.push_back(std::make_unique<Array>(object, name, Kind::kFloat32, 1));
@@ -156,8 +163,8 @@ class BoundLayers {
 
     void expect_experts(int64_t first, int64_t count) const {
         if (first < 0 || count < 0 || first + count > cache_->count()) {
-            refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " + std::to_string(first) + " to " +
-                   std::to_string(first + count));
+            refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " +
+                   std::to_string(first) + " to " + std::to_string(first + count));
         }
     }
 
@@ -200,8 +207,9 @@ class BoundLayers {
     void take_experts(ExpertLayerView& view, const nb::list& experts, int64_t size) {
         const int64_t rows = view.router == nullptr ? 0 : view.router->rows, least = view.router == nullptr ? 0 : 1;
         if (view.top_k < least || view.top_k > rows || static_cast<int64_t>(experts.size()) != rows) {
-            refuse("experts: expected " + std::to_string(rows) + ", and " + std::to_string(least) + " to as many of them chosen, found " +
-                   std::to_string(experts.size()) + " and " + std::to_string(view.top_k));
+            refuse("experts: expected " + std::to_string(rows) + ", and " + std::to_string(least) +
+                   " to as many of them chosen, found " + std::to_string(experts.size()) + " and " +
+                   std::to_string(view.top_k));
         }
         expect_experts(view.first_expert, rows);
         for (nb::handle object : experts) {
@@ -262,14 +270,18 @@ nb::bytes bytes_of(const std::vector<float>& values) {
 void bind_expert_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<BoundLayers>(module, "ExpertLayers")
-        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&>(), "reads"_a,
-             "layers"_a, "size"_a, "ahead_eps"_a, "rules"_a)
+        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&>(), "reads"_a, "layers"_a, "size"_a, "ahead_eps"_a,
+             "rules"_a)
         .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
         .def_prop_ro("is_running", &BoundLayers::is_running)
         .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
         .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
-        .def("margin", [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) { return (*layers).margins().margin(running, layer, rank); },
-             "running"_a, "layer"_a, "rank"_a)
+        .def(
+            "margin",
+            [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) {
+                return (*layers).margins().margin(running, layer, rank);
+            },
+            "running"_a, "layer"_a, "rank"_a)
         // Results of the layer that ran last.
         .def_prop_ro("chosen", [](BoundLayers& layers) { return (*layers).chosen; })
         .def_prop_ro("advice", [](BoundLayers& layers) { return (*layers).advice; })

@@ -28,7 +28,8 @@ struct type_caster<std::vector<Entry>> : list_caster<std::vector<Entry>, Entry> 
         const uint32_t entry_flags = flags_for_local_caster<Entry>(flags);
         for (Py_ssize_t i = 0; i < size; ++i) {
             make_caster<Entry> entry;
-            if (!entry.from_python(PySequence_Fast_GET_ITEM(items.ptr(), i), entry_flags, cleanup) || !entry.template can_cast<Entry>()) {
+            if (!entry.from_python(PySequence_Fast_GET_ITEM(items.ptr(), i), entry_flags, cleanup) ||
+                !entry.template can_cast<Entry>()) {
                 return false;
             }
             value.push_back(entry.operator cast_t<Entry>());

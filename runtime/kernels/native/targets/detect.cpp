@@ -84,14 +84,16 @@ bool has_avx512vnni() {
     constexpr uint64_t kAvx512State = 0xE6;
     const uint32_t wanted = kFoundation | kBytesAndWords | kVectorLengths;
     const Registers found = cpuid(7);
-    return has_avx2() && (found.ebx & wanted) == wanted && (found.ecx & kVnni) != 0 && (saved_registers() & kAvx512State) == kAvx512State;
+    return has_avx2() && (found.ebx & wanted) == wanted && (found.ecx & kVnni) != 0 &&
+           (saved_registers() & kAvx512State) == kAvx512State;
 }
 
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
     constexpr uint32_t kTiles = 1u << 24, kBytes = 1u << 25;
     constexpr uint64_t kTileState = 3u << 17;
-    if (!has_avx512vnni() || (cpuid(7).edx & (kTiles | kBytes)) != (kTiles | kBytes) || (saved_registers() & kTileState) != kTileState) {
+    if (!has_avx512vnni() || (cpuid(7).edx & (kTiles | kBytes)) != (kTiles | kBytes) ||
+        (saved_registers() & kTileState) != kTileState) {
         return false;
     }
     // The system refuses it if a thread's signal stack is too small for the registers.

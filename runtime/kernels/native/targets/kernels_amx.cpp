@@ -58,12 +58,13 @@ using wide::store_rows;
 
 constexpr int64_t kLeastTokens = 6;  // with fewer tokens the tiles are mostly empty and VNNI is faster
 
-void linear_of_tokens(const MatrixView& matrix, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
+void linear_of_tokens(const MatrixView& matrix, const Activations& x, int64_t tokens, OutputRows out, int64_t begin,
+                      int64_t end) {
     (tokens < kLeastTokens ? avx512vnni_kernels()->linear : linear)(matrix, x, tokens, out, begin, end);
 }
 
-void expert_hidden_of_tokens(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x, int64_t tokens,
-                             OutputRows out, int64_t begin, int64_t end) {
+void expert_hidden_of_tokens(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
+                             int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
     (tokens < kLeastTokens ? avx512vnni_kernels()->expert_hidden : expert_hidden)(gate, up, gating, x, tokens, out, begin, end);
 }
 

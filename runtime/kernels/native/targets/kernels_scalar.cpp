@@ -138,7 +138,9 @@ inline Floats to_float(const Ints& a) {
     return each<Floats>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
 }
 // For whole numbers of at most 2^24 in magnitude.
-inline Ints to_int(const Floats& a) { return each<Ints>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(a.v[i])); }); }
+inline Ints to_int(const Floats& a) {
+    return each<Ints>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(a.v[i])); });
+}
 
 inline Ints without(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] & ~b.v[i]; }); }
 inline void store_lanes(uint8_t* p, const Ints& a) {

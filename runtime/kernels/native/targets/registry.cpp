@@ -31,8 +31,9 @@ const KernelTable* amx_kernels() {
 }  // namespace
 
 int supported_kernels(const KernelTable* tables[kMaxTables]) {
-    const KernelTable* const ordered[kMaxTables] = {amx_kernels(),       avx512vnni_kernels(), avxvnni_kernels(), avx2_kernels(),
-                                                    neon_i8mm_kernels(), neon_dot_kernels(),   neon_kernels(),    &scalar_kernels()};
+    const KernelTable* const ordered[kMaxTables] = {amx_kernels(),  avx512vnni_kernels(), avxvnni_kernels(),
+                                                    avx2_kernels(), neon_i8mm_kernels(),  neon_dot_kernels(),
+                                                    neon_kernels(), &scalar_kernels()};
     int count = 0;
     for (const KernelTable* table : ordered) {
         if (table != nullptr && table->is_supported()) {

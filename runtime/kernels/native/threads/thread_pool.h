@@ -21,8 +21,8 @@ void run_parallel(int64_t items, int threads, ParallelBody body, const void* con
 template <class Body>
 void parallel_for(int64_t items, int threads, const Body& body) {
     run_parallel(
-        items, threads, [](const void* context, int64_t item, int worker) { (*static_cast<const Body*>(context))(item, worker); },
-        &body);
+        items, threads,
+        [](const void* context, int64_t item, int worker) { (*static_cast<const Body*>(context))(item, worker); }, &body);
 }
 
 }  // namespace moec
