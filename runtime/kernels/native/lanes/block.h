@@ -1,5 +1,5 @@
 // The bytes of the packed layout `rows16`. This is the only definition in C++; the specification is docs/format.md, Packing.
-// A new format begins here: see README.md, "How to add a format".
+// A new format begins here: see README.md, last table.
 //
 // - A row block holds 16 rows.
 // - Quantized: a row block is a sequence of groups. A group is 16 scales, 16 minima if asymmetric, and tiles of 16 rows x 32
