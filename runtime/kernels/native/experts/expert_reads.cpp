@@ -142,7 +142,7 @@ ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Ind
     return state;
 }
 
-// Reads that are queued or running free memory when they end, also those of an abandoned stream.
+// Returns whether a read is queued or running, also one of an abandoned stream. When it ends, its expert can be evicted.
 bool ExpertReads::is_any_on_its_way() const {
     return std::any_of(columns_.state, columns_.state + count(),
                        [](uint8_t state) { return state == kQueued || state == kLoading; });
@@ -242,7 +242,7 @@ void ExpertReads::serve(const Load& load, const Check& check) {
         Indices failed;
         if (!has_places || !read(run, addresses)) {
             failed = load(run);
-            after = before.identity;  // if it is unchanged, Python compares the checksums
+            after = before.identity;  // Python compared it; if the file changes, a later read notices
         } else if (check) {
             after = identity_of(before.descriptor);
             if (!is_known || !(after == before.identity)) {

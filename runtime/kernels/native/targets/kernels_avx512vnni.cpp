@@ -1,6 +1,6 @@
-// AVX-512 VNNI kernels. Products take the sixteen rows of a row block in one register and multiply bytes with one instruction.
-// Operations feature by feature take sixteen features. Operations whose order of sums is defined for eight lanes use registers
-// of 256 bits.
+// AVX-512 VNNI kernels. Products take the sixteen rows of a row block in one register and multiply bytes with one instruction
+// (`add_products` in lanes/avx512_lanes.h). Operations feature by feature take sixteen features. Operations whose order of sums
+// is defined for eight lanes use registers of 256 bits.
 //
 // Only this file is compiled with AVX-512 F, BW, VL and VNNI (CMakeLists.txt); elsewhere it compiles to nothing. Every name
 // here must have internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
