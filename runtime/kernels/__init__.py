@@ -1,9 +1,9 @@
-"""The operations a model is made of, over weights in the packed format.
+"""The operations of a model, on weights in the packed format.
 
-Each function runs in the C++ extension, on the best instruction set of this processor, or in numpy (`reference`) where
-the extension is not installed. Scalar and vector kernels give the same bits, for any number of threads and any batch;
-numpy differs in the last bits. The reference documents shapes, dtypes and errors of every function but
-`experts_layer`, whose specification is the model that calls it.
+Each function runs in the C++ extension, on the best instruction set of this processor. Without the extension it runs
+in numpy (`reference`). Scalar and vector kernels give the same bits, for any number of threads and any batch. numpy
+differs in the last bits. `reference` documents shapes, dtypes and errors. The exception is `experts_layer`: its
+specification is the model that calls it. `native/README.md` says which file of the extension does what.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ __all__ = [
     "threads",
 ]
 
-_TERNARY_CODE = 243  # in the place of a bitwidth: values of a byte of five codes
+_TERNARY_CODE = 243  # stands for a bitwidth: a byte of five codes has 243 values
 _FLOAT_CODES = {"none": 0, "bfloat16": 1, "float16": 2, "mxfp4": 3}
 
 
 class PackedMatrix(packed_matrix.PackedMatrix):
-    """A weight matrix in layout `rows16`, over memory that somebody else owns.
+    """A weight matrix in layout `rows16`, bound to the extension. The caller owns the memory.
 
-    data: uint8[packed_bytes], kept by reference, never copied or written. Raises ValueError if the buffer does not
-    have exactly the bytes of the format. Source: docs/format.md, Packing.
+    data: uint8[packed_bytes], kept by reference, never copied or written.
+    Raises ValueError if the buffer does not have exactly the bytes of the format.
+    Source: docs/format.md, Packing.
     """
 
     __slots__ = ("native",)
@@ -86,13 +87,13 @@ class PackedMatrix(packed_matrix.PackedMatrix):
     def move_to(self, data: Bytes) -> None:
         if self.native is None:
             super().move_to(data)
-        else:  # which checks as much, in a tenth of the time
+        else:  # the extension makes the same checks in a tenth of the time
             self.native.move_to(data)
             self.data = data
 
 
 class Expert(reference.Expert):
-    """The projections of one expert, as `reference.Expert` takes and checks them, bound to the extension."""
+    """The projections of one expert, bound to the extension. Arguments and checks: `reference.Expert`."""
 
     __slots__ = ("native",)
 
@@ -102,9 +103,10 @@ class Expert(reference.Expert):
         self.native = extension.Expert(*parts, code, self.limit, list(self.biases)) if extension else None
 
     def move_to(self, gate: Bytes | None, up: Bytes, down: Bytes) -> None:
-        """The same expert in other memory, uint8[packed_bytes] each; no call may be computing with it.
+        """Use other memory for the same weights. No call may be computing with this expert.
 
-        Raises ValueError if one is not as large as before.
+        gate, up, down: uint8[packed_bytes]. None: the expert has no gate.
+        Raises ValueError if the size of one of them differs from before.
         """
         for matrix, data in ((self.gate, gate), (self.up, up), (self.down, down)):
             if matrix is not None and data is not None:
@@ -114,21 +116,32 @@ class Expert(reference.Expert):
 
 
 class AttentionLayer(attention_layer.AttentionLayer):
-    """The weights that `attention_layer.AttentionLayer` describes, bound to the extension. Raises ValueError there."""
+    """Weights of grouped attention, bound to the extension. Fields: `attention_layer.AttentionLayer`.
+
+    Raises ValueError if their shapes do not fit each other.
+    """
 
     def __post_init__(self) -> None:
         self.native = bound_layer.bind(self, loaded())
 
 
 class LatentLayer(latent_layer.LatentLayer):
-    """The same of `latent_layer.LatentLayer`."""
+    """Weights of latent attention, bound to the extension. Fields: `latent_layer.LatentLayer`.
+
+    Raises ValueError if their shapes do not fit each other.
+    """
 
     def __post_init__(self) -> None:
         self.native = bound_layer.bind(self, loaded())
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
-    """out = x W^T. x: [T, K]; out: [T, N], written; they must not overlap. Raises ValueError."""
+    """Multiply: out = x W^T. x and out must not overlap.
+
+    x: [T, K].
+    out: [T, N], written.
+    Raises ValueError.
+    """
     native = compiled()
     if native is None:
         reference.linear(matrix, x, out)
@@ -137,9 +150,12 @@ def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
 
 
 def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
-    """outs[i] = x W_i^T: the bits of `linear`, one matrix after the other, in one go.
+    """Multiply one input with several matrices: outs[i] = x W_i^T, with the bits of `linear`. No arrays may overlap.
 
-    matrices: 1 to 8 of K columns; x: [T, K]; outs[i]: [T, N_i], written; nothing may overlap. Raises ValueError.
+    matrices: 1 to 8, with K columns each.
+    x: [T, K].
+    outs: one [T, N_i] per matrix, written.
+    Raises ValueError.
     """
     native = compiled()
     if native is None:
@@ -149,7 +165,12 @@ def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats])
 
 
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
-    """out[i] = row rows[i] of the matrix. rows: int64[n]; out: [n, K], written. Raises ValueError."""
+    """Dequantize rows: out[i] = row rows[i] of the matrix.
+
+    rows: int64[n].
+    out: [n, K], written.
+    Raises ValueError.
+    """
     native = compiled()
     if native is None:
         reference.dequantize_rows(matrix, rows, out)
@@ -158,9 +179,12 @@ def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
 
 
 def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Floats) -> None:
-    """out[tokens[i], ranks[i]] = expert(x[tokens[i]]) for each i; nothing else is written.
+    """Compute one expert: out[tokens[i], ranks[i]] = expert(x[tokens[i]]) for each i. x and out must not overlap.
 
-    x: [T, D]; tokens, ranks: int32[n], no pair twice; out: [T, K, D]. x and out must not overlap. Raises ValueError.
+    x: [T, D].
+    tokens, ranks: int32[n], no pair twice.
+    out: [T, K, D], written at these places only.
+    Raises ValueError.
     """
     native = compiled()
     if native is None:
@@ -170,9 +194,12 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
 
 
 def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: Floats) -> None:
-    """out[0, ranks[i]] = what experts[i] makes of the only token: all of them in one go, the bits of `expert_ffn`.
+    """Compute several experts for one token: out[0, ranks[i]] = experts[i](x[0]), with the bits of `expert_ffn`.
 
-    x: [1, D]; ranks: int32[n], none twice; out: [1, K, D]. x and out must not overlap. Raises ValueError.
+    x: [1, D]; x and out must not overlap.
+    ranks: int32[n], none twice.
+    out: [1, K, D], written at these ranks only.
+    Raises ValueError.
     """
     native = compiled()
     if native is None:
@@ -182,40 +209,55 @@ def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: F
 
 
 def combine(parts: Floats, weights: Floats, out: Floats) -> None:
-    """out[t] = sum over ranks, in order, of weights[t, k] * parts[t, k].
+    """Add the parts of each token: out[t] = sum over ranks, in order, of weights[t, k] * parts[t, k].
 
-    parts: [T, K, D]; weights: [T, K]; out: [T, D], written. Raises ValueError.
+    parts: [T, K, D].
+    weights: [T, K].
+    out: [T, D], written.
+    Raises ValueError.
     """
     (compiled() or reference).combine(parts, weights, out)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
-    """out = weight * (x / sqrt(mean(x^2) + eps)). x, out: [T, D]; weight: [D]. out may be x. Raises ValueError."""
+    """Apply an RMS norm: out = weight * (x / sqrt(mean(x^2) + eps)).
+
+    x, out: [T, D]; out may be x.
+    weight: [D].
+    Raises ValueError.
+    """
     (compiled() or reference).rms_norm(x, weight, eps, out)
 
 
 def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats) -> None:
-    """out = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, var over all D. x, out: [T, D]; weight, bias: [D].
+    """Apply a layer norm: out = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, with the variance over all D.
 
-    out may be x. Raises ValueError.
+    x, out: [T, D]; out may be x.
+    weight, bias: [D].
+    Raises ValueError.
     """
     (compiled() or reference).layer_norm(x, weight, bias, eps, out)
 
 
 def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s, interleaved: bool = False) -> None:
-    """Rotate the first R features of each head in place, halves against each other, or neighbours if `interleaved`.
+    """Rotate the first R features of each head in place: pairs of features from the two halves, or adjacent pairs.
 
-    x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Neighbours end in halves, see `reference.rope`. Raises
-    ValueError.
+    x: [T, H, Dh].
+    cos, sin: [C, R / 2].
+    positions: int32[T].
+    interleaved: the pairs are adjacent features. They are moved into halves and stay there, see `reference.rope`.
+    Raises ValueError.
     """
     (compiled() or reference).rope(x, cos, sin, positions, interleaved)
 
 
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
-    """Write keys and values of each token to its slot and position.
+    """Write the keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16; slots, positions: int32[T]. float16 holds
-    the nearest value, the largest one where none is large enough. Raises ValueError.
+    k, v: [T, Hkv, Dh].
+    k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16. float16 gets the nearest value, at most the largest one.
+    slots, positions: int32[T].
+    Raises ValueError.
     """
     (compiled() or reference).store_kv(k, v, k_cache, v_cache, slots, positions)
 
@@ -233,14 +275,18 @@ def attention(
     ends: Int32s | None = None,
     bias: Floats | None = None,
 ) -> None:
-    """Attention of each token over the cache of its slot, with grouped heads, causal unless `ends` says otherwise.
+    """Compute attention of each token over the cache of its slot, with grouped heads. Causal unless `ends` is given.
 
-    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16, H a multiple of Hkv; slots, positions:
-    int32[T].
-    A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
-    sinks: [H], one more score per head that takes its share of the softmax and adds nothing. ends: int32[T], 1 to C, a
-    token sees positions 0 to its end - 1 instead; window must be 0. bias: [H, 2 C - 1], added to the scaled score of
-    position j seen from p at C - 1 + j - p.
+    q, out: [T, H, Dh], H a multiple of Hkv.
+    k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16.
+    slots, positions: int32[T].
+
+    scale: factor of every score.
+    window: 0 for none, else its size. A token at position p sees positions max(0, p - window + 1) to p.
+    sinks: [H], an additional score of each head. It takes a share of the softmax and adds no value.
+    ends: int32[T], 1 to C. A token then sees positions 0 to end - 1. `window` must be 0.
+    bias: [H, 2 C - 1]. The entry C - 1 + j - p is added to the scaled score of position j for a token at position p.
+    Raises ValueError.
     """
     kernels = compiled() or reference
     kernels.attention(q, k_cache, v_cache, slots, positions, scale, window, out, sinks, ends, bias)
@@ -255,9 +301,11 @@ def attend(
     positions: Int32s,
     ends: Int32s | None = None,
 ) -> None:
-    """hidden += what the layer's attention makes of it: norm, products, cache and attention, the bits of its steps.
+    """Add a layer's attention to the residual stream: norm, products, cache, attention, output.
 
-    hidden: [T, D]; the rest as in `attention`. Keys and values of the tokens are stored. Raises ValueError.
+    The bits are those of the single steps. The keys and values of the tokens are stored in the cache.
+    hidden: [T, D], read and written; the other arguments as in `attention`.
+    Raises ValueError.
     """
     if compiled() is None:
         layer.attend_in_steps(reference, hidden, k_cache, v_cache, slots, positions, ends)
@@ -266,9 +314,12 @@ def attend(
 
 
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:
-    """Softmax over all experts, then the top_k of each token, best first; equal logits: the lowest expert wins.
+    """Choose experts: softmax over all experts, then the top_k of each token, best first.
 
-    logits: [T, E]. Returns experts int32[T, K] and weights float32[T, K]; rows sum to 1 if `renormalize`.
+    Of equal logits the lowest expert wins.
+    logits: [T, E].
+    renormalize: make the weights of each token sum to 1.
+    Returns experts int32[T, K] and weights float32[T, K].
     Raises ValueError.
     """
     native = compiled()
@@ -291,7 +342,10 @@ def router_shares(
     out: Floats,
     biases: Sequence[Floats | None] = (),
 ) -> None:
-    """What routers would give one token, each behind its own norm: see lookahead.router_shares. Raises ValueError."""
+    """Compute the expert shares of several routers for one token. Arguments: `lookahead.router_shares`.
+
+    Raises ValueError.
+    """
     native = compiled()
     if native is None:
         lookahead.router_shares(matrices, norms, eps, x, out, biases)
@@ -300,9 +354,11 @@ def router_shares(
 
 
 def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
-    """Indices of the largest values, at most `count`, and these values, largest first; ties: lowest index first.
+    """Return the indices of the `count` largest values, and these values, largest first.
 
-    values: floats [n]; what is no number comes last. Raises ValueError.
+    Of equal values the lowest index comes first; NaN comes last.
+    values: floats [n].
+    Raises ValueError.
     """
     native = compiled()
     if native is None or values.dtype != np.float32:

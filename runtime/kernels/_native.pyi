@@ -1,4 +1,4 @@
-"""The C++ extension. Meanings, shapes and errors: `reference`, function by function."""
+"""Types of the C++ extension. Meanings, shapes and errors of each function: `reference`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -8,7 +8,11 @@ import numpy as np
 from .packed_matrix import Bytes, Floats, Int32s, Int64s
 
 class PackedMatrix:
-    """bitwidth: 243 for three values. float_type: 0 none, 1 bfloat16, 2 float16, 3 mxfp4. Keeps a reference to data."""
+    """A weight matrix. Keeps a reference to data.
+
+    bitwidth: 243 for three values.
+    float_type: 0 none, 1 bfloat16, 2 float16, 3 mxfp4.
+    """
 
     def __init__(
         self,
@@ -28,8 +32,10 @@ class PackedMatrix:
     def move_to(self, data: Bytes) -> None: ...
 
 class Expert:
-    """activation: 0 silu, 1 clamped SwiGLU with its limit, 2 ReLU, which has no gate.
+    """The projections of one expert.
 
+    activation: 0 silu, 1 clamped SwiGLU, 2 ReLU, which has no gate.
+    limit: of clamped SwiGLU.
     biases: none, or those of gate, up and down.
     """
 
@@ -45,7 +51,7 @@ class Expert:
     def follow_matrices(self) -> None: ...
 
 class AttentionLayer:
-    """What kernels.AttentionLayer describes. Keeps references."""
+    """Weights of grouped attention. Fields: kernels.AttentionLayer. Keeps references."""
 
     def __init__(
         self,
@@ -76,7 +82,7 @@ class AttentionLayer:
     ) -> None: ...
 
 class LatentLayer:
-    """What kernels.LatentLayer describes. Keeps references."""
+    """Weights of latent attention. Fields: kernels.LatentLayer. Keeps references."""
 
     def __init__(
         self,
@@ -141,35 +147,46 @@ def router_shares(
     biases: list[Floats | None] = ...,
 ) -> None: ...
 def exp(x: Floats, out: Floats) -> None:
-    """out[i] = exp(x[i]), [n] each: the exponential that attention, routes and silu are made of."""
+    """Compute out[i] = exp(x[i]), [n] each, with the exponential that attention, routing and silu use."""
 
 def largest(values: Floats, count: int) -> tuple[list[int], list[float]]: ...
 def watch_mapping(address: int, size_bytes: int) -> int:
-    """Put zeros where pages of a mapped file are missing, instead of SIGBUS. Returns a number; -1: not on this system.
+    """Map zeros instead of raising SIGBUS when a page of a mapped file is missing.
 
-    address: of whole pages, as `size_bytes`.
+    address, size_bytes: whole pages of the mapping.
+    Returns the number of the watch, or -1 if this system cannot do that.
     """
 
 def has_faulted(watch: int) -> bool:
-    """Whether a page of a watched mapping was missing."""
+    """Return whether a page of a watched mapping was missing."""
 
 def first_changed(files: Int64s) -> int:
-    """The first file that has changed since it was mapped, or of which a page was missing; -1: none.
+    """Return the first file that has changed since it was mapped, or that had a missing page; -1: none.
 
-    files: int64 [n, 5], watch, descriptor and identity (size, bytes; times of change, ns) of each.
+    files: int64 [n, 5]. Per file its watch, its descriptor, its size in bytes, and two times of change in ns.
     """
 
 def forget_mapping(watch: int) -> None:
-    """Stop watching, before the mapping ends."""
+    """Stop watching a mapping. Call it before the mapping ends."""
 
 class ExpertReads:
-    """The expert cache: what runtime/expert_cache/residency.py decides, threads that read, callers that wait.
+    """The expert cache: decisions as in runtime/expert_cache/residency.py, reader threads, and callers that wait.
 
-    arrays: written here, [N] each: state, is_leased, is_ahead, is_seen, uint8; last_used, uses, int64; heat, float64;
-    prefetches, int64 [2, N]; counts, int64, the fields of CacheStats. sizes, layers, following: per expert; following:
-    the one whose bytes lie behind, or -1. half_life: in acquisitions. policy: lrfu, lru or lfu. sources: per expert
-    its file's descriptor, offset and size there, the Expert or None, and where gate (-1: none), up and down begin.
-    drops_pages: of the page cache, behind every read. Raises ValueError.
+    arrays: written by the cache, [N] each unless noted.
+    - uint8: `state`, `is_leased`, `is_ahead`, `is_seen`.
+    - int64: `last_used`, `uses`, `prefetches` [2, N], `counts` (the fields of CacheStats).
+    - float64: `heat`.
+
+    sizes: bytes per expert.
+    layers: layer per expert.
+    following: per expert the one whose bytes follow in the file, or -1.
+
+    half_life: in acquisitions.
+    policy: lrfu, lru or lfu.
+    sources: one tuple per expert. File descriptor, offset, size, Expert or None, and where gate, up and down begin.
+    A gate of -1: the expert has none.
+    drops_pages: drop read pages from the page cache after every read.
+    Raises ValueError.
     """
 
     def __init__(
@@ -197,14 +214,14 @@ class ExpertReads:
     def demand(self) -> list[int]: ...
     @property
     def advice(self) -> list[int]: ...
-    # Decisions one by one, as of Residency, without a lock: for one thread.
+    # Single decisions, as in Residency, without a lock: for one thread.
     def ask(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]: ...
     def issue(self, waiting: Sequence[int]) -> None: ...
     def advise(self, indices: Sequence[int]) -> None: ...
     def next_read(self) -> list[int]: ...
     def arrive(self, index: int) -> None: ...
     def withdraw(self, index: int) -> None: ...
-    # The cache. None: closed.
+    # The cache, with its lock. None: closed.
     def begin(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]] | None: ...
     def wait(
         self, remaining: Sequence[int], together: bool
@@ -215,33 +232,45 @@ class ExpertReads:
     def wait_warmed(self) -> bool: ...
     def resize(self, capacity_bytes: int, pin_limit_bytes: int) -> bool: ...
     def has_work(self) -> bool: ...
-    # Bytes as counted, and as the states add them up.
+    # Used bytes as counted, and as the sum over all states.
     def audit(self) -> tuple[int, int]: ...
-    # {of, by} of places that went from one expert to another, and experts whose places are free; each told once.
+    # Changes since the last call: (old, new) experts of a place, and experts whose places are free.
     def take_places(self) -> tuple[list[tuple[int, int]], list[int]]: ...
     def place(self, index: int, address: int) -> None: ...
-    # A reader thread, until `close`. Both return which of a run failed, and raise nothing.
+    # The loop of a reader thread, until `close`. load and check return the failed experts of a run, and never raise.
     def serve(
         self, load: Callable[[list[int]], list[int]], check: Callable[[list[int], list[int]], list[int]] | None
     ) -> None: ...
     def close(self) -> None: ...
 
 class ExpertLayers:
-    """The routed experts of every layer for one token, out of a cache.
+    """The experts of every layer for one token, read from a cache.
 
-    The specification is `Model._experts_layer` of runtime/model/forward.py.
+    The specification is `Model._experts_layer` in runtime/model/forward.py.
 
-    layers: of each norm, float32 [D], norm_eps, router or None, shared or None, layer, first_expert, top_k,
-    renormalizes, weight_scale, residual_scale, experts, one per row of the router, and ahead, nearest first: of layers
-    that are looked at, how many route up to it, its number, first expert and top_k, its router and norm, [] and []; or
-    None and None where no router can be asked, and what is always likely with its scores. size: D. ahead_eps: of all
-    those norms. rules: the constants of runtime/prefetch/margins.py. Raises ValueError.
+    layers: one dictionary per layer, with these keys:
+    - `norm`: float32 [D]; `norm_eps`.
+    - `router`: PackedMatrix or None; `router_bias`: float32 [E] or None.
+    - `shared`: Expert or None.
+    - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`.
+    - `experts`: one Expert per row of the router.
+    - `ahead`: later layers to predict, nearest first, one tuple each.
+
+    A tuple of `ahead` has nine values:
+    - How many layers route up to this one; its number, its first expert and its top_k.
+    - Its router, norm, and bias or None; or None three times, if there is no router to compute.
+    - Experts that are always predicted and their scores; two empty lists if there is a router.
+
+    size: D.
+    ahead_eps: epsilon of the norms before routers of later layers.
+    rules: RULES of runtime/prefetch/margins.py.
+    Raises ValueError.
     """
 
     def __init__(
         self, reads: ExpertReads, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]
     ) -> None: ...
-    # Whether one of its layers is being computed; nothing else may be asked then.
+    # Whether a layer is being computed. Then all other calls raise ValueError.
     @property
     def is_running(self) -> bool: ...
     # See kernels.experts_layer.
@@ -249,7 +278,7 @@ class ExpertLayers:
     def begin_pass(self) -> None: ...
     def forget_guesses(self) -> None: ...
     def margin(self, running: int, layer: int, rank: int) -> float: ...
-    # Of the layer that ran last: experts, what was to be read ahead, float32 [E], float32 [M, E].
+    # Results of the layer that ran last: its experts, experts to prefetch, float32 [E], float32 [M, E].
     @property
     def chosen(self) -> list[int]: ...
     @property

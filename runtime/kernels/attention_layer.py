@@ -1,6 +1,8 @@
-"""Attention of a layer, from the residual stream to the residual stream: its weights, and its steps one by one.
+"""Grouped attention of a layer: its weights, and its single steps. The specification of the extension's AttentionLayer.
 
-Shapes: T tokens, D hidden, H heads, Hkv key and value heads, Dh head size, S slots, C context, R rotated features.
+Shape letters:
+T tokens, D hidden, S slots, C context.
+H heads, Hkv heads of keys and values, Dh head size, R rotated features.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from .stream_layer import StreamLayer, TokensInCache, product
 
 @dataclass(kw_only=True)
 class AttentionLayer(StreamLayer):
-    """Weights of grouped heads with their own keys and values. None: there is none.
+    """Weights of attention with grouped heads. None: the model has no such part.
 
-    matrices: of queries [H Dh, D], keys, values [Hkv Dh, D], and the output [D, H Dh]; biases: float32, of each.
-    head_norms: RMS norms of queries and keys, [Dh] for each head by itself, [H Dh] and [Hkv Dh] for all together.
-    rotation: cosines and sines, [C, R / 2]; interleaved: see `reference.rope`. scale, window, sinks: see
-    `reference.attention`; distance_bias: its bias.
+    matrices: of queries [H Dh, D], keys [Hkv Dh, D], values [Hkv Dh, D], and of the output [D, H Dh].
+    biases: float32, one per matrix.
+    head_norms: RMS norms of queries and keys. [Dh]: each head by itself. [H Dh] and [Hkv Dh]: all heads together.
+
+    rotation: cosines and sines, [C, R / 2].
+    interleaved: see `reference.rope`.
+    scale, window, sinks: see `reference.attention`; distance_bias is its `bias`.
     """
 
     matrices: tuple[PackedMatrix, ...]

@@ -1,4 +1,4 @@
-"""Layers of attention as the extension has them."""
+"""Bind the weights of an attention layer to the extension."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .stream_layer import StreamLayer
 
 
 def bind(layer: StreamLayer, extension: ModuleType | None) -> Any:
-    """The class of the extension that has this one's name, made of its fields; None without an extension.
+    """Return the extension's object for this layer, from the class of the same name; None without an extension.
 
-    Raises ValueError where shapes do not fit each other.
+    Raises ValueError if shapes do not fit each other.
     """
     if extension is None:
         return None
@@ -21,5 +21,5 @@ def bind(layer: StreamLayer, extension: ModuleType | None) -> Any:
 
 
 def _native(value: Any) -> Any:
-    """A matrix as the extension has it, alone or in a tuple; the rest as it is."""
+    """Replace matrices, alone or in a tuple, by the extension's objects. Other values stay."""
     return tuple(_native(each) for each in value) if isinstance(value, tuple) else getattr(value, "native", value)

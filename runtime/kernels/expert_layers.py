@@ -1,4 +1,7 @@
-"""Routed experts of a layer for a token alone, by the extension: it has no reference here, Model's steps are one."""
+"""The experts of one layer for one token, in one call of the extension.
+
+The specification is `Model._experts_layer` in runtime/model/forward.py. There is no numpy version.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,19 @@ from .packed_matrix import Floats
 
 
 def experts_layer(layers: Any, layer: int, hidden: Floats) -> tuple[str, int, int, int, int, int]:
-    """hidden += what a layer's experts make of a token alone; waits for those that are not in memory.
+    """Add the output of a layer's experts to the hidden state of one token. Waits for experts that are not in memory.
 
-    layers: the extension's `ExpertLayers`; hidden: [1, D]. Returns how it ended (`done`, `failed`, `too large` or
-    `closed`) and the expert that stood in the way, nanoseconds in norm, router and shared expert, in experts, and in
-    the shared one alone, and how many of the chosen experts had been predicted, -1 without a prediction. Raises
-    ValueError.
+    layers: the extension's `ExpertLayers`.
+    hidden: [1, D], read and written.
+    Raises ValueError.
+
+    Returns six values:
+    1. How it ended: `done`, `failed`, `too large` or `closed`.
+    2. The expert that stopped it.
+    3. Nanoseconds in norm, router and shared expert.
+    4. Nanoseconds in routed experts.
+    5. Nanoseconds in the shared expert alone.
+    6. How many chosen experts had been predicted; -1 without a prediction.
     """
     found: tuple[str, int, int, int, int, int] = layers.run(layer, hidden)
     return found

@@ -1,4 +1,4 @@
-"""The C++ extension: whether it is there, which of its kernels are in use, and with how many threads."""
+"""State of the C++ extension: whether it is installed, which kernels are in use, and the number of threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = "_native"
 
 
 class _State:
-    """The choice of this process: loaded on first use, changed by `select` and `set_threads`."""
+    """The kernels that this process uses. Loaded on first use; `select` and `set_threads` change it."""
 
     def __init__(self) -> None:
         self.is_loaded = False
@@ -45,7 +45,10 @@ def _load_extension() -> ModuleType | None:
 
 
 def loaded() -> ModuleType | None:
-    """The extension, in use or not; None if there is none. Raises KernelUnavailable if one does not load."""
+    """Return the extension, in use or not; None if none is installed.
+
+    Raises KernelUnavailable if the extension does not load.
+    """
     if not _state.is_loaded:
         _state.extension = _load_extension()
         _state.is_loaded = True
@@ -53,25 +56,28 @@ def loaded() -> ModuleType | None:
 
 
 def compiled() -> ModuleType | None:
-    """The extension, whose `ExpertReads` the expert cache is made of; None where numpy computes."""
+    """Return the extension if its kernels are in use; None if numpy computes."""
     extension = loaded()
     return None if _state.uses_numpy else extension
 
 
 def available() -> tuple[str, ...]:
-    """Names of the kernels that run here, best first; `numpy` is always the last."""
+    """Return the names of the kernels that run here, best first; `numpy` is always the last."""
     extension = loaded()
     return (*(extension.available() if extension else ()), NUMPY)
 
 
 def active() -> str:
-    """The kernels in use: `avx2`, `scalar` or `numpy`."""
+    """Return the name of the kernels in use, for example `avx2`, `scalar` or `numpy`."""
     extension = compiled()
     return str(extension.active()) if extension else NUMPY
 
 
 def require(features: Sequence[str]) -> None:
-    """Raise KernelUnavailable unless these kernels, which a bundle says it needs, are all here."""
+    """Check that all these kernels, which a bundle requires, run here.
+
+    Raises KernelUnavailable if one is missing.
+    """
     missing = sorted(set(features) - set(available()))
     if missing:
         raise KernelUnavailable(
@@ -81,7 +87,10 @@ def require(features: Sequence[str]) -> None:
 
 
 def select(name: str) -> None:
-    """Use the kernels of this name from now on. Raises KernelUnavailable if this processor or build has none."""
+    """Use the kernels of this name from now on.
+
+    Raises KernelUnavailable if this processor or build has no such kernels.
+    """
     names = available()
     if name not in names:
         raise KernelUnavailable(f"no kernels `{name[:40]}` here, available: {', '.join(names)}")
@@ -92,7 +101,10 @@ def select(name: str) -> None:
 
 
 def set_threads(count: int) -> None:
-    """Use up to this many threads per call, 1 to MAX_THREADS; numpy kernels keep numpy's own. Raises ValueError."""
+    """Set the largest number of threads per call, 1 to MAX_THREADS. The numpy kernels ignore it.
+
+    Raises ValueError.
+    """
     if not 1 <= count <= MAX_THREADS:
         raise ValueError(f"threads: expected 1 to {MAX_THREADS}, found {count}")
     extension = loaded()
@@ -102,5 +114,5 @@ def set_threads(count: int) -> None:
 
 
 def threads() -> int:
-    """The thread count that was set; 1 until then."""
+    """Return the number of threads that was set; 1 by default."""
     return _state.thread_count

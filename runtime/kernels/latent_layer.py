@@ -1,10 +1,13 @@
-"""Latent attention of a layer, from the residual stream to the residual stream: its weights, and its steps one by one.
+"""Latent attention of a layer: its weights, and its single steps. The specification of the extension's LatentLayer.
 
-Keys and values of all heads come from one vector per position, which alone is cached. A head's key is never made: its
-query is brought into the latent space instead (key_up), where it is compared with the cached vectors, and their mean is
-brought out again (value_up). Source: DeepSeek-V2, section 2.1.2.
-Shapes: T tokens, D hidden, H heads, P plain and R rotated features of a query, Q latent ones, V of a value, S slots, C
-context.
+The keys and values of all heads come from one vector per position, and only this vector is cached. The keys of a head
+are never computed. Instead `key_up` maps the query of the head into the latent space, where it is compared with the
+cached vectors. `value_up` maps the weighted mean of these vectors to the value of the head.
+Source: DeepSeek-V2, section 2.1.2.
+
+Shape letters:
+T tokens, D hidden, H heads, S slots, C context.
+P plain features, R rotated features of a query; Q latent features; V features of a value.
 """
 
 from __future__ import annotations
@@ -20,11 +23,17 @@ from .stream_layer import StreamLayer, TokensInCache, product
 
 @dataclass(kw_only=True)
 class LatentLayer(StreamLayer):
-    """Weights. None: there is none.
+    """Weights of latent attention. None: the model has no such part.
 
-    query: [H (P + R), D], or of what query_down leaves of D features. latent_down: [Q + R, D]. inner_norms: RMS norms
-    behind query_down and of the latent features, [Q]. key_up, value_up: of each head, [Q, P] and [V, Q]. output:
-    [D, H V]. rotation: cosines and sines, [C, R / 2].
+    query: [H (P + R), D], or [H (P + R), rows of query_down].
+    latent_down: [Q + R, D].
+    inner_norms: RMS norms after query_down, [rows of query_down] or None, and of the latent features, [Q].
+
+    key_up, value_up: one matrix per head, [Q, P] and [V, Q].
+    output: [D, H V].
+    rotation: cosines and sines, [C, R / 2].
+    interleaved: see `reference.rope`.
+    query_down: [rows, D].
     """
 
     query: PackedMatrix
@@ -40,7 +49,7 @@ class LatentLayer(StreamLayer):
     query_down: PackedMatrix | None = None
 
     def _attend(self, steps: Any, normed: Floats, tokens: TokensInCache) -> Floats:
-        """The cache has one array, [S, 1, C, Q + R]."""
+        """Compute attention. The cache is one array, [S, 1, C, Q + R], in both k_cache and v_cache."""
         count, heads, (rank, plain) = len(normed), len(self.key_up), (self.key_up[0].rows, self.key_up[0].columns)
         cache, slots, positions = tokens.k_cache, tokens.slots, tokens.positions
         queries = self._queries(steps, normed).reshape(count, heads, self.query.rows // heads)

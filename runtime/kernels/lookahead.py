@@ -1,6 +1,6 @@
-"""What looking ahead computes, in numpy: the specification of the extension's functions of the same names.
+"""Operations of looking ahead, in numpy: the specification of the extension's functions of the same names.
 
-Shapes: M routers, E experts, D hidden.
+Shape letters: M routers, E experts, D hidden.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ def router_shares(
     out: Floats,
     biases: Sequence[Floats | None] = (),
 ) -> None:
-    """out[i] = softmax(rms_norm(x, norms[i], eps) W_i^T + biases[i]). matrices: M of 1 to 8, [E, D]; norms[i]: [D].
+    """Compute the expert shares of several routers for one token.
 
-    x: [1, D]. out: [M, E], written. biases: none, or [E] or None for each. Raises ValueError.
+    out[i] = softmax(rms_norm(x, norms[i], eps) W_i^T + biases[i]).
+    matrices: M of 1 to 8, [E, D] each.
+    norms: M, [D] each.
+    x: [1, D].
+    out: [M, E], written.
+    biases: empty, or M, each [E] or None.
+    Raises ValueError.
     """
     require(0 < len(matrices) <= 8 and len(norms) == len(matrices), "matrices: expected 1 to 8 and as many norms")
     require(len(biases) in (0, len(matrices)), "biases: expected none, or one for each matrix")
@@ -45,9 +51,10 @@ def router_shares(
 
 
 def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
-    """Indices of the largest values, at most `count`, and these values, largest first; ties: lowest index first.
+    """Return the indices of the `count` largest values, and these values, largest first.
 
-    values: floats [n]; what is no number comes last.
+    Of equal values the lowest index comes first; NaN comes last.
+    values: floats [n].
     """
     order = np.argsort(-values, kind="stable")[:count]
     return order.tolist(), values[order].tolist()

@@ -1,4 +1,4 @@
-"""Weight matrices in the packed format, read by numpy, and the checks of arrays that every kernel makes.
+"""Packed weight matrices in numpy, and checks of arrays that all kernels share.
 
 The bytes are those of docs/format.md, Packing. A matrix is unpacked on each call; nothing is kept.
 """
@@ -20,9 +20,9 @@ _COLUMNS_PER_LANE = 4
 _EXPONENT_BIAS = 127
 _TERNARY_PLANES, _TERNARY_DIGITS = 3, 5
 MXFP4_CENTRE = 12
-"""The level of the weight 0."""
+"""The level that stands for the weight 0."""
 MXFP4_LEVELS = np.array([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], np.uint8)
-"""Twice each of the sixteen 4-bit floats, plus MXFP4_CENTRE."""
+"""The level of each code: twice its 4-bit float, plus MXFP4_CENTRE."""
 
 
 def require(holds: bool, message: str) -> None:
@@ -31,8 +31,8 @@ def require(holds: bool, message: str) -> None:
 
 
 def check_array(array: np.ndarray, name: str, dtype: type, dimensions: int) -> None:
-    """Refuse an array of another dtype, rank or memory order. Raises ValueError."""
-    # Messages are made when they are needed: this runs at every layer of every token.
+    """Check dtype, rank and memory order of an array. Raises ValueError."""
+    # Messages are built only when needed, because this runs in every layer for every token.
     if array.dtype != dtype:
         raise ValueError(f"{name}: expected {np.dtype(dtype).name}, found {array.dtype}")
     if array.ndim != dimensions:
@@ -42,12 +42,12 @@ def check_array(array: np.ndarray, name: str, dtype: type, dimensions: int) -> N
 
 
 def check_shape(array: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
-    """Refuse an array of another shape. Raises ValueError."""
+    """Check the shape of an array. Raises ValueError."""
     require(array.shape == shape, f"{name}: expected shape {shape}, found {array.shape}")
 
 
 def check_indices(indices: NDArray[np.signedinteger], name: str, count: int) -> None:
-    """Refuse indices outside 0 .. count - 1. Raises ValueError."""
+    """Check that all indices are in 0 .. count - 1. Raises ValueError."""
     outside = indices.size > 0 and bool((indices < 0).any() or (indices >= count).any())
     require(
         not outside,
@@ -56,9 +56,11 @@ def check_indices(indices: NDArray[np.signedinteger], name: str, count: int) -> 
 
 
 class PackedMatrix:
-    """A weight matrix in layout `rows16`, over memory that somebody else owns.
+    """A weight matrix in layout `rows16`. The caller owns the memory.
 
-    data: uint8[packed_bytes], kept by reference and never written. rows, columns: the matrix without row padding.
+    data: uint8[packed_bytes], kept by reference and never written.
+    rows, columns: size of the matrix, without row padding.
+    spec: format of the weights.
     Raises ValueError if the buffer does not have exactly the bytes of the format.
     Source: docs/format.md, Packing.
     """
@@ -75,7 +77,7 @@ class PackedMatrix:
         self.spec = spec
 
     def move_to(self, data: Bytes) -> None:
-        """The same matrix in other memory, uint8[packed_bytes]. Raises ValueError if it is not as large."""
+        """Use other memory for the same matrix, uint8[packed_bytes]. Raises ValueError if the size differs."""
         check_array(data, "data", np.uint8, 1)
         require(data.size == self.data.size, "data: expected as many bytes as before")
         self.data = data
@@ -91,11 +93,11 @@ def _crumbs(planes: Bytes, bits: int) -> Bytes:
 
 
 def _ternary_lanes(tiles: Bytes) -> Bytes:
-    """Codes of tiles of three values, uint8[n, 208] -> uint8[n, 16, 64]. Source: docs/format.md, Packing."""
+    """Return the codes of three-valued tiles, uint8[n, 208] -> uint8[n, 16, 64]. Source: docs/format.md, Packing."""
     fractions = tiles[:, : _TERNARY_PLANES * _PLANE_BYTES].reshape(-1, _TERNARY_PLANES, 1, _PLANE_BYTES)
     digits = []
     for _ in range(_TERNARY_DIGITS):
-        tripled = fractions.astype(np.uint16) * np.uint16(3)  # numpy 1 keeps bytes times a small number bytes
+        tripled = fractions.astype(np.uint16) * np.uint16(3)  # in numpy 1, bytes times a small int stay bytes
         digits.append((tripled >> 8).astype(np.uint8))
         fractions = tripled.astype(np.uint8)
     lanes = np.concatenate(digits, axis=2).reshape(len(tiles), -1, _PLANE_BYTES)
@@ -105,7 +107,7 @@ def _ternary_lanes(tiles: Bytes) -> Bytes:
 
 
 def _tile_codes(tiles: Bytes, spec: QuantSpec) -> Bytes:
-    """Codes of tiles, uint8[n, bytes] -> uint8[n, 16, columns of a tile]. Source: docs/format.md, Packing, table."""
+    """Return the codes of tiles, uint8[n, bytes] -> uint8[n, 16, tile columns]. Source: docs/format.md, Packing."""
     if spec.is_ternary:
         lanes = _ternary_lanes(tiles)
     elif spec.bitwidth == 3:
@@ -115,13 +117,13 @@ def _tile_codes(tiles: Bytes, spec: QuantSpec) -> Bytes:
     else:
         bits = int(spec.bitwidth)
         lanes = _crumbs(tiles.reshape(len(tiles), bits, _PLANE_BYTES), bits)
-    # lanes: q, then byte 4 r + c; column k = 4 q + c
+    # Axes of lanes: tile, q, byte 4 r + c. Row r, column k = 4 q + c.
     by_lane = lanes.reshape(len(tiles), -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
     return np.asarray(by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, spec.tile_columns))
 
 
 def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Bytes, Floats, Floats]:
-    """Tiles, scales and minima: uint8[blocks, G, tiles, bytes], float32[blocks, G, 16] twice."""
+    """Return tiles, scales and minima: uint8[blocks, G, tiles, bytes], float32[blocks, G, 16] twice."""
     blocks, groups = round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK, spec.groups(columns)
     scale_bytes = 2 * ROWS_PER_BLOCK
     head = spec.block_header_bytes * ROWS_PER_BLOCK
@@ -132,7 +134,7 @@ def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Byte
         scales = np.ldexp(np.float32(0.5), exponents).astype(np.float32)
         tiles = records[:, :, ROWS_PER_BLOCK:].reshape(blocks, groups, -1, ROWS_PER_BLOCK * spec.tile_row_bytes)
         return tiles, scales, scales * np.float32(-MXFP4_CENTRE)
-    if spec.byte_scales:  # exponents and bytes of scales, then of minima
+    if spec.byte_scales:  # exponents, and later bytes: first of scales, then of minima
         steps = np.ldexp(np.float32(1), by_block[:, :head].astype(np.int32) - _EXPONENT_BIAS).astype(np.float32)
         values = records[:, :, :scale_bytes] * steps[:, np.newaxis]
         tiles = records[:, :, scale_bytes:].reshape(blocks, groups, -1, ROWS_PER_BLOCK * spec.tile_row_bytes)
@@ -149,9 +151,11 @@ def _groups(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> tuple[Byte
 
 
 def unpack_codes(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Bytes:
-    """The codes of a quantized matrix; of mxfp4 what MXFP4_LEVELS makes of them, which is linear in the weights.
+    """Return the codes of a quantized matrix, uint8[rows, columns]. For mxfp4 they are levels (MXFP4_LEVELS).
 
-    data: uint8[packed_bytes]. Returns uint8[rows, columns]. Raises ValueError for 16-bit formats and wrong sizes.
+    Codes and levels are linear in the weights of a group.
+    data: uint8[packed_bytes].
+    Raises ValueError for 16-bit formats and wrong sizes.
     Source: docs/format.md, Packing.
     """
     require(spec.bitwidth != 16, "a 16-bit matrix has no codes")
@@ -174,10 +178,11 @@ def _unpack_16_bit(data: Bytes, columns: int, spec: QuantSpec) -> Floats:
 
 
 def unpack(data: Bytes, rows: int, columns: int, spec: QuantSpec) -> Floats:
-    """The weights of a packed matrix, each rounded once.
+    """Return the weights of a packed matrix, float32[rows, columns].
 
-    data: uint8[packed_bytes]. Returns float32[rows, columns]. Raises ValueError for wrong sizes.
-    scale * code + minimum is exact in float64 (at most 49 bits), so the one rounding is that of fmaf.
+    Each weight is rounded once, as by fmaf: scale * code + minimum is exact in float64 (at most 49 bits).
+    data: uint8[packed_bytes].
+    Raises ValueError for wrong sizes.
     Source: docs/format.md, Packing.
     """
     PackedMatrix(data, rows, columns, spec)

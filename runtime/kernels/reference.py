@@ -1,9 +1,12 @@
-"""The numpy kernels: the oracle of every native one, and what runs where the extension is not built.
+"""The numpy kernels: the meaning of every native kernel, and the kernels that run without the extension.
 
-Owns the meaning of each operation and nothing else: no threads, no instruction sets, no caching. A packed matrix is
-unpacked on each call. Results do not depend on how many tokens are computed together. The bytes are those of
-docs/format.md, Packing. Shape letters: T tokens, N rows, K columns or ranks, D hidden, E experts, H heads, Hkv key and
-value heads, Dh head size, S slots, C cache positions, R rotated features of a head.
+No threads, no instruction sets, no caching: a packed matrix (docs/format.md, Packing) is unpacked on each call.
+Results do not depend on how many tokens are computed together.
+
+Shape letters:
+T tokens, N rows, K columns or ranks, D hidden, F expert width, E experts.
+H heads, Hkv heads of keys and values, Dh head size, R rotated features of a head.
+S slots, C cache positions.
 """
 
 from __future__ import annotations
@@ -30,14 +33,17 @@ from .packed_matrix import (
 
 ACTIVATIONS = ("silu", "clamped_swiglu", "relu")
 SWIGLU_SLOPE = np.float32(1.702)
-_SMALLEST_ROUNDED = np.float32(2.0**-110)  # of a tile; 127 divided by less could overflow
+_SMALLEST_ROUNDED = np.float32(2.0**-110)  # largest value of a tile; 127 divided by less could overflow
 
 
 class Expert:
-    """The projections of one expert: down(activation(gate x) * (up x)), each product with its bias if it has one.
+    """The projections of one expert: down(activation(gate x) * (up x)), each product plus its bias.
 
-    gate, up: F x D. down: D x F. biases: none, or float32 [F], [F], [D]. clamped_swiglu: see `gated`, with its limit.
-    relu: down(max(up x, 0)), gate None and no biases.
+    gate, up: F x D. gate is None with relu.
+    down: D x F.
+    activation: one of ACTIVATIONS, see `gated`. relu: down(max(up x, 0)), without biases.
+    limit: of clamped_swiglu.
+    biases: none, or float32 [F], [F], [D].
     Raises ValueError if the shapes do not fit or the activation is unknown.
     """
 
@@ -72,7 +78,7 @@ class Expert:
         self._bind()
 
     def _bind(self) -> None:
-        """For kernels that keep a form of their own."""
+        """Make the form that other kernels keep; numpy needs none."""
 
 
 def _weights(matrix: PackedMatrix) -> Floats:
@@ -80,10 +86,11 @@ def _weights(matrix: PackedMatrix) -> Floats:
 
 
 def round_activations(x: Floats) -> Floats:
-    """Each row rounded to 8 bits per tile of 32 columns, as every quantized matrix reads it: codes times steps.
+    """Round activations to 8 bits per tile of 32 columns, as quantized matrices read them. Returns codes times steps.
 
-    x: [T, K], K a multiple of 32. step = max |x| / 127 of the tile, codes x * (127 / max |x|) to nearest even. A tile
-    whose values are all below 2^-110 becomes zero, one with a value that is not finite becomes NaN.
+    x: [T, K], K a multiple of 32.
+    step = max |x| / 127 of the tile; code = x * (127 / max |x|), to nearest even.
+    A tile becomes zero if all its magnitudes are below 2^-110, and NaN if a value is not finite.
     """
     tiles = x.reshape(*x.shape[:-1], x.shape[-1] // COLUMNS_PER_TILE, COLUMNS_PER_TILE)
     largest = np.abs(tiles).max(axis=-1, keepdims=True)
@@ -100,13 +107,15 @@ def _inputs(matrix: PackedMatrix, x: Floats) -> Floats:
 
 def _product(weights: Floats, x: Floats, out: Floats) -> None:
     for row, target in zip(x, out, strict=True):
-        target[:] = weights @ row  # token by token: the same sums whatever the batch
+        target[:] = weights @ row  # token by token, so that the sums do not depend on the batch
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
-    """out = x W^T. x: [T, K]; out: [T, N], written. Raises ValueError for wrong shapes.
+    """Multiply: out = x W^T. A quantized matrix reads x rounded to 8 bits (`round_activations`).
 
-    A quantized matrix reads x rounded to 8 bits (`round_activations`), one of 16 bits as it is.
+    x: [T, K].
+    out: [T, N], written.
+    Raises ValueError for wrong shapes.
     """
     check_array(x, "x", np.float32, 2)
     check_array(out, "out", np.float32, 2)
@@ -116,14 +125,25 @@ def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
 
 
 def linears(matrices: Sequence[PackedMatrix], x: Floats, outs: Sequence[Floats]) -> None:
-    """outs[i] = x W_i^T. matrices: 1 to 8 of K columns; x: [T, K]; outs[i]: [T, N_i], written. Raises ValueError."""
+    """Multiply one input with several matrices: outs[i] = x W_i^T.
+
+    matrices: 1 to 8, with K columns each.
+    x: [T, K].
+    outs: one [T, N_i] per matrix, written.
+    Raises ValueError.
+    """
     require(0 < len(matrices) <= 8 and len(outs) == len(matrices), "matrices: expected 1 to 8 and as many outputs")
     for matrix, out in zip(matrices, outs, strict=True):
         linear(matrix, x, out)
 
 
 def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
-    """out[i] = row rows[i] of the matrix. rows: int64[n]; out: [n, K], written. Raises ValueError."""
+    """Dequantize rows: out[i] = row rows[i] of the matrix.
+
+    rows: int64[n].
+    out: [n, K], written.
+    Raises ValueError.
+    """
     check_array(rows, "rows", np.int64, 1)
     check_array(out, "out", np.float32, 2)
     check_shape(out, "out", (rows.size, matrix.columns))
@@ -132,16 +152,17 @@ def dequantize_rows(matrix: PackedMatrix, rows: Int64s, out: Floats) -> None:
 
 
 def silu(x: Floats) -> Floats:
-    """x / (1 + exp(-x)), float32; never NaN for finite x."""
+    """Return x / (1 + exp(-x)), float32; never NaN for finite x."""
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(np.divide(x, np.float32(1) + np.exp(-x), dtype=np.float32))
 
 
 def gated(gate: Floats, up: Floats, activation: str, limit: float) -> Floats:
-    """What down reads: silu(gate) * up; max(up, 0), whatever gate is; or a clamped form.
+    """Return the input of the down projection.
 
-    The last is (u + 1) g / (1 + exp(-1.702 g)) with g = min(gate, limit) and u = up within +-limit.
-
+    silu: silu(gate) * up.
+    relu: max(up, 0), without a gate.
+    clamped_swiglu: (u + 1) g / (1 + exp(-1.702 g)), g = min(gate, limit), u = up within +-limit.
     Source: gpt-oss model card, section 2.
     """
     if activation == "silu":
@@ -155,9 +176,12 @@ def gated(gate: Floats, up: Floats, activation: str, limit: float) -> Floats:
 
 
 def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Floats) -> None:
-    """out[tokens[i], ranks[i]] = down(silu(gate x[tokens[i]]) * (up x[tokens[i]])) for each i.
+    """Compute one expert: out[tokens[i], ranks[i]] = down(activation(gate x[tokens[i]]) * (up x[tokens[i]])).
 
-    x: [T, D]; tokens, ranks: int32[n], no pair twice; out: [T, K, D], written at those places only. Raises ValueError.
+    x: [T, D].
+    tokens, ranks: int32[n], no pair twice.
+    out: [T, K, D], written at these places only.
+    Raises ValueError.
     """
     check_array(x, "x", np.float32, 2)
     check_array(tokens, "tokens", np.int32, 1)
@@ -181,10 +205,12 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
 
 
 def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: Floats) -> None:
-    """out[0, ranks[i]] = what experts[i] makes of the only token, as `expert_ffn` one by one.
+    """Compute several experts for one token: out[0, ranks[i]] = experts[i](x[0]), as `expert_ffn` one by one.
 
-    x: [1, D]; ranks: int32[n], none twice; out: [1, K, D], written at those places only. Raises ValueError, also for
-    experts of different sizes.
+    x: [1, D].
+    ranks: int32[n], none twice.
+    out: [1, K, D], written at these ranks only.
+    Raises ValueError, also for experts of different sizes.
     """
     check_array(ranks, "ranks", np.int32, 1)
     check_shape(ranks, "ranks", (len(experts),))
@@ -198,9 +224,12 @@ def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: F
 
 
 def combine(parts: Floats, weights: Floats, out: Floats) -> None:
-    """out[t] = sum over ranks, in order, of weights[t, k] * parts[t, k].
+    """Add the parts of each token: out[t] = sum over ranks, in order, of weights[t, k] * parts[t, k].
 
-    parts: [T, K, D]; weights: [T, K]; out: [T, D], written. Raises ValueError.
+    parts: [T, K, D].
+    weights: [T, K].
+    out: [T, D], written.
+    Raises ValueError.
     """
     check_array(parts, "parts", np.float32, 3)
     check_array(weights, "weights", np.float32, 2)
@@ -214,7 +243,12 @@ def combine(parts: Floats, weights: Floats, out: Floats) -> None:
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
-    """out = weight * (x / sqrt(mean(x^2) + eps)). x, out: [T, D]; weight: [D]. out may be x. Raises ValueError."""
+    """Apply an RMS norm: out = weight * (x / sqrt(mean(x^2) + eps)).
+
+    x, out: [T, D]; out may be x.
+    weight: [D].
+    Raises ValueError.
+    """
     check_array(x, "x", np.float32, 2)
     check_array(weight, "weight", np.float32, 1)
     check_array(out, "out", np.float32, 2)
@@ -225,9 +259,12 @@ def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
 
 
 def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats) -> None:
-    """out = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, var over all D. x, out: [T, D]; weight, bias: [D].
+    """Apply a layer norm: out = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, with the variance over all D.
 
-    out may be x. Raises ValueError. Source: Layer Normalization, section 3.
+    x, out: [T, D]; out may be x.
+    weight, bias: [D].
+    Raises ValueError.
+    Source: Layer Normalization, section 3.
     """
     check_array(x, "x", np.float32, 2)
     check_array(weight, "weight", np.float32, 1)
@@ -242,10 +279,14 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, out: Floats)
 
 
 def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s, interleaved: bool = False) -> None:
-    """Rotate the first R features of each head in place, halves against each other, or neighbours if `interleaved`.
+    """Rotate the first R features of each head in place: pairs of features from the two halves, or adjacent pairs.
 
-    x: [T, H, Dh]; cos, sin: [C, R / 2]; positions: int32[T]. Neighbours are put into halves for good: queries and keys
-    alike, so that their products stay. Raises ValueError.
+    x: [T, H, Dh].
+    cos, sin: [C, R / 2].
+    positions: int32[T].
+    interleaved: the pairs are adjacent features. They are moved into halves and stay there. Queries and keys both do
+    that, so their products stay the same.
+    Raises ValueError.
     """
     check_array(x, "x", np.float32, 3)
     check_array(cos, "cos", np.float32, 2)
@@ -263,7 +304,7 @@ def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s, interleaved: bo
 
 
 def as_cached(rows: Floats, cache: NDArray[Any]) -> NDArray[Any]:
-    """Keys or values as a cache keeps them: rounded to nearest, the largest half float at most."""
+    """Convert keys or values to the cache's dtype: float16 gets the nearest value, at most the largest half float."""
     if cache.dtype != np.float16:
         return rows
     largest = np.float32(np.finfo(np.float16).max)
@@ -288,10 +329,12 @@ def _check_cache(k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int
 
 
 def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int32s, positions: Int32s) -> None:
-    """Write keys and values of each token to its slot and position.
+    """Write the keys and values of each token to its slot and position.
 
-    k, v: [T, Hkv, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16; slots, positions: int32[T]. float16 holds
-    the nearest value, the largest one where none is large enough. Raises ValueError.
+    k, v: [T, Hkv, Dh].
+    k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16. float16 gets the nearest value, at most the largest one.
+    slots, positions: int32[T].
+    Raises ValueError.
     """
     check_array(k, "k", np.float32, 3)
     check_array(v, "v", np.float32, 3)
@@ -315,14 +358,18 @@ def attention(
     ends: Int32s | None = None,
     bias: Floats | None = None,
 ) -> None:
-    """Attention of each token over the cache of its slot, with grouped heads, causal unless `ends` says otherwise.
+    """Compute attention of each token over the cache of its slot, with grouped heads. Causal unless `ends` is given.
 
-    q, out: [T, H, Dh]; k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16, H a multiple of Hkv; slots, positions:
-    int32[T].
-    A token at position p sees positions max(0, p - window + 1) to p, from 0 if window is 0. Raises ValueError.
-    sinks: [H], one more score per head that takes its share of the softmax and adds nothing. ends: int32[T], 1 to C, a
-    token sees positions 0 to its end - 1 instead; window must be 0. bias: [H, 2 C - 1], added to the scaled score of
-    position j seen from p at C - 1 + j - p.
+    q, out: [T, H, Dh], H a multiple of Hkv.
+    k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16.
+    slots, positions: int32[T].
+
+    scale: factor of every score.
+    window: 0 for none, else its size. A token at position p sees positions max(0, p - window + 1) to p.
+    sinks: [H], an additional score of each head. It takes a share of the softmax and adds no value.
+    ends: int32[T], 1 to C. A token then sees positions 0 to end - 1. `window` must be 0.
+    bias: [H, 2 C - 1]. The entry C - 1 + j - p is added to the scaled score of position j for a token at position p.
+    Raises ValueError.
     """
     check_array(q, "q", np.float32, 3)
     check_array(out, "out", np.float32, 3)
@@ -362,10 +409,13 @@ def attention(
 
 
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:
-    """Softmax over all experts, then the top_k of each token, best first.
+    """Choose experts: softmax over all experts, then the top_k of each token, best first.
 
-    logits: [T, E]. Returns experts int32[T, K] and weights float32[T, K]; rows sum to 1 if `renormalize`.
-    Equal logits: the lowest expert wins, on every kernel. Raises ValueError.
+    Of equal logits the lowest expert wins, in every kernel.
+    logits: [T, E].
+    renormalize: make the weights of each token sum to 1.
+    Returns experts int32[T, K] and weights float32[T, K].
+    Raises ValueError.
     """
     check_array(logits, "logits", np.float32, 2)
     require(0 < top_k <= logits.shape[1], f"top_k: expected 1 to {logits.shape[1]}, found {top_k}")

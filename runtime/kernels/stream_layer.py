@@ -1,6 +1,6 @@
-"""Where an attention stands: behind a norm of the residual stream, to which its scaled result is added.
+"""The connections of attention to the residual stream: the norm before it, and the scaled sum after it.
 
-Shapes: T tokens, D hidden, S slots, C context.
+Shape letters: T tokens, N rows, D hidden, S slots, C context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .packed_matrix import Floats, Int32s, PackedMatrix
 
 
 class TokensInCache(NamedTuple):
-    """The cache of keys and values, and where in it tokens stand and what they see: see `kernels.attention`."""
+    """The cache of keys and values, and the places of tokens in it. Fields: `kernels.attention`."""
 
     k_cache: np.ndarray
     v_cache: np.ndarray
@@ -25,10 +25,12 @@ class TokensInCache(NamedTuple):
 
 @dataclass(kw_only=True)
 class StreamLayer:
-    """Both ends of a layer of attention in the residual stream.
+    """A layer of attention, from the residual stream back to the residual stream. Subclasses compute the attention.
 
-    norm: float32 [D], of an RMS norm; norm_bias: [D], makes it a layer norm, None: there is none. residual_scale: what
-    the result is multiplied with.
+    norm: weight of the norm before attention, float32 [D].
+    norm_eps: its epsilon.
+    norm_bias: float32 [D]: the norm is a layer norm. None: it is an RMS norm.
+    residual_scale: factor of the result.
     """
 
     norm: Floats
@@ -37,7 +39,7 @@ class StreamLayer:
     residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """For kernels that keep a form of their own."""
+        """Make the form that other kernels keep; numpy needs none."""
 
     def attend_in_steps(
         self,
@@ -49,19 +51,22 @@ class StreamLayer:
         positions: Int32s,
         ends: Int32s | None = None,
     ) -> None:
-        """`kernels.attend` by single operations. steps: a module that has them, `reference` or `kernels`."""
+        """Compute `kernels.attend` by single operations.
+
+        steps: the module with the operations, `reference` or `kernels`.
+        """
         normed = norm_stream(steps, hidden, self.norm, self.norm_bias, self.norm_eps)
         added = self._attend(steps, normed, TokensInCache(k_cache, v_cache, slots, positions, ends))
         added *= np.float32(self.residual_scale)
         hidden += added
 
     def _attend(self, steps: Any, normed: Floats, tokens: TokensInCache) -> Floats:
-        """What the attention makes of the normed stream, a new array. [T, D] -> [T, D]; keys and values are stored."""
+        """Return the attention of the normed stream, [T, D] -> [T, D], a new array. Stores keys and values."""
         raise NotImplementedError
 
 
 def norm_stream(steps: Any, hidden: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
-    """The residual stream behind an RMS norm, or with a bias behind a layer norm. [T, D] -> [T, D], a new array."""
+    """Apply an RMS norm to the residual stream, or a layer norm if there is a bias. [T, D] -> [T, D], a new array."""
     normed = np.empty_like(hidden)
     if bias is None:
         steps.rms_norm(hidden, weight, eps, normed)
@@ -71,7 +76,7 @@ def norm_stream(steps: Any, hidden: Floats, weight: Floats, bias: Floats | None,
 
 
 def product(steps: Any, matrix: PackedMatrix, x: Floats) -> Floats:
-    """x W^T, a new array. matrix: [N, D]; x: [T, D] -> [T, N]."""
+    """Return x W^T, a new array. matrix: [N, D]; x: [T, D] -> [T, N]."""
     out = np.empty((len(x), matrix.rows), np.float32)
     steps.linear(matrix, x, out)
     return out

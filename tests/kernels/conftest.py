@@ -1,4 +1,4 @@
-"""Selection of kernels for the tests of this folder."""
+"""Fixtures that select kernels for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from moec.runtime import kernels
 
-NATIVE = [name for name in reversed(kernels.available()) if name != "numpy"]  # scalar, their specification, first
-VECTORS = NATIVE[1:] or ["avx2"]  # without any: one test that says so
+NATIVE = [name for name in reversed(kernels.available()) if name != "numpy"]  # scalar first: it is the specification
+VECTORS = NATIVE[1:] or ["avx2"]  # none: one skipped test says so
 
 
 def need(name: str) -> None:
-    """Skip, with the reason, where these kernels cannot run."""
+    """Skip the test, with the reason, if these kernels cannot run."""
     names = kernels.available()
     if "scalar" not in names:
         pytest.skip("the kernel extension is not built")
@@ -30,7 +30,7 @@ def _restored() -> Iterator[None]:
 
 @pytest.fixture(params=NATIVE or ["scalar"])
 def native(request: pytest.FixtureRequest) -> str:
-    """Each native instruction set, selected and confirmed."""
+    """Select each native instruction set in turn, and return its name."""
     need(request.param)
     kernels.select(request.param)
     assert kernels.active() == request.param
@@ -39,7 +39,7 @@ def native(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["numpy", *(NATIVE or ["scalar"])])
 def every(request: pytest.FixtureRequest) -> str:
-    """Each set of kernels, selected and confirmed."""
+    """Select each set of kernels in turn, numpy included, and return its name."""
     if request.param != "numpy":
         need(request.param)
     kernels.select(request.param)
@@ -49,6 +49,6 @@ def every(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=VECTORS)
 def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Two instruction sets that must agree bit for bit."""
+    """Return two instruction sets that must agree bit for bit: scalar, and each other one in turn."""
     need(request.param)
     return ("scalar", str(request.param))

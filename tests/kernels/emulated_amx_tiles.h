@@ -1,4 +1,5 @@
-// The names of lanes/amx_tiles.h over memory, for processors without AMX. Included in its place; no include guard.
+// An emulation of lanes/amx_tiles.h in memory, for processors without AMX. It defines the same names and is included instead.
+// No include guard, because it is included inside a namespace.
 
 struct TileShapes {
     int row_bytes[8] = {}, rows[8] = {};
@@ -16,7 +17,7 @@ struct TileFile {
 };
 thread_local TileFile tile_file;
 
-// The processor raises an error where this ends the program.
+// The emulation ends the program where the processor would raise an error.
 inline void require_tiles(bool holds) {
     if (!holds) {
         __builtin_trap();
@@ -70,7 +71,8 @@ inline void tile_multiply() {
             std::memcpy(&sum, &tile_file.bytes[Sums][m][4 * n], sizeof sum);
             for (int k = 0; k < shapes.row_bytes[Rows]; ++k) {
                 const uint8_t column = tile_file.bytes[Columns][k / 4][4 * n + k % 4];
-                sum += static_cast<int8_t>(tile_file.bytes[Rows][m][k]) * (IsSigned ? static_cast<int8_t>(column) : int{column});
+                sum +=
+                    static_cast<int8_t>(tile_file.bytes[Rows][m][k]) * (IsSigned ? static_cast<int8_t>(column) : int{column});
             }
             std::memcpy(&tile_file.bytes[Sums][m][4 * n], &sum, sizeof sum);
         }

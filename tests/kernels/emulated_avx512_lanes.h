@@ -1,6 +1,6 @@
-// The names of lanes/avx512_lanes.h over pairs of registers of eight lanes, for processors without AVX-512: what the kernels do with
-// sixteen lanes runs on AVX2. Included in the place of lanes/avx512_lanes.h, where `half` names the namespace of the same names over eight
-// lanes; no include guard.
+// An emulation of lanes/avx512_lanes.h by pairs of registers of eight lanes, for processors without AVX-512: the kernels over
+// sixteen lanes then run on AVX2. It defines the same names and is included instead. `half` is the namespace of the same names
+// over eight lanes. No include guard, because it is included inside a namespace.
 
 #include "emulated_vnni.h"
 
@@ -46,7 +46,9 @@ inline Ints shift_right(Ints a) { return {half::shift_right<Count>(a.low), half:
 template <int Count>
 inline Ints shift_left(Ints a) { return {half::shift_left<Count>(a.low), half::shift_left<Count>(a.high)}; }
 template <int Count>
-inline Ints shift_right_signed(Ints a) { return {half::shift_right_signed<Count>(a.low), half::shift_right_signed<Count>(a.high)}; }
+inline Ints shift_right_signed(Ints a) {
+    return {half::shift_right_signed<Count>(a.low), half::shift_right_signed<Count>(a.high)};
+}
 inline Ints mask(Ints a, uint32_t bits) { return {half::mask(a.low, bits), half::mask(a.high, bits)}; }
 inline Ints either(Ints a, Ints b) { return {half::either(a.low, b.low), half::either(a.high, b.high)}; }
 inline Ints add_int(Ints a, Ints b) { return {half::add_int(a.low, b.low), half::add_int(a.high, b.high)}; }

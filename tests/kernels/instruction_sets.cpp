@@ -1,6 +1,6 @@
-// The instruction sets that the arguments name against the scalar kernels, bit for bit, without Python: for processors that
-// only an emulator offers. Prints one line per instruction set; status 1 and the first difference if one disagrees, 2 if a
-// name does not run here.
+// Compares the instruction sets that the arguments name with the scalar kernels, bit for bit. It needs no Python, so that it
+// can run in an emulator. Prints one line per instruction set. Exit status 1: the first difference was printed. Exit status 2:
+// a named set does not run here.
 
 #include <cmath>
 #include <cstdio>
@@ -34,7 +34,7 @@ std::vector<float> random_floats(int64_t count) {
     return values;
 }
 
-// Any bytes are codes; the bytes of 16-bit floats stay below 0x3C, so that all are finite and small.
+// Any bytes are valid codes. The high bytes of 16-bit floats stay below 0x3C, so that all floats are finite and small.
 std::vector<uint8_t> random_matrix(const MatrixView& matrix) {
     std::vector<uint8_t> bytes(static_cast<size_t>(packed_bytes(matrix)));
     for (size_t i = 0; i < bytes.size(); ++i) {
@@ -92,7 +92,7 @@ std::string name_of(const MatrixView& m, int64_t tokens) {
            std::to_string(m.rows) + " x " + std::to_string(m.columns) + ", " + std::to_string(tokens) + " tokens";
 }
 
-// x rounded by one instruction set.
+// x, rounded by one instruction set.
 struct Rounded {
     std::vector<int8_t> codes;
     std::vector<float> steps, sums;
@@ -166,7 +166,9 @@ void check_products(Check& check) {
                 for (int64_t columns : {64, 320, 576}) {
                     for (int64_t rows : {1, 15, 16, 17, 33}) {
                         for (int64_t tokens : {1, 2, 3, 5, 7}) {
-                            check_matrix(check, {nullptr, rows, columns, group, bitwidth, is_symmetric, FloatType::kNone, false}, tokens);
+                            check_matrix(check,
+                                         {nullptr, rows, columns, group, bitwidth, is_symmetric, FloatType::kNone, false},
+                                         tokens);
                         }
                     }
                 }
@@ -184,7 +186,8 @@ void check_products(Check& check) {
             }
         }
     }
-    for (int64_t tokens = 8; tokens <= 33; ++tokens) {  // every number that is multiplied at once, and whole groups with any rest
+    // Every number of tokens that is multiplied at once, and whole groups with any rest.
+    for (int64_t tokens = 8; tokens <= 33; ++tokens) {
         check_matrix(check, {nullptr, 33, 320, 32, 4, true, FloatType::kNone, false}, tokens);
         check_matrix(check, {nullptr, 33, 320, 64, 3, false, FloatType::kNone, false}, tokens);
     }
@@ -225,7 +228,7 @@ void check_products(Check& check) {
     }
 }
 
-// Numbers that an instruction may treat in its own way.
+// Numbers that an instruction may treat specially.
 std::vector<float> strange_floats(int64_t count) {
     std::vector<float> values = random_floats(count);
     const float strange[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, 1e-38f, -1e-42f, 3e38f, 88.0f, -104.0f};
@@ -258,7 +261,7 @@ void check_vectors(Check& check) {
             const std::vector<float> x = is_strange ? strange_floats(32 * tiles) : random_floats(32 * tiles);
             const Rounded a(scalar, x, 1, 32 * tiles), b(check.table, x, 1, 32 * tiles);
             std::vector<float> wanted = a.plain(), got = b.plain();
-            for (size_t i = 0; i < wanted.size(); ++i) {  // one NaN is as good as another
+            for (size_t i = 0; i < wanted.size(); ++i) {  // any NaN equals any other NaN
                 wanted[i] = std::isnan(wanted[i]) ? 0.5f : wanted[i];
                 got[i] = std::isnan(got[i]) ? 0.5f : got[i];
             }
@@ -267,7 +270,7 @@ void check_vectors(Check& check) {
     }
 }
 
-// Half floats of up to 16 either way, and some that are subnormal.
+// Half floats of at most 16 in magnitude, some of them subnormal.
 std::vector<uint16_t> random_halves(int64_t count) {
     std::vector<uint16_t> halves(static_cast<size_t>(count));
     for (uint16_t& half : halves) {
@@ -284,9 +287,11 @@ void check_attention(Check& check) {
     for (int64_t size : {5, 8, 72, 128}) {
         for (int64_t window : {0, 1, 7, 8}) {
             const bool is_half = window >= 7;
-            const std::vector<float> q = random_floats(kTokens * kHeads * size), keys = random_floats(kKvHeads * kContext * size);
+            const std::vector<float> q = random_floats(kTokens * kHeads * size),
+                                     keys = random_floats(kKvHeads * kContext * size);
             const std::vector<float> values = random_floats(kKvHeads * kContext * size);
-            const std::vector<uint16_t> half_keys = random_halves(kKvHeads * kContext * size), half_values = random_halves(kKvHeads * kContext * size);
+            const std::vector<uint16_t> half_keys = random_halves(kKvHeads * kContext * size),
+                                        half_values = random_halves(kKvHeads * kContext * size);
             const void *k_cache = keys.data(), *v_cache = values.data();
             if (is_half) {
                 k_cache = half_keys.data();
@@ -297,11 +302,25 @@ void check_attention(Check& check) {
                 const int32_t slots[kTokens] = {}, positions[kTokens] = {position, position + 1};
                 const int32_t ends[kTokens] = {kContext - position, 1};
                 std::vector<float> expected(q.size()), found(q.size()), scores(kMaxAttentionQueries * kContext);
-                AttentionCall call{q.data(), k_cache, v_cache, is_half, slots, positions, expected.data(),
-                                   kHeads,   kKvHeads,    size,          kContext, window,  0.3f, position % 2 ? nullptr : sinks.data(),
-                                   window == 0 && position > 6 ? ends : nullptr, position > 6 ? bias.data() : nullptr};
+                AttentionCall call{q.data(),
+                                   k_cache,
+                                   v_cache,
+                                   is_half,
+                                   slots,
+                                   positions,
+                                   expected.data(),
+                                   kHeads,
+                                   kKvHeads,
+                                   size,
+                                   kContext,
+                                   window,
+                                   0.3f,
+                                   position % 2 ? nullptr : sinks.data(),
+                                   window == 0 && position > 6 ? ends : nullptr,
+                                   position > 6 ? bias.data() : nullptr};
                 for (int64_t head = 0; head < kHeads; head += kHeads / kKvHeads) {
-                    call.out = found.data();  // all that share keys and values at once; scalar, each alone
+                    // The tested set takes all queries that share keys and values at once; scalar takes each alone.
+                    call.out = found.data();
                     check.table.attention(call, {0, kTokens, head, kHeads / kKvHeads}, scores.data(), kContext);
                     call.out = expected.data();
                     for (int64_t i = 0; i < kTokens * kHeads / kKvHeads; ++i) {

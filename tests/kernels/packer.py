@@ -1,4 +1,4 @@
-"""A second packer, written from the table of docs/format.md and from nothing else, and the matrices the tests use."""
+"""A second packer, written only from the table of docs/format.md, and random matrices for the tests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ FORMATS = QUANTIZED + SIXTEEN_BIT
 
 @dataclass(frozen=True)
 class Packed:
-    """data: uint8[packed_bytes]; weights: float32[rows, columns], what the bytes mean.
+    """A packed matrix and its weights.
 
-    magnitudes: [rows, columns], |scale| code + |minimum|, what rounding errors of a product are relative to.
+    data: uint8[packed_bytes].
+    weights: float32[rows, columns], the values of `data`.
+    magnitudes: [rows, columns], |scale| code + |minimum|. Rounding errors of a product are relative to them.
     """
 
     data: np.ndarray
@@ -39,15 +41,16 @@ class Packed:
     magnitudes: np.ndarray
 
     def rows(self, count: int) -> Packed:
-        """The first rows: row blocks follow one another, so a prefix is a matrix, its padding rows not even zero."""
+        """Return the first rows as a matrix: a prefix of the row blocks. Its padding rows are not zero."""
         data = self.data[: self.spec.packed_bytes(count, self.weights.shape[1])]
         return Packed(data, self.weights[:count], self.spec, self.magnitudes[:count])
 
 
 def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What a quantized matrix reads of float32 rows [T, K]: 8-bit multiples of a step, and half of each column's step.
+    """Round float32 rows [T, K] as quantized matrices read them.
 
-    Both float64 [T, K]. The arithmetic is float32, operation by operation in the order of the specification.
+    Returns the rounded values (8-bit multiples of a step) and half of each column's step, both float64 [T, K].
+    The arithmetic is float32, with the operations in the order of the specification.
     """
     tiles = x.reshape(len(x), x.shape[1] // 32, 32)
     largest = np.abs(tiles).max(axis=2, keepdims=True)
@@ -59,7 +62,7 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
-    """codes: uint8[n, 16, 32] -> uint8[n, 64 * bitwidth], cell by cell as the table says."""
+    """Pack codes uint8[n, 16, 32] into tiles uint8[n, 64 * bitwidth], cell by cell as in the table."""
     tiles = np.zeros((len(codes), 64 * bitwidth), np.uint8)
     for r in range(16):
         for k in range(32):
@@ -79,7 +82,7 @@ def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
 
 
 def pack_ternary_tile(codes: np.ndarray) -> np.ndarray:
-    """codes: uint8[n, 16, 64] -> uint8[n, 208], cell by cell as the text says."""
+    """Pack three-valued codes uint8[n, 16, 64] into tiles uint8[n, 208], cell by cell as in the text."""
     tiles = np.zeros((len(codes), 208), np.uint8)
     for r in range(16):
         for c in range(4):
@@ -93,14 +96,18 @@ def pack_ternary_tile(codes: np.ndarray) -> np.ndarray:
 
 
 def pad_rows(values: np.ndarray) -> np.ndarray:
-    """[N, ...] -> [blocks, 16, ...], zeros below."""
+    """Pad rows with zeros to whole row blocks: [N, ...] -> [blocks, 16, ...]."""
     padded = np.zeros((-(-len(values) // 16) * 16, *values.shape[1:]), values.dtype)
     padded[: len(values)] = values
     return padded.reshape(-1, 16, *values.shape[1:])
 
 
 def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, bitwidth: float) -> np.ndarray:
-    """codes: uint8[N, K]; scales, minima: float16[N, G], scales of mxfp4 uint8 -> uint8[packed_bytes]."""
+    """Pack a quantized matrix into uint8[packed_bytes].
+
+    codes: uint8[N, K].
+    scales, minima: float16[N, G]; scales of mxfp4 are uint8.
+    """
     groups = scales.shape[1]
     blocks = pad_rows(codes)
     width = 64 if bitwidth == 1.6 else 32
@@ -116,14 +123,19 @@ def pack(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, bitwi
 def pack_byte_scales(
     codes: np.ndarray, scales: np.ndarray, minima: np.ndarray, exponents: np.ndarray, bitwidth: int
 ) -> np.ndarray:
-    """codes: uint8[N, K]; scales, minima: uint8[N, G]; exponents: uint8[N, 2] -> uint8[packed_bytes]."""
+    """Pack a matrix with scales in bytes into uint8[packed_bytes].
+
+    codes: uint8[N, K].
+    scales, minima: uint8[N, G].
+    exponents: uint8[N, 2].
+    """
     groups = pack(codes, scales, minima, bitwidth).reshape(-(-len(codes) // 16), -1)
     head = pad_rows(exponents).transpose(0, 2, 1).reshape(len(groups), -1)
     return np.concatenate((head, groups), axis=1).reshape(-1)
 
 
 def pack_16_bit(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
-    """weights: float32[N, K], exact in the 16-bit type -> uint8[packed_bytes]."""
+    """Pack a 16-bit matrix into uint8[packed_bytes]. weights: float32[N, K], exact in the 16-bit type."""
     if spec.float_type == "bfloat16":
         values = (weights.view(np.uint32) >> 16).astype(np.uint16)
     else:
@@ -133,7 +145,7 @@ def pack_16_bit(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Packed:
-    """A matrix of random weights around zero, the same for the same arguments."""
+    """Return a matrix of random weights around zero. Equal arguments give equal matrices."""
     rng = np.random.default_rng([rows, columns, int(spec.bitwidth), seed])
     if spec.bitwidth == 16:
         weights = rng.standard_normal((rows, columns)).astype(np.float32)
@@ -147,10 +159,10 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Pa
     if spec.is_mxfp4:
         exponents = rng.integers(118, 126, (rows, groups)).astype(np.uint8)
         steps = np.ldexp(1.0, exponents.astype(int) - 127)[:, :, None]
-        table = np.array([*FLOAT4, *(-value for value in FLOAT4)]) + 0.0  # the sign of a zero is lost
+        table = np.array([*FLOAT4, *(-value for value in FLOAT4)]) + 0.0  # the format loses the sign of a zero
         floats = table[codes].reshape(rows, groups, 32)
         weights = (floats * steps).reshape(rows, columns).astype(np.float32)
-        # Kernels multiply levels 12 above the doubled floats, and take the 12 off again.
+        # Kernels multiply levels (twice the float plus 12) and subtract the 12 again.
         magnitudes = ((floats + 12) * steps).reshape(rows, columns)
         return Packed(pack(codes, exponents, None, 4), weights, spec, magnitudes)
     if spec.byte_scales:
@@ -177,5 +189,5 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec, seed: int = 0) -> Pa
 
 
 def bits(values: np.ndarray) -> np.ndarray:
-    """The bit patterns of float32 values: what "equal" means where zero signs and NaN matter."""
+    """Return the bit patterns of float32 values, so that comparisons see the sign of zero and NaN."""
     return values.view(np.uint32)

@@ -1,4 +1,4 @@
-"""Matrices and experts to multiply with, and what a product may be off by: what the tests of products share."""
+"""Matrices, experts and error bounds that the tests of products share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(tokens: int, columns: int, seed: int = 1) -> np.ndarray:
 
 
 def linear(packed: Packed, x: np.ndarray) -> np.ndarray:
-    """The product, with guards around the output that must stay as they are."""
+    """Return the product. Checks that memory around the output does not change."""
     rows, guard = len(packed.weights), 64
     memory = np.full(2 * guard + len(x) * rows, SENTINEL)
     out = memory[guard : guard + len(x) * rows].reshape(len(x), rows)
@@ -35,25 +35,25 @@ def linear(packed: Packed, x: np.ndarray) -> np.ndarray:
 
 
 def roundings(columns: int, spec: QuantSpec) -> int:
-    """Roundings on the way of one product into its sum: one per column, or one per tile and four in it."""
+    """Return how often a product is rounded on its way into the sum: once per column, or once per tile plus four."""
     if spec.bitwidth == 16 or kernels.active() == "numpy":
         return columns + 3
     return columns // 32 + 4
 
 
 def relative_error(columns: int, spec: QuantSpec) -> float:
-    """gamma = n u / (1 - n u)."""
+    """Return gamma = n u / (1 - n u) for n roundings."""
     n = roundings(columns, spec)
     return n * UNIT / (1 - n * UNIT)
 
 
 def read_by(spec: QuantSpec, x: np.ndarray) -> np.ndarray:
-    """The activations that a matrix of this format reads, float64."""
+    """Return the activations as a matrix of this format reads them, float64."""
     return x.astype(np.float64) if spec.bitwidth == 16 else rounded(x)[0]
 
 
 def check_product(packed: Packed, x: np.ndarray, out: np.ndarray) -> None:
-    """|error| <= gamma sum (|scale| code + |minimum|) |x|, against the activations that are read."""
+    """Check |error| <= gamma sum (|scale| code + |minimum|) |x|, for the activations that the matrix reads."""
     read = read_by(packed.spec, x)
     exact = read @ packed.weights.astype(np.float64).T
     bound = relative_error(x.shape[1], packed.spec) * (np.abs(read) @ packed.magnitudes.astype(np.float64).T)

@@ -1,4 +1,4 @@
-"""Attention of a layer in one call: the bits of its steps, whatever the model has of them."""
+"""Attention of a layer in one call gives the bits of its single steps, for all parts that a model can have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def turned(features: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def layer(text: str = "q4g32s", **more: Any) -> kernels.AttentionLayer:
-    """A layer of random weights; more: what the model has besides."""
+    """Return a layer of random weights. more: further fields of the layer."""
     matrices = tuple(matrix_of(random_matrix(*shape, QuantSpec.parse(text), at)) for at, shape in enumerate(SHAPES))
     plain: dict[str, Any] = {
         "norm": 1 + vector(HIDDEN, 2) / 4, "norm_eps": 1e-5, "matrices": matrices, "kv_heads": KV_HEADS,
@@ -55,7 +55,7 @@ PARTS["together"] = {name: part for each in PARTS.values() for name, part in eac
 
 
 class Cache:
-    """Keys and values, and where tokens of all slots stand in them."""
+    """Random keys and values, and random places of tokens in all slots."""
 
     def __init__(self, tokens: int, kind: Any = np.float32) -> None:
         shape = (SLOTS, KV_HEADS, CONTEXT, HEAD_SIZE)
@@ -88,7 +88,7 @@ def test_it_is_its_steps(native: str, part: str, tokens: int) -> None:
 
 @gate
 def test_of_an_encoder_too(native: str) -> None:
-    """Every token sees as far as its end says."""
+    """Every token sees the positions before its end, as in an encoder."""
     cache = Cache(30)
     ends = np.random.default_rng(1).integers(1, CONTEXT + 1, 30).astype(np.int32)
     own, found, expected, causal = layer(), *(inputs(30, HIDDEN) for _ in range(3))
@@ -111,7 +111,7 @@ def test_every_instruction_set_gives_the_same_bits(pair: tuple[str, str]) -> Non
 @gate
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_is_attention_as_it_is_defined(every: str, interleaved: bool) -> None:
-    """In float64 from the formulas: one sequence, norm, products, norms of heads, rotation, softmax, output, sum."""
+    """Compare with the formulas in float64: norm, products, norms of heads, rotation, softmax, output, sum."""
     parts = [random_matrix(*shape, QuantSpec.parse("bf16"), at) for at, shape in enumerate(SHAPES)]
     query, key, value, output = (part.weights.astype(np.float64) for part in parts)
     norms, (cos, sin) = (vector(HEAD_SIZE, 5), vector(HEAD_SIZE, 6)), turned(HEAD_SIZE)
@@ -140,7 +140,7 @@ def test_it_is_attention_as_it_is_defined(every: str, interleaved: bool) -> None
     seen = np.einsum("hts,shd->thd", shares, values.repeat(shared, axis=1)).reshape(CONTEXT, -1)
     expected = hidden + 0.5 * seen @ output.T
     arrays = Cache(1).copy()
-    for part in (slice(9), slice(9, CONTEXT)):  # what was stored is seen by what follows
+    for part in (slice(9), slice(9, CONTEXT)):  # later tokens see what earlier calls stored
         kernels.attend(own, hidden[part], *arrays, np.zeros_like(positions[part]), positions[part])
     assert hidden == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
@@ -198,7 +198,7 @@ def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(native: str, wr
 
 @gate
 def test_it_follows_matrices_that_move(native: str) -> None:
-    """As experts do; the memory from before is somebody else's then."""
+    """Matrices may move as experts do. Their old memory then has another use."""
     own, cache, found, expected = layer(), Cache(7), inputs(7, HIDDEN), inputs(7, HIDDEN)
     kernels.attend(own, expected, *cache.copy(), *cache.places)
     for matrix in own.matrices:

@@ -1,4 +1,4 @@
-"""Choice of kernels, a missing or damaged extension, and threads under concurrency and fork."""
+"""Choice of kernels, a missing or damaged extension, and threads with concurrent calls and fork."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_unknown_kernels_are_refused(name: str) -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Kernels as in a process that has not used them yet."""
+    """Reset the state of the kernels to that of a new process."""
     monkeypatch.setattr(extension, "_state", extension._State())
     return monkeypatch
 
@@ -170,7 +170,7 @@ print(time.process_time() - start)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted as Linux lists them")
 def test_threads_without_work_sleep() -> None:
-    """They watch for the next product for a fraction of a millisecond, and no longer."""
+    """Idle threads watch for the next product for a fraction of a millisecond, then sleep."""
     need("scalar")
     finished = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 0, finished.stderr

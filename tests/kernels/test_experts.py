@@ -1,4 +1,4 @@
-"""Whole experts: against float64, between instruction sets, batches and thread counts (G8)."""
+"""Whole experts: compared with float64, and between instruction sets, batches and thread counts (G8)."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_experts(every: str, width: int, hidden: int, texts: tuple[str, str, str
     (gates, ups), (gate_error, up_error) = projected, errors
     hidden_states = gates / (1 + np.exp(-gates)) * ups
     exact = hidden_states @ down_part.weights.T.astype(np.float64)
-    # silu has slope at most 1.1; exp, sum and quotient add 4 roundings of 2 u
+    # The slope of silu is at most 1.1. exp, sum and quotient add 4 roundings of 2 u.
     silu = np.abs(gates / (1 + np.exp(-gates)))
     error = (
         (1.1 * gate_error + 8 * UNIT * silu) * (np.abs(ups) + up_error) + silu * up_error + UNIT * np.abs(hidden_states)
     )
     largest = np.abs(hidden_states) + error
-    if down_part.spec.bitwidth < 16:  # and half a step, of a tile whose largest value may be off by its error
+    if down_part.spec.bitwidth < 16:  # add half a step; the error may make the tile's largest value larger
         error = error + rounded(largest.astype(np.float32))[1] * (1 + 1e-6)
     bound = error @ np.abs(down_part.weights.T.astype(np.float64))
     bound = (bound + relative_error(width, down_part.spec) * (largest @ down_part.magnitudes.T)) * (1 + 1e-4)
@@ -58,7 +58,7 @@ def test_experts(every: str, width: int, hidden: int, texts: tuple[str, str, str
 @gate
 @pytest.mark.parametrize("tokens", [1, 6, 13, 96, 97, 200])
 def test_experts_agree(pair: tuple[str, str], tokens: int) -> None:
-    """For whole and cut chunks of 96 tokens and steps of several, with an even and an odd number of row blocks."""
+    """Whole and partial chunks of 96 tokens, steps of several tokens, even and odd numbers of row blocks."""
     for width, hidden, texts in ((96, 64, ("q4g32s", "q2g64s", "q8g32")), (80, 64, ("bf16", "q3g64", "fp16"))):
         x, places, found = inputs(tokens, hidden), np.arange(tokens, dtype=np.int32), []
         for name in pair:
@@ -76,7 +76,7 @@ def test_experts_agree(pair: tuple[str, str], tokens: int) -> None:
 def test_biases_and_the_clamped_activation(
     every: str, activation: str, width: int, hidden: int, texts: tuple[str, str, str]
 ) -> None:
-    """From the products of each matrix, which have tests of their own, by the definition in float64."""
+    """Compare with the definition in float64, on the products of each matrix, which other tests check."""
     biases, limit = biases_of(width, hidden), 1.5
     expert, _ = expert_of(width, hidden, texts, activation=activation, limit=limit, biases=biases)
     x, tokens = inputs(5, hidden), np.arange(5, dtype=np.int32)
@@ -96,7 +96,7 @@ def test_biases_and_the_clamped_activation(
     kernels.linear(expert.down, middle.astype(np.float32), expected)
     out, alone = np.full((5, 2, hidden), SENTINEL), np.full((1, 2, hidden), SENTINEL)
     kernels.expert_ffn(expert, x, tokens, np.ones(5, np.int32), out)
-    # A rounding of the middle may fall the other way, by one of the 254 steps of its tile.
+    # A hidden value may be rounded the other way: by one of the 254 steps of its tile.
     slack = 1e-4 if expert.down.spec.bitwidth == 16 else 2e-2
     assert np.abs(out[:, 1] - (expected + biases[2])).max() <= slack * np.abs(expected).max()
     assert (out[:, 0] == SENTINEL).all()

@@ -1,4 +1,4 @@
-"""Arguments that must be refused before a byte is read: sizes, indices, dtypes, layouts, overlaps (G10)."""
+"""Arguments that must be refused before a byte is read: wrong sizes, indices, dtypes, layouts, overlaps (G10)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_extension_refuses_forms_by_itself(form: tuple[int, ...]) -> None:
-    """rows, columns, bitwidth, group, symmetric, type of floats and, if it is not False, scales in bytes."""
+    """A form is rows, columns, bitwidth, group size, symmetric, float type and, by default False, byte scales."""
     need("scalar")
     from moec.runtime.kernels import _native
 

@@ -1,9 +1,13 @@
-"""Instruction sets that this processor lacks, through the compiler and an emulator (G8).
+"""Kernels of instruction sets that this processor lacks, checked with a cross compiler and emulation (G8).
 
-The kernels are compiled without Python together with `instruction_sets.cpp`, which compares the instruction sets it is
-told with the scalar kernels bit for bit. NEON runs under qemu-user; AVX-512, the dot products of VNNI and the tiles of
-AMX, which qemu does not know, are replaced by pairs of AVX2 registers, by the instructions that make the same sums and
-by loops over memory, so that what the kernels do with sixteen lanes and with tiles is checked on any processor.
+The kernels are compiled without Python, together with `instruction_sets.cpp`. That program compares the named
+instruction sets with the scalar kernels, bit for bit. NEON runs under qemu-user. qemu cannot run the other sets, so
+`emulated_*.h` replace their instructions. The kernels then run on any processor with AVX2:
+
+- `emulated_avx512_lanes.h`: pairs of AVX2 registers for AVX-512.
+- `emulated_vnni.h`: AVX2 instructions that make the same sums as the dot products of VNNI.
+- `emulated_amx_tiles.h`: loops over memory for the tiles of AMX.
+
 MOEC_REQUIRE_QEMU=1 turns the skips into failures.
 """
 
@@ -32,7 +36,7 @@ gate = pytest.mark.gate("G8")
 
 
 def build(compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Sequence[str] = ()) -> Path:
-    """Compile files with options of their own, two at a time, and link them with the check."""
+    """Compile each file with its own options, two at a time, and link them with the check. Returns the program."""
     listed = {CHECK.name: (), "detect.cpp": (), "registry.cpp": (), "kernels_scalar.cpp": (), **files}
 
     def compile_one(item: tuple[str, Sequence[str]]) -> str:
@@ -50,14 +54,14 @@ def build(compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Se
 
 
 def equal_sets(command: Sequence[str | Path]) -> set[str]:
-    """The instruction sets that a check found equal to scalar."""
+    """Run the check. Returns the instruction sets that it found equal to scalar."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     return {line.partition(":")[0] for line in done.stdout.splitlines() if line.endswith("equal to scalar")}
 
 
 def need_tool(*names: str) -> None:
-    """Skip, or fail where MOEC_REQUIRE_QEMU says so, if a program is missing."""
+    """Skip the test if a program is missing; fail if MOEC_REQUIRE_QEMU is 1."""
     missing = [name for name in names if shutil.which(name) is None]
     if missing and os.environ.get("MOEC_REQUIRE_QEMU") == "1":
         pytest.fail(f"{missing[0]} is missing: apt-get install g++-aarch64-linux-gnu qemu-user")
@@ -74,8 +78,8 @@ def test_neon_equals_scalar(tmp_path: Path) -> None:
     nothing["kernels_amx.cpp"] = ()
     program = build(AARCH64, tmp_path, {**files, **nothing}, ["-static"])
     assert equal_sets([EMULATOR, "-cpu", "max", program, "neon-dot", "neon-i8mm"]) == {"neon-dot", "neon-i8mm"}
-    # A Neoverse N1 multiplies no matrices, a Cortex-A72, the processor of a Raspberry Pi 4, has no dot product either:
-    # detection must say so.
+    # A Neoverse N1 has no matrix products. A Cortex-A72 (Raspberry Pi 4) has no dot product either. Detection must say
+    # so.
     assert equal_sets([EMULATOR, "-cpu", "cortex-a72", program, "neon"]) == {"neon"}
     for processor, lacks in (("cortex-a72", "neon-dot"), ("neoverse-n1", "neon-i8mm")):
         without = subprocess.run([EMULATOR, "-cpu", processor, program, lacks], capture_output=True, check=False)
@@ -87,7 +91,7 @@ def test_vnni_equals_scalar(tmp_path: Path) -> None:
     need_tool("g++")
     if "avx2" not in kernels.available():
         pytest.skip("no AVX2 here")
-    # Without an emulator slower scalar kernels cost less than their compiler takes to make them fast.
+    # Without qemu, slow scalar kernels take less time than optimizing them would.
     files = {"kernels_scalar.cpp": ("-Og",), "kernels_avx2.cpp": AVX2}
     emulated = (*AVX2, "-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}")
     files |= {"kernels_avxvnni.cpp": emulated, "kernels_avx512vnni.cpp": emulated, "kernels_amx.cpp": emulated}
@@ -99,7 +103,7 @@ def test_vnni_equals_scalar(tmp_path: Path) -> None:
 
 
 def test_lines_are_asked_for_ahead() -> None:
-    """In the machine code: a compiler may take what only prefetches for nothing, and drop it."""
+    """Count prefetches in the machine code: a compiler may drop a function that only prefetches."""
     need_tool("objdump")
     extension = importlib.util.find_spec("moec.runtime.kernels._native")
     if extension is None or extension.origin is None:
@@ -107,6 +111,6 @@ def test_lines_are_asked_for_ahead() -> None:
     listing = subprocess.run(["objdump", "-d", extension.origin], capture_output=True, text=True, check=True).stdout
     instruction = "prfm" if platform.machine() == "aarch64" else "prefetcht1"
     sets = set(kernels.available()) - {"scalar", "numpy"}
-    assert ("amx" in sets) <= ("tdpbssd" in listing and "tdpbsud" in listing)  # equal sums could come without tiles
-    # Some seventy in each set: one for every line of a tile in every format, twenty in attention, one loop for panels.
+    assert ("amx" in sets) <= ("tdpbssd" in listing and "tdpbsud" in listing)  # sums are equal without tiles, too
+    # About seventy per set: one per line of a tile in every format, twenty in attention, one loop for panels.
     assert sum(instruction in line for line in listing.splitlines()) >= 60 * len(sets)

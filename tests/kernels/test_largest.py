@@ -1,4 +1,4 @@
-"""The first of many by a score: the extension against numpy."""
+"""The largest values and their indices: the extension compared with numpy."""
 
 from __future__ import annotations
 

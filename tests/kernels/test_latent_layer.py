@@ -1,6 +1,6 @@
-"""Latent attention of a layer in one call: the bits of its steps; what does not fit is refused.
+"""Latent attention of a layer in one call gives the bits of its single steps, and refuses what does not fit.
 
-Against its definition: tests/runtime/layers/test_attention.py.
+tests/runtime/layers/test_attention.py compares it with its definition.
 """
 
 from __future__ import annotations

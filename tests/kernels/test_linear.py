@@ -1,4 +1,4 @@
-"""Products with packed matrices: against float64, between instruction sets, batches and thread counts (G8)."""
+"""Products with packed matrices: compared with float64, and between instruction sets, batches and threads (G8)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rounding_the_activations_costs_half_a_step_at_most(every: str, spec: Qu
     exact = x.astype(np.float64) @ packed.weights.astype(np.float64).T
     read, half_step = rounded(x)
     bound = half_step @ np.abs(packed.weights.astype(np.float64)).T * (1 + 1e-6)
-    bound[4] += 1e-40  # as zero, not as multiples of a step
+    bound[4] += 1e-40  # read as zero, not as multiples of a step
     bound += relative_error(384, spec) * (np.abs(read) @ packed.magnitudes.T)
     assert (np.abs(linear(packed, x) - exact) <= bound).all()
 
@@ -66,7 +66,7 @@ def test_rounding_the_activations_costs_half_a_step_at_most(every: str, spec: Qu
     "spec", [QuantSpec.parse(text) for text in ("q1.6g64s", "q2g32", "q3s", "q4g64", "q8")], ids=str
 )
 def test_extreme_codes_do_not_overflow(every: str, spec: QuantSpec) -> None:
-    """All codes at their largest and all activations at 127 steps of one sign, or of alternating ones."""
+    """Codes are the smallest or the largest; activations are 127 steps, of one sign or of alternating signs."""
     rows, columns = 17, 384
     top = 2 if spec.bitwidth == 1.6 else 2**spec.bitwidth - 1
     centre = 1.0 if spec.bitwidth == 1.6 else 2.0 ** (spec.bitwidth - 1)
@@ -113,7 +113,7 @@ def test_instruction_sets_agree_bit_for_bit(pair: tuple[str, str], spec: QuantSp
 def test_a_row_does_not_depend_on_its_batch(every: str, spec: QuantSpec) -> None:
     packed, x = random_matrix(33, 384, spec), inputs(101, 384)
     alone = np.concatenate([linear(packed, x[i : i + 1]) for i in range(len(x))])
-    # Every size of group with eight and sixteen lanes, and some of AMX's.
+    # Groups of every size for eight and sixteen lanes, and some sizes for AMX.
     for first, last in ((0, 2), (0, 3), (0, 4), (5, 12), (1, 13), (0, 14), (2, 19), (0, 96), (3, 100), (0, 101)):
         assert np.array_equal(bits(linear(packed, x[first:last])), bits(alone[first:last]))
 
@@ -135,7 +135,7 @@ def test_threads_change_nothing(native: str, spec: QuantSpec, shape: tuple[int, 
 def test_more_threads_than_have_work_of_their_own(native: str) -> None:
     packed, x = random_matrix(1100, 1024, QuantSpec.parse("q4g32s")), inputs(33, 1024)
     expected = linear(packed, x)
-    kernels.set_threads(70)  # 64 ranges of row blocks, of one or two each
+    kernels.set_threads(70)  # more threads than the 64 ranges of the pool
     for _ in range(3):
         assert np.array_equal(bits(linear(packed, x)), bits(expected))
 

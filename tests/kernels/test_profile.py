@@ -1,4 +1,4 @@
-"""Timing of kernels: every one that computes, nothing left behind, the same results."""
+"""Timing of kernels: it covers every kernel, leaves no change, and gives the same results."""
 
 from __future__ import annotations
 

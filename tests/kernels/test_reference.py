@@ -1,4 +1,4 @@
-"""The oracle against the table of docs/format.md."""
+"""The numpy unpacking compared with the table of docs/format.md."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_weights(spec: QuantSpec) -> None:
 
 @pytest.mark.gate("G8")
 def test_every_byte_of_three_values(every: str) -> None:
-    """All 256 bytes in all places, those that no writer makes too, by the rule of docs/format.md in whole numbers."""
+    """Check all 256 bytes in all places, by the integer rule of docs/format.md. No writer makes some of them."""
     from moec.runtime import kernels
 
     spec, expected = QuantSpec.parse("q1.6s"), np.zeros((256, 16, 64), np.float32)
@@ -80,7 +80,7 @@ def test_every_byte_of_three_values(every: str) -> None:
 
 @pytest.mark.gate("G8")
 def test_five_codes_of_every_number_come_back() -> None:
-    """The rounding up of docs/format.md is exact: digit by digit for all 243 numbers."""
+    """Rounding up as in docs/format.md loses no digit of any of the 243 numbers."""
     for number in range(243):
         left, digits = -(-number * 256 // 243), 0
         assert left <= 255
@@ -92,7 +92,7 @@ def test_five_codes_of_every_number_come_back() -> None:
 
 @pytest.mark.gate("G8")
 def test_every_half_and_bfloat(every: str) -> None:
-    """All 65,536 patterns of both 16-bit types, as one row each, NaN by being NaN."""
+    """Check all 65,536 patterns of both 16-bit types, as one row each. NaN must stay NaN, with any bits."""
     from moec.runtime import kernels
 
     patterns = np.arange(1 << 16, dtype=np.uint16)

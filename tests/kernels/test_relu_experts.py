@@ -1,4 +1,4 @@
-"""Experts of two projections and ReLU, from the products of each matrix, which have tests of their own (G8)."""
+"""Experts with two projections and ReLU, compared with the products of each matrix, which other tests check (G8)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.products import EXPERTS, SENTINEL, expert_of, gate, inputs, l
 @gate
 @pytest.mark.parametrize(("width", "hidden", "texts"), EXPERTS, ids=str)
 def test_experts_without_a_gate(every: str, width: int, hidden: int, texts: tuple[str, str, str]) -> None:
-    """From the products of each matrix: what is below 0 is cut off, one token gives what many give."""
+    """Values below 0 become 0 between the products, and one token gives the same bits as several."""
     expert, (_, up_part, down_part) = expert_of(width, hidden, texts, activation="relu")
     x, tokens = inputs(5, hidden), np.arange(5, dtype=np.int32)
     middle = linear(up_part, x)

@@ -1,4 +1,4 @@
-"""Routers behind norms of their own, asked in one go."""
+"""Expert shares of several routers, each with its own norm, in one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPS = 1e-5
 def one_by_one(
     parts: list[kernels.PackedMatrix], norms: list[np.ndarray], x: np.ndarray, biases: list[np.ndarray | None]
 ) -> np.ndarray:
-    """Norm, product, bias and softmax, the last added up in order of the experts."""
+    """Compute norm, product, bias and softmax for one router after the other."""
     rows = []
     for matrix, norm, bias in zip(parts, norms, biases, strict=True):
         normed, logits = np.empty_like(x), np.empty((1, matrix.rows), np.float32)
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused(every: str) -> None:
 
 
 def test_shares_are_finite_where_one_expert_has_nearly_all(every: str) -> None:
-    """No share is negative or NaN where exponentials underflow."""
+    """No share is negative or NaN if exponentials underflow."""
     part = random_matrix(16, 64, QuantSpec.parse("bf16"))
     x, out = np.full((1, 64), np.float32(1)), np.empty((1, 16), np.float32)
     scaled = np.full(64, np.float32(1e4))

@@ -1,4 +1,4 @@
-"""Norms, rotations, attention, routes and sums: against float64, and between instruction sets and threads (G8)."""
+"""Norms, rotations, attention, routes, sums: compared with float64, and between instruction sets and threads (G8)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def agree(pair: tuple[str, str], compute: Callable[[], np.ndarray]) -> None:
-    """The same bits from both instruction sets, with 1 and 3 threads."""
+    """Check that both instruction sets give the same bits, with 1 and 3 threads."""
     found = []
     for name in pair:
         kernels.select(name)
@@ -47,7 +47,7 @@ def test_rms_norm(every: str) -> None:
         x, weight = normal(3, size), normal(size)
         wide = x.astype(np.float64)
         exact = weight * (wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5))
-        bound = (size + 8) * UNIT * np.abs(exact)  # the sum, then mean, eps, root, inverse and two products
+        bound = (size + 8) * UNIT * np.abs(exact)  # roundings of sum, mean, eps, root, inverse and two products
         assert (np.abs(norm(x, weight) - exact) <= bound).all()
 
 
@@ -67,14 +67,14 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float =
 @gate
 @pytest.mark.parametrize("shift", [0, 40])
 def test_layer_norm(every: str, shift: float) -> None:
-    """Also of values far from zero, where the mean square minus the squared mean would leave nothing."""
+    """Values may be far from zero, where the mean square minus the squared mean would lose all digits."""
     for size in LENGTHS:
         x, weight, bias = normal(3, size) + np.float32(shift), normal(size), normal(size, seed=1)
         wide = x.astype(np.float64)
         centred = wide - wide.mean(axis=1, keepdims=True)
         inverse = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
         exact = weight * centred * inverse + bias
-        # A centred value is off by what the mean is, which moves the root by as much of it; the rest as of rms_norm.
+        # A centred value has the error of the mean, and the root the same error relatively. The rest is as in rms_norm.
         off = (size + 4) * UNIT * np.abs(wide).mean(axis=1, keepdims=True) + UNIT * np.abs(centred)
         relative = off * inverse + (size + 8) * UNIT
         bound = np.abs(weight) * inverse * (off + np.abs(centred) * relative)
@@ -91,7 +91,7 @@ def test_layer_norm_agrees(pair: tuple[str, str]) -> None:
 
 @gate
 def test_layer_norm_in_place_and_row_by_row(every: str) -> None:
-    """Results may not depend on the batch, nor on where they go."""
+    """Results depend neither on the batch nor on the place of the output."""
     x, weight, bias = normal(9, 77), normal(77), normal(77, seed=1)
     expected = layer_norm(x, weight, bias)
     rows = [layer_norm(x[at : at + 1], weight, bias)[0] for at in range(len(x))]
@@ -135,7 +135,7 @@ def test_rope_agrees(pair: tuple[str, str], interleaved: bool) -> None:
     cos, sin = normal(10, 33), normal(10, 33, seed=1)
 
     def compute() -> np.ndarray:
-        x = normal(600, 16, 70)  # so much that threads share it
+        x = normal(600, 16, 70)  # enough work for several threads
         kernels.rope(x, cos, sin, np.arange(600, dtype=np.int32) % 10, interleaved)
         return x
 
@@ -143,7 +143,7 @@ def test_rope_agrees(pair: tuple[str, str], interleaved: bool) -> None:
 
 
 class Cache:
-    """Three slots of 40 positions, filled with random keys and values through store_kv."""
+    """Three slots of 40 positions, filled by store_kv with random keys and values."""
 
     def __init__(self, kv_heads: int, head_size: int, kind: type[np.floating[Any]] = np.float32) -> None:
         shape = (3, kv_heads, 40, head_size)
@@ -186,7 +186,8 @@ def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int
             peak = max(scores.max(), sink)
             shares = np.exp(scores - peak)
             shares /= shares.sum() + np.exp(sink - peak)
-            # a score moves by `shift`, a share by that in sum and part, and by exp; sums by a rounding per position
+            # A score has an error of `shift`. A share has it in its part and in the sum, plus the error of exp. Sums
+            # have a rounding per position.
             shift = (size + 3) * UNIT * (np.abs(keys) @ np.abs(q[t, head])).max() * 0.3
             relative = 4 * shift + 2 * EXP_ERROR + (2 * len(keys) + 4) * UNIT
             assert (np.abs(out[t, head] - shares @ values) <= relative * (shares @ np.abs(values))).all()
@@ -196,7 +197,7 @@ def test_attention(every: str, heads: int, kv_heads: int, size: int, window: int
 @pytest.mark.parametrize("has_ends", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 72), (2, 1, 5)])
 def test_attention_with_a_bias_of_distances(every: str, heads: int, kv_heads: int, size: int, has_ends: bool) -> None:
-    """Every pair of positions has a bias of its own, so that a wrong offset shows; ends lie before and behind."""
+    """Every pair of positions has its own bias, so that a wrong offset shows. Ends lie before and after the token."""
     cache, q, bias = Cache(kv_heads, size), normal(5, heads, size), normal(heads, 2 * 40 - 1, seed=9)
     ends = [3, 40, 7, 1, 40] if has_ends else [int(position) + 1 for position in cache.positions]
     cache.ends = np.array(ends, np.int32) if has_ends else None
@@ -231,7 +232,7 @@ def test_attention_agrees(pair: tuple[str, str], heads: int, kv_heads: int, size
 @given(values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 @settings(max_examples=200, deadline=None)
 def test_half_floats_are_the_nearest(values: list[int]) -> None:
-    """Any bits of a float: NaN, infinities, ties, subnormal ones and what rounds up to the next power of two."""
+    """Any bits of a float: NaN, infinities, ties, subnormal values, values that round up to a power of two."""
     k = np.array(values, np.uint32).view(np.float32).reshape(1, 1, -1)
     slots, positions = np.zeros(1, np.int32), np.zeros(1, np.int32)
     cache = [np.zeros((1, 1, 1, k.shape[2]), np.float16) for _ in range(2)]
@@ -260,7 +261,7 @@ def test_every_half_float_and_what_lies_between_two() -> None:
 def test_attention_over_half_floats_is_that_over_the_same_floats(
     every: str, heads: int, kv_heads: int, size: int, window: int
 ) -> None:
-    """Every half float is a float, so only what the cache forgot differs; subnormal ones among them."""
+    """A cache of half floats gives the bits of a float cache with the same values, subnormal ones included."""
     halves, q = Cache(kv_heads, size, np.float16), normal(5, heads, size)
     halves.keys[1] *= np.float16(2**-16)
     floats = Cache(kv_heads, size)
@@ -317,7 +318,7 @@ def test_route(every: str, renormalize: bool) -> None:
         shares = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
         exact = np.take_along_axis(shares, experts.astype(np.int64), axis=1)
         exact /= exact.sum(axis=1, keepdims=True) if renormalize else shares.sum(axis=1, keepdims=True)
-        relative = 2 * (EXP_ERROR + 40 * UNIT) + (size + top_k + 4) * UNIT  # 40: the rounding of x - max, at most 40
+        relative = 2 * (EXP_ERROR + 40 * UNIT) + (size + top_k + 4) * UNIT  # 40: x - max is at most 40, and rounded
         assert (np.abs(weights - exact) <= relative * exact + 1e-44).all()
 
 

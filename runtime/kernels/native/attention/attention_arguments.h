@@ -1,4 +1,4 @@
-// What calls of attention are given, with the checks that they share.
+// Arguments of attention calls from Python, with the checks that all of them share.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace moec {
 
-// An array that may be missing.
+// An array, or None.
 class MaybeArray {
   public:
     MaybeArray() = default;
@@ -34,7 +34,7 @@ class MaybeArray {
     std::unique_ptr<Array> array_;
 };
 
-// Keys and values, [S, Hkv, C, Dh]: floats unless they are arrays of half floats.
+// Keys and values, [S, Hkv, C, Dh]. Half floats if k_cache is an array of half floats, else floats.
 struct Cache {
     Kind kind;
     Array keys, values;
@@ -52,7 +52,7 @@ struct Cache {
     KeysAndValues view() const { return {keys.data<void>(), values.data<void>(), kind == Kind::kFloat16, context()}; }
 };
 
-// Where tokens stand. ends: where what they see ends, if not with themselves.
+// Where tokens are in the cache. ends: end of the positions that each token sees; None: its own position + 1.
 struct Places {
     Array slots, positions;
     MaybeArray ends;

@@ -1,5 +1,5 @@
-// Between the products of a single token there is little to compute: what is saved here is the way through the interpreter,
-// ten times a layer, on caches that the weights have swept.
+// For one token there is little work between the products. Doing all steps here saves about ten calls through the Python
+// interpreter per layer. These calls are slow, because the weights have evicted the interpreter from the processor's caches.
 
 #include "attention/attention_layer.h"
 
@@ -33,7 +33,7 @@ void add_bias(float* rows, const float* bias, int64_t tokens, int64_t size) {
     }
 }
 
-// hidden += scale * rows, the product rounded by itself.
+// hidden += scale * rows. The product is rounded before the sum.
 void add_rows(const float* rows, float scale, int64_t count, float* hidden) {
     for (int64_t i = 0; i < count; ++i) {
         hidden[i] += scale * rows[i];
@@ -45,7 +45,8 @@ struct Freed {
 };
 using Floats = std::unique_ptr<float[], Freed>;
 
-// Unspecified values, or null. Not kept from call to call: between passes this memory is the experts'.
+// Returns uninitialized floats, or null. They are freed after each call, because the expert cache uses this memory between
+// passes.
 Floats take_floats(int64_t count) {
     return Floats(static_cast<float*>(std::malloc(static_cast<size_t>(count) * sizeof(float))));
 }
@@ -58,9 +59,9 @@ void norm_stream(const StreamEnds& ends, const float* hidden, int64_t tokens, in
     }
 }
 
-// hidden += residual_scale * (x W^T + bias). rows: [T, D], of which nothing is kept.
-bool add_output(const StreamEnds& ends, const MatrixView& output, const float* bias, const float* x, int64_t tokens, float* rows,
-                float* hidden) {
+// hidden += residual_scale * (x W^T + bias). rows: [T, D], scratch.
+bool add_output(const StreamEnds& ends, const MatrixView& output, const float* bias, const float* x, int64_t tokens,
+                float* rows, float* hidden) {
     const MatrixView* const matrices[] = {&output};
     float* const outs[] = {rows};
     if (!linears(matrices, 1, x, tokens, outs)) {
@@ -71,13 +72,14 @@ bool add_output(const StreamEnds& ends, const MatrixView& output, const float* b
     return true;
 }
 
-// The first features of each of the heads, which lie head_size floats apart.
-bool rotate(const Rotation& rotation, float* features, int64_t tokens, int64_t heads, int64_t head_size, const int32_t* positions) {
+// Rotates the first features of each head. Heads lie head_size floats apart.
+bool rotate(const Rotation& rotation, float* features, int64_t tokens, int64_t heads, int64_t head_size,
+            const int32_t* positions) {
     return rotation.cos == nullptr || rope({features, rotation.cos, rotation.sin, positions, heads, head_size, rotation.half,
                                             rotation.is_interleaved}, tokens);
 }
 
-// Norm and rotation of queries or keys, [T, heads, Dh], in place.
+// Applies norm and rotation to queries or keys, [T, heads, Dh], in place.
 bool turn_heads(const AttentionLayerView& layer, const float* norm, float* rows, int64_t tokens, int64_t heads,
                 const int32_t* positions) {
     const int64_t size = layer.norms_whole_rows ? heads * layer.head_size : layer.head_size;
@@ -87,15 +89,16 @@ bool turn_heads(const AttentionLayerView& layer, const float* norm, float* rows,
     return rotate(layer.rotation, rows, tokens, heads, layer.head_size, positions);
 }
 
-// `size` floats of each of `count` rows, which lie so many floats apart.
+// Copies `size` floats of each of `count` rows. Strides are in floats.
 void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t size, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         std::memcpy(to + i * to_stride, from + i * from_stride, static_cast<size_t>(size) * sizeof(float));
     }
 }
 
-// Row h of token t times matrix h, for every head; rows of a token lie x_stride floats apart, products out_stride.
-// spare: T (K + N) floats, and H K at least.
+// Multiplies row h of each token with matrix h, for every head.
+// x_stride: floats between the rows of one token. out_stride: floats between its products.
+// spare: scratch, at least T (K + N) and H K floats.
 bool products_of_heads(const MatrixView* matrices, int64_t heads, const float* x, int64_t x_stride, int64_t tokens, float* out,
                        int64_t out_stride, float* spare) {
     const int64_t columns = matrices[0].columns, rows = matrices[0].rows;
@@ -121,7 +124,8 @@ bool products_of_heads(const MatrixView* matrices, int64_t heads, const float* x
     return true;
 }
 
-// Queries [T, H, P + R] and the shared vector [T, Q + R] from the normed stream. down: [T, rows of query_down].
+// Computes queries [T, H, P + R] and the shared vector [T, Q + R] from the normed stream.
+// down: scratch, [T, rows of query_down].
 bool project(const LatentLayerView& layer, const float* normed, int64_t tokens, float* down, float* queries, float* shared) {
     const bool has_down = layer.query_down != nullptr;
     const MatrixView* const first[] = {has_down ? layer.query_down : &layer.query, &layer.latent_down};
@@ -150,13 +154,14 @@ void store_kv(const CacheRows& rows, const KeysAndValues& cache, const int32_t* 
     }
 }
 
-bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places) {
+bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,
+            const TokenPlaces& places) {
     const int64_t size = layer.query.columns, query_size = layer.query.rows, key_size = layer.key.rows;
     const Floats memory = take_floats(tokens * (size + 2 * query_size + 2 * key_size));
     if (memory == nullptr && tokens > 0) {
         return false;
     }
-    float* const stream = memory.get();  // normed, and at the end what is added
+    float* const stream = memory.get();  // the normed stream, and at the end the attention's output
     float* const queries = stream + tokens * size;
     float* const mixed = queries + tokens * query_size;
     float* const keys = mixed + tokens * query_size;
@@ -182,7 +187,8 @@ bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, cons
     return attention(call, tokens) && add_output(layer.ends, layer.output, layer.biases[3], mixed, tokens, stream, hidden);
 }
 
-bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places) {
+bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,
+            const TokenPlaces& places) {
     const MatrixView &key_up = layer.key_up[0], &value_up = layer.value_up[0];
     const int64_t heads = layer.heads, size = layer.output.rows, rank = key_up.rows, plain = key_up.columns;
     const int64_t head_size = layer.query.rows / heads, vector_size = layer.latent_down.rows, rotated = vector_size - rank;
@@ -193,7 +199,7 @@ bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const K
     if (memory == nullptr && tokens > 0) {
         return false;
     }
-    float* const stream = memory.get();  // normed, and at the end what is added
+    float* const stream = memory.get();  // the normed stream, and at the end the attention's output
     float* const down = stream + tokens * size;
     float* const heads_of_query = down + tokens * down_size;
     float* const shared = heads_of_query + tokens * heads * head_size;

@@ -1,4 +1,5 @@
-// Attention of a layer from the residual stream to the residual stream, as one operation.
+// Attention of one layer as a single operation, from the residual stream back to the residual stream. Start here: `attend`
+// calls the products (experts/operations.h), stores keys and values, and calls the kernels of cached_attention.h.
 
 #pragma once
 
@@ -8,14 +9,15 @@
 
 namespace moec {
 
-// Rows that a token leaves in the cache of its slot. A float becomes the nearest half float, the largest one at most.
+// Keys and values of tokens, to be stored in the cache. In a cache of half floats each value becomes the nearest half float,
+// at most the largest one.
 struct CacheRows {
     const float* keys;    // [T, Hkv, Dh]
-    const float* values;  // [T, Hkv, Dh], null where keys are all there is
+    const float* values;  // [T, Hkv, Dh]; null: keys serve as values
     int64_t heads, head_size, tokens;
 };
 
-// [S, Hkv, C, Dh], floats or half floats.
+// The cache, [S, Hkv, C, Dh] each, floats or half floats.
 struct KeysAndValues {
     void* keys;
     void* values;
@@ -25,7 +27,8 @@ struct KeysAndValues {
 
 void store_kv(const CacheRows& rows, const KeysAndValues& cache, const int32_t* slots, const int32_t* positions);
 
-// Between the residual stream and an attention. norm_bias: makes it a layer norm, may be null.
+// The two connections of attention to the residual stream: the norm before it, and the scaled sum after it.
+// norm_bias: if given, the norm is a layer norm instead of an RMS norm; may be null.
 struct StreamEnds {
     const float* norm;       // [D]
     const float* norm_bias;  // [D]
@@ -33,7 +36,7 @@ struct StreamEnds {
     float residual_scale;
 };
 
-// Null tables: nothing is turned.
+// Tables of a rotary embedding. Null: no rotation.
 struct Rotation {
     const float* cos;  // [C, half]
     const float* sin;
@@ -41,11 +44,11 @@ struct Rotation {
     bool is_interleaved;
 };
 
-// Grouped heads with their own keys and values. Null: the model has none of it.
+// Grouped heads with keys and values of their own. Null: the model has no such part.
 struct AttentionLayerView {
     StreamEnds ends;
     MatrixView query, key, value, output;
-    const float* biases[4];   // of the products, in their order
+    const float* biases[4];   // of query, key, value and output
     const float* query_norm;  // [Dh], or [H Dh] with norms_whole_rows
     const float* key_norm;    // [Dh], or [Hkv Dh]
     bool norms_whole_rows;
@@ -58,34 +61,37 @@ struct AttentionLayerView {
     const float* distance_bias;  // [H, 2 C - 1]
 };
 
-// Heads whose keys and values come from one vector, which alone is cached. P plain, R rotated, Q latent, V value features.
+// Latent attention: the keys and values of all heads come from one vector, and only this vector is cached.
+// P plain features, R rotated features, Q latent features, V value features.
 struct LatentLayerView {
     StreamEnds ends;
     const MatrixView* query_down;  // may be null
     const float* query_down_norm;
-    MatrixView query;            // [H (P + R), D], or on what query_down leaves
+    MatrixView query;            // [H (P + R), D], or [H (P + R), rows of query_down]
     MatrixView latent_down;      // [Q + R, D]
     const float* latent_norm;    // [Q]
     float inner_norm_eps;
-    const MatrixView* key_up;    // of each head, [Q, P]
-    const MatrixView* value_up;  // of each head, [V, Q]
+    const MatrixView* key_up;    // one per head, [Q, P]
+    const MatrixView* value_up;  // one per head, [V, Q]
     MatrixView output;           // [D, H V]
     Rotation rotation;
     int64_t heads;
     float scale;
 };
 
-// Where tokens stand: slots and positions, [T]. ends: where what they see ends, if not with themselves, may be null.
+// Where tokens are in the cache. slots, positions: [T].
+// ends: [T], end of the positions that each token sees; null: its own position + 1.
 struct TokenPlaces {
     const int32_t* slots;
     const int32_t* positions;
     const int32_t* ends;
 };
 
-// hidden += residual_scale * output(attention(norm(hidden))), [T, D], with keys and values stored on the way: the bits of the
-// single operations one after the other. False, with hidden as it was, if there is no memory.
-bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places);
-// The same; the cache has one array, [S, 1, C, Q + R].
+// hidden += residual_scale * output(attention(norm(hidden))), [T, D]. Stores keys and values in the cache.
+// Gives the same bits as the single operations one after the other. Returns false, with hidden unchanged, without memory.
+bool attend(const AttentionLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache,
+            const TokenPlaces& places);
+// The same for latent attention. The cache has one array, [S, 1, C, Q + R].
 bool attend(const LatentLayerView& layer, float* hidden, int64_t tokens, const KeysAndValues& cache, const TokenPlaces& places);
 
 }  // namespace moec

@@ -1,4 +1,4 @@
-// How attention is cut into parts, and what one of a part's queries is.
+// The parts into which one attention call is split, and the queries of a part.
 
 #pragma once
 
@@ -8,18 +8,18 @@ namespace moec {
 
 constexpr int kMaxAttentionQueries = 4;
 
-// An element of a cache of keys and values in 16 bits.
+// An element of a cache of half floats.
 struct HalfFloat {
     uint16_t bits;
 };
 
-// `tokens` tokens of one sequence in a row times `heads` heads that share their keys and values: at most
-// kMaxAttentionQueries queries.
+// `tokens` consecutive tokens of one sequence times `heads` heads that share keys and values.
+// At most kMaxAttentionQueries queries.
 struct AttentionPart {
     int64_t first_token, tokens, first_head, heads;
 };
 
-// One token and head. Positions [first, end) are seen.
+// The query of one token and head. It sees positions [first, end).
 struct AttentionQuery {
     const float* q;  // [Dh]
     float* scores;   // [end - first]

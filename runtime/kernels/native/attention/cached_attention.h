@@ -1,13 +1,14 @@
-// Attention over the cache of keys and values, written once over eight lanes. Included inside the namespace of an instruction
-// set, after attention/cached_rows.h and products/rows.h; no include guard, for that reason.
+// Attention over the cache of keys and values, written once over eight lanes: the kernel `attention` of targets/registry.h.
+// This file has no include guard: each targets/kernels_*.cpp includes it inside its own namespace, after
+// attention/cached_rows.h and products/rows.h.
 //
-// Queries that see the same positions of one head of keys and values are taken together, so that each row is loaded once for
-// all of them; what only some of them see, at either end, each takes alone.
-// Scores are reductions as products/rows.h has them, the values' sums run over positions in order: neither depends on what is
-// computed beside it.
-// Accuracy class: bit-equal across instruction sets, thread counts and batches, for inputs without NaN.
+// - Queries that see the same positions of one head are computed together, so that each row of keys or values is loaded once.
+//   Positions at either end that only some of them see are computed for each query alone.
+// - Scores are reductions as in products/rows.h. Sums of values run over positions in order. Neither depends on which queries
+//   are computed together.
+// - Accuracy class: bit-equal across instruction sets, thread counts and batches, for inputs without NaN.
 
-// The scores of Queries queries for Rows positions from `position` on. keys: the row of position 0.
+// Scores of Queries queries for Rows positions, beginning with `position`. keys: the row of position 0.
 template <int Queries, int Rows, class Element>
 MOEC_INLINE void score_rows(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t position, float scale) {
     Floats sum[Queries][Rows];
@@ -39,12 +40,15 @@ MOEC_INLINE void score_rows(const AttentionQuery* queries, const Element* keys, 
     unroll<Queries>([&](auto q) MOEC_INLINE_LAMBDA {
         constexpr int Q = decltype(q)::value;
         float* scores = queries[Q].scores + position - queries[Q].first;
-        unroll<Rows>([&](auto r) MOEC_INLINE_LAMBDA { scores[decltype(r)::value] = sum_lanes(sum[Q][decltype(r)::value]) * scale; });
+        unroll<Rows>([&](auto r) MOEC_INLINE_LAMBDA {
+            scores[decltype(r)::value] = sum_lanes(sum[Q][decltype(r)::value]) * scale;
+        });
     });
 }
 
 template <int Queries, class Element>
-void score_positions(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t first, int64_t end, float scale) {
+void score_positions(const AttentionQuery* queries, const Element* keys, int64_t size, int64_t first, int64_t end,
+                     float scale) {
     constexpr int kRows = Queries == 1 ? 4 : 2;
     for (; first + kRows <= end; first += kRows) {
         ask_for_cached(keys + first * size + kCachedAhead<Element>, kRows * size);
@@ -55,9 +59,10 @@ void score_positions(const AttentionQuery* queries, const Element* keys, int64_t
     }
 }
 
-// Positions [first, end), which all queries see.
+// Scores for positions [first, end), which all queries see.
 template <class Element>
-void score(const AttentionQuery* queries, int count, const Element* keys, int64_t size, int64_t first, int64_t end, float scale) {
+void score(const AttentionQuery* queries, int count, const Element* keys, int64_t size, int64_t first, int64_t end,
+           float scale) {
     static_assert(kMaxAttentionQueries == 4, "one case for each");
     switch (count) {
         case 1:
@@ -85,7 +90,7 @@ inline void divide_row(float* x, float by, int64_t size) {
     }
 }
 
-// What one token and head asks, and what it sees.
+// The query of one token and head, and the positions that it sees.
 inline AttentionQuery query_of(const AttentionCall& call, int64_t token, int64_t head, float* scores) {
     const int64_t position = call.positions[token], place = (token * call.heads + head) * call.head_size;
     const int64_t first = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
@@ -93,7 +98,7 @@ inline AttentionQuery query_of(const AttentionCall& call, int64_t token, int64_t
     return {call.q + place, scores, call.out + place, first, end};
 }
 
-// Scores to shares of their sum, which is returned.
+// Add the bias to the scores, if there is one. Then replace each score by exp(score - peak), and return their sum.
 inline float share_out(const AttentionCall& call, const AttentionQuery& query, int64_t token, int64_t head) {
     const int64_t count = query.end - query.first, position = call.positions[token];
     if (call.bias != nullptr) {
@@ -103,8 +108,8 @@ inline float share_out(const AttentionCall& call, const AttentionQuery& query, i
 }
 
 template <class Element>
-void attention_over(const Element* k_cache, const Element* v_cache, const AttentionCall& call, const AttentionPart& part, float* scores,
-                    int64_t stride) {
+void attention_over(const Element* k_cache, const Element* v_cache, const AttentionCall& call, const AttentionPart& part,
+                    float* scores, int64_t stride) {
     AttentionQuery queries[kMaxAttentionQueries] = {};
     float totals[kMaxAttentionQueries];
     const int64_t size = call.head_size, kv_head = part.first_head / (call.heads / call.kv_heads);
@@ -113,7 +118,7 @@ void attention_over(const Element* k_cache, const Element* v_cache, const Attent
     const int count = static_cast<int>(part.tokens * part.heads);
     const auto token_of = [&](int i) { return part.first_token + i / part.heads; };
     const auto head_of = [&](int i) { return part.first_head + i % part.heads; };
-    int64_t first = 0, end = call.context;  // what all of them see
+    int64_t first = 0, end = call.context;  // the positions that all queries see
     for (int i = 0; i < count; ++i) {
         queries[i] = query_of(call, token_of(i), head_of(i), scores + i * stride);
         first = queries[i].first > first ? queries[i].first : first;
@@ -121,7 +126,7 @@ void attention_over(const Element* k_cache, const Element* v_cache, const Attent
     }
     end = end > first ? end : first;
     score(queries, count, keys, size, first, end, call.scale);
-    const int64_t values_size = (end - first) * size;  // the first of them come while scores become shares
+    const int64_t values_size = (end - first) * size;  // their start is prefetched while scores become shares
     ask_for_cached(values + first * size, values_size < kCachedAhead<Element> ? values_size : kCachedAhead<Element>);
     for (int i = 0; i < count; ++i) {
         const AttentionQuery& query = queries[i];
@@ -144,5 +149,6 @@ inline void attention(const AttentionCall& call, const AttentionPart& part, floa
         const auto *keys = static_cast<const HalfFloat*>(call.k_cache), *values = static_cast<const HalfFloat*>(call.v_cache);
         return attention_over(keys, values, call, part, scores, stride);
     }
-    attention_over(static_cast<const float*>(call.k_cache), static_cast<const float*>(call.v_cache), call, part, scores, stride);
+    attention_over(static_cast<const float*>(call.k_cache), static_cast<const float*>(call.v_cache), call, part, scores,
+                   stride);
 }

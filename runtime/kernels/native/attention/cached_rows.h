@@ -1,7 +1,7 @@
-// Rows of the cache of keys and values, whose elements are floats or half floats, written once over the lanes of an instruction
-// set. Included inside its namespace, after its lanes; no include guard, for that reason.
+// Loads of rows of the cache of keys and values: floats or half floats. This file has no include guard: each
+// targets/kernels_*.cpp includes it inside its own namespace, after its lanes.
 //
-// A half float is brought to a float exactly, so both caches compute the same on what the narrower one holds.
+// A half float is converted to a float exactly. So both caches give the same result for values that both can hold.
 
 MOEC_INLINE Floats load_cached(const float* p) { return load(p); }
 MOEC_INLINE Floats load_cached(const HalfFloat* p) { return load_half(reinterpret_cast<const uint8_t*>(p)); }
@@ -12,12 +12,12 @@ MOEC_INLINE Floats load_cached_partial(const HalfFloat* p, int n) {
     return load_cached(whole);
 }
 
-// How far ahead of what is read lines are asked for: keys and values of a head are one run of memory each, and the processor's own
-// prefetching ends at every page.
+// Distance of prefetching, in elements. Keys and values of a head are one range of memory each, and hardware prefetching stops
+// at every page.
 template <class Element>
 constexpr int64_t kCachedAhead = 4096 / int64_t{sizeof(Element)};
 
-// Asks for the lines of so many elements.
+// Prefetch the cache lines of `count` elements.
 template <class Element>
 MOEC_INLINE void ask_for_cached(const Element* p, int64_t count) {
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(p);

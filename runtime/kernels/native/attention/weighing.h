@@ -1,11 +1,11 @@
-// Sums of rows by weights, feature by feature, written once over eight or sixteen lanes: of experts' outputs by their weights, of
-// values by the shares of attention. Included inside the namespace of an instruction set, after attention/cached_rows.h; no include
-// guard, for that reason.
+// Weighted sums of rows, feature by feature, written once over eight or sixteen lanes: experts' outputs by router weights, and
+// values by the shares of attention. This file has no include guard: each targets/kernels_*.cpp includes it inside its own
+// namespace, after attention/cached_rows.h.
 //
-// Sums over positions and ranks are sequential, whatever is summed beside them.
-// Accuracy class: bit-equal across instruction sets, thread counts and batches.
+// - Sums over positions and ranks are sequential, no matter which sums are computed together.
+// - Accuracy class: bit-equal across instruction sets, thread counts and batches.
 
-// out[d] = sum over ranks, in order. parts: [K, D]; weights: [K]; out: [D].
+// out[d] = sum over ranks, in order, of weights[k] * parts[k, d]. parts: [K, D]; weights: [K]; out: [D].
 inline void combine(const float* parts, const float* weights, int64_t top_k, int64_t size, float* out) {
     for (int64_t d = 0; d < size; d += kLanes) {
         const int count = lanes_left<kLanes>(size, d);
@@ -17,8 +17,8 @@ inline void combine(const float* parts, const float* weights, int64_t top_k, int
     }
 }
 
-// Adds share * value to the vectors at `feature` of each query's sums, over positions [first, end) in order. values: the row of
-// position 0.
+// Add share * value to the sums of each query, for Vectors vectors of features beginning with `feature`, over positions
+// [first, end) in order. values: the row of position 0.
 template <int Queries, int Vectors, class Element>
 MOEC_INLINE void weigh_vectors(const AttentionQuery* queries, const Element* values, int64_t size, int64_t first, int64_t end,
                                int64_t feature) {
@@ -83,7 +83,7 @@ void weigh_values_of(const AttentionQuery* queries, const Element* values, int64
     }
 }
 
-// Adds share * value over positions [first, end), which all `count` queries see, to each one's sums.
+// Add share * value to the sums of each of `count` queries, over positions [first, end), which all of them see.
 template <class Element>
 void weigh_values(const AttentionQuery* queries, int count, const Element* values, int64_t size, int64_t first, int64_t end) {
     static_assert(kMaxAttentionQueries == 4, "one case for each");

@@ -1,3 +1,6 @@
+// One token through the experts of one layer. `run` is the order of the steps: route, ask the cache (ExpertReads::begin), look
+// ahead, compute the hits, wait for the misses and compute them, add the results to the residual stream.
+
 #include "experts/expert_layers.h"
 
 #include <algorithm>
@@ -8,7 +11,7 @@
 namespace moec {
 namespace {
 
-// Experts that this token has asked for, given back whatever happens.
+// Leases on the experts of this token. The destructor ends them on every path.
 class Leases {
   public:
     explicit Leases(ExpertReads& reads) : reads_(reads) {}
@@ -82,7 +85,8 @@ bool ExpertLayers::look_ahead(const ExpertLayerView& layer, const float* hidden)
     }
     const size_t width = routers.empty() ? 0 : static_cast<size_t>(routers[0].matrix->rows);
     shares.resize(routers.size() * width);
-    if (!routers.empty() && !router_shares(routers.data(), static_cast<int64_t>(routers.size()), ahead_eps_, hidden, shares.data())) {
+    if (!routers.empty() &&
+        !router_shares(routers.data(), static_cast<int64_t>(routers.size()), ahead_eps_, hidden, shares.data())) {
         return false;
     }
     const float* row = shares.data();
@@ -105,7 +109,7 @@ bool ExpertLayers::look_ahead(const ExpertLayerView& layer, const float* hidden)
             has_predicted_ = true;
         }
     }
-    if (!advice.empty()) {  // older advice stands where there is none
+    if (!advice.empty()) {  // without new advice the older advice stays
         reads_.prefetch(advice);
     }
     return true;
@@ -125,7 +129,7 @@ bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, O
     return has_memory;
 }
 
-// One more rank, behind the routed ones.
+// The shared expert is one more rank, after the routed ones.
 bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome) {
     if (layer.shared == nullptr) {
         return true;
@@ -138,9 +142,10 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
     return has_memory;
 }
 
-// What needs no read, while others are read. Where the layer misses, its hits come before looking ahead, whose reads would wait
-// anyway; the shared expert last, in front of the first wait.
-bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome) {
+// Compute everything that needs no read, while reads run. If the layer misses, its hits come before looking ahead, because
+// prefetch reads would wait for the missing experts anyway. The shared expert comes last, before the first wait.
+bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses,
+                                   Outcome& outcome) {
     const bool looks_behind_hits = !hits.empty() && has_misses;
     if (!looks_behind_hits && !look_ahead(layer, hidden)) {
         return false;

@@ -1,5 +1,6 @@
-// The routed experts of each layer for one token, from the residual stream to the residual stream: what the model does in
-// Model._experts_layer (runtime/model/forward.py, the specification), between whose steps no Python runs.
+// The experts of each layer for one token, from the residual stream back to the residual stream, without Python between the
+// steps. Start here for decode: `run` routes, asks the expert cache (expert_reads.h), looks ahead, computes and adds.
+// The specification is Model._experts_layer in runtime/model/forward.py.
 
 #pragma once
 
@@ -13,10 +14,11 @@
 
 namespace moec {
 
-// A later layer that is looked at while this one runs.
+// A later layer, whose experts are predicted while this one runs.
+// rank: 1 for the next layer that routes, 2 for the one after it.
 struct LayerAhead {
     int64_t rank, layer, first_expert, top_k;
-    NormedRouter router;  // no matrix: no router can be asked, `known` is always what is likely
+    NormedRouter router;  // no matrix: there is no router to compute, and `known` is always the prediction
     Ranked known;
 };
 
@@ -25,42 +27,44 @@ struct ExpertLayerView {
     float norm_eps;
     const MatrixView* router;  // [E, D]; null: the layer has no routed experts
     const float* router_bias;  // [E]; may be null
-    const ExpertView* shared;  // that every token passes, weighed by 1; may be null
+    const ExpertView* shared;  // computed for every token with weight 1; may be null
     int64_t layer, first_expert, top_k;
     bool renormalizes;
     float weight_scale, residual_scale;
     std::vector<const ExpertView*> experts;  // [E]
-    std::vector<LayerAhead> ahead;           // nearest first; nothing is read ahead where there are none
+    std::vector<LayerAhead> ahead;           // nearest first; empty: nothing is prefetched
 };
 
 class ExpertLayers {
   public:
     using Indices = Residency::Indices;
     enum class End { kDone, kFailed, kTooLarge, kClosed, kInterrupted, kNoMemory };
-    // expert: of kFailed and kTooLarge. dense_ns: norm, router and shared expert. predicted: of the chosen, those that had been;
-    // -1: nothing had.
+    // expert: the one that stopped the layer, for kFailed and kTooLarge.
+    // dense_ns: time in norm, router and shared expert. experts_ns: in routed experts. shared_ns: in the shared expert alone.
+    // predicted: how many of the chosen experts had been predicted; -1: there was no prediction.
     struct Outcome {
         End end = End::kDone;
         int64_t expert = -1, dense_ns = 0, experts_ns = 0, shared_ns = 0, predicted = -1;
     };
 
-    // size: D. ahead_eps: of the norms in front of all routers that are looked at.
-    ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps, const MarginRules& rules);
+    // size: D. ahead_eps: epsilon of the norms before the routers of later layers.
+    ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
+                 const MarginRules& rules);
 
-    // hidden += what the layer's experts make of it, float32 [D]. is_interrupted is asked while it waits.
+    // hidden += the weighted sum of the layer's experts, float32 [D]. `is_interrupted` is called during waits.
     Outcome run(size_t at, float* hidden, const std::function<bool()>& is_interrupted);
-    // What was predicted will not be compared: another pass comes first.
+    // Forget predictions that will not be compared with a choice, because another pass comes first.
     void forget_guesses() { margins_.forget_guesses(); }
-    // A pass of one token begins.
+    // Call before each pass of one token.
     void begin_pass() { has_predicted_ = false; }
 
     const LearnedMargins& margins() const { return margins_; }
     size_t count() const { return layers_.size(); }
     int64_t size() const { return size_; }
 
-    // Of the layer that ran last, until another does.
+    // Results of the layer that ran last.
     std::vector<int32_t> chosen;
-    std::vector<float> logits, shares;  // [E]; of the routers that were looked at, [M, E]
+    std::vector<float> logits, shares;  // [E]; [M, E], softmax of the routers of later layers
     Indices advice;
 
   private:
@@ -69,7 +73,8 @@ class ExpertLayers {
     bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
     bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
     bool compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome);
-    End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted, Outcome& outcome);
+    End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted,
+                        Outcome& outcome);
     int64_t rank_of(const ExpertLayerView& layer, int64_t index) const;
 
     ExpertReads& reads_;
@@ -77,7 +82,7 @@ class ExpertLayers {
     float ahead_eps_;
     int64_t size_;
     LearnedMargins margins_;
-    Indices predicted_;  // of the next layer that routes
+    Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
     std::vector<float> normed_, weights_, parts_, sum_;
 };

@@ -1,3 +1,6 @@
+// Reads, waits and memory of the expert cache. On the default path an evicted expert gives up its memory in `left`, and
+// `give_places` hands that memory to the next expert of the same size. Which expert is evicted: residency.cpp.
+
 #include "experts/expert_reads.h"
 
 #include <algorithm>
@@ -17,8 +20,8 @@
 namespace moec {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{100};  // how long a wait may keep Python from its signals
-// Age from which an identity is trusted: a younger file may change again without another time stamp.
+constexpr std::chrono::milliseconds kLook{100};  // longest wait before Python looks at its signals
+// Age from which an identity is trusted. A younger file may change again without a new time stamp.
 constexpr std::chrono::seconds kSettled{2};
 
 bool is_settled(const FileIdentity& identity) {
@@ -31,11 +34,17 @@ bool is_settled(const FileIdentity& identity) {
 
 ExpertReads::ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit,
                          std::vector<ExpertSource> sources, bool drops_pages)
-    : Residency(std::move(facts), columns, counts, capacity, pin_limit), sources_(std::move(sources)), drops_pages_(drops_pages),
-      file_of_(sources_.size()), verified_(sources_.size(), 0), addresses_(sources_.size(), nullptr), has_failed_(sources_.size(), 0) {
+    : Residency(std::move(facts), columns, counts, capacity, pin_limit),
+      sources_(std::move(sources)),
+      drops_pages_(drops_pages),
+      file_of_(sources_.size()),
+      verified_(sources_.size(), 0),
+      addresses_(sources_.size(), nullptr),
+      has_failed_(sources_.size(), 0) {
     for (size_t index = 0; index < sources_.size(); ++index) {
         const int descriptor = sources_[index].descriptor;
-        const auto found = std::find_if(files_.begin(), files_.end(), [=](const SourceFile& file) { return file.descriptor == descriptor; });
+        const auto found =
+            std::find_if(files_.begin(), files_.end(), [=](const SourceFile& file) { return file.descriptor == descriptor; });
         file_of_[index] = static_cast<size_t>(found - files_.begin());
         if (found == files_.end()) {
             files_.push_back({descriptor, identity_of(descriptor), 1});
@@ -70,7 +79,7 @@ std::pair<int64_t, int64_t> ExpertReads::audit() {
 }
 
 void ExpertReads::wake_readers() {
-    if (!demand.empty() || !advice.empty() || !warmup_.empty()) {  // a layer that only hits must not wake them
+    if (!demand.empty() || !advice.empty() || !warmup_.empty()) {  // a layer that only hits must not wake the readers
         work_.notify_all();
     }
 }
@@ -133,9 +142,10 @@ ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Ind
     return state;
 }
 
-// Reads that are under way, also those of a stream that was given up, make room when they end.
+// Returns whether a read is queued or running, also one of an abandoned stream. When it ends, its expert can be evicted.
 bool ExpertReads::is_any_on_its_way() const {
-    return std::any_of(columns_.state, columns_.state + count(), [](uint8_t state) { return state == kQueued || state == kLoading; });
+    return std::any_of(columns_.state, columns_.state + count(),
+                       [](uint8_t state) { return state == kQueued || state == kLoading; });
 }
 
 void ExpertReads::unlease(const Indices& indices) {
@@ -172,7 +182,7 @@ bool ExpertReads::resize(int64_t capacity, int64_t pin_limit) {
         return true;
     }
     if (reading_ == 0 && demand.empty()) {
-        return true;  // leases alone: the caller has to end them
+        return true;  // only leases are in the way, and the caller has to end them
     }
     changed_.wait_for(lock, kLook);
     return used_bytes <= capacity_bytes;
@@ -184,7 +194,7 @@ void ExpertReads::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, I
     for (const auto& [size, experts] : spare_) {
         count += experts.size();
     }
-    spare.reserve(count);  // first: where memory is refused, nothing has been taken yet
+    spare.reserve(count);  // first: without memory, nothing must have been taken yet
     moved.swap(moved_);
     for (auto& [size, experts] : spare_) {
         for (const int64_t index : experts) {
@@ -200,7 +210,7 @@ void ExpertReads::place(int64_t index, uint8_t* address) {
     addresses_[static_cast<size_t>(index)] = address;
 }
 
-// Its place is for the next of its size.
+// An expert was evicted or its read failed. Its place becomes free for the next expert of its size.
 void ExpertReads::left(int64_t index) {
     if (addresses_[static_cast<size_t>(index)] != nullptr) {
         spare_[size(index)].push_back(index);
@@ -232,7 +242,7 @@ void ExpertReads::serve(const Load& load, const Check& check) {
         Indices failed;
         if (!has_places || !read(run, addresses)) {
             failed = load(run);
-            after = before.identity;  // compared by Python, if it is what it was before
+            after = before.identity;  // Python compared it; if the file changes, a later read notices
         } else if (check) {
             after = identity_of(before.descriptor);
             if (!is_known || !(after == before.identity)) {
@@ -254,8 +264,9 @@ bool ExpertReads::is_verified(const Indices& run, uint32_t state) const {
     return std::all_of(run.begin(), run.end(), [=](int64_t index) { return verified_[static_cast<size_t>(index)] == state; });
 }
 
-// A run was read and compared, or needed no comparison. before: of its file when the read began.
-void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before, const FileIdentity& after) {
+// Note a run that was read and compared, or that needed no comparison. before: its file when the read began.
+void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before,
+                                const FileIdentity& after) {
     SourceFile& file = file_of(run);
     if (!(after == before.identity)) {
         if (!(after == file.identity)) {
@@ -274,7 +285,7 @@ void ExpertReads::note_verified(const Indices& run, const Indices& failed, const
     }
 }
 
-// Wait for the most urgent read; none once closed.
+// Wait for the most urgent read. Returns an empty run once closed.
 ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
     while (!is_closed_) {
         Indices run = next_read();
@@ -282,7 +293,7 @@ ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
             return run;
         }
         bool had_warmup = !warmup_.empty();
-        while (!warmup_.empty()) {  // what does not fit in its turn is left out
+        while (!warmup_.empty()) {  // an expert that does not fit now is skipped
             const int64_t index = warmup_.front();
             warmup_.pop_front();
             if (fits_free(index)) {
@@ -299,15 +310,17 @@ ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
     return {};
 }
 
-// Whether every expert of a run has a place that a read can go to: one of its size that another has left. All or none.
+// Give every expert of a run the free place of an evicted expert of its size. Returns false, with nothing changed, if one of
+// them gets none.
 bool ExpertReads::give_places(const Indices& run) {
     if (moved_.size() >= addresses_.size()) {
-        return false;  // Python is told what has become of places before that is more than there are experts
+        return false;  // Python must first learn of the earlier moves, so that their list stays bounded
     }
     for (const int64_t index : run) {
         const auto spare = spare_.find(size(index));
         const int64_t wanted = std::count_if(run.begin(), run.end(), [&](int64_t other) { return size(other) == size(index); });
-        if (sources_[static_cast<size_t>(index)].view == nullptr || spare == spare_.end() || static_cast<int64_t>(spare->second.size()) < wanted) {
+        if (sources_[static_cast<size_t>(index)].view == nullptr || spare == spare_.end() ||
+            static_cast<int64_t>(spare->second.size()) < wanted) {
             return false;
         }
     }
@@ -317,7 +330,7 @@ bool ExpertReads::give_places(const Indices& run) {
         spare.pop_back();
         if (before != index) {
             std::swap(addresses_[static_cast<size_t>(index)], addresses_[static_cast<size_t>(before)]);
-            // An expert whose own place was free as well has taken another's: both have one still.
+            // If the expert's own place was free as well, the two experts swap their places: both still have one.
             moved_.emplace_back(before, index);
             const auto own = std::find(spare.begin(), spare.end(), index);
             if (own != spare.end()) {
@@ -329,7 +342,7 @@ bool ExpertReads::give_places(const Indices& run) {
     return true;
 }
 
-// The kernels find the expert where it will be.
+// Point the kernels' view of an expert to the place where it will be.
 void ExpertReads::follow(int64_t index) {
     const ExpertSource& source = sources_[static_cast<size_t>(index)];
     const uint8_t* const address = addresses_[static_cast<size_t>(index)];

@@ -1,8 +1,9 @@
-// The expert cache of runtime/expert_cache/python_cache.py without the interpreter in its way: threads that read what a Residency queues,
-// into the places of experts that were evicted, and callers that wait for them.
+// The expert cache of the default path, in C++ what runtime/expert_cache/python_cache.py is in Python. Reader threads read the
+// experts that Residency queues, and callers wait for them. A place is the memory of one expert; a read goes into the place of
+// an evicted expert of the same size. Which expert is evicted is decided in residency.cpp.
 //
-// What has no place of its size to take or failed is handed to Python, which knows places and errors. So is, for its checksum,
-// what is read for the first time, or from a file that has changed since: runtime/storage/read_verifier.py is the specification.
+// Python does three things: it provides a place where none of the right size is free, it handles failed reads, and it compares
+// checksums at the first read of an expert and after its file has changed (specification: runtime/storage/read_verifier.py).
 // Everything else is one pread and one fstat between two short holds of a lock.
 
 #pragma once
@@ -21,50 +22,52 @@
 
 namespace moec {
 
-// Where the bytes of one expert lie in its file, and those of its matrices in it; -1: no gate.
+// Where the bytes of one expert are in its file, and where its matrices begin within them. gate_bytes -1: no gate.
 struct ExpertSource {
     int descriptor;
     int64_t offset_bytes, size_bytes;
-    ExpertView* view;  // null: left out of its model
+    ExpertView* view;  // null: the expert is left out of the model
     int64_t gate_bytes, up_bytes, down_bytes;
 };
 
 class ExpertReads : public Residency {
   public:
     enum class Wait { kReady, kAgain, kFailed, kTooLarge, kClosed };
-    // Reads a run by other means, or compares one with its checksums; says which of it failed. Called without the lock.
+    // Load reads a run by other means; Check compares a run with its checksums. Both return the experts that failed. They are
+    // called without the lock.
     using Load = std::function<Indices(const Indices&)>;
     using Check = std::function<Indices(const Indices&, const std::vector<uint8_t*>& addresses)>;
 
     ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
                 std::vector<ExpertSource> sources, bool drops_pages);
 
-    // Of a reader thread, until `close`. Without a check nothing is compared.
+    // The loop of a reader thread, until `close`. Without a check nothing is compared.
     void serve(const Load& load, const Check& check);
     void close();
 
-    // One layer asks: hits, leased, and misses, of which as many are queued and leased as fit now.
+    // A layer asks for its experts. hits: resident, now leased. misses: as many as fit now are queued and leased.
     bool begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
-    // Wait for some of the remaining experts: all that are there, or one; with kFailed, one that cannot be read. kAgain after
-    // a while, for a look at signals.
+    // Wait for some of the remaining experts.
+    // found: all that are resident, or one if not `together`; for kFailed, one that cannot be read.
+    // Returns kAgain after a short time, so that the caller can look at signals.
     Wait wait(const Indices& remaining, bool together, Indices& found);
     void unlease(const Indices& indices);
     void prefetch(const Indices& indices);
     void warm(const Indices& indices);
-    // False while there is something to warm; returns after a while at the latest.
+    // Returns true when all experts to warm are read. Waits a short time at most.
     bool wait_warmed();
-    // False while reads stand in the way; returns after a while at the latest.
+    // Returns false while running reads keep the cache too large. Waits a short time at most.
     bool resize(int64_t capacity_bytes, int64_t pin_limit_bytes);
-    // Experts that took the place of another since the last call, {of, by}, and experts whose places are free.
+    // Changes since the last call. moved: {old, new} experts of a place. spare: experts whose places are free.
     void take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare);
-    // An expert has been read there by Python, and is what it should be.
+    // Python has read this expert to this address and checked it.
     void place(int64_t index, uint8_t* address);
     bool has_work();
     struct Ledger {
         int64_t capacity_bytes, pin_limit_bytes, used_bytes;
     };
     Ledger ledger();
-    // Bytes as counted, and as the states add them up; equal, unless there is a fault.
+    // Used bytes as counted, and as the sum over all states. They differ only after a fault.
     std::pair<int64_t, int64_t> audit();
 
   protected:
@@ -73,7 +76,7 @@ class ExpertReads : public Residency {
   private:
     using Lock = std::unique_lock<std::mutex>;
 
-    // A file that experts are read from. state: counts the identities that it has had, from 1 on.
+    // A file with experts. state: number of the identities that it has had, from 1 on.
     struct SourceFile {
         int descriptor;
         FileIdentity identity;
@@ -93,15 +96,15 @@ class ExpertReads : public Residency {
     void wake_readers();
 
     std::mutex mutex_;
-    std::condition_variable changed_, work_;  // for those who wait for experts; for readers
+    std::condition_variable changed_, work_;  // for callers that wait for experts; for reader threads
     std::vector<ExpertSource> sources_;
     std::vector<SourceFile> files_;
     std::vector<size_t> file_of_;      // per expert
-    std::vector<uint32_t> verified_;   // per expert: the state of its file in which it was compared; 0: in none
+    std::vector<uint32_t> verified_;   // per expert: `state` of its file at the last comparison; 0: never compared
     bool drops_pages_, is_closed_ = false;
-    std::vector<uint8_t*> addresses_;  // null: no place that is known here
+    std::vector<uint8_t*> addresses_;  // null: no place is known here
     std::vector<uint8_t> has_failed_;
-    std::map<int64_t, Indices> spare_;  // by size: evicted experts whose places nobody has taken
+    std::map<int64_t, Indices> spare_;  // by size: evicted experts whose places are free
     std::vector<std::pair<int64_t, int64_t>> moved_;
     std::deque<int64_t> warmup_;
     int reading_ = 0, warming_ = 0;

@@ -1,4 +1,4 @@
-// What tells whether a file was written to: its size, and the times of the last change of its content and of anything.
+// Detects whether a file was written: by its size, the time of its last write and the time of its last change of any kind.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace moec {
 
-// Equal before and after: nothing was written in between.
+// Equal identities before and after: nothing was written in between.
 struct FileIdentity {
     int64_t size_bytes = -1, modified_ns = 0, changed_ns = 0;
 
@@ -15,7 +15,7 @@ struct FileIdentity {
     }
 };
 
-// Of an open file, in 0.3 us; size -1 where the system cannot tell.
+// The identity of an open file, in 0.3 us. size_bytes is -1 if the system does not report it.
 FileIdentity identity_of(int descriptor);
 
 }  // namespace moec

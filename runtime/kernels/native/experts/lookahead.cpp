@@ -1,4 +1,4 @@
-// What the routers of later layers make of one token: norms, one product over all of them, softmax.
+// Scores of the experts of later layers for one token: a norm per router, one product over all routers, softmax.
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace moec {
 
-// In place, added up in the order of the experts: the same bits on every instruction set.
+// In place. Sums run in the order of the experts, so every instruction set gives the same bits.
 static void softmax(const KernelTable& kernels, float* row, int64_t size) {
     const float largest = *std::max_element(row, row + size);
     for (int64_t e = 0; e < size; ++e) {
@@ -36,7 +36,8 @@ void add_bias(float* logits, const float* bias, int64_t experts) {
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out) {
     const KernelTable& kernels = active_kernels();
     const int64_t size = routers[0].matrix->columns, experts = routers[0].matrix->rows;
-    std::unique_ptr<float[]> normed(new (std::nothrow) float[static_cast<size_t>(count * size)]);  // products take the scratch
+    // Not from the scratch, which the products use.
+    std::unique_ptr<float[]> normed(new (std::nothrow) float[static_cast<size_t>(count * size)]);
     if (normed == nullptr) {
         return false;
     }

@@ -18,7 +18,7 @@ namespace moec {
 #if defined(MOEC_HAS_SIGBUS)
 namespace {
 
-// Of a list that only grows: the handler may walk it at any moment. A free one has no bytes.
+// An entry of a list that only grows, because the handler may read it at any moment. An unused entry has no bytes.
 struct Watch {
     std::atomic<uintptr_t> start{0}, end{0};
     std::atomic<bool> has_faulted{false};
@@ -33,7 +33,7 @@ std::mutex change;
 struct sigaction former;
 uintptr_t page_bytes = 4096;
 
-// What was there before: a handler, or the default, which ends the process when the instruction is tried again.
+// Call what handled the signal before: a handler, or the default, which ends the process when the instruction runs again.
 void pass_on(int number, siginfo_t* about, void* context) {
     if ((former.sa_flags & SA_SIGINFO) != 0 && former.sa_sigaction != nullptr) {
         former.sa_sigaction(number, about, context);
@@ -43,7 +43,7 @@ void pass_on(int number, siginfo_t* about, void* context) {
         struct sigaction original {};
         original.sa_handler = SIG_DFL;
         ::sigaction(number, &original, nullptr);
-        if (about->si_code <= 0) {  // sent by a process: no instruction is tried again
+        if (about->si_code <= 0) {  // another process sent it, so no instruction runs again
             ::raise(number);
         }
     }
@@ -52,7 +52,8 @@ void pass_on(int number, siginfo_t* about, void* context) {
 void on_missing_page(int number, siginfo_t* about, void* context) {
     const int error = errno;
     const uintptr_t at = reinterpret_cast<uintptr_t>(about->si_addr);
-    for (Watch* watch = about->si_code > 0 ? watches.load(std::memory_order_acquire) : nullptr; watch != nullptr; watch = watch->next) {
+    for (Watch* watch = about->si_code > 0 ? watches.load(std::memory_order_acquire) : nullptr; watch != nullptr;
+         watch = watch->next) {
         const uintptr_t end = watch->end.load(std::memory_order_acquire);
         if (at < watch->start.load(std::memory_order_acquire) || at >= end) {
             continue;

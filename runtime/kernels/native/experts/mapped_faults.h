@@ -1,7 +1,7 @@
-// Mapped files whose pages may stop existing: a file that another process makes shorter, a disk that fails. The system then
-// sends SIGBUS to the thread that touches the page, and the process ends. Here it gets pages of zeros instead, from the one
-// that is missing to the end of the mapping, and the fault is counted: whoever computed with the mapping asks afterwards.
-// No thread needs a guard, and nothing is done for pages that exist.
+// Protection from SIGBUS. Pages of a mapped file may disappear: another process shortens the file, or a disk fails. The system
+// then sends SIGBUS to the thread that touches such a page, and the process ends. Here the handler maps zeros instead, from the
+// missing page to the end of the mapping, and notes the fault. The caller checks for faults after the computation. No thread
+// needs a guard, and existing pages cost nothing.
 
 #pragma once
 
@@ -10,17 +10,17 @@
 
 namespace moec {
 
-// Watch whole pages of a mapping. Returns a number for the calls below; -1 where the system knows no such signal.
+// Watch whole pages of a mapping. Returns a number for the calls below, or -1 if the system has no such signal.
 int64_t watch_mapping(uintptr_t address, size_t size_bytes);
-// Whether a page of it was missing.
+// Returns whether a page of a watched mapping was missing.
 bool has_faulted(int64_t watch);
-// A watched mapping, the file that is mapped, and the identity that it had then.
+// A watched mapping, the file that is mapped, and the identity of the file at that time.
 struct MappedFileState {
     int64_t watch, descriptor, size_bytes, modified_ns, changed_ns;
 };
-// The first of some whose file has changed or had a missing page; -1: none.
+// Returns the index of the first file that has changed or had a missing page, or -1.
 int64_t first_changed(const MappedFileState* files, int64_t count);
-// Before the mapping ends. The number is given out again.
+// Stop watching. Call it before the mapping ends. The number is used again.
 void forget_mapping(int64_t watch);
 
 }  // namespace moec

@@ -10,11 +10,13 @@ double LearnedMargins::margin(int64_t running, int64_t layer, int64_t rank) cons
     return found != margins_.end() ? found->second : rules_.first * static_cast<double>(rank);
 }
 
-LearnedMargins::Experts LearnedMargins::likely(int64_t running, int64_t layer, int64_t rank, const Ranked& ranked, int64_t top_k) {
+LearnedMargins::Experts LearnedMargins::likely(int64_t running, int64_t layer, int64_t rank, const Ranked& ranked,
+                                               int64_t top_k) {
     const std::vector<double>& scores = ranked.scores;
     const int64_t found = static_cast<int64_t>(scores.size()), known = std::min(found, top_k);
     const double own = margin(running, layer, rank);
-    const double least = found > top_k ? std::max(scores[static_cast<size_t>(top_k)], scores[0] * rules_.floor) * std::exp(own) : 0.0;
+    const double least =
+        found > top_k ? std::max(scores[static_cast<size_t>(top_k)], scores[0] * rules_.floor) * std::exp(own) : 0.0;
     const int64_t count =
         std::count_if(scores.begin(), scores.begin() + known, [least](double score) { return score >= least && score > 0; });
     const auto begin = ranked.experts.begin();

@@ -1,4 +1,5 @@
-// How sure a prediction must be before an expert is read ahead. runtime/prefetch/margins.py is the specification.
+// Margins of the prefetch rule `likely`: how much a predicted score must exceed that of the first expert that would not be
+// chosen. The specification is runtime/prefetch/margins.py.
 
 #pragma once
 
@@ -9,13 +10,13 @@
 
 namespace moec {
 
-// The best of a layer's experts by a score, likeliest first; one more than it chooses, if it has so many.
+// The best experts of a layer and their scores, likeliest first: top_k + 1 of them, or all if there are fewer.
 struct Ranked {
     std::vector<int64_t> experts;
     std::vector<double> scores;
 };
 
-// The constants of the specification.
+// The constants of the specification (RULES in runtime/prefetch/margins.py).
 struct MarginRules {
     double wrong, right, first, least, most, floor;
 };
@@ -39,8 +40,8 @@ class LearnedMargins {
     };
 
     MarginRules rules_;
-    std::map<std::pair<int64_t, int64_t>, double> margins_;  // by running layer and layer
-    std::map<int64_t, std::vector<Guess>> guesses_;          // by layer
+    std::map<std::pair<int64_t, int64_t>, double> margins_;  // by running layer and predicted layer
+    std::map<int64_t, std::vector<Guess>> guesses_;          // by predicted layer
 };
 
 }  // namespace moec

@@ -1,9 +1,12 @@
-// Work is split over row blocks (products), tokens (norms, routes) or tokens and heads (attention). A split never changes a
-// result: every output value is computed by one thread, in an order that depends on its own inputs alone.
+// Splits each operation over threads: products by row blocks, norms and routes by tokens, attention by tokens and heads.
+// A split never changes a result: one thread computes each output value, in an order that depends only on its own inputs.
 //
-// A thread is added per kFlopsPerThread of work, since waking one costs several microseconds. Scratch belongs to the calling
-// thread and only grows: at most 96 x (1.25 K + 5.25 F) bytes for products, threads x 4 x positions floats for attention, threads x
-// E floats for routes, threads x half of the rotated features for rotations of neighbours.
+// One more thread is used per kFlopsPerThread of work, since waking one takes several microseconds. The scratch belongs to the
+// calling thread and only grows. Its size is at most:
+// - products: 96 x (1.25 K + 5.25 F) bytes
+// - attention: threads x 4 x positions floats
+// - routes: threads x E floats
+// - rotations of adjacent pairs: threads x half of the rotated features, floats
 
 #include "experts/operations.h"
 
@@ -17,8 +20,8 @@ namespace {
 
 constexpr double kFlopsPerThread = 5e5;
 constexpr double kFlopsPerExp = 30;
-constexpr int64_t kPartsPerThread = 4;  // so that a slow thread can be helped out
-constexpr double kFlopsPerPart = 4e6;     // or more parts of some 10 us: a thread waits for half of one at the end
+constexpr int64_t kPartsPerThread = 4;  // so that other threads can take work from a slow one
+constexpr double kFlopsPerPart = 4e6;     // or more parts, of about 10 us each: at the end a thread waits for half of one
 constexpr int64_t kPartsPerExpert = 4;  // at the end, a thread waits for half a part on average
 constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
 constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
@@ -54,7 +57,8 @@ void split_experts(int64_t count, int64_t blocks, double flops, const Body& body
     const int64_t parts = threads == 1 ? 1 : std::min(units, kPartsPerExpert);
     parallel_for(count * parts, threads, [&](int64_t item, int) {
         const int64_t part = item % parts;
-        body(item / parts, part * units / parts * kBlocksPerUnit, std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit));
+        body(item / parts, part * units / parts * kBlocksPerUnit,
+             std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit));
     });
 }
 
@@ -62,7 +66,7 @@ double product_flops(const MatrixView& matrix, int64_t tokens) {
     return 2.0 * static_cast<double>(matrix.rows) * static_cast<double>(matrix.columns) * static_cast<double>(tokens);
 }
 
-// body(matrix, begin, end) over parts of the row blocks of all matrices, as if they stood in a row.
+// body(matrix, begin, end) over parts of the row blocks of all matrices, numbered through.
 template <class Body>
 void split_matrices(const MatrixView* const* matrices, int64_t count, int64_t tokens, const Body& body) {
     int64_t blocks = 0;
@@ -72,7 +76,7 @@ void split_matrices(const MatrixView* const* matrices, int64_t count, int64_t to
         flops += product_flops(*matrices[i], tokens);
     }
     split_blocks(blocks, flops, [&](int64_t begin, int64_t end) {
-        int64_t first = 0;  // block of the row of matrices that matrix i starts with
+        int64_t first = 0;  // number of the first block of matrix i
         for (int64_t i = 0; i < count; ++i) {
             const int64_t last = first + blocks_of(*matrices[i]);
             if (begin < last && end > first) {
@@ -92,7 +96,7 @@ void split_tokens(int64_t tokens, int threads, const Body& body) {
     });
 }
 
-// Whether rounded rows are multiplied each by a matrix of its own, or all by the same.
+// How rounded rows are multiplied: each with a matrix of its own, or all with the same matrix.
 enum class Used { kAlone, kTogether };
 
 int64_t rows_side_by_side(Used used, int64_t rows) {
@@ -104,7 +108,7 @@ int64_t rounded_tiles(Used used, int64_t rows, int64_t columns) {
     return (rows + together - 1) / together * together * (columns / kColumnsPerTile);
 }
 
-// Floats that hold `rows` rounded rows: a byte per column, two floats per tile.
+// Number of floats that hold `rows` rounded rows: a byte per column and two floats per tile.
 int64_t rounded_floats(Used used, int64_t rows, int64_t columns) {
     return rounded_tiles(used, rows, columns) * (kColumnsPerTile / int64_t{sizeof(float)} + 2);
 }
@@ -121,7 +125,8 @@ RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t co
                      for (int64_t t = first; t < last; ++t) {
                          const float* row = x.base + (x.index != nullptr ? x.index[t] : t) * x.stride;
                          const int64_t place = first_tile_of(rows, t);
-                         kernels.round_row(row, columns, codes + place * kColumnsPerTile, steps + place, sums + place, rows.side_by_side);
+                         kernels.round_row(row, columns, codes + place * kColumnsPerTile, steps + place, sums + place,
+                                           rows.side_by_side);
                      }
                  });
     return rows;
@@ -132,12 +137,13 @@ RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t co
 bool linears(const MatrixView* const* matrices, int64_t count, const float* x, int64_t tokens, float* const* outs) {
     const KernelTable& kernels = active_kernels();
     const int64_t columns = matrices[0]->columns, at_once = std::min(tokens, kTokensAtOnce);
-    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
+    const bool rounds =
+        std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
     float* memory = rounds ? scratch.take(rounded_floats(Used::kTogether, at_once, columns)) : nullptr;
     if (rounds && memory == nullptr && tokens > 0) {
         return false;
     }
-    // Tokens are taken apart for their rounded copies alone; 16-bit matrices have them all at once.
+    // Only the rounded copies are limited to kTokensAtOnce tokens. Without a quantized matrix all tokens are taken at once.
     const int64_t step = rounds ? at_once : tokens;
     for (int64_t first = 0; first < tokens; first += step) {
         const int64_t now = std::min(tokens - first, step);
@@ -156,7 +162,8 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
 bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs) {
     const KernelTable& kernels = active_kernels();
     const int64_t columns = matrices[0]->columns;
-    const bool rounds = std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
+    const bool rounds =
+        std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
     RoundedRows rounded{};
     if (rounds) {
         float* memory = scratch.take(rounded_floats(Used::kAlone, count, columns));
@@ -185,7 +192,7 @@ void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t coun
     });
 }
 
-// The bias of the down projection on row blocks [begin, end) of its outputs.
+// Adds the bias of the down projection to row blocks [begin, end) of its outputs.
 static void add_bias(const ExpertView& expert, int64_t tokens, const OutputRows& out, int64_t begin, int64_t end) {
     if (expert.down_bias == nullptr) {
         return;
@@ -202,7 +209,8 @@ static void add_bias(const ExpertView& expert, int64_t tokens, const OutputRows&
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
     const KernelTable& kernels = active_kernels();
     const int64_t size = expert.gate.columns, width = expert.gate.rows;
-    const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16, rounds_hidden = expert.down.bitwidth != 16;
+    const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16,
+               rounds_hidden = expert.down.bitwidth != 16;
     const int64_t at_once = std::min(call.count, kTokensAtOnce);
     const int64_t input_floats = rounds_input ? rounded_floats(Used::kTogether, at_once, size) : 0;
     const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kTogether, at_once, width) : 0;
@@ -262,8 +270,8 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
         input.rounded = round_rows(Used::kAlone, input.floats, 1, size, rounded_input);
     }
     split_experts(count, blocks_of(first), 2 * flops, [&](int64_t i, int64_t begin, int64_t end) {
-        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1, {hidden + i * width, width, nullptr},
-                              begin, end);
+        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1,
+                              {hidden + i * width, width, nullptr}, begin, end);
     });
     RoundedRows rounded{};
     if (rounds_hidden) {
@@ -311,7 +319,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     });
 }
 
-// Pairs of neighbours into halves: the first of each, then the second. spare: [half].
+// Moves adjacent pairs into halves: the first feature of each pair, then the second. spare: [half].
 static void part_pairs(float* pairs, int64_t half, float* spare) {
     for (int64_t i = 0; i < half; ++i) {
         spare[i] = pairs[2 * i + 1];
@@ -323,7 +331,7 @@ static void part_pairs(float* pairs, int64_t half, float* spare) {
 bool rope(const RopeCall& call, int64_t tokens) {
     const KernelTable& kernels = active_kernels();
     const double flops = 6.0 * static_cast<double>(tokens) * static_cast<double>(call.heads) * static_cast<double>(call.half);
-    const int threads = threads_for(flops);  // asked once: another thread may change how many there are
+    const int threads = threads_for(flops);  // read once: another thread may change the number
     float* spare = call.is_interleaved ? scratch.take(threads * call.half) : nullptr;
     if (call.is_interleaved && spare == nullptr && call.half > 0) {
         return false;
@@ -349,13 +357,14 @@ bool attention(const AttentionCall& call, int64_t tokens) {
         longest = std::max(longest, count);
         pairs += static_cast<double>(count);
     }
-    const int threads = threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
+    const int threads =
+        threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
     float* scores = scratch.take(threads * kMaxAttentionQueries * longest);
     if (scores == nullptr && longest > 0) {
         return false;
     }
-    // Heads that share keys and values, and tokens in a row as far as there is room. A head's parts follow one another, while
-    // its keys and values are in the cache.
+    // A part has heads that share keys and values, and consecutive tokens as far as there is room. The parts of one head
+    // follow one another, while its keys and values are in the processor's cache.
     const int64_t sharing = call.heads / call.kv_heads, heads = std::min<int64_t>(sharing, kMaxAttentionQueries);
     const int64_t runs = (sharing + heads - 1) / heads, tokens_at_once = kMaxAttentionQueries / heads;
     const int64_t rows = (tokens + tokens_at_once - 1) / tokens_at_once;
@@ -365,7 +374,8 @@ bool attention(const AttentionCall& call, int64_t tokens) {
         AttentionPart part{item % rows * tokens_at_once, 0, head, std::min(heads, (run / runs + 1) * sharing - head)};
         for (; part.first_token < last; part.first_token += part.tokens) {
             part.tokens = 1;
-            while (part.first_token + part.tokens < last && call.slots[part.first_token + part.tokens] == call.slots[part.first_token]) {
+            while (part.first_token + part.tokens < last &&
+                   call.slots[part.first_token + part.tokens] == call.slots[part.first_token]) {
                 ++part.tokens;
             }
             kernels.attention(call, part, scores + worker * kMaxAttentionQueries * longest, longest);

@@ -1,5 +1,6 @@
-// Whole operations: the kernels of the active instruction set, spread over threads. Arguments are validated by the caller.
-// Each returns false, with the output undefined, if there is no memory for its scratch.
+// Whole operations: they split the work over threads and call the kernels of the active instruction set (targets/registry.h).
+// The bindings in python/ and the layers call these functions. The caller validates all arguments. Functions that return bool
+// return false, with the output undefined, if there is no memory for their scratch.
 
 #pragma once
 
@@ -10,31 +11,31 @@
 
 namespace moec {
 
-// Without a gate, `gate` is `up` once more.
+// Without a gate, `gate` is a second view of `up`.
 struct ExpertView {
     MatrixView gate, up, down;
     Gating gating;
     const float* down_bias;  // [D], may be null
 };
 
-// Indices of an expert call: row i reads x row x_rows[i] and writes output row out_rows[i].
+// Indices of an expert call: row i reads x[x_rows[i]] and writes output row out_rows[i].
 struct ExpertCall {
     const float* x;            // [T, D]
     const int64_t* x_rows;     // [n]
     const int64_t* out_rows;   // [n]
     int64_t count;
-    float* out;                // rows of D
+    float* out;                // [rows, D]
 };
 
-// Products of one input with several matrices, which agree in their columns: outs[i] = x W_i^T. At most kMaxMatrices.
+// outs[i] = x W_i^T: products of one input with at most kMaxMatrices matrices of equal columns.
 constexpr int64_t kMaxMatrices = 8;
 bool linears(const MatrixView* const* matrices, int64_t count, const float* x, int64_t tokens, float* const* outs);
 
-// outs[i] = row i of x times matrix i transposed: the bits of `linears`, one row for each. False: no memory.
+// outs[i] = x[i] W_i^T: one row per matrix, with the same bits as `linears`.
 bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs);
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out);
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call);
-// All experts of one token at once: expert i writes row out_rows[i]. They agree in D and F.
+// All experts of one token: expert i writes output row out_rows[i]. All have the same D and F.
 bool experts_of_token(const ExpertView* const* experts, int64_t count, const float* x, const int64_t* out_rows, float* out);
 void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out);
 void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out);
@@ -43,17 +44,17 @@ bool rope(const RopeCall& call, int64_t tokens);
 bool attention(const AttentionCall& call, int64_t tokens);
 bool route(const RouteCall& call, int64_t tokens);
 
-// To the logits of a router, [E], if it has one.
+// Adds the bias of a router to its logits, [E]; bias may be null.
 void add_bias(float* logits, const float* bias, int64_t experts);
-// A router behind an RMS norm of its own.
+// A router with an RMS norm of its own before it.
 struct NormedRouter {
     const MatrixView* matrix;  // [E, D]
     const float* norm;         // [D]
     const float* bias;         // [E]; may be null
 };
-// out[i] = softmax(rms_norm(x) W_i^T + bias_i) of one token, rows of E. The routers agree in D and E, at most kMaxMatrices.
+// out[i] = softmax(rms_norm(x) W_i^T + bias_i) for one token, rows of E. At most kMaxMatrices routers of equal D and E.
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
-// The indices of the largest values, at most `count`, largest first; ties: lowest index first; what is no number is last.
+// Indices of the `count` largest values, largest first. Equal values: the lowest index first. NaN comes last.
 std::vector<int64_t> largest(const float* values, int64_t size, int64_t count);
 
 }  // namespace moec

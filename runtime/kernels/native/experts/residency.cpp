@@ -1,3 +1,6 @@
+// Eviction on the default path: `make_room` evicts until there is room, `next_victim` gives the expert to evict next,
+// `goes_before` is the order of the policy, and `evict` marks the expert absent. What happens to the memory: expert_reads.cpp.
+
 #include "experts/residency.h"
 
 #include <algorithm>
@@ -7,14 +10,14 @@
 namespace moec {
 namespace {
 
-constexpr size_t kFew = 8;  // experts that are rarely all evicted at once
+constexpr size_t kFew = 8;  // more experts are rarely evicted at once
 
 template <class Container>
 bool contains(const Container& values, int64_t value) {
     return std::find(values.begin(), values.end(), value) != values.end();
 }
 
-// Where it is there once at most.
+// Removes a value that occurs at most once.
 void remove(std::deque<int64_t>& queue, int64_t value) {
     const auto place = std::find(queue.begin(), queue.end(), value);
     if (place != queue.end()) {
@@ -22,7 +25,7 @@ void remove(std::deque<int64_t>& queue, int64_t value) {
     }
 }
 
-// log2(2^x + 2^y), in the steps of numpy's logaddexp2, so that both give the same bits.
+// log2(2^x + 2^y), with the steps of numpy's logaddexp2, so that both give the same bits.
 double log_add_exp2(double x, double y) {
     constexpr double kLog2E = 1.442695040888963407359924681001892137;
     if (x == y) {
@@ -50,7 +53,7 @@ void Residency::ask(int64_t layer, const Indices& experts, Indices& hits, Indice
     pins_.erase(std::remove_if(pins_.begin(), pins_.end(), [&](int64_t pin) { return layer_of(pin) == layer; }), pins_.end());
     const std::deque<int64_t> queued = advice;
     for (const int64_t index : queued) {
-        if (layer_of(index) == layer && !contains(experts, index)) {  // guessed wrong
+        if (layer_of(index) == layer && !contains(experts, index)) {  // predicted, but not chosen
             remove(advice, index);
             withdraw(index);
         }
@@ -96,7 +99,7 @@ void Residency::issue(const Indices& waiting) {
             reserve(index);
             demand.push_back(index);
         } else if (state == kQueued) {
-            // Advised but not begun: now a read on demand. A stream that was given up may have left it in demand already.
+            // Advised, but not begun: it becomes a read on demand. An abandoned stream may already have left it in `demand`.
             if (contains(advice, index)) {
                 remove(advice, index);
                 columns_.is_ahead[index] = 0;
@@ -113,7 +116,8 @@ void Residency::advise(const Indices& indices) {
     drop_advice();
     Indices wanted = indices;
     for (const int64_t index : pins_) {
-        const bool is_named = std::any_of(indices.begin(), indices.end(), [&](int64_t other) { return layer_of(other) == layer_of(index); });
+        const bool is_named =
+            std::any_of(indices.begin(), indices.end(), [&](int64_t other) { return layer_of(other) == layer_of(index); });
         if (!is_named && columns_.state[index] != kAbsent) {
             wanted.push_back(index);
         }
@@ -167,7 +171,7 @@ Residency::Indices Residency::next_read() {
     return run;
 }
 
-// The first of a queue and its neighbours that wait there too, as they lie in the file: runtime/storage/read_runs.py.
+// Takes the first expert of a queue, and queued experts that are next to it in the file. See runtime/storage/read_runs.py.
 Residency::Indices Residency::take(std::deque<int64_t>& queue) {
     const int64_t waiting = static_cast<int64_t>(queue.size());
     const size_t most = static_cast<size_t>((waiting + facts_.readers - 1) / facts_.readers);
@@ -268,10 +272,11 @@ int64_t Residency::next_victim(Victims& victims) const {
     }
     std::vector<int64_t>& order = victims.order;
     while (victims.next < order.size()) {
-        if (victims.next == victims.sorted) {  // a few in order first, the rest only if they are asked for
+        if (victims.next == victims.sorted) {  // sort a few first, and the rest only if needed
             victims.sorted = victims.sorted == 0 ? std::min(kFew, order.size()) : order.size();
-            std::partial_sort(order.begin() + static_cast<int64_t>(victims.next), order.begin() + static_cast<int64_t>(victims.sorted),
-                              order.end(), [this](int64_t one, int64_t other) { return goes_before(one, other); });
+            std::partial_sort(order.begin() + static_cast<int64_t>(victims.next),
+                              order.begin() + static_cast<int64_t>(victims.sorted), order.end(),
+                              [this](int64_t one, int64_t other) { return goes_before(one, other); });
         }
         const int64_t index = order[victims.next++];
         if (may_go(index) && !contains(victims.pins, index)) {
@@ -287,8 +292,8 @@ int64_t Residency::next_victim(Victims& victims) const {
     return -1;
 }
 
-// Evict until need_bytes are free; demand withdraws advice first, likeliest last. False if that cannot work before leases or
-// reads end.
+// Evicts until need_bytes are free. Demand first withdraws advice, the least likely first. Returns false if there is not enough
+// to evict before leases or reads end.
 bool Residency::make_room(int64_t need_bytes, Victims& victims, bool is_demand) {
     int64_t missing = used_bytes + need_bytes - capacity_bytes;
     while (is_demand && !advice.empty() && missing > 0) {

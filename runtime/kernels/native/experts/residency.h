@@ -1,6 +1,7 @@
-// Which of N experts are absent, queued, being read or in memory, and what makes room for another: the decisions of
-// runtime/expert_cache/residency.py, which is their specification. Held to it, call by call, by tests/runtime/expert_cache/test_native_residency.py.
-// No storage, threads or time: the owner begins the reads, says when they end, and holds a lock where several threads ask.
+// State of each of N experts (absent, queued, loading, resident) and the choice of experts to evict. The specification is
+// runtime/expert_cache/residency.py; tests/runtime/expert_cache/test_native_residency.py compares the two call by call.
+// It has no storage, threads or time: the owner (expert_reads.h) begins reads, reports their end, and holds a lock if several
+// threads call.
 
 #pragma once
 
@@ -12,10 +13,10 @@
 namespace moec {
 
 enum State : uint8_t { kAbsent, kQueued, kLoading, kResident };
-// The keep-score of an expert; the lowest goes first, then the least recently used, then the lowest index.
+// The score by which experts are kept. The lowest is evicted first, then the least recently used, then the lowest index.
 enum class Score { kHeat, kLastUsed, kUses };
 
-// Per expert, [N] each, shared with Python. prefetches: [2, N], read ahead; of these, asked for in time.
+// Arrays per expert, [N] each, shared with Python. prefetches: [2, N], counts of prefetch reads, and of those used in time.
 struct Columns {
     uint8_t* state;
     uint8_t* is_leased;
@@ -27,16 +28,16 @@ struct Columns {
     int64_t* uses;
 };
 
-// Fields of runtime/expert_cache/counts.py, in their order.
+// The fields of runtime/expert_cache/counts.py, in the same order.
 struct CacheCounts {
     int64_t lookups, hits, misses, late_hits, evictions, reads, rereads, bytes_read, stall_ns, prefetch_reads, prefetch_used,
         prefetch_hits, warm_reads, busy_ns;
 };
 
 struct ResidencyFacts {
-    std::vector<int64_t> sizes;      // bytes; none: left out of its model, always there
+    std::vector<int64_t> sizes;      // bytes; 0: left out of the model, always resident
     std::vector<int64_t> layer_of;
-    std::vector<int64_t> following;  // the expert whose bytes lie behind, or -1
+    std::vector<int64_t> following;  // the expert whose bytes follow in the file, or -1
     int64_t readers, max_run_bytes;
     double half_life;                // in acquisitions
     Score score;
@@ -63,14 +64,14 @@ class Residency {
     void arrive_warm(int64_t index);
     void withdraw(int64_t index);
     void count_use_of_advice(int64_t index);
-    // Evict what no longer fits; false if leases or reads stand in the way.
+    // Evicts until the bytes fit into the capacity. Returns false if leases or reads prevent that.
     bool shrink();
 
     int64_t capacity_bytes, pin_limit_bytes, used_bytes = 0;
     std::deque<int64_t> demand, advice;  // queued reads, most urgent first
 
   protected:
-    // Told of every expert that gives up its bytes.
+    // Called for every expert that gives up its bytes.
     virtual void left(int64_t) {}
 
     ResidencyFacts facts_;
@@ -78,11 +79,11 @@ class Residency {
     CacheCounts* counts_;
 
   private:
-    // What may be evicted, first to go first; made when it is first needed, for all reads that are started together.
+    // The experts that may be evicted, in order. Made when first needed, once for all reads that start together.
     struct Victims {
         explicit Victims(bool spares) : spares_pins(spares) {}
         bool spares_pins, is_made = false;
-        std::vector<int64_t> order, pins;  // pins: the worst prediction first
+        std::vector<int64_t> order, pins;  // pins: least likely prediction first
         size_t next = 0, sorted = 0, next_pin = 0;
     };
 
@@ -98,7 +99,7 @@ class Residency {
     Indices take(std::deque<int64_t>& queue);
     Indices within_pin_limit(const Indices& indices) const;
 
-    std::vector<int64_t> before_;  // the other side of facts_.following
+    std::vector<int64_t> before_;  // the expert whose bytes come before, or -1
     Indices pins_;
     int64_t clock_ = 0;
 };

@@ -1,9 +1,10 @@
-// The tile registers of AMX. Included inside the namespace of an instruction set; no include guard, for that reason.
+// The tile registers of AMX. This file has no include guard: kernels_amx.cpp includes it inside its own namespace.
 //
-// Instructions are written out, because the intrinsics of GCC 12 name neither the memory that they read nor, for the configuration,
-// more than its first bytes: the compiler drops what was stored there.
+// The instructions are written as inline assembly. The intrinsics of GCC 12 do not name the memory that they read;
+// for the configuration they name only its first bytes. The compiler then drops the values stored there.
 
-// The bytes of LDTILECFG: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, Tile Configuration.
+// The 64 bytes that LDTILECFG reads.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, Tile Configuration.
 struct TileShapes {
     alignas(64) uint8_t palette = 1;
     uint8_t start_row = 0;
@@ -34,7 +35,7 @@ MOEC_INLINE void tile_store(void* rows, int64_t distance) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(distance), "i"(Tile) : "memory");
 }
 
-// Sums += signed bytes of Rows times bytes of Columns, signed or not.
+// Sums += Rows (signed bytes) times Columns (bytes, signed or unsigned).
 template <int Sums, int Rows, int Columns, bool IsSigned>
 MOEC_INLINE void tile_multiply() {
     if constexpr (IsSigned) {

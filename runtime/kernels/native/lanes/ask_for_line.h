@@ -1,5 +1,5 @@
-// One line of memory, asked for before it is needed. On x86 into the second cache: requests of the first one are few (Zen 4: some
-// 22 at a time), and hold up the loads behind them.
+// Prefetch one cache line of memory. On x86 it goes into the second-level cache: the first level has few outstanding
+// requests (about 22 on Zen 4), and a full queue delays later loads.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace moec {
 
-// Volatile: GCC takes a function that only prefetches by its builtin for one without effect, and drops every call of it.
+// Volatile, because GCC treats a function that only contains its prefetch builtin as one without effect and drops the calls.
 static inline void ask_for_line(const uint8_t* p) {
 #if defined(_MSC_VER) && !defined(__clang__)
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);

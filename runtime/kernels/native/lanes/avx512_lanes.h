@@ -1,6 +1,8 @@
-// The lane operations of products in AVX-512: the sixteen rows of a block in one register. Included inside a namespace of its
-// own, where these names hide those over eight lanes (lanes/x86_lanes.h); no include guard, for that reason. Every operation
-// rounds exactly as its namesake in targets/kernels_scalar.cpp, so the results are equal bit for bit.
+// The lane operations of products in AVX-512: all sixteen rows of a row block in one register.
+//
+// This file has no include guard: kernels_avx512vnni.cpp and kernels_amx.cpp include it inside the namespace `wide`. There
+// its names hide the names over eight lanes of lanes/x86_lanes.h. Every operation rounds exactly as the one of the same name
+// in targets/kernels_scalar.cpp, so the results are equal bit for bit.
 
 constexpr int kLanes = 16;
 using Floats = __m512;
@@ -24,16 +26,16 @@ inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c
 
 inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return _mm512_loadu_si512(p); }
-// Sixteen bytes, one to a lane.
+// Sixteen bytes, one per lane.
 inline Ints load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-// The entry of every byte, each below 16. table: 16 bytes.
+// Replace each byte, which is below 16, by its entry of the table. table: 16 bytes.
 inline Ints look_up(const uint8_t* table, Ints indices) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), indices);
 }
-// Fractions of 256 in bytes.
+// Each byte is a fraction of 256 (see ternary_quad in products/linear.h).
 inline Ints as_fractions(Ints a) { return a; }
 inline Ints without_digits(Ints a) { return _mm512_add_epi8(a, _mm512_add_epi8(a, a)); }
-// 0, 1 or 2 thirds of 256: one from 86 on, two above 170.
+// The first base-3 digit of each fraction: 1 from 86 on, 2 above 170.
 inline Ints digits_of(Ints a) {
     const Ints ones = _mm512_maskz_mov_epi8(_mm512_cmpge_epu8_mask(a, _mm512_set1_epi8(86)), _mm512_set1_epi8(1));
     return _mm512_mask_mov_epi8(ones, _mm512_cmpgt_epu8_mask(a, _mm512_set1_epi8(static_cast<char>(170))), _mm512_set1_epi8(2));
@@ -52,7 +54,7 @@ inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 inline Ints broadcast_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
 inline Floats float_of(Ints a) { return _mm512_castsi512_ps(a); }
 inline Floats to_float(Ints a) { return _mm512_cvtepi32_ps(a); }
-// Whole numbers of up to 2^24 either way.
+// For whole numbers of at most 2^24 in magnitude.
 inline Ints to_int(Floats a) { return _mm512_cvtps_epi32(a); }
 inline void store_lanes(uint8_t* p, Ints a) { _mm512_storeu_si512(p, a); }
 inline Ints broadcast_bytes(const int8_t* p) {
@@ -68,5 +70,5 @@ inline Products no_products() { return _mm512_setzero_si512(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm512_dpbusd_epi32(sum, codes, x); }
 inline Ints sum_products(Products sum) { return sum; }
 constexpr int kByteCentre = 0;  // codes of 8 bits are multiplied as they are
-constexpr bool kMultipliesFractions = true;  // bytes of three-valued formats as they are (products/tile_sums.h)
+constexpr bool kMultipliesFractions = true;  // multiplies the bytes of three-valued formats directly (products/tile_sums.h)
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_products(sum, codes, x); }

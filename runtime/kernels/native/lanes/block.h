@@ -1,10 +1,15 @@
-// The packed layout `rows16`: the one definition of its bytes on this side (docs/format.md, Packing).
+// The bytes of the packed layout `rows16`. This is the only definition in C++; the specification is docs/format.md, Packing.
+// A new format begins here: see README.md, last table.
 //
-// A row block holds 16 rows. Quantized: groups of [16 scales][16 minima, if asymmetric][tiles of 16 rows x 32 columns].
-// With scales in bytes a block begins with [16 exponents of scales][16 of minima], and its groups with as many bytes of each.
-// 16-bit: columns of 16 values. Every plane of a tile is 64 bytes: one 32-bit lane per row, four columns in its bytes.
-// Three values: tiles of 64 columns, in three planes and a quarter of one.
-// Sizes: rows and columns are at most 2^24, bits at most 16, so every size below fits in 53 bits.
+// - A row block holds 16 rows.
+// - Quantized: a row block is a sequence of groups. A group is 16 scales, 16 minima if asymmetric, and tiles of 16 rows x 32
+//   columns. A plane of a tile has 64 bytes: one 32-bit lane per row, whose four bytes are four columns.
+// - Scales in bytes: the row block begins with 16 exponents of scales and 16 of minima; groups have one byte per scale and
+//   minimum.
+// - 16-bit: a row block is a sequence of columns of 16 values.
+// - Three values: a tile has 64 columns, in three planes and a quarter of one.
+//
+// Rows and columns are at most 2^24 and bits at most 16, so every size below fits in 53 bits.
 
 #pragma once
 
@@ -20,7 +25,7 @@ constexpr int kPlaneBytes = 64;
 constexpr int kScaleBytes = 2 * kRowsPerBlock;
 constexpr int64_t kMaxDimension = int64_t{1} << 24;
 
-// Stands for a bitwidth: codes 0, 1 and 2, five of them in a byte, which has 3^5 values.
+// Stands for a bitwidth. Codes are 0, 1 and 2; a byte has 3^5 values and holds five codes.
 constexpr int kTernary = 243;
 constexpr int kTernaryPlanes = 3;
 constexpr int kTernaryDigits = 5;
@@ -40,7 +45,7 @@ static_assert(sizeof(Tile<4>) * 8 == 4 * kRowsPerBlock * kColumnsPerTile, "a til
 
 enum class FloatType : int { kNone = 0, kBfloat16 = 1, kFloat16 = 2, kMxfp4 = 3 };
 
-// A packed matrix in memory that somebody else owns. group_size 0: one group of all columns.
+// A packed matrix; the caller owns the memory. group_size 0: one group of all columns.
 struct MatrixView {
     const uint8_t* data;
     int64_t rows;
@@ -49,10 +54,10 @@ struct MatrixView {
     int bitwidth;
     bool is_symmetric;
     FloatType float_type;
-    bool has_byte_scales;  // and minima, as multiples of powers of two at the head of each row block
+    bool has_byte_scales;  // scales and minima are bytes times powers of two, stored at the start of each row block
 };
 
-// Internal linkage throughout: this header is compiled once per instruction set, and the linker must not mix them.
+// All functions have internal linkage: each instruction set compiles its own copy, and the linker must not mix them.
 static inline int64_t blocks_of(const MatrixView& matrix) {
     return (matrix.rows + kRowsPerBlock - 1) / kRowsPerBlock;
 }
@@ -72,7 +77,7 @@ static inline int64_t block_header_bytes(const MatrixView& matrix) {
     return matrix.has_byte_scales ? 2 * kRowsPerBlock : 0;
 }
 
-// Columns of a tile of codes: one tile of activations, or two.
+// Columns of a tile of codes: those of one tile of activations, or of two.
 static inline int64_t tile_columns(const MatrixView& matrix) {
     return matrix.bitwidth == kTernary ? 2 * kColumnsPerTile : kColumnsPerTile;
 }
@@ -96,7 +101,7 @@ static inline int64_t packed_bytes(const MatrixView& matrix) {
     return blocks_of(matrix) * block_bytes(matrix);
 }
 
-// Whether the fields describe a matrix of the format; nothing else here may be called before this holds.
+// Whether the fields describe a valid matrix. Call nothing else in this file before this returned true.
 static inline bool is_valid(const MatrixView& matrix) {
     const bool is_16_bit = matrix.bitwidth == 16;
     if (matrix.rows < 1 || matrix.rows > kMaxDimension || matrix.columns < 1 || matrix.columns > kMaxDimension) {

@@ -1,5 +1,5 @@
-// Floats to half floats: to nearest, ties to even, the largest half float where none is large enough; NaN stays NaN.
-// Without branches, so that compilers make vectors of a loop over it.
+// Conversion of floats to half floats: to nearest, ties to even. Values that are too large become the largest half float;
+// NaN stays NaN. The code has no branches, so that compilers can vectorize a loop over it.
 
 #pragma once
 
@@ -14,7 +14,7 @@ inline HalfFloat half_of(float x) {
     constexpr uint32_t kLargest = 0x477FE000u;         // 65504
     constexpr uint32_t kSmallestNormal = 0x38800000u;  // 2^-14
     constexpr uint32_t kInfinity = 0x7F800000u;
-    constexpr float kHalf = 0.5f;  // its last place is that of the subnormal half floats, so the addition rounds to them
+    constexpr float kHalf = 0.5f;  // its last place is that of subnormal half floats, so the addition rounds to them
     uint32_t bits, sum_bits;
     std::memcpy(&bits, &x, sizeof bits);
     const uint32_t sign = bits & 0x80000000u, size = bits ^ sign;

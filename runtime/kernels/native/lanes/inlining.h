@@ -1,7 +1,7 @@
-// Inlining that the vector kernels rely on to keep their accumulators in registers.
+// Forced inlining. The vector kernels need it to keep their accumulators in registers.
 //
-// MOEC_COMPACT, defined by the scalar kernels and by sanitized builds: leave it to the compiler, which otherwise takes
-// minutes over 900 KB of code.
+// With MOEC_COMPACT the compiler decides itself. The scalar kernels and sanitized builds define it, because forced inlining
+// makes 900 KB of code that takes minutes to compile.
 
 #pragma once
 

@@ -1,7 +1,8 @@
-// The lane operations of NEON on AArch64: eight rows of a block, or eight features of a vector, in two registers. Included
-// inside the namespace of an instruction set, first; no include guard, for that reason. Every operation rounds exactly as
-// its namesake in targets/kernels_scalar.cpp, so the results are equal bit for bit. What depends on the instruction set, the
-// products of codes and bytes, is defined by the file that includes this one.
+// The lane operations of NEON on AArch64: eight rows of a row block, or eight features of a vector, in two registers.
+//
+// This file has no include guard: each targets/kernels_neon*.cpp includes it first inside its own namespace, and then defines
+// the products of codes and bytes, which depend on the instruction set. Every operation rounds exactly as the one of the same
+// name in targets/kernels_scalar.cpp, so the results are equal bit for bit.
 
 constexpr int kLanes = 8;
 
@@ -43,7 +44,7 @@ inline Floats sub(Floats a, Floats b) { return {vsubq_f32(a.low, b.low), vsubq_f
 inline Floats mul(Floats a, Floats b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
 inline Floats div(Floats a, Floats b) { return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
-// The second operand if either is NaN, which the instructions for maximum and minimum do not give.
+// The second operand if either is NaN. The instructions for maximum and minimum do not give that.
 inline Floats larger(Floats a, Floats b) {
     return {vbslq_f32(vcgtq_f32(a.low, b.low), a.low, b.low), vbslq_f32(vcgtq_f32(a.high, b.high), a.high, b.high)};
 }
@@ -53,22 +54,22 @@ inline Floats smaller(Floats a, Floats b) {
 
 inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return {vreinterpretq_u32_u8(vld1q_u8(p)), vreinterpretq_u32_u8(vld1q_u8(p + 16))}; }
-// Eight bytes, one to a lane.
+// Eight bytes, one per lane.
 inline Ints load_bytes(const uint8_t* p) {
     const uint16x8_t words = vmovl_u8(vld1_u8(p));
     return {vmovl_u16(vget_low_u16(words)), vmovl_high_u16(words)};
 }
-// The entry of every byte, each below 16. table: 16 bytes.
+// Replace each byte, which is below 16, by its entry of the table. table: 16 bytes.
 inline Ints look_up(const uint8_t* table, Ints indices) {
     const uint8x16_t entries = vld1q_u8(table);
     return {vreinterpretq_u32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_u32(indices.low))),
             vreinterpretq_u32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_u32(indices.high)))};
 }
-// Fractions of 256 in bytes.
+// Each byte is a fraction of 256 (see ternary_quad in products/linear.h).
 inline Ints as_fractions(Ints a) { return a; }
 inline uint32x4_t three_times(uint32x4_t a) { return vreinterpretq_u32_u8(vmulq_u8(vreinterpretq_u8_u32(a), vdupq_n_u8(3))); }
 inline Ints without_digits(Ints a) { return {three_times(a.low), three_times(a.high)}; }
-// 3 / 4 of a byte in steps of 64: rounding down twice moves no byte over a third of 256.
+// The first base-3 digit: 3 / 4 of the byte, divided by 64. Rounding down twice moves no byte across a third of 256.
 inline uint32x4_t thirds(uint32x4_t a) {
     const uint8x16_t bytes = vreinterpretq_u8_u32(a);
     return vreinterpretq_u32_u8(vshrq_n_u8(vhaddq_u8(bytes, vshrq_n_u8(bytes, 1)), 6));
@@ -103,7 +104,7 @@ inline Floats float_of(Ints a) { return {vreinterpretq_f32_u32(a.low), vreinterp
 inline Floats to_float(Ints a) {
     return {vcvtq_f32_s32(vreinterpretq_s32_u32(a.low)), vcvtq_f32_s32(vreinterpretq_s32_u32(a.high))};
 }
-// Whole numbers of up to 2^24 either way.
+// For whole numbers of at most 2^24 in magnitude.
 inline Ints to_int(Floats a) {
     return {vreinterpretq_u32_s32(vcvtq_s32_f32(a.low)), vreinterpretq_u32_s32(vcvtq_s32_f32(a.high))};
 }
@@ -111,7 +112,7 @@ inline void store_lanes(uint8_t* p, Ints a) {
     vst1q_u8(p, vreinterpretq_u8_u32(a.low));
     vst1q_u8(p + 16, vreinterpretq_u8_u32(a.high));
 }
-// Lanes from -128 to 127, one byte each.
+// Lanes from -128 to 127, stored as one byte each.
 inline void store_low_bytes(int8_t* p, Ints a) {
     const uint16x8_t words = vcombine_u16(vmovn_u32(a.low), vmovn_u32(a.high));
     vst1_s8(p, vreinterpret_s8_u8(vmovn_u16(words)));

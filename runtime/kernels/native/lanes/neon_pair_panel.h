@@ -1,22 +1,24 @@
-// The panels of products/panel.h for the matrix products of NEON: one instruction multiplies eight columns of two rows with those
-// of two tokens. Included in its place, inside the namespace of an instruction set; no include guard, for that reason.
+// The panels of products/panel.h for NEON's matrix products: one instruction multiplies eight columns of two rows with eight
+// columns of two tokens. This file has no include guard: kernels_neon_i8mm.cpp includes it instead of products/panel.h.
 
-// 16 rows x up to 256 columns: codes as bytes, [tile][pair of quads][row / 4 % 2][row / 8][row % 4][8], and per tile 16 scales
-// and 16 minima.
+// 16 rows x up to 256 columns.
+// codes: bytes, [tile][pair of quads][row / 4 % 2][row / 8][row % 4][8].
+// scales: 16 scales and 16 minima per tile.
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
-    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // start of each tile's codes, in `codes`
 };
 
-// The codes of one vector of rows in two neighbouring quads, those of a row side by side. out: of the first, in the panel.
+// Store the codes of one vector of rows in two adjacent quads, the codes of a row next to each other.
+// out: where the first quad begins in the panel.
 template <int Centre>
 MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
     store_lanes(out, {vzip1q_u32(first.low, second.low), vzip2q_u32(first.low, second.low)});
     store_lanes(out + kPlaneBytes, {vzip1q_u32(first.high, second.high), vzip2q_u32(first.high, second.high)});
 }
 
-// Two rows' products with two tokens, [row][token], of the four pairs of a vector -> the eight rows of one token.
+// The eight rows of one token. pairs: products of two rows with two tokens, [row][token], of the four pairs of a vector.
 template <int Token>
 MOEC_INLINE Ints rows_of_token(const int32x4_t (&pairs)[4]) {
     const auto pick = [](int32x4_t a, int32x4_t b) MOEC_INLINE_LAMBDA {
@@ -31,10 +33,11 @@ MOEC_INLINE void add_dot(TileSum<Bitwidth>& sum, Ints dot) {
     place = add_int(place, dot);
 }
 
-// A tile of one panel times Tokens rows, added to their sums. codes: of the tile; x: of the tile. Of an odd number of rows the
-// last stands in for the one that is missing.
+// Add one tile of one panel times Tokens rows to their sums. codes, x: of the tile.
+// If the number of rows is odd, the last row also takes the part of the missing one.
 template <int Bitwidth, int Blocks, int Tokens>
-MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x, TileSum<Bitwidth> (*products)[kVectorsPerBlock]) {
+MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x,
+                                    TileSum<Bitwidth> (*products)[kVectorsPerBlock]) {
     static_assert(Blocks == 1 && kVectorsPerBlock == 2, "sixteen rows are eight pairs");
     static_assert(!multiplies_packed(Bitwidth), "pairs of quads come from a panel");
     constexpr int kTokenPairs = (Tokens + 1) / 2, kRowPairs = 4, kPairColumns = 2 * kColumnsPerLane;
@@ -48,7 +51,8 @@ MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* c
         int8x16_t inputs[kTokenPairs];
         unroll<kTokenPairs>([&](auto j) MOEC_INLINE_LAMBDA {
             constexpr int First = 2 * decltype(j)::value, Second = First + 1 < Tokens ? First + 1 : First;
-            inputs[decltype(j)::value] = vcombine_s8(vld1_s8(x[First] + P * kPairColumns), vld1_s8(x[Second] + P * kPairColumns));
+            inputs[decltype(j)::value] =
+                vcombine_s8(vld1_s8(x[First] + P * kPairColumns), vld1_s8(x[Second] + P * kPairColumns));
         });
         unroll<kVectorsPerBlock * kRowPairs>([&](auto i) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(i)::value / kRowPairs, R = decltype(i)::value % kRowPairs;

@@ -1,7 +1,8 @@
-// The lane operations of AVX2, FMA and F16C: eight rows of a block, or eight features of a vector, per register. Included
-// inside the namespace of an instruction set, first; no include guard, for that reason. Every operation rounds exactly as
-// its namesake in targets/kernels_scalar.cpp, so the results are equal bit for bit. What depends on the instruction set, the
-// products of codes and bytes, is defined by the file that includes this one.
+// The lane operations of AVX2, FMA and F16C: eight rows of a row block, or eight features of a vector, per register.
+//
+// This file has no include guard: each x86 targets/kernels_*.cpp includes it first inside its own namespace. Products of codes
+// and bytes depend on the instruction set: the including file or lanes/avx512_lanes.h defines them. Every operation rounds
+// exactly as the one of the same name in targets/kernels_scalar.cpp, so the results are equal bit for bit.
 
 constexpr int kLanes = 8;
 
@@ -37,19 +38,21 @@ inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 
 inline void prefetch(const uint8_t* p) { ask_for_line(p); }
 inline Ints load_lanes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-// Eight bytes, one to a lane.
+// Eight bytes, one per lane.
 inline Ints load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
-// The entry of every byte, each below 16. table: 16 bytes.
+// Replace each byte, which is below 16, by its entry of the table. table: 16 bytes.
 inline Ints look_up(const uint8_t* table, Ints indices) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), indices);
 }
-// Fractions of 256 in bytes, kept less 128, so that a comparison of signed bytes orders them; three times a fraction, less 128
-// again and without what is above 255, is three times the byte.
+// Each byte is a fraction of 256 (see ternary_quad in products/linear.h), stored minus 128: signed comparisons then order
+// them. Tripling the stored byte modulo 256 triples the fraction, because 3 * 128 equals 128 modulo 256.
 inline Ints as_fractions(Ints a) { return _mm256_xor_si256(a, _mm256_set1_epi8(-128)); }
 inline Ints without_digits(Ints a) { return _mm256_add_epi8(a, _mm256_add_epi8(a, a)); }
-// 0, 1 or 2 thirds of 256: one, less one below 86, and one more above 170. GCC makes a third instruction of `not below`.
+// The first base-3 digit of each fraction: 1, minus 1 below 86, plus 1 above 170. GCC needs one more instruction for
+// `not below`.
 inline Ints digits_of(Ints a) {
-    const __m256i below = _mm256_cmpgt_epi8(_mm256_set1_epi8(86 - 128), a), above = _mm256_cmpgt_epi8(a, _mm256_set1_epi8(170 - 128));
+    const __m256i below = _mm256_cmpgt_epi8(_mm256_set1_epi8(86 - 128), a),
+                  above = _mm256_cmpgt_epi8(a, _mm256_set1_epi8(170 - 128));
     return _mm256_sub_epi8(_mm256_add_epi8(_mm256_set1_epi8(1), below), above);
 }
 template <int Count>
@@ -66,12 +69,12 @@ inline Ints broadcast_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int
 inline Ints bits_of(Floats a) { return _mm256_castps_si256(a); }
 inline Floats float_of(Ints a) { return _mm256_castsi256_ps(a); }
 inline Floats to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
-// Whole numbers of up to 2^24 either way.
+// For whole numbers of at most 2^24 in magnitude.
 inline Ints to_int(Floats a) { return _mm256_cvtps_epi32(a); }
 
 inline Ints without(Ints a, Ints b) { return _mm256_andnot_si256(b, a); }
 inline void store_lanes(uint8_t* p, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
-// Lanes from -128 to 127, one byte each.
+// Lanes from -128 to 127, stored as one byte each.
 inline void store_low_bytes(int8_t* p, Ints a) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));

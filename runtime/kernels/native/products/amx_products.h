@@ -1,21 +1,23 @@
-// Panels of bytes times sixteen tokens in the tile registers of AMX: what products/panel.h and products/byte_products.h are to other
-// instruction sets, under the same names. Included in their place, after lanes/amx_tiles.h; no include guard, for that reason.
+// Products of quantized matrices with several tokens in the tile registers of AMX. It defines the names of products/panel.h
+// and products/byte_products.h. This file has no include guard: kernels_amx.cpp includes it instead of those two, after
+// lanes/amx_tiles.h.
 //
-// One instruction sums 16 rows x 32 columns x 16 tokens, which VNNI does in 128. A tile's sums go through memory to vectors of
-// rows, and are scaled there as everywhere, which is what the time goes to: after an instruction of tiles the processor issues one
-// operation on sixteen floats a cycle, not two, and a token and tile take two or, in asymmetric formats, four of them.
+// One instruction sums 16 rows x 32 columns x 16 tokens; VNNI needs 128 instructions for that. The sums of a tile go through
+// memory into vectors of rows, where they are scaled. Scaling takes most of the time: after a tile instruction the processor
+// issues one 16-float operation per cycle instead of two. Each token and tile takes two of them, four in asymmetric formats.
 
 static_assert(kVectorsPerBlock == 1 && kRoundedTokens == 16, "a row of sums is one vector, and a tile has sixteen");
 
-// 16 rows x up to 512 columns: codes as bytes, signed in symmetric formats, [tile][quad][row][4], and per tile 16 scales and
-// 16 minima.
+// 16 rows x up to 512 columns.
+// codes: bytes, signed in symmetric formats, [tile][quad][row][4].
+// scales: 16 scales and 16 minima per tile.
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
-    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // start of each tile's codes, in `codes`
 };
 
-// The codes of a vector of rows in two neighbouring quads, less the centre. out: of the first, in the panel.
+// Store the codes of a vector of rows in two adjacent quads, minus the centre. out: where the first quad begins in the panel.
 template <int Centre>
 MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
     if constexpr (Centre != 0) {
@@ -27,14 +29,14 @@ MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
     store_lanes(out + kPlaneBytes, second);
 }
 
-// Tile registers, of sixteen tokens and of the last, fewer ones.
+// Numbers of the tile registers. The last group of tokens may be smaller than sixteen and has registers of its own.
 constexpr int kSums = 0, kLastSums = 1, kInputs = 2, kLastInputs = 3, kCodes = 4;
 
-// 1.5 * 2^23: its bits plus an integer of up to 2^22, which no sum of a tile exceeds, are the bits of the float that is their sum.
+// 1.5 * 2^23. Its bits plus an integer of at most 2^22 are the bits of the float that is their sum. No sum of a tile is larger.
 constexpr float kMagic = 12582912.0f;
 constexpr uint32_t kMagicBits = 0x4B400000u;
 
-// The shapes of the tile registers while panels are multiplied with `count` tokens.
+// Sets the shapes of the tile registers while panels are multiplied with `count` tokens.
 struct PanelSession {
     explicit PanelSession(int count) {
         const int last = count % kRoundedTokens;
@@ -53,7 +55,7 @@ struct PanelSession {
     ~PanelSession() { release_tiles(); }
 };
 
-// The sums of one tile for Tokens tokens, [token][row], into `sums`.
+// Store the sums of one tile for Tokens tokens, [token][row], into `sums`.
 template <bool IsSymmetric, int Tokens>
 MOEC_INLINE void multiply_tile(const uint8_t* codes, const int8_t* inputs, int32_t* sums) {
     constexpr bool kIsWhole = Tokens == kRoundedTokens;
@@ -67,8 +69,8 @@ MOEC_INLINE void multiply_tile(const uint8_t* codes, const int8_t* inputs, int32
 
 #include "products/panel_step.h"
 
-// The products with groups of Tokens rows, from first + token on. Tiles are multiplied kAhead before their sums are scaled, across
-// groups, so that the latter need not wait.
+// Products with `groups` groups of Tokens rows, beginning with row first + token. A tile is multiplied kAhead tiles before
+// its sums are scaled, also across groups, so that scaling does not wait.
 template <bool IsSymmetric, int Tokens>
 void multiply_byte_panel(const PanelStep& step, int token, int groups) {
     constexpr int64_t kAhead = 3, kBuffers = 4, kTileCodes = kQuadsPerTile * kPlaneBytes;
@@ -77,7 +79,7 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
     const int64_t tiles = step.tiles, all = groups * tiles;
     const int64_t group_tiles = step.rows.columns / kColumnsPerTile;  // of a group of rows in memory
     const RoundedRows first = rounded_row(step.rows, step.first + token);
-    // What is multiplied next: tile, panel and inputs.
+    // The next product: tile, panel and inputs.
     int64_t multiplied = 0, left = tiles;
     const uint8_t* codes = step.panels->codes;
     const int8_t* inputs = first.codes + step.first_tile * kTileInputs;
@@ -91,7 +93,7 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
             inputs += (group_tiles - tiles) * kTileInputs;
         }
     };
-    const uint8_t* asked = step.next->begin;  // by the first call of a step
+    const uint8_t* asked = step.next->begin;  // prefetched by the first call of a step
     const int64_t ask = token == 0 ? (step.next->end - step.next->begin + all - 1) / all : 0;
     while (multiplied < kAhead && multiplied < all) {
         multiply();
@@ -101,7 +103,9 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
         const int64_t tile = step.first_tile + scaled / tiles * group_tiles;
         const float *steps = first.steps + tile * kRowsSideBySide, *totals = first.sums + tile * kRowsSideBySide;
         Floats acc_of[Tokens];
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { acc_of[decltype(i)::value] = load(acc + decltype(i)::value * kRowsPerBlock); });
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+            acc_of[decltype(i)::value] = load(acc + decltype(i)::value * kRowsPerBlock);
+        });
         for (int64_t t = 0; t < tiles; ++t, ++scaled, steps += kRowsSideBySide, totals += kRowsSideBySide) {
             if (multiplied < all) {
                 multiply();
@@ -116,7 +120,7 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
                 constexpr int I = decltype(i)::value;
                 const Ints dot = load_lanes(dots + I * kPlaneBytes);
                 Floats weighed;
-                if constexpr (IsSymmetric) {  // rounded once, as scale * sum: a scale of half precision leaves `shift` exact
+                if constexpr (IsSymmetric) {  // rounded once, like scale * sum: `shift` is exact for a half-precision scale
                     weighed = fma(scale, float_of(add_int(dot, broadcast_int(kMagicBits))), shift);
                 } else {
                     weighed = fma(scale, to_float(dot), mul(minimum, broadcast(totals[I])));
@@ -124,13 +128,15 @@ void multiply_byte_panel(const PanelStep& step, int token, int groups) {
                 acc_of[I] = fma(broadcast(steps[I]), weighed, acc_of[I]);
             });
         }
-        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA { store(acc + decltype(i)::value * kRowsPerBlock, acc_of[decltype(i)::value]); });
+        unroll<Tokens>([&](auto i) MOEC_INLINE_LAMBDA {
+            store(acc + decltype(i)::value * kRowsPerBlock, acc_of[decltype(i)::value]);
+        });
     }
 }
 
 using MultiplyBytePanels = void (*)(const PanelStep&, int token, int groups);
 
-// One routine for all bitwidths: codes are bytes by now.
+// One function for all bitwidths: the codes are already bytes.
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
 MultiplyBytePanels panels_product() {
     static_assert(Blocks == 1, "one panel at a time");

@@ -1,12 +1,13 @@
-// Products of panels with several rounded tokens at once. Included inside the namespace of an instruction set, after
-// the header of its panels; the tiles of AMX have the same names of their own (products/amx_products.h). No include guard, for that
-// reason.
+// Products of panels (products/panel.h) with several rounded tokens at once. This file has no include guard: each
+// targets/kernels_*.cpp includes it inside its own namespace, after the header of its panels. AMX has the same names in
+// products/amx_products.h.
 
 #include "products/panel_step.h"
 
-static_assert(kChunkTokens % kRowsSideBySide == 0 && kRowsSideBySide % kRoundedTokens == 0, "groups lie within rows that stand side by side");
+static_assert(kChunkTokens % kRowsSideBySide == 0 && kRowsSideBySide % kRoundedTokens == 0,
+              "groups lie within rows that stand side by side");
 
-// The next lines of what will be read next, of so many bytes or a few more.
+// Prefetch about `bytes` more of the memory that will be read next.
 MOEC_INLINE void ask_for_some(NextBytes& next, int64_t bytes) {
     const uint8_t* const end = next.end - next.begin < bytes ? next.end : next.begin + bytes;
     for (; next.begin < end; next.begin += kPlaneBytes) {
@@ -14,14 +15,15 @@ MOEC_INLINE void ask_for_some(NextBytes& next, int64_t bytes) {
     }
 }
 
-// Tiles [begin, end) of the panels times Tokens rows, from first + token on, which stand side by side: whatever is read of one of
-// them lies at a constant distance from what is read of the first.
+// Tiles [begin, end) of the panels times Tokens rows, beginning with row first + token. The rows stand side by side, so the
+// data of each row lies at a constant distance from the data of the first.
 template <int Bitwidth, bool IsSymmetric, int Blocks, int Tokens>
 void multiply_byte_panels(const PanelStep& step, int token, int64_t begin, int64_t end) {
     const BytePanel* panels = step.panels;
     float* acc = step.acc + token * kRowsPerBlock;
     constexpr int kVectors = Blocks * kVectorsPerBlock;
-    const int64_t row = step.first + token, tile = row / kRowsSideBySide * (step.rows.columns / kColumnsPerTile) + step.first_tile;
+    const int64_t row = step.first + token,
+                  tile = row / kRowsSideBySide * (step.rows.columns / kColumnsPerTile) + step.first_tile;
     const int64_t place = tile * kRowsSideBySide + row % kRowsSideBySide;
     const int8_t* const x = step.rows.codes + place * kColumnsPerTile;
     const float *const steps = step.rows.steps + place, *const sums = step.rows.sums + place;
@@ -62,10 +64,10 @@ MultiplyBytePanels panels_product() {
     return multiply_byte_panels<Bitwidth, IsSymmetric, Blocks, Tokens>;
 }
 
-// Parts, at least, in which a panel's successor is asked for: all at once, it would fill the buffers that inputs and sums come through.
+// The next panel is prefetched in at least so many parts. All at once would fill the buffers that inputs and sums need.
 constexpr int kAskSteps = 4;
 
-// All tokens, in groups of nearly equal size of those that stand side by side.
+// All tokens, in groups of nearly equal size. The rows of a group stand side by side.
 inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep& step, int blocks) {
     NextBytes next[kPanelBlocks] = {};
     for (int b = 0; b < blocks; ++b) {
@@ -75,7 +77,8 @@ inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep
     const int64_t parts = all_groups >= kAskSteps ? 1 : (kAskSteps + all_groups - 1) / all_groups;
     const int64_t ask_bytes = (next[0].end - next[0].begin) / (all_groups * parts) + 1;
     for (int token = 0; token < step.count;) {
-        const int beside = kRowsSideBySide - token % kRowsSideBySide, left = step.count - token < beside ? step.count - token : beside;
+        const int beside = kRowsSideBySide - token % kRowsSideBySide,
+                  left = step.count - token < beside ? step.count - token : beside;
         const int groups = (left + kRoundedTokens - 1) / kRoundedTokens, tokens = (left + groups - 1) / groups;
         for (int64_t part = 0; part < parts; ++part) {
             for (int b = 0; b < blocks; ++b) {
@@ -87,7 +90,7 @@ inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep
     }
 }
 
-// What a thread sets up before it multiplies panels with `count` <= 96 tokens, and takes down afterwards: nothing.
+// What a thread sets up before it multiplies panels with `count` <= 96 tokens. Only AMX needs something here.
 struct PanelSession {
     explicit PanelSession(int) {}
 };

@@ -1,13 +1,15 @@
-// Products with 16-bit matrices, and the dequantization of all, written once over eight or sixteen lanes. Included inside the namespace
-// of an instruction set, after lanes/eight_lanes.h; no include guard, for that reason.
+// Products with 16-bit matrices, and dequantization of all formats, written once over eight or sixteen lanes. Products of
+// quantized matrices are in products/quantized.h. This file has no include guard: each targets/kernels_*.cpp includes it
+// inside its own namespace, after lanes/eight_lanes.h.
 //
-// A quantized weight is w = fma(scale, code, minimum), rounded once.
-// Algebra, per output row and token: acc = 0; for k = 0 .. K-1 in order: acc = fma(w_k, x_k, acc). One accumulator per row and
-// token, whatever the batch, so lanes are rows and never columns.
-// Bound: acc carries one rounding per column: |error| <= K 2^-24 sum |w_k| |x_k| to first order.
-// Accuracy class: bit-equal across instruction sets, thread counts and batches.
-// One token: 32 rows at once. More: a panel of 16 rows x 256 columns is brought to floats once per
-// 96 tokens and multiplied by kFloatTokens tokens at a time; the accumulators rest in memory between panels, which changes no bit.
+// - Weight: a quantized weight is w = fma(scale, code, minimum), rounded once.
+// - Algebra, per output row and token: acc = 0; for k = 0 .. K-1 in order: acc = fma(w_k, x_k, acc). There is one accumulator
+//   per row and token, for any batch, so lanes are rows and never columns.
+// - Bound: acc carries one rounding per column: |error| <= K 2^-24 sum |w_k| |x_k| to first order.
+// - Accuracy class: bit-equal across instruction sets, thread counts and batches.
+// - One token: 32 rows at once.
+// - Several tokens: a panel of 16 rows x 256 columns is converted to floats once per 96 tokens, and multiplied with
+//   kFloatTokens tokens at a time. The accumulators stay in memory between panels, which changes no bit.
 
 constexpr int kVectorsPerBlock = kRowsPerBlock / kLanes;
 constexpr int kPanelColumns = 256;  // a whole number of tiles in every format
@@ -15,27 +17,28 @@ constexpr int kChunkTokens = 96;
 
 static_assert(kPanelColumns % kColumnsPerTile == 0 && kChunkTokens % kFloatTokens == 0, "panels and chunks hold whole tiles");
 
-// Stands for a bitwidth in templates: 4-bit floats (E2M1), whose levels from 0 to 24 are twice the float plus 12.
+// Stands for a bitwidth in templates: 4-bit floats (E2M1). A level is twice the float plus 12, from 0 to 24.
 constexpr int kMxfp4 = 44;
 constexpr int kMxfp4Centre = 12;
 alignas(16) constexpr uint8_t kMxfp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// Lines of memory in a tile, at most.
+// Cache lines of a tile, at most.
 constexpr int lines_of(int bitwidth) { return bitwidth == kMxfp4 || bitwidth == kTernary ? 4 : bitwidth; }
 
-// Tiles of 32 columns, as activations have them, in a tile of codes.
+// Tiles of activations (32 columns) in one tile of codes.
 constexpr int parts_of(int bitwidth) { return bitwidth == kTernary ? 2 : 1; }
 
-// The code of the weight 0 in symmetric formats.
+// The code of the weight 0, in symmetric formats.
 constexpr int centre_of(int bitwidth) { return bitwidth == kTernary ? 1 : 1 << (bitwidth - 1); }
 
-// Codes of three values of kLanes rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: which of the block's.
-// A byte of a plane is a fraction of 256 whose digits to the base 3 are five codes: three times the fraction is a code and,
-// what is left, the fraction of those behind it.
+// Codes of a three-valued format: kLanes rows, columns 4 Quad to 4 Quad + 3 of a tile, one byte each.
+// Vector: which vector of the row block.
+// A byte of a plane is a fraction of 256 whose base-3 digits are five codes. Three times the fraction is one code (the whole
+// part) and the fraction that holds the codes after it.
 template <int Quad, int Vector>
 MOEC_INLINE Ints ternary_quad(const uint8_t* tile) {
     constexpr int kPlane = Quad / kTernaryDigits;
-    if constexpr (kPlane == kTernaryPlanes) {  // a byte per row, two bits per column
+    if constexpr (kPlane == kTernaryPlanes) {  // one byte per row, two bits per column
         const Ints row = load_bytes(tile + kPlane * kPlaneBytes + Vector * kLanes);
         const Ints pair = either(row, shift_left<12>(row));
         return mask(either(pair, shift_left<6>(pair)), 0x03030303u);
@@ -46,7 +49,7 @@ MOEC_INLINE Ints ternary_quad(const uint8_t* tile) {
     }
 }
 
-// Codes of kLanes rows in column 4 Quad + Column of a tile. Vector: which of the block's.
+// Codes of kLanes rows in column 4 Quad + Column of a tile. Vector: which vector of the row block.
 template <int Bitwidth, int Quad, int Column, int Vector>
 MOEC_INLINE Ints code_of(const uint8_t* tile) {
     constexpr int kByte = 8 * Column;
@@ -58,7 +61,7 @@ MOEC_INLINE Ints code_of(const uint8_t* tile) {
     } else if constexpr (Bitwidth == 3) {
         const Ints low = code_of<2, Quad, Column, Vector>(tile);
         const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
-        constexpr int kShift = kByte + Quad - 2;  // brings the high bit to bit 2
+        constexpr int kShift = kByte + Quad - 2;  // moves the high bit to bit 2
         if constexpr (kShift >= 0) {
             return either(low, mask(shift_right<kShift>(plane), 4));
         } else {
@@ -78,7 +81,7 @@ struct TileCursor {
     int64_t tile_in_group, tiles_per_group, bytes_per_group, header_bytes, bytes_per_tile;
 };
 
-// column: the first one of a tile.
+// column: the first column of a tile.
 inline TileCursor tiles_of(const MatrixView& matrix, int64_t block, int64_t column) {
     TileCursor cursor;
     const int64_t first_tile = column / tile_columns(matrix);
@@ -103,7 +106,7 @@ inline void advance(TileCursor& cursor) {
     }
 }
 
-// What the bytes of scales and minima are multiples of, for the rows of a block: powers of two, those of minima negative.
+// For the rows of a block, the powers of two that bytes of scales and minima are multiplied with; those of minima are negative.
 struct RowSteps {
     Floats scale[kVectorsPerBlock], minimum[kVectorsPerBlock];
 };
@@ -170,7 +173,7 @@ void multiply_vector_16_bit(const MatrixView& matrix, int64_t block, const float
     unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA { store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]); });
 }
 
-// Columns [k, k + count) of one block as floats. k: a multiple of 256. panel: [count, 16], written.
+// Columns [k, k + count) of one row block as floats. k: a multiple of 256. panel: [count, 16], written.
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales = false>
 void dequantize_panel_quantized(const MatrixView& matrix, int64_t block, int64_t k, int64_t count, float* panel) {
     constexpr int kColumns = parts_of(Bitwidth) * kColumnsPerTile;
@@ -202,7 +205,7 @@ void dequantize_panel_16_bit(const MatrixView& matrix, int64_t block, int64_t k,
 using MultiplyVector = void (*)(const MatrixView&, int64_t block, const float* x, float* acc);
 using DequantizePanel = void (*)(const MatrixView&, int64_t block, int64_t k, int64_t count, float* panel);
 
-// The routines of one 16-bit format, found once per call.
+// The functions of one 16-bit format, looked up once per call.
 struct FloatFormat {
     MultiplyVector multiply_pair, multiply_single;
     DequantizePanel dequantize_panel;
@@ -262,7 +265,7 @@ inline float* row_of(const OutputRows& rows, int64_t i) {
     return rows.base + (rows.index != nullptr ? rows.index[i] : i) * rows.stride;
 }
 
-// panel: [count, 16]; x: Tokens rows, from column k on; acc: [Tokens, 16], read and written.
+// panel: [count, 16]; x: Tokens rows, beginning with column k; acc: [Tokens, 16], read and written.
 template <int Tokens>
 void multiply_panel(const float* panel, int64_t count, const float* const* x, float* acc) {
     Floats sum[Tokens][kVectorsPerBlock];
@@ -308,13 +311,15 @@ struct PanelByTokens {
 
 inline PanelByTokens make_panels() {
     PanelByTokens panels{};
-    unroll<kFloatTokens>([&](auto i) MOEC_INLINE_LAMBDA { panels.of[decltype(i)::value + 1] = multiply_panel<decltype(i)::value + 1>; });
+    unroll<kFloatTokens>([&](auto i) MOEC_INLINE_LAMBDA {
+        panels.of[decltype(i)::value + 1] = multiply_panel<decltype(i)::value + 1>;
+    });
     return panels;
 }
 
-// One row block times `count` <= 96 tokens from `first` on. acc: [count, 16], written.
-inline void multiply_block(const MatrixView& matrix, const FloatFormat& format, int64_t block, const InputRows& x, int64_t first,
-                           int count, float* acc) {
+// One row block times `count` <= 96 tokens, beginning with token `first`. acc: [count, 16], written.
+inline void multiply_block(const MatrixView& matrix, const FloatFormat& format, int64_t block, const InputRows& x,
+                           int64_t first, int count, float* acc) {
     const PanelByTokens panels = make_panels();
     alignas(64) float panel[kPanelColumns * kRowsPerBlock];
     for (int i = 0; i < count * kVectorsPerBlock; ++i) {
@@ -325,7 +330,7 @@ inline void multiply_block(const MatrixView& matrix, const FloatFormat& format, 
         const int64_t columns = matrix.columns - k < kPanelColumns ? matrix.columns - k : kPanelColumns;
         format.dequantize_panel(matrix, block, k, columns, panel);
         int token = 0;
-        for (int tile = 0; tile < tiles; ++tile) {  // of nearly equal size: a tile of one token would wait for itself
+        for (int tile = 0; tile < tiles; ++tile) {  // of nearly equal size: a tile of one token would wait for its fma
             const int tokens = (count - token + tiles - tile - 1) / (tiles - tile);
             const float* inputs[kFloatTokens];
             for (int i = 0; i < tokens; ++i) {

@@ -1,26 +1,29 @@
-// Panels of codes that have been brought to bytes, or are read as they are packed, and their products with several tokens, four
-// columns of a token at a time. Included inside the namespace of an instruction set, after products/tile_sums.h; an instruction set that multiplies otherwise
-// includes the same names of its own instead (lanes/neon_pair_panel.h). No include guard, for that reason.
+// Panels: the codes of 16 rows x up to 256 columns as bytes, and their products with several tokens. Each product takes four
+// columns (a quad) of a token. This file has no include guard: targets/kernels_*.cpp include it inside their own namespaces,
+// after products/tile_sums.h. lanes/neon_pair_panel.h (NEON's matrix products) and products/amx_products.h define the same
+// names for other instructions.
 
-// 16 rows x up to 256 columns: codes as bytes, [tile][quad][row][4], unless they are multiplied as they are packed, and per tile 16
-// scales and 16 minima.
+// 16 rows x up to 256 columns.
+// codes: bytes, [tile][quad][row][4]; unused where codes are multiplied as they are packed.
+// scales: 16 scales and 16 minima per tile.
 struct BytePanel {
     alignas(64) uint8_t codes[kBytePanelColumns * kRowsPerBlock];
     alignas(64) float scales[kBytePanelColumns / kColumnsPerTile][2 * kRowsPerBlock];
-    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // where each tile's codes are: above, or packed in the matrix
+    const uint8_t* tiles[kBytePanelColumns / kColumnsPerTile];  // start of each tile's codes, in `codes` or in the matrix
 };
 
-// The codes of one vector of rows in two neighbouring quads, with the centre of symmetric formats in them. out: of the first, in the
-// panel.
+// Store the codes of one vector of rows in two adjacent quads. The codes of symmetric formats keep their centre.
+// out: where the first quad begins in the panel.
 template <int Centre>
 MOEC_INLINE void store_quads(uint8_t* out, Ints first, Ints second) {
     store_lanes(out, first);
     store_lanes(out + kPlaneBytes, second);
 }
 
-// A tile of Blocks panels times Tokens rows, added to their sums. codes: of the tile, in each panel; x: of the tile.
+// Add one tile of Blocks panels times Tokens rows to their sums. codes: of the tile, in each panel; x: of the tile.
 template <int Bitwidth, int Blocks, int Tokens>
-MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x, TileSum<Bitwidth> (*products)[Blocks * kVectorsPerBlock]) {
+MOEC_INLINE void add_panel_products(const uint8_t* const* codes, const int8_t* const* x,
+                                    TileSum<Bitwidth> (*products)[Blocks * kVectorsPerBlock]) {
     constexpr int kVectors = Blocks * kVectorsPerBlock;
     unroll<kQuadsPerTile>([&](auto quad) MOEC_INLINE_LAMBDA {
         constexpr int Q = decltype(quad)::value;

@@ -1,13 +1,14 @@
-// What is multiplied in one step of a product. Included inside the namespace of an instruction set, after its panels; no include
-// guard, for that reason.
+// One step of a product: some panels times some rows of activations. This file has no include guard: it is included inside the
+// namespace of an instruction set, after the header of its panels.
 
 // Memory that will be read next.
 struct NextBytes {
     const uint8_t *begin, *end;
 };
 
-// Blocks (kPanelBlocks or 1) panels, of tiles from first_tile on, and `count` <= 96 of the rows, from `first` on, a multiple of
-// kRowsSideBySide, that they are multiplied with. acc: [Blocks, count, 16], read and written.
+// panels: [Blocks], Blocks is kPanelBlocks or 1; they hold tiles [first_tile, first_tile + tiles).
+// rows, first, count: the step takes rows [first, first + count); count <= 96, first is a multiple of kRowsSideBySide.
+// acc: [Blocks, count, 16], read and written.
 struct PanelStep {
     const BytePanel* panels;
     int64_t first_tile, tiles;

@@ -1,7 +1,8 @@
-// Products of either kind behind one face, and what callers do with the results. Included inside the namespace of an
-// instruction set, after products/quantized.h; no include guard, for that reason.
+// Start here to follow a product: `linear` is the kernel `linear` of each table in targets/registry.h. It takes 16-bit
+// matrices (products/linear.h) and quantized ones (products/quantized.h), and stores the results. This file has no include
+// guard: each targets/kernels_*.cpp includes it inside its own namespace, after products/quantized.h.
 
-// The first `rows` <= 16 lanes of acc to out.
+// Store the first `rows` <= 16 lanes of acc.
 inline void store_rows(float* out, const float* acc, int64_t rows) {
     for (int64_t row = 0; row < rows; row += kLanes) {
         const int count = static_cast<int>(rows - row < kLanes ? rows - row : kLanes);
@@ -14,12 +15,12 @@ inline int64_t rows_in_block(const MatrixView& matrix, int64_t block) {
     return rest < kRowsPerBlock ? rest : kRowsPerBlock;
 }
 
-// Blocks from `block` on that one step over one token takes: 2, or 1 at the end.
+// Number of row blocks that one step over one token takes, beginning with `block`: 2, or 1 at the end.
 inline int blocks_in_step(int64_t block, int64_t end) {
     return end - block >= kPairedBlocks ? kPairedBlocks : 1;
 }
 
-// A matrix and the rows it is multiplied with: floats where it keeps 16 bits, rounded ones where it is quantized.
+// A matrix and the rows that it is multiplied with: floats for a 16-bit matrix, rounded rows for a quantized one.
 class Product {
   public:
     Product(const MatrixView& matrix, const Activations& x) : matrix_(matrix), x_(x), is_rounded_(matrix.bitwidth != 16) {
@@ -37,11 +38,13 @@ class Product {
                 rounded_.multiply(matrix_, block + b, x_.rounded, acc + b * kRowsPerBlock);
             }
         } else {
-            (blocks == kPairedBlocks ? float_.multiply_pair : float_.multiply_single)(matrix_, block, row_of(x_.floats, 0), acc);
+            (blocks == kPairedBlocks ? float_.multiply_pair : float_.multiply_single)(matrix_, block, row_of(x_.floats, 0),
+                                                                                      acc);
         }
     }
 
-    // `blocks` (kPanelBlocks or 1) row blocks times `count` <= 96 rows from `first` on. acc: [blocks, count, 16], written.
+    // `blocks` (kPanelBlocks or 1) row blocks times `count` <= 96 rows, beginning with `first`.
+    // acc: [blocks, count, 16], written.
     void multiply_chunk(int64_t block, int blocks, int64_t first, int count, float* acc) const {
         if (is_rounded_) {
             multiply_rounded_blocks(matrix_, rounded_, block, blocks, x_.rounded, first, count, acc);
@@ -60,12 +63,12 @@ class Product {
     FloatFormat float_{};
 };
 
-// Blocks from `block` on that one step over several tokens takes: kPanelBlocks, or 1 at the end.
+// Number of row blocks that one step over several tokens takes, beginning with `block`: kPanelBlocks, or 1 at the end.
 inline int blocks_in_panels(int64_t block, int64_t end) {
     return end - block >= kPanelBlocks ? kPanelBlocks : 1;
 }
 
-// Row blocks [begin, end) times the only row; take(block, 16 results).
+// Row blocks [begin, end) times the only row. Calls take(block, 16 results) for each.
 template <class Take>
 inline void multiply_one(const Product& product, int64_t begin, int64_t end, const Take& take) {
     alignas(64) float acc[kPairedBlocks * kRowsPerBlock];
@@ -95,7 +98,8 @@ inline void linear(const MatrixView& matrix, const Activations& x, int64_t token
             product.multiply_chunk(block, blocks, first, count, acc);
             for (int i = 0; i < blocks * count; ++i) {
                 const int64_t place = block + i / count;
-                store_rows(row_of(out, first + i % count) + place * kRowsPerBlock, acc + i * kRowsPerBlock, rows_in_block(matrix, place));
+                store_rows(row_of(out, first + i % count) + place * kRowsPerBlock, acc + i * kRowsPerBlock,
+                           rows_in_block(matrix, place));
             }
         }
     }

@@ -1,19 +1,22 @@
-// Products of quantized matrices with activations rounded to 8 bits (products/rounding.h), written once over eight or sixteen
-// lanes. Included inside the namespace of an instruction set, after products/byte_products.h; no include guard, for that reason.
+// Products of quantized matrices of 1 to 8 bits (int4 too) with activations rounded to 8 bits (products/rounding.h), written
+// once over eight or sixteen lanes. The instruction that multiplies is `add_products` in targets/kernels_*.cpp, for example
+// kernels_avx2.cpp. This file has no include guard: each targets/kernels_*.cpp includes it inside its own namespace, after
+// products/byte_products.h.
 //
-// Algebra, per output row and token: acc = 0; for tiles in order: dot = sum code_k q_k (exact, 32-bit integers),
-// acc = fma(step, fma(scale, dot, minimum * sum q_k), acc), and in symmetric formats, where minimum is -centre scale,
-// acc = fma(step, scale * (dot - centre sum q_k), acc): the same number where all are finite, since both products are exact.
-// Bound: |error| <= sum over tiles of step / 2 * sum |w_k|, and three roundings of the tile's terms, to first order.
-// Accuracy class: bit-equal across instruction sets, thread counts and batches.
-// One token: straight from the codes, one row block after the other, so that a matrix is a single stream of memory; lines are
-// asked for kPrefetchBytes ahead, because the processor's own prefetching stops at every page. More tokens: the codes of
-// 16 rows x 256 columns are brought to bytes once per 96 tokens, or by every group of tokens where that costs nothing
-// (multiplies_packed), and multiplied by kRoundedTokens tokens at a time, which is 4 for eight lanes; the accumulators rest in
-// memory between tiles, which changes no bit.
+// - Algebra, per output row and token: acc = 0; for tiles in order: dot = sum code_k q_k (exact, 32-bit integers),
+//   acc = fma(step, fma(scale, dot, minimum * sum q_k), acc).
+// - Symmetric formats, where minimum is -centre scale: acc = fma(step, scale * (dot - centre sum q_k), acc). It is the same
+//   number where all are finite, since both products are exact.
+// - Bound: |error| <= sum over tiles of step / 2 * sum |w_k|, and three roundings of the tile's terms, to first order.
+// - Accuracy class: bit-equal across instruction sets, thread counts and batches.
+// - One token (multiply_rounded_vector): directly from the packed codes, one row block after the other, so that a matrix is a
+//   single stream of memory. The code prefetches kPrefetchBytes ahead, because hardware prefetching stops at every page.
+// - Several tokens (multiply_rounded_blocks): the codes of 16 rows x 256 columns become bytes once per 96 tokens, or in every
+//   group of tokens where that costs nothing (multiplies_packed). They are multiplied with kRoundedTokens tokens at a time,
+//   4 for eight lanes. The accumulators stay in memory between tiles, which changes no bit.
 
-// 2 to 4 KiB measure alike on Zen 3, 1 and 8 KiB lose up to a tenth; on Granite Rapids 1 and 2 KiB are best; on Zen 4 the
-// same place of the next page, 4 KiB ahead, nearly halves the rate of 2 to 4 bits.
+// Measured: on Zen 3, 2 to 4 KiB are equal, 1 and 8 KiB lose up to a tenth. On Granite Rapids 1 and 2 KiB are best. On Zen 4,
+// 4 KiB (the same place of the next page) nearly halves the rate of 2 to 4 bits.
 constexpr int kPrefetchBytes = 2048;
 
 // 16 rows times one vector. acc: [16], written.
@@ -60,7 +63,9 @@ void multiply_rounded_vector(const MatrixView& matrix, int64_t block, const Roun
             });
         });
     }
-    unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA { store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]); });
+    unroll<kVectorsPerBlock>([&](auto v) MOEC_INLINE_LAMBDA {
+        store(acc + decltype(v)::value * kLanes, sum[decltype(v)::value]);
+    });
 }
 
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales>
@@ -87,8 +92,9 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
                 constexpr int V = decltype(v)::value;
                 unroll<kParts * kQuadsPerTile / 2>([&](auto pair) MOEC_INLINE_LAMBDA {
                     constexpr int Q = 2 * decltype(pair)::value;
-                    store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock),
-                                                                       quad_of<Bitwidth, Q, V>(tile), quad_of<Bitwidth, Q + 1, V>(tile));
+                    store_quads<IsSymmetric ? centre_of(Bitwidth) : 0>(
+                        out + Q * kPlaneBytes + V * (kPlaneBytes / kVectorsPerBlock), quad_of<Bitwidth, Q, V>(tile),
+                        quad_of<Bitwidth, Q + 1, V>(tile));
                 });
             });
             out += kParts * kQuadsPerTile * kPlaneBytes;
@@ -99,12 +105,12 @@ void unpack_panel(const MatrixView& matrix, int64_t block, int64_t first_tile, i
 using MultiplyRounded = void (*)(const MatrixView&, int64_t block, const RoundedRows& x, float* acc);
 using UnpackPanel = void (*)(const MatrixView&, int64_t block, int64_t first_tile, int64_t tiles, BytePanel& panel);
 
-// The routines of one quantized format, found once per call.
+// The functions of one quantized format, looked up once per call.
 struct RoundedFormat {
     MultiplyRounded multiply;
     UnpackPanel unpack;
-    MultiplyBytePanels by_tokens[kRoundedTokens + 1];  // kPanelBlocks at once
-    MultiplyBytePanels last_by_tokens[kRoundedTokens + 1];  // one block
+    MultiplyBytePanels by_tokens[kRoundedTokens + 1];  // for kPanelBlocks row blocks
+    MultiplyBytePanels last_by_tokens[kRoundedTokens + 1];  // for one row block
 };
 
 template <int Bitwidth, bool IsSymmetric, bool HasByteScales = false>
@@ -154,14 +160,14 @@ inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
     }
 }
 
-// The bytes of a panel that begins with `tile`; of memory behind the matrix where it has none.
+// The bytes of the panel that begins with `tile`. If the matrix has no such panel, memory after the matrix.
 inline NextBytes bytes_of_panel(const MatrixView& matrix, int64_t block, int64_t tile) {
     const int64_t tiles = matrix.columns / kColumnsPerTile, block_size = block_bytes(matrix);
     const uint8_t* start = matrix.data + block * block_size + tile * block_size / tiles;
     return {start, start + block_size * (kBytePanelColumns / kColumnsPerTile) / tiles};
 }
 
-// kPanelBlocks row blocks, or 1, times `count` <= 96 tokens from `first` on. acc: [blocks, count, 16], written.
+// kPanelBlocks row blocks, or 1, times `count` <= 96 tokens, beginning with `first`. acc: [blocks, count, 16], written.
 inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedFormat& format, int64_t block, int blocks,
                                     const RoundedRows& x, int64_t first, int count, float* acc) {
     constexpr int64_t kPanelTiles = kBytePanelColumns / kColumnsPerTile;
@@ -173,7 +179,7 @@ inline void multiply_rounded_blocks(const MatrixView& matrix, const RoundedForma
     const int64_t all = matrix.columns / kColumnsPerTile;
     for (int64_t tile = 0; tile < all; tile += kPanelTiles) {
         const int64_t tiles = all - tile < kPanelTiles ? all - tile : kPanelTiles;
-        NextBytes next[kPanelBlocks];  // of this block or of the next step's: comes from memory while this panel is multiplied
+        NextBytes next[kPanelBlocks];  // of this row block or of the next step; loaded while this panel is multiplied
         for (int b = 0; b < blocks; ++b) {
             const bool ends = tile + tiles == all;
             next[b] = bytes_of_panel(matrix, ends ? block + blocks + b : block + b, ends ? 0 : tile + tiles);

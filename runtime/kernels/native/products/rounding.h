@@ -1,18 +1,19 @@
-// Activations rounded to 8 bits, written once over eight lanes. Included inside the namespace of an instruction set, after
-// lanes/eight_lanes.h; no include guard, for that reason.
+// Activations rounded to 8 bits, written once over eight lanes. This file has no include guard: each targets/kernels_*.cpp
+// includes it inside its own namespace, after lanes/eight_lanes.h.
 //
-// Per row and tile of 32 columns: step = max |x| / 127, q_k = x_k * (127 / max |x|) to nearest even, all zero where
-// max |x| < 2^-110. A tile that holds a value that is not finite has the step NaN.
+// Per row and tile of 32 columns: step = max |x| / 127, q_k = x_k * (127 / max |x|) to nearest even. All q_k are zero where
+// max |x| < 2^-110. A tile with a value that is not finite has the step NaN.
 
 constexpr float kMostRounded = 127.0f;
 constexpr float kSmallestRounded = 7.70371977754894341e-34f;  // 2^-110: 127 divided by less could overflow
 
-// [columns] floats to codes, step and sum of each tile, `distance` tiles from those of the next. columns: a multiple of 32.
+// Round one row. x: [columns], columns a multiple of 32. codes, steps, sums: of each tile, `distance` tiles apart.
 inline void round_row(const float* x, int64_t columns, int8_t* codes, float* steps, float* sums, int64_t distance) {
     constexpr int kVectors = kColumnsPerTile / kLanes;
-    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the integer
+    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the low bits of the sum are the integer
     const Ints sign = broadcast_int(0x80000000u), lowest = bits_of(magic);
-    for (int64_t tile = 0; tile < columns / kColumnsPerTile; ++tile, x += kColumnsPerTile, codes += distance * kColumnsPerTile) {
+    for (int64_t tile = 0; tile < columns / kColumnsPerTile;
+         ++tile, x += kColumnsPerTile, codes += distance * kColumnsPerTile) {
         Floats most = zero(), strange = zero();  // strange: 0, or NaN
         unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
             const Floats value = load(x + decltype(v)::value * kLanes);
@@ -24,8 +25,9 @@ inline void round_row(const float* x, int64_t columns, int8_t* codes, float* ste
         Ints total = broadcast_int(0);
         unroll<kVectors>([&](auto v) MOEC_INLINE_LAMBDA {
             constexpr int V = decltype(v)::value;
-            // NaN becomes the bound: of two operands the second wins
-            const Floats scaled = smaller(larger(mul(load(x + V * kLanes), inverse), broadcast(-kMostRounded)), broadcast(kMostRounded));
+            // NaN becomes the bound, because the second of two operands wins.
+            const Floats scaled =
+                smaller(larger(mul(load(x + V * kLanes), inverse), broadcast(-kMostRounded)), broadcast(kMostRounded));
             const Ints rounded = sub_int(bits_of(add(scaled, magic)), lowest);
             total = add_int(total, rounded);
             store_low_bytes(codes + V * kLanes, rounded);

@@ -1,17 +1,18 @@
-// Operations on rows of floats, written once over eight lanes. Included inside the namespace of an instruction set, after
-// attention/weighing.h; no include guard, for that reason.
+// Operations on rows of floats, written once over eight lanes: norms, rotation, softmax, routing and the gated products of an
+// expert. This file has no include guard: each targets/kernels_*.cpp includes it inside its own namespace, after
+// attention/weighing.h.
 //
-// Reductions: lane i sums elements i, i + 8, ... in order by fma; then lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
-// A last part of fewer than eight elements is filled with zeros.
-// exp: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial of degree 7 in r, then two exact scalings by powers of two (the
-// second may round, into subnormals). Relative error <= 2e-7 for normal results; -inf gives 0, +inf gives inf, NaN stays NaN.
-// Bound of a reduction: (n / 8 + 4) 2^-24 sum |a_i b_i| to first order.
-// Accuracy class: bit-equal across instruction sets, thread counts and batches, for inputs without NaN.
+// - Reductions: lane i sums elements i, i + 8, ... in order by fma. Then lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
+//   A last part of fewer than eight elements is filled with zeros.
+// - exp: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial of degree 7 in r, then two exact scalings by powers of two. The
+//   second may round, into subnormals. Relative error <= 2e-7 for normal results; -inf gives 0, +inf gives inf, NaN stays NaN.
+// - Bound of a reduction: (n / 8 + 4) 2^-24 sum |a_i b_i| to first order.
+// - Accuracy class: bit-equal across instruction sets, thread counts and batches, for inputs without NaN.
 
 MOEC_INLINE Floats exp_lanes(Floats x) {
     const Floats low = broadcast(-104.0f), high = broadcast(89.0f);  // beyond: exactly 0 and inf
-    x = smaller(high, larger(low, x));                                // NaN stays: the second operand wins
-    const Floats magic = broadcast(12582912.0f);                      // 1.5 * 2^23: the sum's low bits are the integer
+    x = smaller(high, larger(low, x));                                // NaN stays NaN: the second operand wins
+    const Floats magic = broadcast(12582912.0f);                      // 1.5 * 2^23: the low bits of the sum are the integer
     const Floats shifted = fma(x, broadcast(1.44269504088896341f), magic);
     const Floats n = sub(shifted, magic);
     Floats r = fma(n, broadcast(-0.693359375f), x);
@@ -40,20 +41,20 @@ inline void exp_row(const float* x, int64_t size, float* out) {
     }
 }
 
-// Clamped: g = min(gate, limit), u = up within +-limit, (u + 1) g / (1 + exp(-1.702 g)).
+// clamped_swiglu: g = min(gate, limit), u = up within +-limit, (u + 1) g / (1 + exp(-1.702 g)).
 MOEC_INLINE Floats gated_lanes(Floats gate, Floats up, const Gating& gating) {
     if (gating.activation == Activation::kSilu) {
         return mul(silu_lanes(gate), up);
     }
     if (gating.activation == Activation::kRelu) {
-        return larger(zero(), up);  // NaN stays: the second operand wins
+        return larger(zero(), up);  // NaN stays NaN: the second operand wins
     }
     const Floats limit = broadcast(gating.limit), one = broadcast(1.0f);
     const Floats g = smaller(limit, gate), u = smaller(limit, larger(sub(zero(), limit), up));
     return mul(add(u, one), div(g, add(one, exp_lanes(mul(broadcast(-1.702f), g)))));
 }
 
-// The gated products of the first `rows` <= 16 lanes of a block whose first row is `first`. out may be gate.
+// The gated products of the first `rows` <= 16 lanes of a row block whose first row is `first`. out may be gate.
 inline void store_hidden(float* out, const float* gate, const float* up, int64_t rows, const Gating& gating, int64_t first) {
     for (int64_t row = 0; row < rows; row += kLanes) {
         const int count = lanes_left<kLanes>(rows, row);
@@ -68,13 +69,13 @@ inline void store_hidden(float* out, const float* gate, const float* up, int64_t
     }
 }
 
-inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x, int64_t tokens,
-                          OutputRows out, int64_t begin, int64_t end) {
+inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
+                          int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
     const bool has_gate = gating.activation != Activation::kRelu;
     const Product gate_product(gate, x), up_product(up, x);
     alignas(64) float gate_acc[kPanelBlocks * kChunkTokens * kRowsPerBlock];
     alignas(64) float up_acc[kPanelBlocks * kChunkTokens * kRowsPerBlock];
-    if (tokens == 1) {  // one matrix after the other: each is a single stream of memory
+    if (tokens == 1) {  // one matrix after the other, so that each is a single stream of memory
         float* row = row_of(out, 0);
         if (has_gate) {
             multiply_one(gate_product, begin, end, [&](int64_t block, const float* acc) {
@@ -98,8 +99,9 @@ inline void expert_hidden(const MatrixView& gate, const MatrixView& up, const Ga
             up_product.multiply_chunk(block, blocks, first, count, up_acc);
             for (int i = 0; i < blocks * count; ++i) {
                 const int64_t place = block + i / count;
-                store_hidden(row_of(out, first + i % count) + place * kRowsPerBlock, (has_gate ? gate_acc : up_acc) + i * kRowsPerBlock,
-                             up_acc + i * kRowsPerBlock, rows_in_block(up, place), gating, place * kRowsPerBlock);
+                store_hidden(row_of(out, first + i % count) + place * kRowsPerBlock,
+                             (has_gate ? gate_acc : up_acc) + i * kRowsPerBlock, up_acc + i * kRowsPerBlock,
+                             rows_in_block(up, place), gating, place * kRowsPerBlock);
             }
         }
     }
@@ -119,8 +121,8 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t siz
     }
 }
 
-// The mean, then the mean square of what is left when it is subtracted: two passes, since the squares of values far from
-// zero would swallow their differences. What is left goes through `out`, whose missing lanes count as zeros.
+// Two passes: the mean, then the mean square of x - mean. In a single pass, squares of values far from zero would lose their
+// differences. x - mean is stored in `out`; missing lanes count as zeros.
 inline void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t size, float* out) {
     Floats sum = zero(), squares = zero();
     for (int64_t i = 0; i < size; i += kLanes) {
@@ -158,7 +160,7 @@ inline void rope(const RopeCall& call, int64_t token) {
     }
 }
 
-// NaN if the first is, else the largest that is a number.
+// NaN if x[0] is NaN, else the largest number.
 inline float largest(const float* x, int64_t size) {
     Floats best = broadcast(x[0]);
     int64_t i = 0;
@@ -172,7 +174,7 @@ inline float largest(const float* x, int64_t size) {
     return most;
 }
 
-// x becomes exp(x - peak), peak the largest of x and of `extra` where there is one. Returns the sum, with that of extra.
+// x becomes exp(x - peak), where peak is the largest of x and of `extra`, if given. Returns the sum, including extra's.
 inline float exponentiate(float* x, int64_t size, const float* extra = nullptr) {
     const float most = largest(x, size);
     const Floats peak = broadcast(extra != nullptr && *extra > most ? *extra : most);
@@ -210,7 +212,7 @@ inline void route(const RouteCall& call, int64_t token, float* shares) {
     }
     const float total = exponentiate(shares, call.expert_count);
     int64_t found = 0;
-    for (int64_t e = 0; e < call.expert_count; ++e) {  // insertion into the best so far
+    for (int64_t e = 0; e < call.expert_count; ++e) {  // insert into the best experts so far
         if (found == call.top_k && !ranks_before(logits, e, experts[found - 1])) {
             continue;
         }

@@ -1,9 +1,11 @@
-// Sums of products of a tile's codes with activations rounded to 8 bits, written once over eight or sixteen lanes. Included
-// inside the namespace of an instruction set, after products/linear.h; no include guard, for that reason.
+// Sums of products of a tile's codes with activations rounded to 8 bits, written once over eight or sixteen lanes. `quad_of`
+// unpacks the codes of each format; `add_products` of the instruction set multiplies them. This file has no include guard: each
+// targets/kernels_*.cpp includes it inside its own namespace, after products/linear.h.
 
 constexpr int kQuadsPerTile = kColumnsPerTile / kColumnsPerLane;
 
-// Codes of kLanes rows in columns 4 Quad to 4 Quad + 3 of a tile, a byte each. Vector: which of the block's kVectorsPerBlock.
+// Codes of kLanes rows in columns 4 Quad to 4 Quad + 3 of a tile, one byte each.
+// Vector: which of the row block's kVectorsPerBlock vectors.
 template <int Bitwidth, int Quad, int Vector>
 MOEC_INLINE Ints quad_of(const uint8_t* tile) {
     constexpr uint32_t kEveryByte = 0x01010101u;
@@ -16,7 +18,7 @@ MOEC_INLINE Ints quad_of(const uint8_t* tile) {
         return load_lanes(lanes + Quad * kPlaneBytes);
     } else if constexpr (Bitwidth == 3) {
         const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
-        constexpr int kShift = Quad - 2;  // brings the high bit to bit 2
+        constexpr int kShift = Quad - 2;  // moves the high bit to bit 2
         if constexpr (kShift >= 0) {
             return either(quad_of<2, Quad, Vector>(tile), mask(shift_right<kShift>(plane), 4 * kEveryByte));
         } else {
@@ -25,19 +27,22 @@ MOEC_INLINE Ints quad_of(const uint8_t* tile) {
     } else {
         constexpr int kQuadsPerPlane = 8 / Bitwidth;
         constexpr uint32_t kMask = ((1u << Bitwidth) - 1) * kEveryByte;
-        return mask(shift_right<Bitwidth * (Quad % kQuadsPerPlane)>(load_lanes(lanes + Quad / kQuadsPerPlane * kPlaneBytes)), kMask);
+        return mask(shift_right<Bitwidth * (Quad % kQuadsPerPlane)>(load_lanes(lanes + Quad / kQuadsPerPlane * kPlaneBytes)),
+                    kMask);
     }
 }
 
-// Sum over a tile of code * q, per row: `Products` of codes up to 15 may be narrow, of levels up to 24 over half a tile; from
-// codes of 8 bits kByteCentre is taken, where the instruction set cannot multiply them whole.
+// Per row, the sum over a tile of code * q.
+// narrow: `Products` may have 16 bits. They hold a whole tile of codes up to 15, but only half a tile of levels up to 24.
+// second_half: the other half of a tile of such levels.
+// wide: for codes of 8 bits. kByteCentre is subtracted from them if the instruction set cannot multiply all of them.
 template <int Bitwidth>
 struct TileSum {
     Products narrow, second_half;
     Ints wide;
 };
 
-// What the codes' centre takes from the dot product of a tile: centre * sum q. total: that sum.
+// centre * sum q: the part of a tile's dot product that comes from the centre of the codes. total: sum q.
 template <int Bitwidth>
 MOEC_INLINE Ints centre_product(Floats total) {
     constexpr int kCentre = centre_of(Bitwidth), kLeft = Bitwidth == 8 ? kCentre - kByteCentre : kCentre;
@@ -46,7 +51,7 @@ MOEC_INLINE Ints centre_product(Floats total) {
     return kLeft == 0 ? broadcast_int(0) : shift_left<kShift>(to_int(total));
 }
 
-// Sums of products of 32 bits begin with the centre's, so that nothing is left to subtract.
+// Sums of 32 bits begin with the negative centre product, so that nothing has to be subtracted at the end.
 template <int Bitwidth, bool IsSymmetric>
 MOEC_INLINE TileSum<Bitwidth> first_sum(Floats total) {
     if constexpr (Bitwidth == 8) {
@@ -69,9 +74,9 @@ MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
     }
 }
 
-// A three-valued code c that shares a byte is the first digit of a fraction x of 256, and y what is left of it for the digits behind:
-// 3 x = 256 c + y. So sum c q = (3 sum x q - sum y q) / 256, without a code: two products in the place of one and of the comparisons
-// that make a digit. At most 8 x 4 x 255 x 127 x 3, either way.
+// Three-valued formats without unpacking. Code c is the first digit of a fraction x of 256, and y is the fraction that is left
+// for the digits after it: 3 x = 256 c + y. So sum c q = (3 sum x q - sum y q) / 256. Two products replace one product and the
+// comparisons that make a digit. The magnitude is at most 8 x 4 x 255 x 127 x 3.
 struct FractionSums {
     Products fractions, rests;
 };
@@ -80,7 +85,7 @@ MOEC_INLINE FractionSums no_fractions() {
     return {no_products(), no_products()};
 }
 
-// The bytes of a plane behind so many digits.
+// The bytes of a plane without their first `Digits` digits.
 template <int Plane, int Digits, int Vector>
 MOEC_INLINE Ints fractions_behind(const uint8_t* tile) {
     Ints fractions = load_lanes(tile + Plane * kPlaneBytes + Vector * (kPlaneBytes / kVectorsPerBlock));
@@ -88,7 +93,8 @@ MOEC_INLINE Ints fractions_behind(const uint8_t* tile) {
     return fractions;
 }
 
-// The products of one quad of a tile's codes, straight from memory. Quad: of the 32 columns that are summed; QuadOfTile: of the tile.
+// Add the products of one quad of a tile's codes, read from memory.
+// Quad: its number within the 32 columns that are summed. QuadOfTile: its number within the tile.
 template <int Bitwidth, int Quad, int QuadOfTile, int Vector>
 MOEC_INLINE void add_codes(TileSum<Bitwidth>& sum, FractionSums& sums, const uint8_t* tile, Ints x) {
     constexpr int kPlane = QuadOfTile / kTernaryDigits, kDigit = QuadOfTile % kTernaryDigits;
@@ -108,7 +114,7 @@ MOEC_INLINE void add_fractions(TileSum<Bitwidth>& sum, const FractionSums& sums)
     }
 }
 
-// The dot product as floats, exact; in symmetric formats that of the codes less their centre. total: sum of q over the tile.
+// The dot product as floats, exact; in symmetric formats that of code - centre. total: sum of q over the tile.
 template <int Bitwidth, bool IsSymmetric>
 MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
     if constexpr (Bitwidth == 8) {

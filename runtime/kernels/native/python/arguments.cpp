@@ -11,7 +11,7 @@ namespace {
 
 struct KindFacts {
     const char* name;
-    const char* codes;  // struct module codes that mean this kind, given the item size
+    const char* codes;  // codes of the struct module for this kind, with the item size below
     Py_ssize_t item_bytes;
 };
 
@@ -52,7 +52,8 @@ template <class Value>
 void check_indices(const Value* values, int64_t size, int64_t count, const char* name) {
     for (int64_t i = 0; i < size; ++i) {
         if (values[i] < 0 || values[i] >= count) {
-            refuse(std::string(name) + ": expected indices below " + std::to_string(count) + ", found " + std::to_string(values[i]));
+            refuse(std::string(name) + ": expected indices below " + std::to_string(count) + ", found " +
+                   std::to_string(values[i]));
         }
     }
 }
@@ -82,7 +83,8 @@ Array::Array(nb::handle object, const char* name, Kind kind, int rank, Access ac
     const KindFacts facts = facts_of(kind);
     std::string fault;
     if (!has_kind(view_, facts)) {
-        fault = std::string("expected ") + facts.name + ", found format `" + (view_.format != nullptr ? view_.format : "B") + "`";
+        fault =
+            std::string("expected ") + facts.name + ", found format `" + (view_.format != nullptr ? view_.format : "B") + "`";
     } else if (view_.ndim != rank) {
         fault = "expected " + std::to_string(rank) + " dimensions, found " + std::to_string(view_.ndim);
     } else if (PyBuffer_IsContiguous(&view_, 'C') == 0) {
@@ -121,7 +123,8 @@ void Array::expect_indices(int64_t count) const {
 
 void Array::expect_apart(const Array& other) const {
     const uintptr_t mine = reinterpret_cast<uintptr_t>(view_.buf), theirs = reinterpret_cast<uintptr_t>(other.view_.buf);
-    const bool is_apart = mine + static_cast<uintptr_t>(view_.len) <= theirs || theirs + static_cast<uintptr_t>(other.view_.len) <= mine;
+    const bool is_apart =
+        mine + static_cast<uintptr_t>(view_.len) <= theirs || theirs + static_cast<uintptr_t>(other.view_.len) <= mine;
     if (!is_apart) {
         refuse(std::string(name_) + " and " + other.name_ + ": expected separate memory");
     }

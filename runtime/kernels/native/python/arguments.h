@@ -1,4 +1,4 @@
-// Arrays as the binding receives them: dtype, rank, memory order and writability checked, each with a readable ValueError.
+// Array arguments from Python. Checks dtype, rank, memory order and writability; each failure is a readable ValueError.
 
 #pragma once
 
@@ -15,8 +15,8 @@ namespace nb = nanobind;
 enum class Kind { kUint8, kInt32, kInt64, kFloat16, kFloat32, kFloat64 };
 enum class Access { kRead, kWrite };
 
-// A C-contiguous array, held through the buffer protocol for as long as this object lives. Needs the interpreter lock to be
-// made and destroyed; the memory may be used without it.
+// A C-contiguous array. It holds the buffer of the Python object while it lives. Create and destroy it with the interpreter
+// lock; its memory may be used without the lock.
 class Array {
   public:
     static constexpr int kMaxRank = 4;
@@ -35,11 +35,11 @@ class Array {
         return static_cast<Value*>(view_.buf);
     }
 
-    // Raises ValueError unless the shape is this one.
+    // Raises ValueError if the shape differs.
     void expect(std::initializer_list<int64_t> shape) const;
-    // Raises ValueError unless all values, of int32 or int64, lie in [0, count).
+    // Raises ValueError if a value of an int32 or int64 array lies outside [0, count).
     void expect_indices(int64_t count) const;
-    // Raises ValueError if the two share memory.
+    // Raises ValueError if the two arrays share memory.
     void expect_apart(const Array& other) const;
 
   private:
@@ -53,7 +53,7 @@ bool is_half(nb::handle object);
 
 [[noreturn]] void refuse(const std::string& message);
 
-// What operations say of their scratch.
+// Raises MemoryError if an operation had no memory for its scratch.
 inline void expect_memory(bool has_memory) {
     if (!has_memory) {
         throw std::bad_alloc();

@@ -1,4 +1,4 @@
-// The Python face of the steps of attention. Shapes and meanings: runtime/kernels/reference.py.
+// Bindings of the single steps of attention. Shapes and meanings: runtime/kernels/reference.py.
 
 #include "python/attention_bindings.h"
 
@@ -7,7 +7,8 @@
 namespace moec {
 namespace {
 
-void bind_rope(nb::handle x_object, nb::handle cos_object, nb::handle sin_object, nb::handle positions_object, bool is_interleaved) {
+void bind_rope(nb::handle x_object, nb::handle cos_object, nb::handle sin_object, nb::handle positions_object,
+               bool is_interleaved) {
     const Array x(x_object, "x", Kind::kFloat32, 3, Access::kWrite), positions(positions_object, "positions", Kind::kInt32, 1);
     const Array cos(cos_object, "cos", Kind::kFloat32, 2), sin(sin_object, "sin", Kind::kFloat32, 2);
     sin.expect({cos.size(0), cos.size(1)});
@@ -38,14 +39,16 @@ void bind_store_kv(nb::handle k_object, nb::handle v_object, nb::handle k_cache,
              places.slots.data<const int32_t>(), places.positions.data<const int32_t>());
 }
 
-void bind_attention(nb::handle q_object, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions, float scale,
-                    int64_t window, nb::handle out_object, nb::handle sinks_object, nb::handle ends, nb::handle bias_object) {
+void bind_attention(nb::handle q_object, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions,
+                    float scale, int64_t window, nb::handle out_object, nb::handle sinks_object, nb::handle ends,
+                    nb::handle bias_object) {
     const Array q(q_object, "q", Kind::kFloat32, 3), out(out_object, "out", Kind::kFloat32, 3, Access::kWrite);
     const Cache cache(k_cache, v_cache, Access::kRead);
     const Places places(slots, positions, ends, cache, q.size(0));
     out.expect({q.size(0), q.size(1), q.size(2)});
     if (cache.heads() == 0 || q.size(1) % cache.heads() != 0 || q.size(2) != cache.head_size()) {
-        refuse("q: expected heads a multiple of " + std::to_string(cache.heads()) + " and size " + std::to_string(cache.head_size()));
+        refuse("q: expected heads a multiple of " + std::to_string(cache.heads()) + " and size " +
+               std::to_string(cache.head_size()));
     }
     expect_window(window);
     places.check_ends(cache, window);
@@ -82,8 +85,8 @@ void bind_attention_steps(nb::module_& module) {
     using namespace nanobind::literals;
     module.def("rope", bind_rope, "x"_a, "cos"_a, "sin"_a, "positions"_a, "interleaved"_a = false);
     module.def("store_kv", bind_store_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a);
-    module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a, "out"_a,
-               "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
+    module.def("attention", bind_attention, "q"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "scale"_a, "window"_a,
+               "out"_a, "sinks"_a = nb::none(), "ends"_a = nb::none(), "bias"_a = nb::none());
 }
 
 }  // namespace moec

@@ -1,4 +1,4 @@
-// What attention has in the extension: its steps, and layers that have all of them in one.
+// Bindings of attention: its single steps, and layers that do all steps in one call.
 
 #pragma once
 

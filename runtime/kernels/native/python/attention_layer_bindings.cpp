@@ -1,5 +1,5 @@
-// The Python face of attention from the residual stream to the residual stream. Meanings: runtime/kernels/attention_layer.py and
-// latent_layer.py.
+// Bindings of attention layers, from the residual stream back to the residual stream.
+// Meanings: runtime/kernels/attention_layer.py and latent_layer.py.
 
 #include <memory>
 #include <string>
@@ -20,7 +20,7 @@ const PackedMatrix& packed(nb::handle matrix) {
     return nb::cast<const PackedMatrix&>(matrix);
 }
 
-// Matrices of a layer, kept alive, and where they lie when it is used: each may have moved since.
+// Matrices of a layer, kept alive. Their memory may move between calls: `follow` updates the views.
 class Matrices {
   public:
     const MatrixView& take(nb::handle object, MatrixView& view) {
@@ -48,7 +48,7 @@ class Vectors {
     Vectors(const Vectors&) = delete;
     Vectors& operator=(const Vectors&) = delete;
 
-    // The values of an array, or null where there is none.
+    // Returns the values of an array, or null for None.
     const float* take(nb::handle object, const char* name, std::initializer_list<int64_t> shape) {
         arrays_.emplace_back(object, name, Kind::kFloat32, static_cast<int>(shape.size()));
         arrays_.back().expect(shape);
@@ -86,16 +86,16 @@ class Vectors {
         return {take(both[0], "cos", {positions, half}), take(both[1], "sin", {positions, half}), half, is_interleaved};
     }
 
-    int64_t positions = 0;  // of the tables
+    int64_t positions = 0;  // of the rotation tables
 
   private:
     std::vector<MaybeArray> arrays_;
 };
 
-// What every call of a layer is checked for; then `run` with the memory of its arguments.
+// Checks the arguments of a call and runs the layer without the interpreter lock.
 template <class Layer>
-void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const Vectors& vectors, int64_t window, nb::handle hidden_object,
-                    nb::handle slots, nb::handle positions, nb::handle ends) {
+void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const Vectors& vectors, int64_t window,
+                    nb::handle hidden_object, nb::handle slots, nb::handle positions, nb::handle ends) {
     const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
     hidden.expect({hidden.size(0), size});
     const Places places(slots, positions, ends, cache, hidden.size(0));
@@ -111,12 +111,12 @@ void attend_checked(const Layer& layer, int64_t size, const Cache& cache, const 
     expect_memory(has_memory);
 }
 
-// Weights, kept alive, their shapes checked once.
+// Weights of a layer, kept alive. Their shapes are checked once, here.
 class AttentionLayer {
   public:
-    AttentionLayer(nb::tuple norm, float norm_eps, nb::tuple matrices, nb::tuple biases, nb::tuple head_norms, float head_norm_eps,
-                   nb::object rotation, bool is_interleaved, int64_t kv_heads, int64_t head_size, float scale, int64_t window,
-                   nb::object sinks, nb::object distance_bias, float residual_scale) {
+    AttentionLayer(nb::tuple norm, float norm_eps, nb::tuple matrices, nb::tuple biases, nb::tuple head_norms,
+                   float head_norm_eps, nb::object rotation, bool is_interleaved, int64_t kv_heads, int64_t head_size,
+                   float scale, int64_t window, nb::object sinks, nb::object distance_bias, float residual_scale) {
         if (norm.size() != 2 || matrices.size() != 4 || biases.size() != 4 || head_norms.size() != 2) {
             refuse("attention: expected a norm and its bias, four matrices, four biases, two norms of heads");
         }
@@ -141,7 +141,8 @@ class AttentionLayer {
         view_.window = window;
     }
 
-    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions, nb::handle ends) const {
+    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions,
+                nb::handle ends) const {
         const Cache cache(k_cache, v_cache, Access::kWrite);
         cache.keys.expect({cache.keys.size(0), view_.kv_heads, cache.context(), view_.head_size});
         distance_bias_.expect({view_.heads, 2 * cache.context() - 1});
@@ -181,12 +182,12 @@ class AttentionLayer {
     AttentionLayerView view_{};
 };
 
-// The same for heads that share one vector.
+// The same for latent attention, whose heads share one vector.
 class LatentLayer {
   public:
-    LatentLayer(nb::tuple norm, float norm_eps, nb::object query_down, nb::object query, nb::object latent_down, nb::tuple inner_norms,
-                float inner_norm_eps, nb::tuple key_up, nb::tuple value_up, nb::object output, nb::tuple rotation, bool is_interleaved,
-                float scale, float residual_scale) {
+    LatentLayer(nb::tuple norm, float norm_eps, nb::object query_down, nb::object query, nb::object latent_down,
+                nb::tuple inner_norms, float inner_norm_eps, nb::tuple key_up, nb::tuple value_up, nb::object output,
+                nb::tuple rotation, bool is_interleaved, float scale, float residual_scale) {
         matrices_.take(query, view_.query);
         matrices_.take(latent_down, view_.latent_down);
         matrices_.take(output, view_.output);
@@ -196,7 +197,8 @@ class LatentLayer {
             matrices_.take(query_down, query_down_);
             view_.query_down = &query_down_;
         }
-        if (inner_norms.size() != 2 || size != view_.output.rows || view_.query.columns != (view_.query_down ? query_down_.rows : size) ||
+        if (inner_norms.size() != 2 || size != view_.output.rows ||
+            view_.query.columns != (view_.query_down ? query_down_.rows : size) ||
             (view_.query_down && query_down_.columns != size)) {
             refuse("query_down, query, latent_down and output: expected D features of the stream, and two inner norms");
         }
@@ -210,7 +212,8 @@ class LatentLayer {
         view_.scale = scale;
     }
 
-    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions, nb::handle ends) const {
+    void attend(nb::handle hidden, nb::handle k_cache, nb::handle v_cache, nb::handle slots, nb::handle positions,
+                nb::handle ends) const {
         const Cache cache(k_cache, v_cache, Access::kWrite);
         cache.keys.expect({cache.keys.size(0), 1, cache.context(), view_.latent_down.rows});
         matrices_.follow();
@@ -218,7 +221,7 @@ class LatentLayer {
     }
 
   private:
-    // One matrix per head and direction, all of one size.
+    // One matrix per head and direction. All matrices of a direction have the same size.
     void take_heads(const nb::tuple& key_up, const nb::tuple& value_up) {
         if (key_up.size() == 0 || key_up.size() != value_up.size()) {
             refuse("key_up and value_up: expected a matrix for each head");
@@ -255,17 +258,20 @@ class LatentLayer {
 void bind_attention_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<AttentionLayer>(module, "AttentionLayer")
-        .def(nb::init<nb::tuple, float, nb::tuple, nb::tuple, nb::tuple, float, nb::object, bool, int64_t, int64_t, float, int64_t,
-                      nb::object, nb::object, float>(),
-             "norm"_a, "norm_eps"_a, "matrices"_a, "biases"_a, "head_norms"_a, "head_norm_eps"_a, "rotation"_a.none(), "interleaved"_a,
-             "kv_heads"_a, "head_size"_a, "scale"_a, "window"_a, "sinks"_a.none(), "distance_bias"_a.none(), "residual_scale"_a)
-        .def("attend", &AttentionLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "ends"_a = nb::none());
+        .def(nb::init<nb::tuple, float, nb::tuple, nb::tuple, nb::tuple, float, nb::object, bool, int64_t, int64_t, float,
+                      int64_t, nb::object, nb::object, float>(),
+             "norm"_a, "norm_eps"_a, "matrices"_a, "biases"_a, "head_norms"_a, "head_norm_eps"_a, "rotation"_a.none(),
+             "interleaved"_a, "kv_heads"_a, "head_size"_a, "scale"_a, "window"_a, "sinks"_a.none(), "distance_bias"_a.none(),
+             "residual_scale"_a)
+        .def("attend", &AttentionLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a,
+             "ends"_a = nb::none());
     nb::class_<LatentLayer>(module, "LatentLayer")
-        .def(nb::init<nb::tuple, float, nb::object, nb::object, nb::object, nb::tuple, float, nb::tuple, nb::tuple, nb::object, nb::tuple,
-                      bool, float, float>(),
-             "norm"_a, "norm_eps"_a, "query_down"_a.none(), "query"_a, "latent_down"_a, "inner_norms"_a, "inner_norm_eps"_a, "key_up"_a,
-             "value_up"_a, "output"_a, "rotation"_a, "interleaved"_a, "scale"_a, "residual_scale"_a)
-        .def("attend", &LatentLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a, "ends"_a = nb::none());
+        .def(nb::init<nb::tuple, float, nb::object, nb::object, nb::object, nb::tuple, float, nb::tuple, nb::tuple, nb::object,
+                      nb::tuple, bool, float, float>(),
+             "norm"_a, "norm_eps"_a, "query_down"_a.none(), "query"_a, "latent_down"_a, "inner_norms"_a, "inner_norm_eps"_a,
+             "key_up"_a, "value_up"_a, "output"_a, "rotation"_a, "interleaved"_a, "scale"_a, "residual_scale"_a)
+        .def("attend", &LatentLayer::attend, "hidden"_a, "k_cache"_a, "v_cache"_a, "slots"_a, "positions"_a,
+             "ends"_a = nb::none());
 }
 
 }  // namespace moec

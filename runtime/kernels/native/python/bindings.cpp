@@ -1,4 +1,5 @@
-// The Python face of the kernels: every argument is checked here, then the interpreter lock is released around the work.
+// The module `_native`. Each function checks every argument, then releases the interpreter lock around the work.
+// Start here to find the C++ side of a function of runtime/kernels. The other *_bindings.cpp are called at the end.
 // Shapes and meanings: runtime/kernels/reference.py. Types: runtime/kernels/_native.pyi.
 
 #include <nanobind/nanobind.h>
@@ -126,7 +127,8 @@ void bind_combine(nb::handle parts_object, nb::handle weights_object, nb::handle
     out.expect({parts.size(0), parts.size(2)});
     out.expect_apart(parts);
     nb::gil_scoped_release unlocked;
-    combine(parts.data<const float>(), weights.data<const float>(), parts.size(0), parts.size(1), parts.size(2), out.data<float>());
+    combine(parts.data<const float>(), weights.data<const float>(), parts.size(0), parts.size(1), parts.size(2),
+            out.data<float>());
 }
 
 void bind_rms_norm(nb::handle x_object, nb::handle weight_object, float eps, nb::handle out_object) {
@@ -206,16 +208,16 @@ void bind_set_threads(int count) {
 NB_MODULE(_native, module) {
     using namespace nanobind::literals;
     using namespace moec;
-    nb::set_leak_warnings(false);  // matrices may outlive the interpreter's last collection
+    nb::set_leak_warnings(false);  // matrices may live longer than the interpreter's last collection
     nb::class_<PackedMatrix>(module, "PackedMatrix")
-        .def(nb::init<nb::handle, int64_t, int64_t, int, int64_t, bool, int, bool>(), "data"_a, "rows"_a, "columns"_a, "bitwidth"_a,
-             "group_size"_a, "symmetric"_a, "float_type"_a, "byte_scales"_a)
+        .def(nb::init<nb::handle, int64_t, int64_t, int, int64_t, bool, int, bool>(), "data"_a, "rows"_a, "columns"_a,
+             "bitwidth"_a, "group_size"_a, "symmetric"_a, "float_type"_a, "byte_scales"_a)
         .def_prop_ro("rows", [](const PackedMatrix& matrix) { return matrix.view.rows; })
         .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; })
         .def("move_to", &PackedMatrix::move_to, "data"_a);
     nb::class_<Expert>(module, "Expert")
-        .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list>(), "gate"_a.none(), "up"_a, "down"_a, "activation"_a = 0,
-             "limit"_a = 0.0f, "biases"_a = nb::list())
+        .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list>(), "gate"_a.none(), "up"_a, "down"_a,
+             "activation"_a = 0, "limit"_a = 0.0f, "biases"_a = nb::list())
         .def("follow_matrices", &Expert::follow_matrices);
     module.def("available", available_names);
     module.def("active", [] { return active_kernels().name; });

@@ -1,4 +1,4 @@
-// The expert cache as Python holds it, and the hold on the arrays and experts that it writes.
+// The expert cache as a Python object. It keeps the arrays and experts alive that the cache writes.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace moec {
 
-// Arrays that numpy owns and the cache writes, and the experts whose views it moves, kept alive.
+// Arrays of numpy that the cache writes, and experts whose views it moves, kept alive.
 struct HeldColumns {
     std::unique_ptr<Array> state, is_leased, is_ahead, is_seen, prefetches, heat, last_used, uses, counts;
     nb::list experts;
@@ -27,7 +27,8 @@ struct HeldColumns {
     }
 
     Columns columns(nb::dict arrays, int64_t count) {
-        for (auto [name, place] : {std::pair{"state", &state}, {"is_leased", &is_leased}, {"is_ahead", &is_ahead}, {"is_seen", &is_seen}}) {
+        for (auto [name, place] :
+             {std::pair{"state", &state}, {"is_leased", &is_leased}, {"is_ahead", &is_ahead}, {"is_seen", &is_seen}}) {
             *place = take(arrays, name, Kind::kUint8, 1);
             (*place)->expect({count});
         }
@@ -56,7 +57,7 @@ inline Score score_named(const std::string& name) {
     return name == "lru" ? Score::kLastUsed : Score::kUses;
 }
 
-// A tuple per expert: descriptor, offset and size in its file, the expert or None, where gate (-1: none), up and down begin.
+// One tuple per expert: descriptor, offset and size in its file, Expert or None, and where gate (-1: none), up and down begin.
 inline std::vector<ExpertSource> sources_of(nb::list tuples, nb::list experts) {
     std::vector<ExpertSource> sources;
     for (nb::handle each : tuples) {
@@ -79,11 +80,12 @@ class BoundReads {
   public:
     using Indices = Residency::Indices;
 
-    BoundReads(nb::dict arrays, std::vector<int64_t> sizes, std::vector<int64_t> layers, std::vector<int64_t> following, int64_t readers,
-               int64_t max_run_bytes, double half_life, const std::string& policy, int64_t capacity_bytes, int64_t pin_limit_bytes,
-               nb::list sources, bool drops_pages) {
+    BoundReads(nb::dict arrays, std::vector<int64_t> sizes, std::vector<int64_t> layers, std::vector<int64_t> following,
+               int64_t readers, int64_t max_run_bytes, double half_life, const std::string& policy, int64_t capacity_bytes,
+               int64_t pin_limit_bytes, nb::list sources, bool drops_pages) {
         const int64_t count = static_cast<int64_t>(sizes.size());
-        if (layers.size() != sizes.size() || following.size() != sizes.size() || sources.size() != sizes.size() || readers < 1) {
+        if (layers.size() != sizes.size() || following.size() != sizes.size() || sources.size() != sizes.size() ||
+            readers < 1) {
             refuse("layers, following, sources: expected one per expert, and at least one reader");
         }
         for (const int64_t behind : following) {
@@ -92,9 +94,10 @@ class BoundReads {
             }
         }
         const Columns columns = held_.columns(arrays, count);
-        ResidencyFacts facts{std::move(sizes), std::move(layers), std::move(following), readers, max_run_bytes, half_life, score_named(policy)};
-        reads_ = std::make_unique<ExpertReads>(std::move(facts), columns, held_.counts->data<CacheCounts>(), capacity_bytes, pin_limit_bytes,
-                                               sources_of(sources, held_.experts), drops_pages);
+        ResidencyFacts facts{std::move(sizes), std::move(layers), std::move(following), readers,
+                             max_run_bytes,    half_life,         score_named(policy)};
+        reads_ = std::make_unique<ExpertReads>(std::move(facts), columns, held_.counts->data<CacheCounts>(), capacity_bytes,
+                                               pin_limit_bytes, sources_of(sources, held_.experts), drops_pages);
     }
 
     ExpertReads& operator*() { return *reads_; }

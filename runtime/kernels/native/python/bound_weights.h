@@ -1,4 +1,4 @@
-// Weights as Python holds them: views for the kernels, and the hold on the memory that they are views of.
+// Weights as Python objects. They keep the memory alive that their views point to.
 
 #pragma once
 
@@ -13,15 +13,16 @@
 
 namespace moec {
 
-// A matrix and the hold on its memory.
+// A matrix that keeps its memory alive.
 struct PackedMatrix {
     std::unique_ptr<Array> data;
     MatrixView view;
 
-    PackedMatrix(nb::handle bytes, int64_t rows, int64_t columns, int bitwidth, int64_t group_size, bool is_symmetric, int float_type,
-                 bool has_byte_scales)
+    PackedMatrix(nb::handle bytes, int64_t rows, int64_t columns, int bitwidth, int64_t group_size, bool is_symmetric,
+                 int float_type, bool has_byte_scales)
         : data(std::make_unique<Array>(bytes, "data", Kind::kUint8, 1)),
-          view{data->data<const uint8_t>(), rows, columns, group_size, bitwidth, is_symmetric, static_cast<FloatType>(float_type), has_byte_scales} {
+          view{data->data<const uint8_t>(),        rows,           columns, group_size, bitwidth, is_symmetric,
+               static_cast<FloatType>(float_type), has_byte_scales} {
         if (float_type < 0 || float_type > static_cast<int>(FloatType::kMxfp4) || !is_valid(view)) {
             refuse("not a matrix of the format: " + std::to_string(rows) + " x " + std::to_string(columns) + ", bitwidth " +
                    std::to_string(bitwidth) + ", group_size " + std::to_string(group_size));
@@ -31,7 +32,7 @@ struct PackedMatrix {
         }
     }
 
-    // The same matrix in other memory of as many bytes.
+    // Moves the matrix to other memory of the same size. Raises ValueError if the size differs.
     void move_to(nb::handle bytes) {
         auto other = std::make_unique<Array>(bytes, "data", Kind::kUint8, 1);
         if (other->bytes() != data->bytes()) {
@@ -48,14 +49,18 @@ struct Expert {
     std::unique_ptr<Array> biases[3];
     ExpertView view;
 
-    Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix, int activation, float limit, nb::list bias_objects)
+    Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix, int activation, float limit,
+           nb::list bias_objects)
         : gate(gate_matrix), up(up_matrix), down(down_matrix) {
         const bool has_gate = activation != static_cast<int>(Activation::kRelu);
         if (has_gate == gate.is_none() || (!has_gate && bias_objects.size() != 0)) {
             refuse("gate: expected a matrix, or None and no biases with the activation relu");
         }
-        view = {nb::cast<const PackedMatrix&>(has_gate ? gate : up).view, nb::cast<const PackedMatrix&>(up).view,
-                nb::cast<const PackedMatrix&>(down).view, {static_cast<Activation>(activation), limit, nullptr, nullptr}, nullptr};
+        view = {nb::cast<const PackedMatrix&>(has_gate ? gate : up).view,
+                nb::cast<const PackedMatrix&>(up).view,
+                nb::cast<const PackedMatrix&>(down).view,
+                {static_cast<Activation>(activation), limit, nullptr, nullptr},
+                nullptr};
         const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kRelu);
         if (!is_known || (bias_objects.size() != 0 && bias_objects.size() != 3)) {
             refuse("activation or biases: expected a known activation, and no biases or three");
@@ -76,7 +81,7 @@ struct Expert {
         }
     }
 
-    // After its matrices have moved.
+    // Call it after the matrices have moved.
     void follow_matrices() {
         view.gate.data = nb::cast<const PackedMatrix&>(gate.is_none() ? up : gate).view.data;
         view.up.data = nb::cast<const PackedMatrix&>(up).view.data;

@@ -1,4 +1,4 @@
-// The Python face of the expert cache. Types and meanings: runtime/kernels/_native.pyi.
+// Bindings of the expert cache and of mapped files. Types and meanings: runtime/kernels/_native.pyi.
 
 #include "python/cache_bindings.h"
 
@@ -43,7 +43,7 @@ std::pair<const char*, Indices> bind_wait(BoundReads& reads, const Indices& rema
     return {names[static_cast<int>(state)], std::move(found)};
 }
 
-// load(run), check(run, addresses): which failed. They raise nothing.
+// load(run) and check(run, addresses) return the experts that failed. They must not raise.
 void bind_serve(BoundReads& reads, nb::callable load, nb::object check) {
     const auto load_in_python = [&load](const Indices& run) {
         nb::gil_scoped_acquire locked;
@@ -102,28 +102,29 @@ void bind_cache(nb::module_& module) {
     module.def("first_changed", bind_first_changed, "files"_a);
     module.def("forget_mapping", forget_mapping, "watch"_a);
     nb::class_<BoundReads>(module, "ExpertReads")
-        .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double, const std::string&,
-                      int64_t, int64_t, nb::list, bool>(),
-             "arrays"_a, "sizes"_a, "layers"_a, "following"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "policy"_a, "capacity_bytes"_a,
-             "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a)
+        .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double,
+                      const std::string&, int64_t, int64_t, nb::list, bool>(),
+             "arrays"_a, "sizes"_a, "layers"_a, "following"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "policy"_a,
+             "capacity_bytes"_a, "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a)
         .def_prop_ro("capacity_bytes", [](BoundReads& reads) { return reads->ledger().capacity_bytes; })
         .def_prop_ro("pin_limit_bytes", [](BoundReads& reads) { return reads->ledger().pin_limit_bytes; })
         .def_prop_ro("used_bytes", [](BoundReads& reads) { return reads->ledger().used_bytes; })
-        // Of the decisions below; not while readers run.
+        // The queues of the decisions below. Do not read them while readers run.
         .def_prop_ro("demand", [](BoundReads& reads) { return list_of(reads->demand); })
         .def_prop_ro("advice", [](BoundReads& reads) { return list_of(reads->advice); })
-        // Decisions, one by one and without a lock: for one thread.
+        // Single decisions, without a lock: for one thread.
         .def("ask", bind_ask, "layer"_a, "experts"_a)
         .def("issue", [](BoundReads& reads, const Indices& waiting) { reads->issue(reads.checked(waiting)); }, "waiting"_a)
         .def("advise", [](BoundReads& reads, const Indices& indices) { reads->advise(reads.checked(indices)); }, "indices"_a)
         .def("next_read", [](BoundReads& reads) { return reads->next_read(); })
         .def("arrive", [](BoundReads& reads, int64_t index) { reads->arrive(reads.checked(index)); }, "index"_a)
         .def("withdraw", [](BoundReads& reads, int64_t index) { reads->withdraw(reads.checked(index)); }, "index"_a)
-        // The cache.
+        // The cache, with its lock.
         .def("begin", bind_begin, "layer"_a, "experts"_a)
         .def("wait", bind_wait, "remaining"_a, "together"_a)
         .def("unlease", [](BoundReads& reads, const Indices& indices) { reads->unlease(reads.checked(indices)); }, "indices"_a)
-        .def("prefetch", [](BoundReads& reads, const Indices& indices) { reads->prefetch(reads.checked(indices)); }, "indices"_a)
+        .def(
+            "prefetch", [](BoundReads& reads, const Indices& indices) { reads->prefetch(reads.checked(indices)); }, "indices"_a)
         .def("warm", [](BoundReads& reads, const Indices& indices) { reads->warm(reads.checked(indices)); }, "indices"_a)
         .def("wait_warmed", bind_wait_warmed)
         .def("resize", bind_resize, "capacity_bytes"_a, "pin_limit_bytes"_a)

@@ -1,4 +1,4 @@
-// The expert cache, and layers that compute out of it: `_native.ExpertReads` and `_native.ExpertLayers`.
+// Bindings of the expert cache, and of layers that compute with it: `_native.ExpertReads` and `_native.ExpertLayers`.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The Python face of a token's experts, layer by layer. Types and meanings: runtime/kernels/_native.pyi.
+// Bindings of ExpertLayers, the experts of one token. Types and meanings: runtime/kernels/_native.pyi.
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -18,8 +18,8 @@ namespace moec {
 namespace {
 
 constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
-// The running layer's rank, number, first expert and top-k of a layer ahead; its router, norm and bias or None, or None for
-// all three and what is likely whatever the token, with its scores.
+// A later layer as the running one sees it: rank, number, first expert, top_k, router, norm, bias or None, known experts and
+// their scores. Without a router (None), the known experts are always the prediction.
 using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, nb::object, nb::object, nb::object>;
 
 nb::object field(const nb::dict& fields, const char* name) {
@@ -29,7 +29,7 @@ nb::object field(const nb::dict& fields, const char* name) {
     return nb::borrow(fields[name]);
 }
 
-// nb::try_cast is noexcept: a list that memory does not suffice for would end the process.
+// Not nb::try_cast, which is noexcept: a list without enough memory would end the process.
 template <class Value>
 Value cast_or_refuse(nb::handle object, const char* name) {
     try {
@@ -71,8 +71,8 @@ class BoundLayers {
         layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, margins);
     }
 
-    // How it ended, and the expert that stood in the way; nanoseconds in norm, router and shared expert, in experts, and
-    // in the shared one alone; of the chosen experts, those that had been predicted, or -1.
+    // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed
+    // experts, and in the shared expert alone; and how many chosen experts had been predicted, or -1.
     std::tuple<const char*, int64_t, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object) {
         const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
         hidden.expect({1, layers_->size()});
@@ -91,16 +91,21 @@ class BoundLayers {
             throw nb::python_error();
         }
         expect_memory(outcome.end != ExpertLayers::End::kNoMemory);
-        return {kEnds[static_cast<int>(outcome.end)], outcome.expert, outcome.dense_ns, outcome.experts_ns, outcome.shared_ns, outcome.predicted};
+        return {kEnds[static_cast<int>(outcome.end)],
+                outcome.expert,
+                outcome.dense_ns,
+                outcome.experts_ns,
+                outcome.shared_ns,
+                outcome.predicted};
     }
 
-    // Not while a layer runs: its results lie in these layers.
+    // The layers. Raises ValueError while a layer runs, because its results are written then.
     ExpertLayers& operator*() {
         expect_rest();
         return *layers_;
     }
 
-    // Also true for a handler of a signal that interrupts a wait. Read and written under the interpreter's lock.
+    // True also for a signal handler that runs during a wait. Read and written with the interpreter lock.
     bool is_running() const { return is_running_; }
 
   private:
@@ -145,8 +150,10 @@ class BoundLayers {
         return &nb::cast<const PackedMatrix&>(object).view;
     }
 
-    // Null for None.
-    const float* bias(nb::handle object, int64_t size) { return object.is_none() ? nullptr : vector(object, size, "router_bias"); }
+    // Returns null for None.
+    const float* bias(nb::handle object, int64_t size) {
+        return object.is_none() ? nullptr : vector(object, size, "router_bias");
+    }
 
     const float* vector(nb::handle object, int64_t size, const char* name = "norm") {
         arrays_.push_back(std::make_unique<Array>(object, name, Kind::kFloat32, 1));
@@ -156,8 +163,8 @@ class BoundLayers {
 
     void expect_experts(int64_t first, int64_t count) const {
         if (first < 0 || count < 0 || first + count > cache_->count()) {
-            refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " + std::to_string(first) + " to " +
-                   std::to_string(first + count));
+            refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " +
+                   std::to_string(first) + " to " + std::to_string(first + count));
         }
     }
 
@@ -200,8 +207,9 @@ class BoundLayers {
     void take_experts(ExpertLayerView& view, const nb::list& experts, int64_t size) {
         const int64_t rows = view.router == nullptr ? 0 : view.router->rows, least = view.router == nullptr ? 0 : 1;
         if (view.top_k < least || view.top_k > rows || static_cast<int64_t>(experts.size()) != rows) {
-            refuse("experts: expected " + std::to_string(rows) + ", and " + std::to_string(least) + " to as many of them chosen, found " +
-                   std::to_string(experts.size()) + " and " + std::to_string(view.top_k));
+            refuse("experts: expected " + std::to_string(rows) + ", and " + std::to_string(least) +
+                   " to as many of them chosen, found " + std::to_string(experts.size()) + " and " +
+                   std::to_string(view.top_k));
         }
         expect_experts(view.first_expert, rows);
         for (nb::handle object : experts) {
@@ -262,15 +270,19 @@ nb::bytes bytes_of(const std::vector<float>& values) {
 void bind_expert_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<BoundLayers>(module, "ExpertLayers")
-        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&>(), "reads"_a,
-             "layers"_a, "size"_a, "ahead_eps"_a, "rules"_a)
+        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&>(), "reads"_a, "layers"_a, "size"_a, "ahead_eps"_a,
+             "rules"_a)
         .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
         .def_prop_ro("is_running", &BoundLayers::is_running)
         .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
         .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
-        .def("margin", [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) { return (*layers).margins().margin(running, layer, rank); },
-             "running"_a, "layer"_a, "rank"_a)
-        // Of the layer that ran last.
+        .def(
+            "margin",
+            [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) {
+                return (*layers).margins().margin(running, layer, rank);
+            },
+            "running"_a, "layer"_a, "rank"_a)
+        // Results of the layer that ran last.
         .def_prop_ro("chosen", [](BoundLayers& layers) { return (*layers).chosen; })
         .def_prop_ro("advice", [](BoundLayers& layers) { return (*layers).advice; })
         .def_prop_ro("logits", [](BoundLayers& layers) { return bytes_of((*layers).logits); })

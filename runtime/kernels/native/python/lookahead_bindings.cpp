@@ -1,4 +1,4 @@
-// The Python face of looking ahead. Shapes and meanings: runtime/kernels/lookahead.py.
+// Bindings of looking ahead. Shapes and meanings: runtime/kernels/lookahead.py.
 
 #include "python/lookahead_bindings.h"
 
@@ -21,11 +21,12 @@ void bind_router_shares(const std::vector<const PackedMatrix*>& matrices, nb::li
     const Array x(x_object, "x", Kind::kFloat32, 2), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
     const int64_t count = static_cast<int64_t>(matrices.size());
     if (count < 1 || count > kMaxMatrices || norm_objects.size() != matrices.size()) {
-        refuse("matrices: expected 1 to " + std::to_string(kMaxMatrices) + " and as many norms, found " + std::to_string(count) +
-               " and " + std::to_string(norm_objects.size()));
+        refuse("matrices: expected 1 to " + std::to_string(kMaxMatrices) + " and as many norms, found " +
+               std::to_string(count) + " and " + std::to_string(norm_objects.size()));
     }
     if (bias_objects.size() != 0 && bias_objects.size() != matrices.size()) {
-        refuse("biases: expected none, or one for each of " + std::to_string(count) + " matrices, found " + std::to_string(bias_objects.size()));
+        refuse("biases: expected none, or one for each of " + std::to_string(count) + " matrices, found " +
+               std::to_string(bias_objects.size()));
     }
     NormedRouter routers[kMaxMatrices];
     std::vector<std::unique_ptr<Array>> norms, biases;

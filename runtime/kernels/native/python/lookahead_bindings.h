@@ -1,4 +1,4 @@
-// What looking ahead has in the extension: what later routers would choose, and the first of their choice.
+// Bindings of looking ahead: scores of later routers, and the largest of them.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Lists as arguments of bindings, in place of nanobind/stl/vector.h: its conversion is noexcept, so a list that memory does not
-// suffice for would end the process. This one raises MemoryError.
+// List arguments of bindings. nanobind/stl/vector.h is not used, because its conversion is noexcept: a list without enough
+// memory would end the process. This conversion raises MemoryError.
 
 #pragma once
 
@@ -28,7 +28,8 @@ struct type_caster<std::vector<Entry>> : list_caster<std::vector<Entry>, Entry> 
         const uint32_t entry_flags = flags_for_local_caster<Entry>(flags);
         for (Py_ssize_t i = 0; i < size; ++i) {
             make_caster<Entry> entry;
-            if (!entry.from_python(PySequence_Fast_GET_ITEM(items.ptr(), i), entry_flags, cleanup) || !entry.template can_cast<Entry>()) {
+            if (!entry.from_python(PySequence_Fast_GET_ITEM(items.ptr(), i), entry_flags, cleanup) ||
+                !entry.template can_cast<Entry>()) {
                 return false;
             }
             value.push_back(entry.operator cast_t<Entry>());

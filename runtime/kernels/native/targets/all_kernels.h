@@ -1,4 +1,5 @@
-// All kernels of one instruction set, over the eight lanes that its file defines before this is included.
+// All kernels of one instruction set with eight lanes, in the order in which they depend on each other. The including file
+// defines the lane operations before. No include guard: each targets/kernels_*.cpp includes it inside its own namespace.
 
 #include "lanes/eight_lanes.h"
 #include "products/rounding.h"

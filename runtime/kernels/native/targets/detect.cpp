@@ -1,8 +1,14 @@
-// x86: CPUID and XGETBV. A feature counts only if the operating system saves its registers: XCR0 bits 1 (SSE) and 2 (AVX)
-// must be set, for AVX-512 bits 5 to 7 as well, for AMX bits 17 and 18, or the upper halves are lost at the next context switch.
+// x86: CPUID and XGETBV. A feature counts only if the operating system saves its registers; otherwise the next context switch
+// would lose their upper halves. It shows in XCR0: bits 1 (SSE) and 2 (AVX) for all, 5 to 7 for AVX-512, 17 and 18 for AMX.
 //
-// leaf 1 ECX: bit 12 FMA, bit 27 OSXSAVE, bit 28 AVX, bit 29 F16C; leaf 7.0 EBX: bit 5 AVX2, bit 16 AVX512F, bit 30 BW,
-// bit 31 VL; ECX: bit 11 VNNI; EDX: bit 24 AMX-TILE, bit 25 AMX-INT8; leaf 7.1 EAX: bit 4 AVX-VNNI. AArch64: NEON is always there, the rest is asked of the operating system.
+// | CPUID leaf | register | bits |
+// | 1 | ECX | 12 FMA, 27 OSXSAVE, 28 AVX, 29 F16C |
+// | 7.0 | EBX | 5 AVX2, 16 AVX512F, 30 AVX512BW, 31 AVX512VL |
+// | 7.0 | ECX | 11 AVX512 VNNI |
+// | 7.0 | EDX | 24 AMX-TILE, 25 AMX-INT8 |
+// | 7.1 | EAX | 4 AVX-VNNI |
+//
+// AArch64: NEON is always there. The operating system reports the extensions.
 
 #include "targets/detect.h"
 
@@ -78,17 +84,19 @@ bool has_avx512vnni() {
     constexpr uint64_t kAvx512State = 0xE6;
     const uint32_t wanted = kFoundation | kBytesAndWords | kVectorLengths;
     const Registers found = cpuid(7);
-    return has_avx2() && (found.ebx & wanted) == wanted && (found.ecx & kVnni) != 0 && (saved_registers() & kAvx512State) == kAvx512State;
+    return has_avx2() && (found.ebx & wanted) == wanted && (found.ecx & kVnni) != 0 &&
+           (saved_registers() & kAvx512State) == kAvx512State;
 }
 
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
     constexpr uint32_t kTiles = 1u << 24, kBytes = 1u << 25;
     constexpr uint64_t kTileState = 3u << 17;
-    if (!has_avx512vnni() || (cpuid(7).edx & (kTiles | kBytes)) != (kTiles | kBytes) || (saved_registers() & kTileState) != kTileState) {
+    if (!has_avx512vnni() || (cpuid(7).edx & (kTiles | kBytes)) != (kTiles | kBytes) ||
+        (saved_registers() & kTileState) != kTileState) {
         return false;
     }
-    // Refused where a thread's stack for signals is too small for the registers.
+    // The system refuses it if a thread's signal stack is too small for the registers.
     constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM: Linux, Documentation/arch/x86/xstate.rst
     return syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 #else

@@ -1,7 +1,8 @@
-// AMX kernels: products of quantized matrices with several tokens in tile registers; everything else is that of AVX-512 VNNI.
+// AMX kernels: products of quantized matrices with several tokens in tile registers (products/amx_products.h). All other
+// kernels are those of AVX-512 VNNI; targets/registry.cpp joins the two.
 //
-// This file alone is compiled with AMX (CMakeLists.txt) and compiles to nothing elsewhere. Only names with internal linkage may
-// be defined here: an inline function shared with another file could be kept from this one by the linker.
+// Only this file is compiled with AMX (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must have internal
+// linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
@@ -25,7 +26,7 @@ namespace {
 
 namespace wide {
 
-#if defined(MOEC_EMULATE_VNNI)  // tests on processors without it: pairs of the registers above, and tiles in memory
+#if defined(MOEC_EMULATE_VNNI)  // for tests on processors without it: pairs of AVX2 registers, and tiles in memory
 namespace half = amx;
 #include "emulated_avx512_lanes.h"
 #include "emulated_amx_tiles.h"
@@ -55,14 +56,15 @@ using wide::store_rows;
 
 #include "products/rows.h"
 
-constexpr int64_t kLeastTokens = 6;  // fewer leave tiles emptier than they are worth: VNNI is faster
+constexpr int64_t kLeastTokens = 6;  // with fewer tokens the tiles are mostly empty and VNNI is faster
 
-void linear_of_tokens(const MatrixView& matrix, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
+void linear_of_tokens(const MatrixView& matrix, const Activations& x, int64_t tokens, OutputRows out, int64_t begin,
+                      int64_t end) {
     (tokens < kLeastTokens ? avx512vnni_kernels()->linear : linear)(matrix, x, tokens, out, begin, end);
 }
 
-void expert_hidden_of_tokens(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x, int64_t tokens,
-                             OutputRows out, int64_t begin, int64_t end) {
+void expert_hidden_of_tokens(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
+                             int64_t tokens, OutputRows out, int64_t begin, int64_t end) {
     (tokens < kLeastTokens ? avx512vnni_kernels()->expert_hidden : expert_hidden)(gate, up, gating, x, tokens, out, begin, end);
 }
 
@@ -75,7 +77,7 @@ constexpr ProductKernels kProducts{has_amx, linear_of_tokens, expert_hidden_of_t
 }  // namespace
 }  // namespace amx
 
-// Called on every x86 processor: returns a constant's address, and no instruction here is a wide one.
+// Called on every x86 processor, so it must run no wide instruction: it returns the address of a constant.
 const ProductKernels* amx_products() {
     return &amx::kProducts;
 }

@@ -1,8 +1,9 @@
-// AVX2 kernels.
+// AVX2 kernels. This file defines how codes and bytes are multiplied: `add_products` for 1 to 4 bits (int4 too),
+// `add_byte_products` for 8 bits. products/quantized.h is the loop around them, products/tile_sums.h unpacks the codes, and
+// products/linear.h has the 16-bit matrices.
 //
-// This file alone is compiled with AVX2, FMA and F16C (CMakeLists.txt) and compiles to nothing elsewhere. Only names with
-// internal linkage may be defined here: an inline function shared with another file could be kept from this one by the
-// linker.
+// Only this file is compiled with AVX2, FMA and F16C (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must
+// have internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
@@ -23,13 +24,13 @@ namespace {
 
 #include "lanes/x86_lanes.h"
 
-// Products of codes up to 15 and bytes from -127 to 127: a pair is at most 3,810, so sixteen bits hold eight pairs.
+// Codes are at most 15 and bytes -127 to 127. A sum of two products is at most 3,810, so 16 bits hold eight of these sums.
 constexpr bool kHasWideProducts = false;
 using Products = __m256i;
 inline Products no_products() { return _mm256_setzero_si256(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x)); }
 inline Ints sum_products(Products sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
-constexpr int kByteCentre = 128;  // taken from codes of 8 bits, so that a pair is at most 32,512
+constexpr int kByteCentre = 128;  // subtracted from codes of 8 bits: a sum of two products is then at most 32,512
 constexpr bool kMultipliesFractions = false;
 // sum + (code - 128) * x over the four bytes of a lane.
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
@@ -45,7 +46,7 @@ constexpr KernelTable kTable = make_table("avx2", has_avx2);
 }  // namespace
 }  // namespace avx2
 
-// Called on every x86 processor: returns a constant's address, and no instruction here is a wide one.
+// Called on every x86 processor, so it must run no wide instruction: it returns the address of a constant.
 const KernelTable* avx2_kernels() {
     return &avx2::kTable;
 }

@@ -1,10 +1,9 @@
-// AVX-512 VNNI kernels: products over the sixteen rows of a block in one register, with the dot product of bytes in one
-// instruction, and what goes feature by feature over sixteen of them. Everything whose order of sums is one of eight lanes
-// runs on registers of 256 bits.
+// AVX-512 VNNI kernels. Products take the sixteen rows of a row block in one register and multiply bytes with one instruction
+// (`add_products` in lanes/avx512_lanes.h). Operations feature by feature take sixteen features. Operations whose order of sums
+// is defined for eight lanes use registers of 256 bits.
 //
-// This file alone is compiled with AVX-512 F, BW, VL and VNNI (CMakeLists.txt) and compiles to nothing elsewhere. Only names
-// with internal linkage may be defined here: an inline function shared with another file could be kept from this one by the
-// linker.
+// Only this file is compiled with AVX-512 F, BW, VL and VNNI (CMakeLists.txt); elsewhere it compiles to nothing. Every name
+// here must have internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
@@ -29,7 +28,7 @@ namespace {
 
 namespace wide {
 
-#if defined(MOEC_EMULATE_VNNI)  // tests on processors without it: pairs of the registers above
+#if defined(MOEC_EMULATE_VNNI)  // for tests on processors without it: pairs of AVX2 registers
 namespace half = avx512vnni;
 #include "emulated_avx512_lanes.h"
 #else
@@ -75,7 +74,7 @@ constexpr KernelTable kTable = make_table("avx512vnni", has_avx512vnni);
 }  // namespace
 }  // namespace avx512vnni
 
-// Called on every x86 processor: returns a constant's address, and no instruction here is a wide one.
+// Called on every x86 processor, so it must run no wide instruction: it returns the address of a constant.
 const KernelTable* avx512vnni_kernels() {
     return &avx512vnni::kTable;
 }

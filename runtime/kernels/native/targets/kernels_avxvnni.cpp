@@ -1,8 +1,8 @@
-// AVX-VNNI kernels: AVX2 with the dot product of bytes in one instruction instead of three (Alder Lake and later, which have
-// no AVX-512; Zen 5).
+// AVX-VNNI kernels: AVX2 with the dot product of bytes in one instruction instead of three. Processors: Alder Lake and later
+// without AVX-512, and Zen 5.
 //
-// This file alone is compiled with AVX-VNNI (CMakeLists.txt) and compiles to nothing elsewhere. Only names with internal
-// linkage may be defined here: an inline function shared with another file could be kept from this one by the linker.
+// Only this file is compiled with AVX-VNNI (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must have
+// internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
@@ -22,7 +22,7 @@ namespace avxvnni {
 namespace {
 
 #include "lanes/x86_lanes.h"
-#if defined(MOEC_EMULATE_VNNI)  // tests on processors without it
+#if defined(MOEC_EMULATE_VNNI)  // for tests on processors without it
 #include "emulated_vnni.h"
 #endif
 
@@ -37,7 +37,7 @@ inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_d
 #endif
 inline Ints sum_products(Products sum) { return sum; }
 constexpr int kByteCentre = 0;  // codes of 8 bits are multiplied as they are
-constexpr bool kMultipliesFractions = true;  // bytes of three-valued formats as they are (products/tile_sums.h)
+constexpr bool kMultipliesFractions = true;  // multiplies the bytes of three-valued formats directly (products/tile_sums.h)
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_products(sum, codes, x); }
 
 #include "targets/all_kernels.h"
@@ -51,7 +51,7 @@ constexpr KernelTable kTable = make_table("avxvnni", has_avxvnni);
 }  // namespace
 }  // namespace avxvnni
 
-// Called on every x86 processor: returns a constant's address, and no instruction here is a wide one.
+// Called on every x86 processor, so it must run no wide instruction: it returns the address of a constant.
 const KernelTable* avxvnni_kernels() {
     return &avxvnni::kTable;
 }

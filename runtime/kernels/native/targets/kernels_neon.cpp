@@ -1,7 +1,8 @@
-// NEON kernels of every AArch64 processor.
+// NEON kernels for every AArch64 processor. This file defines how codes and bytes are multiplied; the loops are in
+// products/quantized.h.
 //
-// Compiles to nothing elsewhere. Only names with internal linkage may be defined here: an inline function shared with another file could be
-// kept from this one by the linker.
+// Elsewhere this file compiles to nothing. Every name here must have internal linkage: the linker could replace a shared inline
+// function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
@@ -23,8 +24,8 @@ namespace {
 #include "lanes/neon_lanes.h"
 
 constexpr bool kHasWideProducts = false;
-// Products of codes up to 15 and bytes from -127 to 127: at most 1,905, so sixteen bits hold those of eight quads. Rows 0
-// and 1, 2 and 3, 4 and 5, 6 and 7, four columns each.
+// Codes are at most 15 and bytes -127 to 127. A product is at most 1,905, so 16 bits hold the sum of eight quads.
+// rows: rows 0 and 1, 2 and 3, 4 and 5, 6 and 7, four columns each.
 struct Products {
     int16x8_t rows[4];
 };
@@ -34,12 +35,12 @@ inline Products add_products(Products sum, Ints codes, Ints x) {
     return {{vmlal_s8(sum.rows[0], vget_low_s8(low), vget_low_s8(bytes)), vmlal_high_s8(sum.rows[1], low, bytes),
              vmlal_s8(sum.rows[2], vget_low_s8(high), vget_low_s8(bytes)), vmlal_high_s8(sum.rows[3], high, bytes)}};
 }
-// Each row is eight neighbouring sums of sixteen bits, in pairs of registers.
+// Each row is four adjacent sums of 16 bits. Two registers hold four rows.
 inline uint32x4_t sum_rows(int16x8_t first, int16x8_t second) {
     return vreinterpretq_u32_s32(vpaddq_s32(vpaddlq_s16(first), vpaddlq_s16(second)));
 }
 inline Ints sum_products(Products sum) { return {sum_rows(sum.rows[0], sum.rows[1]), sum_rows(sum.rows[2], sum.rows[3])}; }
-constexpr int kByteCentre = 128;  // taken from codes of 8 bits: a product is at most 16,256, two of them 32,512
+constexpr int kByteCentre = 128;  // subtracted from codes of 8 bits: a product is then at most 16,256, two of them 32,512
 constexpr bool kMultipliesFractions = false;
 // (code - 128) * x, summed over the four bytes of a lane.
 inline uint32x4_t centred_products(uint32x4_t codes, uint32x4_t x) {

@@ -1,7 +1,7 @@
 // NEON kernels with the dot-product extension (Armv8.2 and later: Cortex-A55, A75 and newer, all Apple silicon).
 //
-// This file alone is compiled with the extension (CMakeLists.txt) and compiles to nothing elsewhere. Only names with internal linkage may be defined here: an inline function shared with another file could be
-// kept from this one by the linker.
+// Only this file is compiled with the extension (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must have
+// internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
@@ -34,7 +34,7 @@ inline Products add_products(Products sum, Ints codes, Ints x) {
     return {dot_bytes(sum.low, codes.low, x.low), dot_bytes(sum.high, codes.high, x.high)};
 }
 inline Ints sum_products(Products sum) { return sum; }
-constexpr int kByteCentre = 128;  // taken from codes of 8 bits, which the instruction takes as signed
+constexpr int kByteCentre = 128;  // subtracted from codes of 8 bits, because the instruction takes signed codes
 constexpr bool kMultipliesFractions = false;
 // sum + (code - 128) * x over the four bytes of a lane.
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {

@@ -1,8 +1,8 @@
-// NEON kernels with the matrix products of bytes (Armv8.6, and optional since Armv8.2: Cortex-A510, A710, X2 and newer, Neoverse V1
-// and N2, Apple M2).
+// NEON kernels with the matrix products of bytes (Armv8.6, optional since Armv8.2: Cortex-A510, A710, X2 and newer,
+// Neoverse V1 and N2, Apple M2).
 //
-// This file alone is compiled with the extension (CMakeLists.txt) and compiles to nothing elsewhere. Only names with internal
-// linkage may be defined here: an inline function shared with another file could be kept from this one by the linker.
+// Only this file is compiled with the extension (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must have
+// internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
@@ -23,7 +23,7 @@ namespace {
 
 #include "lanes/neon_lanes.h"
 
-// One token: four codes without sign times four bytes with one, added in 32 bits. Several: lanes/neon_pair_panel.h.
+// For one token: four unsigned codes times four signed bytes, added in 32 bits. For several tokens: lanes/neon_pair_panel.h.
 inline uint32x4_t dot_bytes(uint32x4_t sum, uint32x4_t codes, uint32x4_t x) {
     return vreinterpretq_u32_s32(vusdotq_s32(vreinterpretq_s32_u32(sum), vreinterpretq_u8_u32(codes), signed_bytes(x)));
 }
@@ -36,7 +36,7 @@ inline Products add_products(Products sum, Ints codes, Ints x) {
 }
 inline Ints sum_products(Products sum) { return sum; }
 constexpr int kByteCentre = 0;  // codes of 8 bits are multiplied as they are
-constexpr bool kMultipliesFractions = true;  // bytes of three-valued formats as they are (products/tile_sums.h)
+constexpr bool kMultipliesFractions = true;  // multiplies the bytes of three-valued formats directly (products/tile_sums.h)
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_products(sum, codes, x); }
 
 #include "lanes/eight_lanes.h"

@@ -1,7 +1,7 @@
 // Scalar kernels: the specification of every other instruction set, for any processor.
 //
-// Eight lanes are eight floats in an array. fmaf rounds once everywhere, in hardware or in the C library, so these results
-// equal those of the vector kernels bit for bit. Half precision and bfloat16 are converted by integer arithmetic, exactly.
+// Eight lanes are eight floats in an array. fmaf rounds once on every processor, in hardware or in the C library. So these
+// results equal those of the vector kernels bit for bit. Half floats and bfloat16 are converted exactly, by integer arithmetic.
 
 #include <cmath>
 #include <cstdint>
@@ -54,7 +54,7 @@ inline uint32_t load_u16(const uint8_t* p) {
     return uint32_t{p[0]} | (uint32_t{p[1]} << 8);
 }
 
-// Exponent 0 is m * 2^-24, exact in float; exponent 31 is infinity or NaN (made quiet, as the processor does).
+// Exponent 0 is m * 2^-24, exact in float. Exponent 31 is infinity or NaN (made quiet, as the processor does).
 inline float from_half(uint32_t half) {
     const uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31u, mantissa = half & 0x3FFu;
     if (exponent == 0) {
@@ -106,7 +106,8 @@ inline Ints look_up(const uint8_t* table, const Ints& indices) {
         return entries;
     });
 }
-// Fractions of 256 in bytes: three times each is its first digit to the base 3, and the fraction behind it in the low byte.
+// Each byte is a fraction of 256. Three times the byte is its first base-3 digit (high part) and the remaining fraction (low
+// byte).
 inline Ints as_fractions(const Ints& a) { return a; }
 inline Ints without_digits(const Ints& a) {
     constexpr uint32_t kEven = 0x00FF00FFu;
@@ -132,12 +133,14 @@ inline Ints shift_right_signed(const Ints& a) {
 inline Ints broadcast_int(uint32_t x) { return each<Ints>([=](int) { return x; }); }
 inline Ints bits_of(const Floats& a) { return each<Ints>([&](int i) { return to_bits(a.v[i]); }); }
 inline Floats float_of(const Ints& a) { return each<Floats>([&](int i) { return from_bits(a.v[i]); }); }
-// Signed, at most 2^24 either way.
+// For signed numbers of at most 2^24 in magnitude.
 inline Floats to_float(const Ints& a) {
     return each<Floats>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
 }
-// Whole numbers of up to 2^24 either way.
-inline Ints to_int(const Floats& a) { return each<Ints>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(a.v[i])); }); }
+// For whole numbers of at most 2^24 in magnitude.
+inline Ints to_int(const Floats& a) {
+    return each<Ints>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(a.v[i])); });
+}
 
 inline Ints without(const Ints& a, const Ints& b) { return each<Ints>([&](int i) { return a.v[i] & ~b.v[i]; }); }
 inline void store_lanes(uint8_t* p, const Ints& a) {

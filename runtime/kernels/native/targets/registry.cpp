@@ -1,5 +1,5 @@
-// The choice: detected once, on first use, the first supported entry of a list from best to worst; then one atomic
-// pointer. All tables give the same bits, so a change between two calls is safe.
+// The choice is made once, on first use: the first supported entry of a list from best to worst. It is one atomic pointer. All
+// tables give the same bits, so a change between two calls is safe.
 
 #include "targets/registry.h"
 
@@ -11,7 +11,8 @@ namespace {
 
 std::atomic<const KernelTable*> chosen{nullptr};
 
-// Null where its file compiles to nothing. Put together here, because the compiler may copy with wide instructions there.
+// Null if a needed file compiled to nothing. The table is made in this file, because the compiler may copy structs with wide
+// instructions in the files of the instruction sets.
 const KernelTable* amx_kernels() {
     if (amx_products() == nullptr || avx512vnni_kernels() == nullptr) {
         return nullptr;
@@ -30,8 +31,9 @@ const KernelTable* amx_kernels() {
 }  // namespace
 
 int supported_kernels(const KernelTable* tables[kMaxTables]) {
-    const KernelTable* const ordered[kMaxTables] = {amx_kernels(),       avx512vnni_kernels(), avxvnni_kernels(), avx2_kernels(),
-                                                    neon_i8mm_kernels(), neon_dot_kernels(),   neon_kernels(),    &scalar_kernels()};
+    const KernelTable* const ordered[kMaxTables] = {amx_kernels(),  avx512vnni_kernels(), avxvnni_kernels(),
+                                                    avx2_kernels(), neon_i8mm_kernels(),  neon_dot_kernels(),
+                                                    neon_kernels(), &scalar_kernels()};
     int count = 0;
     for (const KernelTable* table : ordered) {
         if (table != nullptr && table->is_supported()) {

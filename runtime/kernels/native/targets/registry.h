@@ -1,4 +1,5 @@
-// The table of kernels, one entry per instruction set, and the choice among them.
+// The table of kernels, one per instruction set, and the choice among the tables. Start here to see which kernels exist; each
+// targets/kernels_*.cpp fills one table with the functions of products/ and attention/.
 
 #pragma once
 
@@ -19,20 +20,20 @@ struct Rows {
 using InputRows = Rows<const float>;
 using OutputRows = Rows<float>;
 
-// Rows of activations rounded to 8 bits: of every 32 columns, a tile, the codes, a step and the sum of the codes
-// (products/quantized.h). Rows that are multiplied together stand side by side: a tile of kRowsSideBySide rows, then the next
-// tile of these, so that whatever the columns, what is read together shares no more lines of a cache than it has to. A row that
-// is multiplied alone has its tiles in a row.
+// Rows of activations rounded to 8 bits (products/rounding.h). Each tile of 32 columns has 32 codes, a step and the sum of its
+// codes. Rows that are multiplied together stand side by side: one tile of kRowsSideBySide rows, then the next tile of them.
+// So data that is read together competes for as few cache lines as possible, for any number of columns. The tiles of a row
+// that is multiplied alone follow one another.
 constexpr int kRowsSideBySide = 16;
 struct RoundedRows {
     const int8_t* codes;
     const float* steps;
     const float* sums;
     int64_t columns;
-    int64_t side_by_side;  // rows: kRowsSideBySide, or 1
+    int64_t side_by_side;  // number of rows side by side: kRowsSideBySide, or 1
 };
 
-// Where row i has its first tile, in tiles of one row; the next stands side_by_side further.
+// Where the first tile of row i is, in tiles of one row. Its next tile is side_by_side further.
 static inline int64_t first_tile_of(const RoundedRows& rows, int64_t i) {
     const int64_t together = rows.side_by_side;
     return i / together * together * (rows.columns / kColumnsPerTile) + i % together;
@@ -43,19 +44,20 @@ static inline RoundedRows rounded_row(const RoundedRows& rows, int64_t i) {
     return {rows.codes + place * kColumnsPerTile, rows.steps + place, rows.sums + place, rows.columns, rows.side_by_side};
 }
 
-// The same rows twice: what a 16-bit matrix reads, and what a quantized one reads. The one that no matrix reads may be null.
+// The same rows in two forms: floats for 16-bit matrices, rounded rows for quantized ones. A form that no matrix reads may be
+// null.
 struct Activations {
     InputRows floats;
     RoundedRows rounded;
 };
 
-// kRelu has no gate: the expert's hidden values are max(up x, 0).
+// kRelu has no gate: the hidden values of the expert are max(up x, 0).
 enum class Activation { kSilu = 0, kClampedSwiglu = 1, kRelu = 2 };
 
-// What becomes of the products of gate and up, to which biases are added first where there are any.
+// How the products of gate and up are combined. Biases are added first.
 struct Gating {
     Activation activation;
-    float limit;             // of a clamped activation
+    float limit;             // of kClampedSwiglu
     const float* gate_bias;  // [F], may be null
     const float* up_bias;    // [F], may be null
 };
@@ -71,9 +73,9 @@ struct AttentionCall {
     int64_t heads, kv_heads, head_size, context;
     int64_t window;  // 0: no window
     float scale;
-    const float* sinks;  // [H], scores without a value that every softmax counts; may be null
-    const int32_t* ends;  // [T], where the positions that a token sees end, whatever its own; null: with its own
-    const float* bias;    // [H, 2 C - 1], added to the score of position j at C - 1 + j - own position; may be null
+    const float* sinks;  // [H], an additional score of each softmax, without a value; may be null
+    const int32_t* ends;  // [T], end of the positions that a token sees; null: its own position + 1
+    const float* bias;    // [H, 2 C - 1], added to the score of position j at index C - 1 + j - own position; may be null
 };
 
 struct RopeCall {
@@ -82,7 +84,7 @@ struct RopeCall {
     const float* sin;          // [C, half]
     const int32_t* positions;  // [T]
     int64_t heads, head_size, half;
-    bool is_interleaved;  // neighbours are turned against each other, and put into halves first, for good
+    bool is_interleaved;  // pairs are adjacent features; they are first moved into halves and stay there
 };
 
 struct RouteCall {
@@ -99,7 +101,7 @@ struct KernelTable {
     bool (*is_supported)();
     // Row blocks [begin, end) of out = x W^T, for `tokens` rows.
     void (*linear)(const MatrixView&, const Activations& x, int64_t tokens, OutputRows out, int64_t begin, int64_t end);
-    // Row blocks [begin, end) of the gated products, silu(gate x) * (up x) or another gating; `gate` is not read where there is none.
+    // Row blocks [begin, end) of the gated products, for example silu(gate x) * (up x). `gate` is not read with kRelu.
     void (*expert_hidden)(const MatrixView& gate, const MatrixView& up, const Gating& gating, const Activations& x,
                           int64_t tokens, OutputRows out, int64_t begin, int64_t end);
     // One row rounded to 8 bits: [columns / 32] tiles of 32 codes, steps and sums, each `distance` tiles from the next.
@@ -109,12 +111,13 @@ struct KernelTable {
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t size, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t size, float* out);
     void (*rope)(const RopeCall&, int64_t token);
-    void (*attention)(const AttentionCall&, const AttentionPart&, float* scores, int64_t stride);  // scores: [queries, stride >= positions]
-    void (*route)(const RouteCall&, int64_t token, float* shares);                         // shares: [E]
+    // scores: [queries, stride], stride >= positions.
+    void (*attention)(const AttentionCall&, const AttentionPart&, float* scores, int64_t stride);
+    void (*route)(const RouteCall&, int64_t token, float* shares);  // shares: [E]
     void (*exp)(const float* x, int64_t size, float* out);
 };
 
-// What an instruction set does otherwise than another, from which it has the rest.
+// The kernels in which one instruction set differs from another; it shares the rest.
 struct ProductKernels {
     bool (*is_supported)();
     decltype(KernelTable::linear) linear;
@@ -122,7 +125,7 @@ struct ProductKernels {
 };
 
 const KernelTable& scalar_kernels();
-// Null where the file compiles to nothing.
+// Null if the file of the instruction set compiled to nothing.
 const KernelTable* avx2_kernels();
 const KernelTable* avxvnni_kernels();
 const KernelTable* avx512vnni_kernels();
@@ -133,12 +136,12 @@ const KernelTable* neon_i8mm_kernels();
 
 constexpr int kMaxTables = 8;
 
-// Supported tables, best first. Returns how many.
+// Fill `tables` with the supported tables, best first. Returns their number.
 int supported_kernels(const KernelTable* tables[kMaxTables]);
 
 const KernelTable& active_kernels();
 
-// False, and no change, if no supported table has this name.
+// Returns false, without a change, if no supported table has this name.
 bool select_kernels(const char* name);
 
 }  // namespace moec

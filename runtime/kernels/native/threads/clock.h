@@ -1,4 +1,4 @@
-// The clock of what is measured.
+// The clock of all measured times.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Memory that a thread's operations share, one after the other.
+// Scratch memory that the operations of one thread share, one after the other.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace moec {
 
-// Memory of the calling thread, kept from call to call.
+// Memory of the calling thread. It is kept from call to call and only grows.
 class Scratch {
   public:
     Scratch() = default;
@@ -16,7 +16,7 @@ class Scratch {
     Scratch& operator=(const Scratch&) = delete;
     ~Scratch() { std::free(data_); }
 
-    // At least `count` floats with unspecified values, or null.
+    // Returns at least `count` uninitialized floats, or null.
     float* take(int64_t count) {
         if (count > capacity_) {
             if (static_cast<uint64_t>(count) > std::numeric_limits<size_t>::max() / sizeof(float)) {

@@ -1,9 +1,9 @@
-// Workers wait on a condition variable each, after watching for a new job for a few microseconds. One job runs at a time; a
-// second caller runs its own job alone rather than wait. A worker that has not begun when the caller runs out of items is
-// released from the job, so that a processor busy with something else delays nobody.
+// Each worker watches for a new job for kWatch, then waits on a condition variable. One job runs at a time: a second caller
+// runs its job alone instead of waiting. When the caller runs out of items, it releases the workers that have not begun. So a
+// busy processor delays no caller.
 //
-// After fork() a child has none of the threads and perhaps a lock that nobody will release: it forgets the pool (a leak of a
-// few hundred bytes) and starts its own on first use. The pool is never destroyed; sleeping threads end with the process.
+// After fork() a child has none of the threads, and may inherit a lock that no thread will release. It forgets the pool (a leak
+// of a few hundred bytes) and starts its own on first use. The pool is never destroyed; sleeping threads end with the process.
 
 #include "threads/thread_pool.h"
 
@@ -37,7 +37,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Whether `holds` becomes true within kWatch.
+// Returns whether `holds` becomes true within kWatch.
 template <class Condition>
 bool watch(const Condition& holds) {
     const auto end = std::chrono::steady_clock::now() + kWatch;
@@ -52,13 +52,13 @@ bool watch(const Condition& holds) {
     return false;
 }
 
-// Items of one part of a job, from both ends: first in the upper half, end in the lower.
+// Items of one part of a job, taken from both ends. The upper half of `bounds` is the first item, the lower half the end.
 struct alignas(64) Range {
     std::atomic<uint64_t> bounds;
 
     void set(uint64_t first, uint64_t end) { bounds.store(first << 32 | end, std::memory_order_relaxed); }
 
-    // The first item that is left, or the last; -1 where none is.
+    // Takes the first remaining item, or the last. Returns -1 if none remains.
     int64_t take(bool is_first) {
         uint64_t found = bounds.load(std::memory_order_relaxed);
         for (;;) {
@@ -74,10 +74,10 @@ struct alignas(64) Range {
     }
 };
 
-constexpr int kMostRanges = 64;  // further workers begin as helpers of others
+constexpr int kMostRanges = 64;  // more workers than that have no range of their own
 constexpr int64_t kMostItems = int64_t{1} << 31;
 
-// Each worker has a range of its own, so that what it reads lies in a row, and then helps the others from their ends.
+// Each worker has a range of its own, so that it reads consecutive memory. Then it takes items from the ends of other ranges.
 struct Job {
     Job(ParallelBody run, const void* about, int64_t items, int threads)
         : body(run), context(about), range_count(threads < kMostRanges ? threads : kMostRanges) {
@@ -107,7 +107,7 @@ class Pool {
   public:
     explicit Pool(int threads) { resize(threads); }
 
-    // Ends all workers and starts threads - 1. Throws std::system_error if the system refuses a thread; fewer run then.
+    // Ends all workers and starts threads - 1 new ones. Throws std::system_error if the system refuses one; then fewer run.
     void resize(int threads) {
         std::lock_guard<std::mutex> exclusive(job_mutex_);
         for (auto& worker : workers_) {
@@ -128,7 +128,7 @@ class Pool {
         }
     }
 
-    // False, with nothing done, if another job is running.
+    // Returns false, with nothing done, if another job is running.
     bool run(Job& job, int threads) {
         std::unique_lock<std::mutex> exclusive(job_mutex_, std::try_to_lock);
         if (!exclusive.owns_lock()) {
@@ -181,7 +181,7 @@ class Pool {
             }
             Job* job = self.posted.exchange(nullptr);
             if (job == nullptr) {
-                continue;  // taken back
+                continue;  // the caller took the job back
             }
             job->work(index);
             std::lock_guard<std::mutex> lock(done_mutex_);
@@ -204,7 +204,7 @@ void forget_pool() {
     the_pool.store(nullptr);
 }
 
-// The pool, made on first use; null if the system gives no threads.
+// The pool, made on first use. Null if the system gives no threads.
 Pool* pool() {
     Pool* found = the_pool.load(std::memory_order_acquire);
     if (found != nullptr) {
