@@ -22,7 +22,6 @@ from moec.profiles.device import DeviceProfile
 
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
-from .pipeline import prepare_trials
 from .preflight.finished import plan_of
 from .preflight.preparation import Prepared
 from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
@@ -31,12 +30,11 @@ from .request.request import CompileRequest
 from .request.targets import Target
 from .request.task_data import load_task_data
 from .search.comparison import can_compare, compare_with_baselines
-from .stage import Stage
+from .stages.whole_model import measure_whole
+from .stages.workbench import comparing_bench
 from .walker import planning
 from .walker.memory import whole_bytes
-from .workspace.durable import Disk
 from .workspace.output_lock import hold_output
-from .workspace.work_folder import work_journal
 
 COMPARISON_SUFFIX = ".comparison"
 
@@ -81,21 +79,21 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     lowering = lower(checkpoint)
     splits, shots = load_task_data(options, request.talk.note)
     _check_data(request, splits)
-    stage = Stage.of(Prepared(inner, checkpoint, lowering, splits, shots))
-    _check_memory(stage)
+    prepared = Prepared(inner, checkpoint, lowering, splits, shots)
+    _check_memory(prepared)
     request.talk.note("hashing the checkpoint")
     _check_source(request, checkpoint)
     plan = plan_of(request.manifest)
-    if not can_compare(plan, stage.specs):
+    if not can_compare(plan, prepared.specs):
         raise OptionError(
             f"`{request.bundle}` has nothing to be compared with: no format below 16 bits fits every expert",
             "offer others with `--bits` when you compile",
         )
-    identity = hashlib.sha256(f"{stage.identity()} {plan.digest}".encode()).hexdigest()
-    journal = work_journal(output, identity, Disk(), request.resume, request.talk.note)
-    with hold_output(output, Disk(), request.talk.note), journal as stage.journal:
-        trials = prepare_trials(stage)
-        return compare_with_baselines(plan, stage.specs, trials, trials.store, options.target, request.talk).to_json()
+    identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
+    with hold_output(output, inner.disk, request.talk.note), comparing_bench(prepared, output, identity) as bench:
+        trials = measure_whole(bench).trials
+        specs, target = prepared.specs, options.target
+        return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
 
 
 def options_of(request: ComparisonRequest) -> CompileOptions:
@@ -161,11 +159,11 @@ def _check_source(request: ComparisonRequest, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_memory(stage: Stage) -> None:
+def _check_memory(prepared: Prepared) -> None:
     """Refuse a model that does not fit in memory: plans of baselines are measured in one piece."""
-    model, limit, threads = stage.lowering.model, stage.request.memory_limit_bytes, torch.get_num_threads()
-    if planning.goes_layer_by_layer(model, stage.specs, threads, limit):
-        need = whole_bytes(model, stage.specs, threads)
+    model, limit, threads = prepared.lowering.model, prepared.request.memory_limit_bytes, torch.get_num_threads()
+    if planning.goes_layer_by_layer(model, prepared.specs, threads, limit):
+        need = whole_bytes(model, prepared.specs, threads)
         raise DoesNotFit(
             f"a comparison holds the whole model: {need / 2**30:.1f} GiB, of which {limit / 2**30:.1f} GiB are there",
             "compare on a larger machine: bundle, checkpoint and data are all that it takes",

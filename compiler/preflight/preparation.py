@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,7 +35,7 @@ KL_ITEMS = 256
 """Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A compile that passed all checks.
 
@@ -110,27 +110,29 @@ def prepare(request: CompileRequest) -> Prepared:
     )
     for note in report.notes:
         request.talk.note(note)
-    found.splits, found.shots = load_task_data(options, request.talk.note)
+    splits, shots = load_task_data(options, request.talk.note)
+    found = replace(found, splits=splits, shots=shots)
     check_sensitivity(options.sensitivity, lowering.model)
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
         check_cluster(kind, lowering.model)
-    if kind != "uniform":
-        smallest = smallest_plan(lowering, options, found.specs)
-        summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
-        _choose_way(found)
-    return found
+    if kind == "uniform":
+        return found
+    smallest = smallest_plan(lowering, options, found.specs)
+    summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
+    return _with_way(found)
 
 
-def _choose_way(found: Prepared) -> None:
+def _with_way(found: Prepared) -> Prepared:
     """Choose between the whole model in memory and one layer at a time. Raises OptionError."""
     request, model, limit = found.request, found.lowering.model, found.request.memory_limit_bytes
     threads = torch.get_num_threads()
-    found.is_layerwise = planning.goes_layer_by_layer(model, found.specs, threads, limit)
-    found.prunes = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
-    if found.is_layerwise:
+    is_layerwise = planning.goes_layer_by_layer(model, found.specs, threads, limit)
+    has_pruning = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
+    if is_layerwise:
         planning.check_layerwise(model, request.options, found.specs, threads, limit, len(found.splits))
         require_trials(request, model)
         need = planning.need_bytes(model, request.options, found.specs, threads, len(found.splits))
         request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
+    return replace(found, is_layerwise=is_layerwise, prunes=has_pruning)

@@ -25,14 +25,14 @@ UNIFORM = ("--uniform", "4", "--device", "raspberry-pi-4b-sd")
 # A program that compiles and stops where the bundle is written, until a line arrives; `hold` is printed there.
 STOPPED = """
 import sys
-from moec.compiler import pipeline
+from moec.compiler.stages import bundle as stages
 from moec.cli.main import cli
-plain = pipeline.emit
+plain = stages.emit
 def emit(*arguments, **options):
     print("hold", flush=True)
     sys.stdin.readline()
     return plain(*arguments, **options)
-pipeline.emit = emit
+stages.emit = emit
 sys.exit(cli.main(args=sys.argv[1:]))
 """
 
@@ -196,7 +196,7 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     other = invoke(*arguments, "--resume", "--seed", "1")
     assert other.exit_code == 1 and "exists" in other.stderr and "out.work" in names(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("moec.compiler.pipeline._make_plan", lambda stage: pytest.fail("it was done already"))
+        patched.setattr("moec.compiler.pipeline.make_plan", lambda stage: pytest.fail("it was done already"))
         result = invoke(*arguments, "--resume", "--json")
     assert result.exit_code == 0, result.stderr
     assert "is complete" in result.stderr and contents(tmp_path / "out") == whole

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moec.compiler import pipeline
 from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
+from moec.compiler.stages import planning, whole_model
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,13 +98,14 @@ def watched(
     seen: dict[str, dict[str, Any]] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in WATCHED:
-            stage = getattr(pipeline, name)
+            module = planning if hasattr(planning, name) else whole_model
+            stage = getattr(module, name)
 
             def noted(*arguments: Any, stage: Callable[..., Any] = stage, name: str = name, **named: Any) -> Any:
                 seen[name] = inspect.signature(stage).bind(*arguments, **named).arguments
                 return stage(*arguments, **named)
 
-            patch.setattr(pipeline, name, noted)
+            patch.setattr(module, name, noted)
         asked = {"objective": "size", "seed": 7, "swaps": 3, "confidence": 0.9, "sensitivity": "fisher"}
         data = {"data": str(texts), "tasks": ("perplexity",)}
         result = compile_tiny(model, tmp_path_factory.mktemp("watched") / "out", "loss", 0.3, **data, **asked)

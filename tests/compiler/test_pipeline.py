@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from moec.cli.commands.compile import open_partial
 from moec.compiler import pipeline
 from moec.compiler.families.lowering import Lowering
 from moec.compiler.request.options import Talk
+from moec.compiler.stages import bundle as bundle_stages
+from moec.compiler.stages import planning as planning_stages
+from moec.compiler.stages import whole_model
 from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, TargetUnreachable
 from tests.compiler.preflight.test_device_fit import with_budget
 from tests.tiny_compile import (
@@ -203,7 +207,7 @@ def refused(kind: type[MoecError], folder: Path, act: Callable[[], Any]) -> Moec
 def test_a_model_that_solves_nothing_takes_another_target(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.UnitStore, "prepare", lambda *arguments: pytest.fail("refused too late"))
+    monkeypatch.setattr(whole_model.UnitStore, "prepare", lambda *arguments: pytest.fail("refused too late"))
     data = save_problems(tmp_path / "problems")
     error = refused(OptionError, tmp_path, lambda: compile_tiny(model, tmp_path / "out", "loss", 0.02, data=str(data)))
     assert "baseline scores 0" in error.message
@@ -225,7 +229,7 @@ def test_a_device_that_no_plan_fits(model: Path, texts: Path, tmp_path: Path, mo
     def never(*arguments: Any) -> Any:
         raise AssertionError("work was done for a device that takes no plan")
 
-    monkeypatch.setattr(pipeline, "ReferenceModel", never)
+    monkeypatch.setattr(whole_model, "ReferenceModel", never)
     request = make_request(model, tmp_path / "out", "kl", KL, data=str(texts), profile=with_budget(1 << 20))
     error = refused(DoesNotFit, tmp_path, lambda: pipeline.compile_checkpoint(request))
     assert f"a memory budget of {1 << 20} bytes" in error.message
@@ -308,15 +312,32 @@ class Halt(Exception):
     """A fault of the machine."""
 
 
-@pytest.mark.parametrize("stage", ["calibrate", "UnitStore", "search", "emit", "certify_task", "finish"])
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [
+        (whole_model, "calibrate"),
+        (whole_model, "UnitStore"),
+        (planning_stages, "search"),
+        (bundle_stages, "emit"),
+        (whole_model, "certify_task"),
+        (bundle_stages, "finish"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_failed_stage_loses_nothing_and_resume_takes_up(
-    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, whole: dict[str, bytes]
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    stage: str,
+    whole: dict[str, bytes],
 ) -> None:
     def halt(*arguments: Any, **options: Any) -> Any:
         raise Halt
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, stage, halt)
+        patched.setattr(module, stage, halt)
         with pytest.raises(Halt):
             compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
     assert names(tmp_path) == {"out.work"}
@@ -343,7 +364,7 @@ def test_resume_measures_nothing_twice(
 
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
-    monkeypatch.setattr(pipeline, "calibrate", fails)
+    monkeypatch.setattr(whole_model, "calibrate", fails)
     monkeypatch.setattr("moec.compiler.sensitivity.trials.Trials._measure_kl", fails)
     notes: list[str] = []
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
@@ -379,7 +400,7 @@ def test_weights_are_read_one_at_a_time_before_the_model_is_loaded(
         raise Halt
 
     monkeypatch.setattr(Lowering, "read", counting)
-    monkeypatch.setattr(pipeline, "ReferenceModel", stop)
+    monkeypatch.setattr(whole_model, "ReferenceModel", stop)
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
     assert set(read) == set(load_file(model / "model.safetensors"))

@@ -1,0 +1,90 @@
+"""From a plan to a bundle: write, certify, report, complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import BundleManifest
+from moec.manifests.codec import canonical_json
+
+from ..bundle.certify import MODES_ITEMS
+from ..bundle.emit import cost_summary, emit, finish
+from ..bundle.quality import model_card, quality_report, unimportance_deciles
+from ..calibration.collect import calibration_summary
+from ..calibration.tables import Tables
+from ..preflight.device_fit import summarise_device
+from ..preflight.preparation import Prepared
+from ..request.ports import UnpublishedBundle
+from ..walker.planning import runtime_bytes
+from .layer_by_layer import SweptModel, certify_layer_by_layer
+from .whole_model import WholeModel, certify_whole
+from .workbench import Certified, Planned, Workbench
+
+
+def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleManifest:
+    """Write the files of the bundle. Returns the manifest, which is written last, by `complete_bundle`."""
+    request, plan, statistics = prepared.request, planned.plan, planned.statistics
+    return emit(
+        prepared.checkpoint,
+        prepared.lowering,
+        plan,
+        partial,
+        device=summarise_device(request.profile, plan, prepared.checkpoint.tokenizer_file_bytes),
+        disk=request.disk,
+        options={**request.options.to_plain(), "quantizer": plan.quantizer},
+        calibration=None if statistics is None else calibration_summary(statistics, prepared.splits),
+        statistics=statistics,
+        packed_units=None if planned.searched is None else planned.searched.measured.store.for_bundle,
+        progress=request.talk.progress("writing the bundle"),
+    )
+
+
+def certify_bundle(bench: Workbench, planned: Planned, partial: Path) -> Certified:
+    """Run the bundle on data that nothing else saw, then its lossy modes."""
+    certified, request = Certified(), bench.prepared.request
+    measured = None if planned.searched is None else planned.searched.measured
+    if isinstance(measured, SweptModel):
+        certified = certify_layer_by_layer(bench, measured, partial)
+    elif isinstance(measured, WholeModel):
+        certified = certify_whole(bench, measured, partial)
+    if request.measure_modes is None or not bench.prepared.splits:
+        return certified
+    modes = request.measure_modes(_unpublished(bench.prepared, planned, partial))
+    return Certified(certified.tasks, certified.divergences, modes)
+
+
+def report(
+    prepared: Prepared, planned: Planned, certified: Certified, manifest: BundleManifest | None
+) -> dict[str, Any]:
+    """Return the content of quality.json. manifest: None for a plan that was not written."""
+    plan, statistics, searched = planned.plan, planned.statistics, planned.searched
+    tables = Tables.empty(plan.model) if statistics is None else Tables.of(statistics)
+    return quality_report(
+        plan=plan,
+        target=prepared.request.options.target,
+        cost=cost_summary(plan, tables.popularity) if manifest is None else manifest.cost,
+        certificates=certified.tasks,
+        divergences=certified.divergences,
+        comparison=None if searched is None else searched.comparison,
+        trials=[] if searched is None else searched.measured.trials.log,
+        sensitivity=None if searched is None else searched.sensitivity,
+        statistics=statistics,
+        confidence=prepared.request.options.confidence,
+        modes=certified.modes,
+    )
+
+
+def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[str, Any], partial: Path) -> None:
+    """Write quality.json, the model card and the manifest: afterwards the folder is a bundle."""
+    card = model_card(manifest, quality).encode()
+    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk)
+
+
+def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> UnpublishedBundle:
+    """Return what lossy modes are measured on: the first task, and the memory that a compile layer by layer leaves."""
+    request, statistics, split = prepared.request, planned.statistics, prepared.splits[0]
+    deciles = [] if statistics is None else unimportance_deciles(statistics.unimportance)
+    room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes) if prepared.is_layerwise else 0
+    items, shots = split.test.items[:MODES_ITEMS], prepared.shots[split.task.name]
+    return UnpublishedBundle(partial, split.task, items, shots, deciles, room)

@@ -1,0 +1,141 @@
+"""From a checkpoint to a plan: measure, price, search, compare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moec.manifests.errors import TargetUnreachable
+
+from ..preflight.device_fit import choose_objective, summarise_device
+from ..preflight.preparation import Prepared
+from ..request.low_versions import with_low_versions
+from ..request.objective import byte_weights
+from ..request.options import UNIFORM_DENSE_BITS
+from ..request.plan import CompilePlan
+from ..request.result import LossCurve
+from ..request.uniform import uniform_plan, uniform_quantizer, uniform_spec
+from ..search.bisect import search
+from ..search.comparison import EVERY, Comparison, can_compare, compare_with_baselines, fitting_formats, left_out_note
+from ..search.comparison_budget import affordable_here
+from ..search.loss_curve import measure_curve
+from ..search.pruning import left_out_losses, with_pruning
+from ..search.space import SearchSpace, build_space
+from ..search.swaps import SWAPS, Swaps
+from ..sensitivity.sensitivity import SensitivityTable
+from .layer_by_layer import SweptModel, measure_layer_by_layer
+from .whole_model import WholeModel, measure_whole, price_whole
+from .workbench import Measured, Planned, Searched, Workbench
+
+
+def make_plan(bench: Workbench) -> Planned:
+    """Return the plan of the request, with low versions where they are asked for."""
+    options = bench.prepared.request.options
+    is_searched = options.target.kind != "uniform"
+    planned = plan_by_search(bench) if is_searched else Planned(plan_uniform(bench.prepared))
+    if options.low_spec is None:
+        return planned
+    return replace(planned, plan=with_low_versions(planned.plan, options.low_spec))
+
+
+def plan_uniform(prepared: Prepared) -> CompilePlan:
+    """Give all units the format of the request. Nothing is searched."""
+    options, lowering = prepared.request.options, prepared.lowering
+    spec, dense = uniform_spec(options, lowering), options.dense_bits or UNIFORM_DENSE_BITS
+    plan = uniform_plan(
+        lowering.model, spec.bitwidth, options.uniform_group, dense, lowering.float_type, uniform_quantizer(options),
+        options.is_uniform_symmetric and spec.bitwidth < 16, spec,
+    )  # fmt: skip
+    check_device(prepared, plan)
+    return plan
+
+
+def plan_by_search(bench: Workbench) -> Planned:
+    """Measure the model, price its units, search the fewest bytes, compare with what people would pick instead."""
+    prepared, options = bench.prepared, bench.prepared.request.options
+    measured = measure(bench)
+    prices = price(bench, measured)
+    space = open_space(prepared, measured, prices)
+    plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared))
+    check_device(prepared, plan)
+    comparison = compare(prepared, measured, plan)
+    if options.search == "edgemoe":
+        comparison = with_plan_of_edgemoe(prepared, measured, comparison)
+        plan = comparison.plan
+    return Planned(plan, Searched(measured, prices, space, comparison))
+
+
+def measure(bench: Workbench) -> Measured:
+    """Make it possible to measure plans, with the whole model in memory or one layer of it."""
+    return measure_layer_by_layer(bench) if bench.prepared.is_layerwise else measure_whole(bench)
+
+
+def price(bench: Workbench, measured: Measured) -> SensitivityTable:
+    """Return the predicted KL of every unit in every format."""
+    if isinstance(measured, SweptModel):
+        return measured.sensitivity
+    if not isinstance(measured, WholeModel):
+        raise TypeError(f"a {type(measured).__name__} has no prices")
+    return price_whole(bench, measured)
+
+
+def open_space(prepared: Prepared, measured: Measured, prices: SensitivityTable) -> SearchSpace:
+    """Return the choices of the search: bytes and predicted KL of each unit in each format."""
+    options, plain = prepared.request.options, prepared.plain_plan()
+    popularity = None if measured.statistics is None else measured.statistics.popularity
+    tokenizer_bytes = prepared.checkpoint.tokenizer_file_bytes
+    reads = choose_objective(prepared.request.profile, options.objective, plain, popularity, tokenizer_bytes)
+    weights = byte_weights(prepared.lowering.model, popularity, reads)
+    space = build_space(plain, measured.store, prices, weights, prepared.specs, prepared.dense_formats())
+    if not prepared.prunes:
+        return space
+    return with_pruning(space, left_out_losses(measured.store, prices, popularity), weights)
+
+
+def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
+    """Measure what people would pick instead; unasked, only what takes a third of all measurements at most."""
+    options, talk = prepared.request.options, prepared.request.talk
+    if prepared.is_layerwise or options.comparisons is False or not prepared.splits:
+        return None
+    if not can_compare(plan, prepared.specs):
+        return None
+    trials, chosen = measured.trials, EVERY
+    if options.comparisons is None and options.search != "edgemoe":
+        chosen = affordable_here(trials, fitting_formats(plan, prepared.specs), options.target.kind == "loss")
+    found = compare_with_baselines(plan, prepared.specs, trials, trials.store, options.target, talk, chosen)
+    if found.left_out:
+        talk.note(left_out_note(found.left_out))
+    return found
+
+
+def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
+    """Put the plan of EdgeMoE's own search in the place of the searched one. Raises TargetUnreachable."""
+    plan = None if comparison is None or comparison.edgemoe is None else comparison.edgemoe.plan
+    if comparison is None or plan is None:
+        raise TargetUnreachable(
+            f"EdgeMoE's search has no plan that keeps {prepared.request.options.target}", "take `--search knapsack`"
+        )
+    return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean)
+
+
+def make_curve(bench: Workbench, planned: Planned) -> LossCurve:
+    """Return the fewest bytes at every loss of a sweep."""
+    prepared, request = bench.prepared, bench.prepared.request
+    if planned.searched is None:
+        raise ValueError("a plan without a search has no curve")
+    space, measured = planned.searched.space, planned.searched.measured
+    specs = () if request.options.comparisons is False or prepared.is_layerwise else prepared.specs
+    if specs and request.options.comparisons is None:
+        is_free = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
+        specs = specs if is_free else ()
+    return measure_curve(request.sweep, space, measured.trials, measured.store, specs, swaps(prepared))
+
+
+def swaps(prepared: Prepared) -> Swaps:
+    """Return how many swaps are tried: none layer by layer, unless asked for, because each reads the checkpoint."""
+    asked, default = prepared.request.options.swaps, 0 if prepared.is_layerwise else SWAPS
+    return Swaps(default if asked is None else asked, prepared.request.talk)
+
+
+def check_device(prepared: Prepared, plan: CompilePlan) -> None:
+    """Refuse a plan that the device cannot run. Raises DoesNotFit."""
+    summarise_device(prepared.request.profile, plan, prepared.checkpoint.tokenizer_file_bytes)
