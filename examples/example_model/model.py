@@ -187,7 +187,7 @@ class ExampleModel(nn.Module):
         self.register_buffer("sine", angles.sin(), persistent=False)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights. Output matrices of attention and experts start at zero, so a layer changes nothing at first."""
+        """Draw the weights. Attention and experts add nothing at first, because their output matrices start at zero."""
         for name, parameter in self.named_parameters():
             if name.endswith(("out", "down")):
                 nn.init.zeros_(parameter)

@@ -20,7 +20,7 @@ WORKERS = 2
 
 
 class TrainingRun(ABC):
-    """The state of a training run, in memory and on disk. ``scale`` of a parameter group, if any, multiplies the rate."""
+    """The state of a training run, in memory and on disk. A parameter group may have a ``scale`` of its rate."""
 
     tokenizer: Tokenizer
     steps: int
