@@ -148,7 +148,9 @@ def main() -> None:
         "--link-gb-per-s", type=float, default=12.0, help="pinned copies; PCIe 3.0 x16 has at most 15.8"
     )
     parser.add_argument("--device-gb-per-s", type=float, default=672.0, help="device memory; Quadro RTX 6000: 672")
-    parser.add_argument("--device-tflops", type=float, default=8.0, help="float32; half of a Quadro RTX 6000")
+    parser.add_argument(
+        "--device-tflops", type=float, default=8.0, help="float32; half of the 16.3 of a Quadro RTX 6000"
+    )
     parser.add_argument("--launch-us", type=float, default=6.0, help="time to start an eager torch kernel")
     parser.add_argument("--cpu-speed", type=float, default=1.0, help="simulated processor divided by this machine")
     parser.add_argument("--skew", type=float, default=0.3, help="popularity falls with rank^-SKEW")

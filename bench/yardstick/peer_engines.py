@@ -89,7 +89,7 @@ class IkLlamaCpp:
 
     @staticmethod
     def _declare(library: Any, batch: type[ctypes.Structure]) -> None:
-        """Declare a function that the binding leaves out."""
+        """Declare functions that the binding leaves out."""
         library.llama_batch_get_one.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
         library.llama_batch_get_one.restype = batch
         library.llama_synchronize.argtypes = (ctypes.c_void_p,)

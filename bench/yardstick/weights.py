@@ -45,8 +45,8 @@ class Routing:
     shared: share of u in the squared length of an embedding.
     seen: share of the length of u in routers.
     attended: length of u in queries and keys before norms.
-    sharpness: of attention.
 
+    sharpness: sharpness of attention.
     first, later, experts: length of the output of the first attention, of a later one and of the experts of a layer,
         relative to an embedding.
     """
