@@ -22,6 +22,7 @@ from moec.manifests.errors import ManifestInvalid
 from moec.runtime.text import chat
 from moec.runtime.text.chat import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
 from moec.runtime.text.template_child import render
+from tests.interrupts import hear_interrupts
 from tests.runtime.limited_child import ROOT, outcomes, report
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -174,7 +175,13 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         "with renderer: renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        preexec_fn=hear_interrupts,  # noqa: PLW1509
+    ) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         time.sleep(0.2)
