@@ -57,7 +57,7 @@ def main() -> None:
     with Engine(bundle, chosen) as engine:
         counts = [layer.experts.count for layer in bundle.manifest.model.layers]
         layers = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
-        engine.model._cache = WholeLayers(engine.cache, layers)  # type: ignore[assignment]
+        engine.model.cache = WholeLayers(engine.cache, layers)  # type: ignore[assignment]
         statistics = measure_decode(engine, sequence, 1)
     print(json.dumps({"measured": statistics.to_plain(), "mode": engine.mode}))
 

@@ -153,16 +153,16 @@ def test_a_process_that_is_killed(number: int, tmp_path: Path) -> None:
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
     with ChatRenderer() as renderer:
-        threading.Timer(0.3, renderer._process.send_signal, [number]).start()
+        threading.Timer(0.3, renderer.process.send_signal, [number]).start()
         with pytest.raises(ManifestInvalid, match=f"with {signal.Signals(number).name}|{TIME}"):
             renderer.render(folder_files(tmp_path), MESSAGES)
-    assert renderer._process.returncode is not None
+    assert renderer.process.returncode is not None
 
 
 def test_a_renderer_that_is_not_asked_ends() -> None:
     with ChatRenderer() as renderer:
         pass
-    assert renderer._process.returncode is not None
+    assert renderer.process.returncode is not None
 
 
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     )
     code = (
         "import sys; from pathlib import Path; from moec.runtime.text import chat; chat.MAX_TEMPLATE_CPU_S = 20\n"
-        "renderer = chat.ChatRenderer(); print(renderer._process.pid, flush=True)\n"
+        "renderer = chat.ChatRenderer(); print(renderer.process.pid, flush=True)\n"
         "with renderer: renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
