@@ -55,7 +55,7 @@ def rouge(
 
     Raises MissingDependency without `rouge_score`. Source: Lin, ROUGE, 2004, as in the package `rouge_score`.
     """
-    scorer = _rouge_scorer(tuple(kinds))
+    scorer = rouge_scorer(tuple(kinds))
     rows = [scorer.score(reference, prediction) for prediction, reference in zip(predictions, references, strict=True)]
     return {kind: np.array([row[kind].fmeasure for row in rows], dtype=np.float64) for kind in kinds}
 
@@ -73,7 +73,8 @@ class _StemCache:
 
 
 @lru_cache(maxsize=8)
-def _rouge_scorer(kinds: tuple[str, ...]) -> Any:
+def rouge_scorer(kinds: tuple[str, ...]) -> Any:
+    """Return the scorer of these kinds, made once. Raises MissingDependency without `rouge_score` or `nltk`."""
     return load("rouge_score.rouge_scorer", "Rouge").RougeScorer(list(kinds), tokenizer=_StemCache())
 
 

@@ -150,8 +150,7 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 def reader_threads(engine: Engine) -> int:
     """Threads of an engine that read experts now."""
-    readers = engine.cache._readers  # type: ignore[attr-defined]
-    return sum(thread.is_alive() and thread.name.startswith("moec-reader") for thread in readers._threads)
+    return engine.cache.running_readers
 
 
 def begin_trace(engine: Engine) -> TraceRecorder:

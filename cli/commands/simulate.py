@@ -136,7 +136,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
     prefetch = values["prefetch"] or trace.header.prefetch
-    trace = _with_rule(trace, trace_path, opened, prefetch, values["prefetch_rule"])
+    trace = with_prefetch_rule(trace, trace_path, opened, prefetch, values["prefetch_rule"])
     replayed = replayed_bundle(opened)
     if values["cache_state"] == "cold":
         replayed = replace(replayed, warm=[])
@@ -179,8 +179,16 @@ def _shared_plain(shared: ReplayedDevice | None) -> dict[str, Any] | None:
     return {"cooperation": shared.cooperation, "resident": len(shared.resident), "latency": shared.latency.to_plain()}
 
 
-def _with_rule(trace: Trace, path: Path, bundle: Bundle, prefetch: Prefetch, rule: PrefetchRule | None) -> Trace:
-    """The trace as if recorded under this rule of lookahead. Raises OptionError where it cannot be decided again."""
+def with_prefetch_rule(
+    trace: Trace, path: Path, bundle: Bundle, prefetch: Prefetch, rule: PrefetchRule | None
+) -> Trace:
+    """Return the trace as if recorded under a rule of lookahead.
+
+    path: for messages.
+    prefetch: the prefetcher that is simulated.
+    rule: None keeps the rule of the trace.
+    Raises OptionError where it cannot be decided again.
+    """
     from moec.runtime.options.lossy import LossyModes
     from moec.runtime.simulation.lossy_replay import missing_scores
 

@@ -105,7 +105,7 @@ def tune_command(
         check_output(tuning_path(folder))
     if training:
         refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
-        _fit(folder, build_options(values), training, held_out, modes, as_json)
+        fit_policy(folder, build_options(values), training, held_out, modes, as_json)
         return
     if modes is not None:
         raise OptionError("`--modes` is what weights are fitted to", "add `--trace` and `--held-out`")
@@ -145,7 +145,7 @@ def _time(
     output.say(_written(path, cache_bytes))
 
 
-def _fit(
+def fit_policy(
     folder: Path,
     options: RuntimeOptions,
     training: tuple[Path, ...],

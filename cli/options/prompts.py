@@ -51,7 +51,7 @@ class RunPrompt:
         from moec.runtime.memory.budget import chosen_context
 
         limit_bytes = prompt_limit_bytes(chosen_context(bundle.manifest.model, options))
-        text = _standard_input(limit_bytes) if self._prompt == "-" else self._prompt
+        text = standard_input(limit_bytes) if self._prompt == "-" else self._prompt
         if self._renderer is None:
             self.text = text
             return
@@ -68,7 +68,7 @@ def prompt_limit_bytes(context: int) -> int:
     return min(MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN * context)
 
 
-def _standard_input(limit_bytes: int) -> str:
+def standard_input(limit_bytes: int) -> str:
     """Return standard input as a text, without its last line end. Raises InputError, ContextOverflow."""
     if sys.stdin is None:
         raise InputError("standard input is closed, expected a prompt", "hand the text in with `--prompt TEXT`")

@@ -71,13 +71,18 @@ class NodeReport:
 
 
 class Pool:
-    """Workers that answer jobs. count: workers; threads: passes that one runs side by side."""
+    """Workers that answer jobs.
+
+    actors: Ray's handles of the workers.
+    count: workers.
+    threads: passes that a worker runs side by side.
+    """
 
     def __init__(self, ray: Any, actors: Sequence[Any], threads: int, talk: Talk) -> None:
         from ray.util import ActorPool
 
-        self._ray, self._actors, self._talk = ray, list(actors), talk
-        self._pool = ActorPool(self._actors)
+        self._ray, self.actors, self._talk = ray, list(actors), talk
+        self._pool = ActorPool(self.actors)
         self.count, self.threads = len(actors), threads
         self._missed: set[str] = set()
         self._is_busy = False
@@ -123,7 +128,7 @@ class Pool:
 
     def on_all(self, job: Job) -> None:
         """Have every worker do a job of which nothing comes back; one that has died has nothing to do."""
-        asked = [actor.run.options(num_returns=2).remote(0, job)[0] for actor in self._actors]
+        asked = [actor.run.options(num_returns=2).remote(0, job)[0] for actor in self.actors]
         for answer in asked:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.get(answer)
@@ -155,7 +160,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class NodeNeeds:
     """What every node must have: the checkpoint `source`, by its identity, and room for files."""
 
     source: str
@@ -249,7 +254,7 @@ def connected(
         identity = checkpoint_identity(checkpoint)
         actors = [_worker(ray, node, worker_bytes(_cpus(node)), source, identity, open_runtime) for node in fitting]
         try:
-            wanted = _Wanted(source, identity, bundle_bytes)
+            wanted = NodeNeeds(source, identity, bundle_bytes)
             started = _checked(ray, fitting, actors, wanted, talk)
             talk.note(f"work goes to {len(started)} of the {len(nodes)} nodes of the cluster")
             yield Pool(ray, started, min(_cpus(node) for node in fitting), talk)
@@ -306,7 +311,7 @@ def _worker(
 
 
 def _checked(
-    ray: Any, nodes: Sequence[dict[str, Any]], actors: Sequence[Any], wanted: _Wanted, talk: Talk
+    ray: Any, nodes: Sequence[dict[str, Any]], actors: Sequence[Any], wanted: NodeNeeds, talk: Talk
 ) -> list[Any]:
     """The workers that start in time, each on a node that computes the same. Raises OptionError, ExecutionError."""
     asked = [actor.look.remote() for actor in actors]
@@ -326,7 +331,7 @@ def _checked(
             talk.note(f"no worker started on node {node_name(node)} in {START_SECONDS} s; the others do without it")
             continue
         try:
-            _check(node_name(node), ray.get(answer), wanted, talk)
+            check_node(node_name(node), ray.get(answer), wanted, talk)
         except ray.exceptions.RayError as error:
             raise OptionError(
                 f"node {node_name(node)} cannot run moec: {_first_line(error)}",
@@ -335,7 +340,7 @@ def _checked(
     return [actor for actor, answer in zip(actors, asked, strict=True) if answer in in_time]
 
 
-def _check(name: str, report: NodeReport, wanted: _Wanted, talk: Talk) -> None:
+def check_node(name: str, report: NodeReport, wanted: NodeNeeds, talk: Talk) -> None:
     """Refuse a node that would compute something else, or cannot. Raises OptionError, DoesNotFit."""
     for package, version in installed().items():
         if report.versions.get(package) != version:

@@ -26,7 +26,8 @@ ROWS_PER_STEP = 64
 """Rows that are decoded together; two groups run at once. Larger groups gain little, because products dominate a step.
 """
 _COMPACT_BELOW = 0.75
-_GROWTH_TOKENS = 64  # memory grows in steps, because few continuations reach their limit
+GROWTH_TOKENS = 64
+"""Tokens by which the cache grows at once, because few continuations reach their limit."""
 _STOP_WINDOW_TOKENS = 16
 Decode = Callable[[list[int]], str]
 
@@ -192,7 +193,7 @@ class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
         self._buffers = []
         for part in zip(*states, strict=True):
             heads, _, head_size = part[0].shape
-            buffer = part[0].new_zeros((len(part), heads, width + _GROWTH_TOKENS, head_size))
+            buffer = part[0].new_zeros((len(part), heads, width + GROWTH_TOKENS, head_size))
             for row, filled in enumerate(part):
                 buffer[row, :, width - filled.shape[1] : width] = filled
             self._buffers.append(buffer)
@@ -203,7 +204,7 @@ class _ReservedLayer(DynamicLayer):  # type: ignore[misc, no-untyped-call]
         """Append, and return all keys and values so far as views."""
         end = self._used + key_states.shape[2]
         if end > self._buffers[0].shape[2]:
-            self._buffers = [functional.pad(buffer, (0, 0, 0, _GROWTH_TOKENS)) for buffer in self._buffers]
+            self._buffers = [functional.pad(buffer, (0, 0, 0, GROWTH_TOKENS)) for buffer in self._buffers]
         self._buffers[0][:, :, self._used : end] = key_states
         self._buffers[1][:, :, self._used : end] = value_states
         self._used = end

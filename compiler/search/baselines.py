@@ -63,13 +63,13 @@ def best_uniform(
     if by_size:
         within = [plans[i] for i in order if keeps(plans[i])]
         return BaselineResult("best uniform", within[0] if within else None, frontier)
-    good = _last_kept([plans[i] for i in order], keeps)
+    good = last_kept([plans[i] for i in order], keeps)
     kept = [plans[i] for i in order[: good + 1]]
     best = min(kept, key=lambda candidate: candidate.expert_packed_bytes, default=None)
     return BaselineResult("best uniform", best, frontier)
 
 
-def _last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
+def last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
     """Return the index of the last plan that keeps the target, or -1. Plans must get worse in order. Uses bisection."""
     low, high = -1, len(ordered)
     while high - low > 1:
@@ -87,9 +87,9 @@ def _boundary(ordered: Sequence[CompilePlan], keeps: Keeps, by_size: bool) -> in
     by_size: take the first that keeps the size. Otherwise take the last that keeps the loss.
     """
     if by_size:
-        first = _last_kept(ordered, lambda plan: not keeps(plan)) + 1
+        first = last_kept(ordered, lambda plan: not keeps(plan)) + 1
         return first if first < len(ordered) else None
-    last = _last_kept(ordered, keeps)
+    last = last_kept(ordered, keeps)
     return last if last >= 0 else None
 
 

@@ -127,7 +127,7 @@ def _edgemoe_formats(
 ) -> dict[str, tuple[dict[int, QuantSpec], UnitStore]]:
     """Return formats by bitwidth and quantized units for EdgeMoE's search, by the name of the baseline."""
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
-    group = _group_size(plan, uniform, specs)
+    group = edgemoe_group_size(plan, uniform, specs)
     offered = {(spec.bitwidth, spec.group_size): spec for spec in specs}
     ours = {bits: offered.get((bits, group), QuantSpec(bits, group)) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     if store.quantizer == "quanto":
@@ -156,7 +156,7 @@ def can_compare(plan: CompilePlan, specs: Sequence[QuantSpec]) -> bool:
     return any(spec.bitwidth < 16 for spec in specs) and fits_all(plan, QuantSpec(EDGEMOE_BITWIDTHS[0]))
 
 
-def _group_size(plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec]) -> int:
+def edgemoe_group_size(plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec]) -> int:
     """Return the group size of the best uniform format, so that EdgeMoE's search starts from the best one.
 
     If that format has 16 bits, or none keeps the target: the widest group that fits every unit.

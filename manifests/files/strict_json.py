@@ -8,7 +8,8 @@ from typing import Any
 
 from .limits import JsonLimits
 
-_PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20
+"""Bytes that are counted at once."""
 _STRUCTURE = b"[]{},"
 _OTHER_BYTES = bytes(set(range(256)) - set(_STRUCTURE))
 _ONE_BRACKET = bytes.maketrans(b"{}", b"[]")
@@ -49,8 +50,8 @@ def check_structure(data: bytes, limits: JsonLimits) -> None:
     if b"\\" in data:
         # From left to right, so pairs of backslashes go before the quotes that they could seem to escape.
         unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    for start in range(0, len(unescaped), _PART_BYTES):
-        pieces = unescaped[start : start + _PART_BYTES].split(b'"')
+    for start in range(0, len(unescaped), PART_BYTES):
+        pieces = unescaped[start : start + PART_BYTES].split(b'"')
         outside = b"".join(pieces[int(is_inside) :: 2]).translate(None, _OTHER_BYTES)
         is_inside ^= len(pieces) % 2 == 0
         quotes += len(pieces) - 1

@@ -16,6 +16,7 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
+from ..storage.readers import ReaderThreads
 from .counts import CacheStats
 from .residency import LOADING, RESIDENT
 from .serve_layer import serve_layer
@@ -29,6 +30,7 @@ class StreamingCache(ABC):
     """
 
     prefetches: np.ndarray
+    _readers: ReaderThreads
 
     def __init__(self, sizes: np.ndarray, state: np.ndarray) -> None:
         self._sizes, self._state, self._process = sizes, state, os.getpid()
@@ -59,6 +61,15 @@ class StreamingCache(ABC):
     @abstractmethod
     def resident(self) -> np.ndarray:
         """Indices now in memory."""
+
+    @abstractmethod
+    def leased(self) -> np.ndarray:
+        """Return the experts that a layer holds or waits for, ascending, int64. None of them is evicted."""
+
+    @property
+    def running_readers(self) -> int:
+        """Reader threads that have started and have not ended."""
+        return self._readers.running()
 
     def stream(
         self,

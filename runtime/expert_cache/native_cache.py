@@ -65,7 +65,10 @@ def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
 
 
 class NativeCache(StreamingCache):
-    """As ExpertCache, for policies of NATIVE_POLICIES and models without an encoder."""
+    """As ExpertCache, for policies of NATIVE_POLICIES and models without an encoder.
+
+    reads: the extension's ExpertReads, which decides, reads and waits.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class NativeCache(StreamingCache):
         extension = kernels.compiled()
         if extension is None:
             raise ValueError("a native cache needs native kernels")
-        self._reads = extension.ExpertReads(
+        self.reads = extension.ExpertReads(
             {name: column.view(np.uint8) for name, column in columns.items()}
             | shared
             | {"prefetches": self.prefetches, "counts": self._counts},
@@ -120,18 +123,21 @@ class NativeCache(StreamingCache):
 
     @property
     def capacity_bytes(self) -> int:
-        return int(self._reads.capacity_bytes)
+        return int(self.reads.capacity_bytes)
 
     @property
     def used_bytes(self) -> int:
-        return int(self._reads.used_bytes)
+        return int(self.reads.used_bytes)
 
     def resident(self) -> np.ndarray:
         return np.flatnonzero(self._state == RESIDENT)
 
+    def leased(self) -> np.ndarray:
+        return np.flatnonzero(self._leases)
+
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         self._require_kernels()
-        found = self._reads.begin(layer, indices)
+        found = self.reads.begin(layer, indices)
         if found is None:
             raise self._closed_error()
         hits, misses = found
@@ -149,7 +155,7 @@ class NativeCache(StreamingCache):
     def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
         while True:
             self._start_readers()
-            state, found = self._reads.wait(remaining, together)
+            state, found = self.reads.wait(remaining, together)
             if state == "ready":
                 return list(found)
             if state != "again":
@@ -162,14 +168,14 @@ class NativeCache(StreamingCache):
         return self._too_large_error(index) if state == "too large" else self._failures[index]
 
     def unlease(self, indices: Sequence[int]) -> None:
-        self._reads.unlease(indices)
+        self.reads.unlease(indices)
 
     def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]) -> Any:
         """The extension's `ExpertLayers` over this cache; arguments as it takes them."""
         extension = kernels.compiled()
         if extension is None:
             raise ValueError("layers need native kernels")
-        return extension.ExpertLayers(self._reads, layers, size, ahead_eps, rules)
+        return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules)
 
     def begin_token(self) -> None:
         """A token alone goes through bound layers next. Raises ExecutionError as `stream` does."""
@@ -185,56 +191,56 @@ class NativeCache(StreamingCache):
             raise self._error(state, index)
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        self._reads.prefetch(indices)
+        self.reads.prefetch(indices)
         self._start_readers()
 
     def warm(self, indices: Sequence[int]) -> None:
-        self._reads.warm(indices)
+        self.reads.warm(indices)
         self._start_readers()
 
     def finish_warming(self) -> None:
-        while not self._reads.wait_warmed():
+        while not self.reads.wait_warmed():
             pass  # signals are looked at here
 
     def resize(self, capacity_bytes: int) -> None:
         self._require_process()
-        pin_limit_bytes = self._reads.pin_limit_bytes + capacity_bytes - self.capacity_bytes
-        while not self._reads.resize(capacity_bytes, pin_limit_bytes):
+        pin_limit_bytes = self.reads.pin_limit_bytes + capacity_bytes - self.capacity_bytes
+        while not self.reads.resize(capacity_bytes, pin_limit_bytes):
             pass
         if self.used_bytes <= capacity_bytes:
             _finish(partial(self._resize_storage, capacity_bytes))
 
     def _resize_storage(self, capacity_bytes: int) -> None:
-        self._storage.follow_hand_overs(self._reads.take_places)
+        self._storage.follow_hand_overs(self.reads.take_places)
         self._storage.resize(capacity_bytes)
 
     def check_invariants(self) -> None:
-        self._check(*self._reads.audit())
+        self._check(*self.reads.audit())
 
     def close(self) -> None:
         if self._is_forked:
             return
         self._is_closed = True
         if self._stop is None:
-            _stop_readers(self._reads, self._readers, self._process)
+            _stop_readers(self.reads, self._readers, self._process)
         else:
             self._stop()
 
     # -- readers -----------------------------------------------------------------------------------------------
 
     def _start_readers(self, are_needed: bool = False) -> None:
-        if self._stop is None and (are_needed or self._reads.has_work()):
+        if self._stop is None and (are_needed or self.reads.has_work()):
             # At the latest when the process ends: a thread that is in the extension cannot end with the interpreter.
-            stop = weakref.finalize(self, _stop_readers, self._reads, self._readers, self._process)
+            stop = weakref.finalize(self, _stop_readers, self.reads, self._readers, self._process)
             self._readers.start()
             self._stop = stop
 
     def _serve(self) -> None:
         try:
-            self._reads.serve(self._load, self._check_new if self._storage.verifies else None)
+            self.reads.serve(self._load, self._check_new if self._storage.verifies else None)
         except MemoryError:  # what it was at is not known any more, and nobody shall wait for it
             self._has_no_memory = True
-            self._reads.close()
+            self.reads.close()
 
     def _closed_error(self) -> ExecutionError:
         if self._has_no_memory:
@@ -255,16 +261,16 @@ class NativeCache(StreamingCache):
     def _load(self, run: Sequence[int]) -> list[int]:
         """Read experts into places of their own; which failed. Of several that fail together each is read again."""
         try:
-            self._storage.follow_hand_overs(self._reads.take_places)
+            self._storage.follow_hand_overs(self.reads.take_places)
             self._storage.load(*run)
             for index in run:
-                self._reads.place(index, self._storage.address(index))
+                self.reads.place(index, self._storage.address(index))
         except Exception as error:
             if len(run) > 1:
                 return [failed for index in run for failed in self._load([index])]
             self._failures[run[0]] = error
             self._storage.release(run[0])
-            self._reads.place(run[0], 0)
+            self.reads.place(run[0], 0)
             return list(run)
         return []
 

@@ -242,6 +242,10 @@ class ExpertCache(StreamingCache):
         with self._lock:
             return np.flatnonzero(self._state == RESIDENT)
 
+    def leased(self) -> np.ndarray:
+        with self._lock:
+            return np.flatnonzero(self._leases)
+
     def close(self) -> None:
         if self._is_forked:
             return

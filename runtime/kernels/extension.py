@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 _NAME = "_native"
 
 
-class _State:
+class KernelState:
     """The kernels that this process uses. Loaded on first use; `select` and `set_threads` change it."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class _State:
         self.thread_count = 1
 
 
-_state = _State()
+state = KernelState()
 
 
 def _load_extension() -> ModuleType | None:
@@ -49,16 +49,16 @@ def loaded() -> ModuleType | None:
 
     Raises KernelUnavailable if the extension does not load.
     """
-    if not _state.is_loaded:
-        _state.extension = _load_extension()
-        _state.is_loaded = True
-    return _state.extension
+    if not state.is_loaded:
+        state.extension = _load_extension()
+        state.is_loaded = True
+    return state.extension
 
 
 def compiled() -> ModuleType | None:
     """Return the extension if its kernels are in use; None if numpy computes."""
     extension = loaded()
-    return None if _state.uses_numpy else extension
+    return None if state.uses_numpy else extension
 
 
 def available() -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def select(name: str) -> None:
     names = available()
     if name not in names:
         raise KernelUnavailable(f"no kernels `{name[:40]}` here, available: {', '.join(names)}")
-    _state.uses_numpy = name == NUMPY
+    state.uses_numpy = name == NUMPY
     extension = compiled()
     if extension is not None:
         extension.select(name)
@@ -110,9 +110,9 @@ def set_threads(count: int) -> None:
     extension = loaded()
     if extension is not None:
         extension.set_threads(count)
-    _state.thread_count = count
+    state.thread_count = count
 
 
 def threads() -> int:
     """Return the number of threads that was set; 1 by default."""
-    return _state.thread_count
+    return state.thread_count

@@ -41,10 +41,10 @@ class BudgetRoom:
     def capacity_bytes(self, tokens: int, longest: Sequence[int]) -> int:
         """The cache beside a pass of so many tokens. longest: positions written, per slot."""
         scratch = self._token_bytes * (self._longest_pass - tokens)
-        unused = max(scratch + self._plan.kv_bytes - self._kv_bytes(longest), 0)
+        unused = max(scratch + self._plan.kv_bytes - self.kv_bytes(longest), 0)
         return min(self._plan.cache_bytes + unused, self._experts_bytes)
 
-    def _kv_bytes(self, longest: Sequence[int]) -> int:
+    def kv_bytes(self, longest: Sequence[int]) -> int:
         """Keys and values in memory: every head of every layer and slot has a run of its own, in whole pages."""
         total, page = 0, mmap.PAGESIZE
         for (runs, head_size), layers in self._heads.items():

@@ -60,7 +60,7 @@ class Model:
         self, bundle: Bundle, dense: dict[str, Any], experts: list[Any], cache: StreamingCache, context: int
     ) -> None:
         self.spec = bundle.manifest.model
-        self.dense, self.experts, self._cache = dense, experts, cache
+        self.dense, self.experts, self.cache = dense, experts, cache
         self._head_bias: np.ndarray | None = dense.get("lm_head_bias")
         self._norms = stream_norms(self.spec, dense)
         # numpy's warnings are switched off only where numpy computes: the switch takes 4 % of a small model's token.
@@ -122,20 +122,20 @@ class Model:
 
     def advice_by_layer(self) -> list[LayerAdvice]:
         """What prefetching was worth so far."""
-        return self.prefetch_quality.layers(self._first_expert, self._cache.prefetches)
+        return self.prefetch_quality.layers(self._first_expert, self.cache.prefetches)
 
     def bind_one_call(self, manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> None:
         """Let a single token take one call of the extension per layer, if it can. Call it after the advisor is set.
 
         reads_ahead: whether some experts have to be read while tokens are decoded.
         """
-        if why_not_one_call(manifest, options, reads_ahead) is None and isinstance(self._cache, NativeCache):
+        if why_not_one_call(manifest, options, reads_ahead) is None and isinstance(self.cache, NativeCache):
             layers = ModelLayers(self.spec, self.router_norms(), self._routers, self.experts, self.shared_experts)
-            self.token_experts = TokenExperts(layers, self._cache, self.advisor)
+            self.token_experts = TokenExperts(layers, self.cache, self.advisor)
 
     def needs_no_read(self, index: int) -> bool:
         """Whether a stored expert is in memory, on its way, or on an accelerator."""
-        return self._cache.holds(index) or not self.absent([index])
+        return self.cache.holds(index) or not self.absent([index])
 
     def router_norms(self) -> list[Norm]:
         """The norms in front of the routers, of every layer."""
@@ -147,7 +147,7 @@ class Model:
 
     def prefetch(self, experts: Sequence[int]) -> None:
         """Read stored experts ahead, likeliest first."""
-        self._cache.prefetch(self.absent(experts))
+        self.cache.prefetch(self.absent(experts))
 
     def forward(
         self,
@@ -234,7 +234,7 @@ class Model:
     def _token_experts(self, tokens: np.ndarray, choice: ExpertChoice | None) -> TokenExperts | None:
         """What computes the experts of this pass in one call a layer; None where they go step by step."""
         found = self.token_experts
-        if found is None or not found.fits(self._cache, self.advisor):
+        if found is None or not found.fits(self.cache, self.advisor):
             return None
         if len(tokens) != 1 or choice is not None or self.accelerator is not None:
             found.forget_guesses()
@@ -348,7 +348,7 @@ class Model:
         if split is not None and split.has_shared:
             shared = None
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
-        with closing(self._cache.stream(index, list(wanted), look_ahead, together=together)) as ready:
+        with closing(self.cache.stream(index, list(wanted), look_ahead, together=together)) as ready:
             for found in ready:
                 started_ns = time.perf_counter_ns()
                 experts = found if split is None else split.take(found)

@@ -47,40 +47,43 @@ class ModelLayers:
 
 
 class TokenExperts:
-    """Layers of one model, bound to its cache. Raises ValueError where their shapes do not fit each other."""
+    """Layers of one model, bound to its cache. Raises ValueError where their shapes do not fit each other.
+
+    native: the extension's ExpertLayers.
+    """
 
     def __init__(self, layers: ModelLayers, cache: NativeCache, advisor: Advisor) -> None:
         self._cache, self._predictor, self._advisor = cache, advisor.predictor, advisor
         self._bound = _bound_to(cache, advisor)
         self._layers, self._specs = layers, layers.spec.layers
-        fields = [self._fields(at) for at in range(layers.spec.num_layers)]
-        self._native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES)
+        fields = [self.fields(at) for at in range(layers.spec.num_layers)]
+        self.native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
         """Whether experts come from this cache and are read ahead as this advisor does, and no layer runs already.
 
         One does in a handler of a signal, and for another thread.
         """
-        return self._bound == _bound_to(cache, advisor) and not self._native.is_running
+        return self._bound == _bound_to(cache, advisor) and not self.native.is_running
 
     def begin(self) -> None:
         """A token's pass begins. Raises ExecutionError after a fork, or with other kernels than the cache has."""
         self._cache.begin_token()
-        self._native.begin_pass()
+        self.native.begin_pass()
 
     def forget_guesses(self) -> None:
         """What was predicted will not be compared: another pass comes first."""
-        self._native.forget_guesses()
+        self.native.forget_guesses()
 
     def margin(self, running: int, layer: int, rank: int) -> float:
         """As of LearnedMargins."""
-        return float(self._native.margin(running, layer, rank))
+        return float(self.native.margin(running, layer, rank))
 
     def run(
         self, layer: int, hidden: np.ndarray, times: PhaseTimes, quality: PrefetchQuality, trace: TraceRecorder | None
     ) -> None:
         """Add to the residual stream, float32 [1, D], what the layer's experts make of it. Raises as `stream` does."""
-        state, expert, dense_ns, experts_ns, shared_ns, predicted = kernels.experts_layer(self._native, layer, hidden)
+        state, expert, dense_ns, experts_ns, shared_ns, predicted = kernels.experts_layer(self.native, layer, hidden)
         self._cache.check_end(state, expert)
         times.dense_ns += dense_ns - shared_ns
         if predicted >= 0:
@@ -93,7 +96,7 @@ class TokenExperts:
 
     def _record(self, trace: TraceRecorder, layer: int, times: PhaseTimes) -> None:
         """The layer that ran last. times: before any of its experts was computed."""
-        native = self._native
+        native = self.native
         chosen = np.array(native.chosen, np.int32)[None]
         logits = np.frombuffer(native.logits, np.float32)[None] if chosen.size else None
         trace.add_layer(layer, chosen, native.advice, logits, self._foreseen(layer), times.copy())
@@ -103,7 +106,7 @@ class TokenExperts:
         followings = [] if self._predictor is None else self._advisor.followings(layer)
         known = [self._known(layer, each) for each in followings]
         asked = sum(scores is None for scores in known)
-        rows = iter(np.frombuffer(self._native.shares, np.float32).reshape(asked, -1) if asked else ())
+        rows = iter(np.frombuffer(self.native.shares, np.float32).reshape(asked, -1) if asked else ())
         return [next(rows) if scores is None else scores for scores in known]
 
     def _known(self, layer: int, following: Following) -> np.ndarray | None:
@@ -113,7 +116,7 @@ class TokenExperts:
             return None
         return predictor.scores_without_router(layer, following.ahead)[: following.count]
 
-    def _fields(self, at: int) -> dict[str, Any]:
+    def fields(self, at: int) -> dict[str, Any]:
         """A layer as the extension takes it."""
         layers, spec, first = self._layers, self._specs[at].experts, self._advisor.first_expert[at]
         followings = [] if self._predictor is None else self._advisor.followings(at)

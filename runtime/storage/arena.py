@@ -12,7 +12,7 @@ from .address_space import find_page_maker, find_page_mover, map_anonymous
 
 HUGE_PAGE_BYTES = 2 << 20
 # Whoever maps or unmaps memory waits until a range is cleared: ranges of 32 MiB hold loading up for half a second.
-_CLEARED_AT_ONCE = HUGE_PAGE_BYTES
+CLEARED_AT_ONCE_BYTES = HUGE_PAGE_BYTES
 # Linux; other systems refuse or lack them, and go without.
 _HUGE, _NOT_HUGE = getattr(mmap, "MADV_HUGEPAGE", 14), getattr(mmap, "MADV_NOHUGEPAGE", 15)
 _COLD = 20  # Linux 5.4; the module has no name for it
@@ -44,7 +44,9 @@ class Arena:
         """
         is_over, make = threading.Event(), find_page_maker()
         parts = [
-            (at, min(at + _CLEARED_AT_ONCE, end)) for start, end in ranges for at in range(start, end, _CLEARED_AT_ONCE)
+            (at, min(at + CLEARED_AT_ONCE_BYTES, end))
+            for start, end in ranges
+            for at in range(start, end, CLEARED_AT_ONCE_BYTES)
         ]
 
         def clear() -> None:

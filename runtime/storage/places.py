@@ -52,6 +52,11 @@ class Places:
         self._used_bytes = 0
         self._empty.add(0, span_bytes(sizes))
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all places and gaps."""
+        return self._used_bytes + self._gaps.total
+
     def start(self, index: int) -> int | None:
         """The first byte of an expert; None if it has no place."""
         return self._starts.get(index)
@@ -84,8 +89,8 @@ class Places:
 
     def resize(self, capacity_bytes: int) -> None:
         """Change what places and gaps may take; what is placed fits in it."""
-        self._shed(self._used_bytes + self._gaps.total - capacity_bytes)
-        left = capacity_bytes - self._used_bytes - self._gaps.total
+        self._shed(self.memory_bytes - capacity_bytes)
+        left = capacity_bytes - self.memory_bytes
         pieces = [left // self._unit_bytes * self._unit_bytes] + [self._unit_bytes] * (left // self._unit_bytes)
         for piece in pieces:  # all at once, or unit by unit
             start = self._empty.first(piece, self._unit_bytes) if 0 < piece <= left else None

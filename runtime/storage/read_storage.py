@@ -35,14 +35,16 @@ class ReadStorage:
 
     Direct reads bypass the page cache; where the file system refuses them, buffered reads drop their pages at once,
     so the page cache never holds a second copy that the budget would have to count.
+
+    arena: the memory of the experts.
     """
 
     def __init__(self, bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> None:
         self._entries, self._path = bundle.manifest.stored_experts, bundle.path
         self.successors = successors(self._entries)
         self._sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
-        self._arena = Arena(span_bytes(self._sizes), "the experts")
-        self._places = Places(self._sizes, self._arena, HUGE_PAGE_BYTES)
+        self.arena = Arena(span_bytes(self._sizes), "the experts")
+        self._places = Places(self._sizes, self.arena, HUGE_PAGE_BYTES)
         self._lock = threading.Lock()  # around the places
         self.resize(sum(self._sizes) if capacity_bytes is None else capacity_bytes)
         self._follow: Follow = lambda index, block: None
@@ -76,10 +78,16 @@ class ReadStorage:
             ) from error
         return files
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that experts may be in: their places, and the gaps between these."""
+        with self._lock:
+            return self._places.memory_bytes
+
     def block(self, index: int) -> np.ndarray:
         """Of an expert that has no place, memory that is not its own."""
         start = self._places.start(index) or 0
-        return self._arena.view[start : start + self._entries[index].size_bytes]
+        return self.arena.view[start : start + self._entries[index].size_bytes]
 
     def load(self, *run: int) -> None:
         with self._lock:
@@ -125,8 +133,8 @@ class ReadStorage:
 
     def check(self, index: int, address: int) -> None:
         """Compare an expert that was read to an address with its checksum. Raises ChecksumMismatch."""
-        start = address - int(self._arena.view.__array_interface__["data"][0])
-        self._verifier.compare(index, self._arena.view[start : start + self._entries[index].size_bytes])
+        start = address - int(self.arena.view.__array_interface__["data"][0])
+        self._verifier.compare(index, self.arena.view[start : start + self._entries[index].size_bytes])
 
     def follow_hand_overs(self, take: Callable[[], HandOvers]) -> None:
         """Take over what became of places while others than `load` gave them out. take: tells it once."""
@@ -149,7 +157,7 @@ class ReadStorage:
     @contextmanager
     def made_ready(self, is_wanted: bool) -> Iterator[None]:
         gaps = self._places.gaps() if is_wanted else []
-        with closed_on_failure(self), self._arena.cleared_meanwhile(gaps):
+        with closed_on_failure(self), self.arena.cleared_meanwhile(gaps):
             yield
 
     def on_place(self, follow: Follow) -> None:

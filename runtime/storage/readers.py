@@ -21,6 +21,10 @@ class ReaderThreads:
             thread.start()
             self._threads.append(thread)
 
+    def running(self) -> int:
+        """Return how many have started and have not ended."""
+        return sum(thread.is_alive() for thread in self._threads)
+
     def join(self) -> None:
         """Wait until all have ended, for good: what owns them is not kept alive by their loop."""
         for thread in self._threads:

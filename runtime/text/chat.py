@@ -82,6 +82,7 @@ class ChatRenderer:
     """A process that renders one chat template. Leave the `with` block to end it.
 
     It starts at once and imports jinja2, so that this costs no time where the caller has other work before `render`.
+    process: the process; its `returncode` is None until `close` or `render` has collected it.
     Raises ExecutionError if it cannot be started, MissingDependency without jinja2.
     """
 
@@ -91,7 +92,7 @@ class ChatRenderer:
         script = Path(__file__).with_name("template_child.py")
         command = [sys.executable, "-I", "-S", str(script), *_package_folders("jinja2", "markupsafe")]
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError as error:
@@ -105,9 +106,9 @@ class ChatRenderer:
 
     def close(self) -> None:
         """End the process, whatever it does, and collect it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(BrokenPipeError):  # what was not sent is of no use any more
                 if pipe is not None:
                     pipe.close()
@@ -134,7 +135,7 @@ class ChatRenderer:
 
     def _ask(self, parts: Sequence[bytes], limit_bytes: int) -> bytes:
         """Return the answer to a request. Raises ManifestInvalid if the process ends without one."""
-        source, target = self._process.stdout, self._process.stdin
+        source, target = self.process.stdout, self.process.stdin
         assert source is not None and target is not None  # both are pipes
         try:
             for part in parts:
@@ -144,8 +145,8 @@ class ChatRenderer:
             pass  # it has ended, and its status says why
         answer = source.read(limit_bytes + 1)
         if len(answer) > limit_bytes:
-            self._process.kill()
-        status = self._process.wait()
+            self.process.kill()
+        status = self.process.wait()
         if status != 0:
             raise ManifestInvalid(f"the chat template {_end_reason(status)}", _COPY_AGAIN)
         return answer

@@ -79,8 +79,8 @@ def of_auto(command: str, more: str) -> Line:
     """What `auto` may cost."""
     return Line(
         command,
-        "moec.cli.options.runtime_options._chosen_thresholds",
-        {"mode_loss": Given("--mode-loss 2%", "text", "2%")},
+        "moec.runtime.tuning.mode_records.choose_thresholds",
+        {"mode_loss": Given("--mode-loss 2%", "loss", 0.02)},
         f"--dynamic-precision auto {more}",
     )
 
@@ -185,7 +185,7 @@ RUNS = {
     ),
     "tune, traces": Line(
         "tune",
-        "moec.cli.commands.tune._fit",
+        "moec.cli.commands.tune.fit_policy",
         {
             "training": Given("--trace {folder}/run.trace", "training", (Path("{folder}/run.trace"),)),
             "held_out": Given("--held-out {folder}/text.txt", "held_out", (Path("{folder}/text.txt"),)),

@@ -111,15 +111,15 @@ def test_a_lock_that_was_removed_while_it_was_opened_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What holds the first file locks nothing: its owner has removed it from its path."""
-    plain, calls = output_lock._take, list[int]()
+    flock, calls = output_lock.fcntl.flock, list[int]()
 
-    def take(descriptor: int, output: Path, note: output_lock.Note) -> None:
+    def lock(descriptor: int, operation: int) -> None:
         calls.append(descriptor)
         if len(calls) == 1:
             (tmp_path / "out.lock").unlink()
-        plain(descriptor, output, note)
+        flock(descriptor, operation)
 
-    monkeypatch.setattr(output_lock, "_take", take)
+    monkeypatch.setattr(output_lock.fcntl, "flock", lock)
     with hold_output(tmp_path / "out", Disk(), pytest.fail):
         assert len(calls) == 2 and names(tmp_path) == {"out.lock"}
     assert names(tmp_path) == set()

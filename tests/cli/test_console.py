@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interrupts import hear_interrupts
+
 SCRIPT = [str(Path(sys.executable).with_name("moec"))]
 MODULE = [sys.executable, "-m", "moec.cli.main"]
 
@@ -50,7 +52,7 @@ def test_an_interrupt_while_modules_are_loaded(
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(content)
     line = start(command, "run", bundle, "--prompt", "x", packages=tmp_path)
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, check=False, preexec_fn=hear_interrupts)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 

@@ -61,12 +61,17 @@ def folder(checkpoint: Path, two_version_bundle: Path, tmp_path_factory: pytest.
         "bench {folder}/bundle --text {folder}/text.txt --tokens 6 --prompt-tokens 3 --trace-out {folder}/run.trace"
     )
     with pytest.MonkeyPatch.context() as patch:
-        laptop = load_profile("laptop")
-        patch.setattr("moec.cli.commands.bench._probed_host", lambda bundle: laptop)
-        patch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+        measure_nothing(patch)
         done = CliRunner().invoke(cli, [*words(recorded, folder), "--expert-cache", "50%"])
     assert done.exit_code == 0, done.stderr
     return folder
+
+
+def measure_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Let `moec bench` take this machine for a known one."""
+    laptop = load_profile("laptop")
+    patch.setattr("moec.profiles.probe.probe_host", lambda place, request_bytes: laptop)
+    patch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
 
 
 def words(text: str, folder: Path) -> list[str]:
@@ -91,7 +96,7 @@ def follow(line: Line, folder: Path, is_silent: bool = False) -> SimpleNamespace
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, stop)
         patch.setattr("moec.runtime.kernels.select", lambda kernels: vars(seen).update(kernels=kernels))
-        patch.setattr("moec.cli.commands.bench._measured_host", lambda bundle, threads: None)
+        measure_nothing(patch)
         patch.chdir(folder)
         result = CliRunner().invoke(cli, [line.command, str(target), *words(line.more, folder), *told])
     assert result.exit_code == 1 and STOPPED in result.stderr, result.output

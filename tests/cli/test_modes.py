@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from moec.cli.lossy_modes.mode_sweep import QualitySweep, allowed_settings, settings_of
+from moec.cli.lossy_modes.mode_sweep import allowed_settings, settings_of
 from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.cli.main import cli
 from moec.compiler.request.ports import UnpublishedBundle
+from moec.evaluation import run
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
@@ -163,15 +164,16 @@ def test_what_was_measured_before_stays(invoke: Invoke, recorded: Path, texts: P
 def test_an_interrupted_sweep_keeps_what_it_measured(
     invoke: Invoke, own: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, asked = QualitySweep._evaluate, list[str]()
+    evaluate, count = run.evaluate, 0
 
-    def interrupted(self: QualitySweep, engine: Any, title: str) -> Any:
-        asked.append(title)
-        if len(asked) == 3:
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
             raise KeyboardInterrupt
-        return evaluate(self, engine, title)
+        return evaluate(*arguments, **named)
 
-    monkeypatch.setattr(QualitySweep, "_evaluate", interrupted)
+    monkeypatch.setattr(run, "evaluate", interrupted)
     modes = "big-little gamma=0.9; big-little gamma=0.8"
     assert invoke("eval", own, "--data", texts, "--modes", modes).exit_code != 0
     assert [row["mode"] for row in measured_rows(own)] == ["big-little gamma=0.9,k=K/2"]

@@ -35,7 +35,7 @@ def test_standard_input_is_read_up_to_a_bound(invoke: Invoke, bundle: Path, monk
     endless = Counting()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
     with pytest.raises(ContextOverflow, match="more than 1000 bytes"):
-        prompts._standard_input(1000)
+        prompts.standard_input(1000)
     assert endless.given == 1001
     assert prompt_limit_bytes(512) == 131_072 and prompt_limit_bytes(10**7) == MAX_PROMPT_BYTES
 
@@ -45,7 +45,7 @@ def test_line_ends(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from moec.cli.options import prompts
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
-    assert prompts._standard_input(100) == "a b"
+    assert prompts.standard_input(100) == "a b"
 
 
 def test_what_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,10 @@ def test_what_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     with pytest.raises(InputError, match="not UTF-8 at byte 2"):
-        prompts._standard_input(100)
+        prompts.standard_input(100)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(InputError, match="is closed"):
-        prompts._standard_input(100)
+        prompts.standard_input(100)
 
 
 @pytest.mark.parametrize("options", [(), ("--chat",)])

@@ -365,7 +365,7 @@ def test_resume_measures_nothing_twice(
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
     monkeypatch.setattr(whole_model, "calibrate", fails)
-    monkeypatch.setattr("moec.compiler.sensitivity.trials.Trials._measure_kl", fails)
+    monkeypatch.setattr("moec.compiler.sensitivity.trials.summarise_divergence", fails)
     notes: list[str] = []
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
     assert contents(tmp_path / "out") == whole

@@ -159,7 +159,7 @@ def test_missing_extra_is_named(monkeypatch, package: str, name: str) -> None:
 def test_rouge_without_its_packages(monkeypatch, package: str) -> None:
     from moec.evaluation import metrics
 
-    metrics._rouge_scorer.cache_clear()
+    metrics.rouge_scorer.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rouge_score", "nltk")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from moec.runtime.kernels import _native  # type: ignore[attr-defined]
 from tests.fuzz.guarded import guarded
-from tests.fuzz.native_calls import BUILDERS, Draw
+from tests.fuzz.native_calls import BUILDERS, NATIVE, Draw
 
 SPOILED = 0.4
 ODD: tuple[Any, ...] = (
@@ -60,8 +59,8 @@ def spoiled(value: Any, source: random.Random) -> Any:
 def one_call(seed: int, number: int) -> str:
     """Make one call and say how it ended. Raises whatever is neither a result nor a refusal."""
     draw = Draw(seed * 1_000_003 + number)
-    _native.select(draw.source.choice(_native.available()))
-    _native.set_threads(draw.source.randint(1, 3))
+    NATIVE.select(draw.source.choice(NATIVE.available()))
+    NATIVE.set_threads(draw.source.randint(1, 3))
     call = draw.source.choice(BUILDERS)(draw)
     is_spoiled = bool(call.arguments) and draw.source.random() < SPOILED
     if is_spoiled:

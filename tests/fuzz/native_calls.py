@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.quant import QuantSpec
-from moec.runtime.kernels import _native  # type: ignore[attr-defined]
+from moec.runtime import kernels
 from tests.fuzz.guarded import guarded
 from tests.kernels.packer import FORMATS
 
+NATIVE: Any = kernels.loaded()
+"""The extension."""
 _FLOAT_CODES = {"none": 0, "bfloat16": 1, "float16": 2, "mxfp4": 3}
 SIZES = (1, 2, 3, 5, 16, 17, 33)
 WIDTHS = (32, 64, 96, 128, 160, 192, 256)
@@ -55,7 +57,7 @@ class Draw:
         data = guarded(self.numbers.integers(0, 256, spec.packed_bytes(rows, columns)).astype(np.uint8))
         bitwidth = 243 if spec.is_ternary else int(spec.bitwidth)
         form = (bitwidth, spec.group_size, spec.symmetric, _FLOAT_CODES[spec.float_type], spec.byte_scales)
-        return _native.PackedMatrix(data, rows, columns, *form)
+        return NATIVE.PackedMatrix(data, rows, columns, *form)
 
     def expert(self, hidden: int) -> Any:
         width, activation = self.source.choice(WIDTHS), self.source.randrange(3)
@@ -63,7 +65,7 @@ class Draw:
         rows = [width, width, hidden]
         biases = [self.floats(count) for count in rows] if activation != 2 and self.source.random() < 0.3 else []
         parts = (gate, self.matrix(width, hidden), self.matrix(hidden, width))
-        return _native.Expert(*parts, activation, 7.0 if activation == 1 else 0.0, biases)
+        return NATIVE.Expert(*parts, activation, 7.0 if activation == 1 else 0.0, biases)
 
 
 def fits(spec: QuantSpec, rows: int, columns: int) -> bool:
@@ -79,13 +81,13 @@ def linears(draw: Draw) -> Call:
     tokens, columns = draw.size(), draw.source.choice(WIDTHS)
     rows = [draw.size() for _ in range(draw.source.randint(1, 3))]
     outs = [draw.floats(tokens, count) for count in rows]
-    return Call(_native.linears, [[draw.matrix(count, columns) for count in rows], draw.floats(tokens, columns), outs])
+    return Call(NATIVE.linears, [[draw.matrix(count, columns) for count in rows], draw.floats(tokens, columns), outs])
 
 
 def dequantize_rows(draw: Draw) -> Call:
     rows, columns, count = draw.size(), draw.source.choice(WIDTHS), draw.size()
     indices = draw.ints(count, rows, np.int64)
-    return Call(_native.dequantize_rows, [draw.matrix(rows, columns), indices, draw.floats(count, columns)])
+    return Call(NATIVE.dequantize_rows, [draw.matrix(rows, columns), indices, draw.floats(count, columns)])
 
 
 def expert_ffn(draw: Draw) -> Call:
@@ -93,7 +95,7 @@ def expert_ffn(draw: Draw) -> Call:
     places = draw.numbers.permutation(tokens * ranks)[:count]
     where = [guarded((part).astype(np.int32)) for part in (places // ranks, places % ranks)]
     return Call(
-        _native.expert_ffn,
+        NATIVE.expert_ffn,
         [draw.expert(hidden), draw.floats(tokens, hidden), *where, draw.floats(tokens, ranks, hidden)],
     )
 
@@ -102,7 +104,7 @@ def experts_of_token(draw: Draw) -> Call:
     hidden, count = draw.source.choice(WIDTHS), draw.source.randint(1, 4)
     ranks = guarded(draw.numbers.permutation(count).astype(np.int32))
     experts = [draw.expert(hidden)] * count
-    return Call(_native.experts_of_token, [experts, draw.floats(1, hidden), ranks, draw.floats(1, count, hidden)])
+    return Call(NATIVE.experts_of_token, [experts, draw.floats(1, hidden), ranks, draw.floats(1, count, hidden)])
 
 
 def rows_of(draw: Draw) -> Call:
@@ -110,16 +112,16 @@ def rows_of(draw: Draw) -> Call:
     return draw.source.choice(
         [
             Call(
-                _native.combine,
+                NATIVE.combine,
                 [draw.floats(tokens, ranks, width), draw.floats(tokens, ranks), draw.floats(tokens, width)],
             ),
-            Call(_native.rms_norm, [draw.floats(tokens, width), draw.floats(width), 1e-5, draw.floats(tokens, width)]),
+            Call(NATIVE.rms_norm, [draw.floats(tokens, width), draw.floats(width), 1e-5, draw.floats(tokens, width)]),
             Call(
-                _native.layer_norm,
+                NATIVE.layer_norm,
                 [draw.floats(tokens, width), draw.floats(width), draw.floats(width), 1e-5, draw.floats(tokens, width)],
             ),
-            Call(_native.exp, [draw.floats(width), draw.floats(width)]),
-            Call(_native.largest, [draw.floats(width), draw.source.randint(0, width)]),
+            Call(NATIVE.exp, [draw.floats(width), draw.floats(width)]),
+            Call(NATIVE.largest, [draw.floats(width), draw.source.randint(0, width)]),
         ]
     )
 
@@ -129,7 +131,7 @@ def route(draw: Draw) -> Call:
     top_k = draw.source.randint(1, experts)
     chosen = draw.ints(tokens * top_k, experts).reshape(tokens, top_k)
     return Call(
-        _native.route, [draw.floats(tokens, experts), draw.source.random() < 0.5, chosen, draw.floats(tokens, top_k)]
+        NATIVE.route, [draw.floats(tokens, experts), draw.source.random() < 0.5, chosen, draw.floats(tokens, top_k)]
     )
 
 
@@ -137,7 +139,7 @@ def rope(draw: Draw) -> Call:
     tokens, heads, half, positions = draw.size(), draw.size(), draw.size(), draw.size()
     tables = [draw.floats(positions, half) for _ in range(2)]
     x = draw.floats(tokens, heads, 2 * half + draw.source.choice((0, 2)))
-    return Call(_native.rope, [x, *tables, draw.ints(tokens, positions), draw.source.random() < 0.5])
+    return Call(NATIVE.rope, [x, *tables, draw.ints(tokens, positions), draw.source.random() < 0.5])
 
 
 def caches(draw: Draw, kv_heads: int, head: int) -> tuple[int, int, list[np.ndarray]]:
@@ -150,7 +152,7 @@ def store_kv(draw: Draw) -> Call:
     tokens, kv_heads, head = draw.size(), draw.source.randint(1, 4), draw.size()
     slots, positions, arrays = caches(draw, kv_heads, head)
     kv = [draw.floats(tokens, kv_heads, head) for _ in range(2)]
-    return Call(_native.store_kv, [*kv, *arrays, draw.ints(tokens, slots), draw.ints(tokens, positions)])
+    return Call(NATIVE.store_kv, [*kv, *arrays, draw.ints(tokens, slots), draw.ints(tokens, positions)])
 
 
 def attention(draw: Draw) -> Call:
@@ -166,7 +168,7 @@ def attention(draw: Draw) -> Call:
     window = 0 if has_ends else draw.source.choice((0, 1, 3, 100))
     places = [draw.ints(tokens, slots), draw.ints(tokens, positions)]
     q, out = draw.floats(tokens, heads, head), draw.floats(tokens, heads, head)
-    return Call(_native.attention, [q, *arrays, *places, 0.3, window, out, sinks, ends, bias])
+    return Call(NATIVE.attention, [q, *arrays, *places, 0.3, window, out, sinks, ends, bias])
 
 
 def router_shares(draw: Draw) -> Call:
@@ -175,7 +177,7 @@ def router_shares(draw: Draw) -> Call:
     norms = [draw.floats(columns) for _ in range(count)]
     biases = [draw.floats(rows) if draw.source.random() < 0.5 else None for _ in range(count)]
     return Call(
-        _native.router_shares, [matrices, norms, 1e-5, draw.floats(1, columns), draw.floats(count, rows), biases]
+        NATIVE.router_shares, [matrices, norms, 1e-5, draw.floats(1, columns), draw.floats(count, rows), biases]
     )
 
 
@@ -188,7 +190,7 @@ def attend(draw: Draw) -> Call:
     biases = tuple(draw.floats(count) if draw.source.random() < 0.3 else None for count in (*rows, hidden))
     rotation = tuple(draw.floats(positions, head // 2) for _ in range(2)) if draw.source.random() < 0.5 else None
     norm = (draw.floats(hidden), draw.floats(hidden) if draw.source.random() < 0.3 else None)
-    own = _native.AttentionLayer(
+    own = NATIVE.AttentionLayer(
         norm, 1e-5, matrices, biases, (None, None), 0.0, rotation, draw.source.random() < 0.5, kv_heads, head, 0.2,
         draw.source.choice((0, 3)), draw.floats(heads) if draw.source.random() < 0.3 else None, None, 1.0,
     )  # fmt: skip
@@ -211,7 +213,7 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
     sizes = [draw.source.choice((1, 4096, 1 << 40)) for _ in range(count)]
     following = [index + 1 if index + 1 < count and draw.source.random() < 0.5 else -1 for index in range(count)]
     policy = draw.source.choice(("lrfu", "lru", "lfu"))
-    reads = _native.ExpertReads(
+    reads = NATIVE.ExpertReads(
         columns, sizes, [0] * count, following, draw.source.randint(1, 3), 1 << 20, 100.0, policy,
         draw.source.choice((0, 4096, 1 << 41)), draw.source.choice((0, 4096, 1 << 41)),
         [(-1, 0, size, None, -1, 0, 0) for size in sizes], False,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.cli.commands.simulate import _with_rule
+from moec.cli.commands.simulate import with_prefetch_rule
 from moec.cli.measuring.decode_speed import measure_decode, new_tracer
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.traces import recorded_trace, replayed_bundle
@@ -164,4 +164,4 @@ def test_a_trace_recorded_to_the_first_miss_is_replayed_as_it_was(bundle: Path) 
     assert row.timeline.tokens_per_s and row.timeline.cache.prefetch_reads > 0
     spread = replace(trace, header=replace(trace.header, prefetch_rule="spread"))
     with pytest.raises(OptionError, match="experts follow from the token"):
-        _with_rule(spread, Path("a.trace"), opened, "lookahead", "first-miss")
+        with_prefetch_rule(spread, Path("a.trace"), opened, "lookahead", "first-miss")

@@ -343,16 +343,20 @@ void check_attention(Check& check) {
         std::vector<float> logits = random_floats(experts), shares(static_cast<size_t>(experts));
         logits[0] = logits[static_cast<size_t>(experts / 2)];  // a tie
         const int64_t top_k = experts < 8 ? 1 : 8;
-        std::vector<int32_t> chosen[2];
-        std::vector<float> weights[2];
         const KernelTable* tables[2] = {&scalar, &check.table};
-        for (int i = 0; i < 2; ++i) {
-            chosen[i].assign(static_cast<size_t>(top_k), -1);
-            weights[i].assign(static_cast<size_t>(top_k), -1.0f);
-            tables[i]->route({logits.data(), chosen[i].data(), weights[i].data(), experts, top_k, i == 2}, 0, shares.data());
-            weights[i].insert(weights[i].end(), chosen[i].begin(), chosen[i].end());
+        for (bool renormalizes : {false, true}) {
+            std::vector<int32_t> chosen[2];
+            std::vector<float> weights[2];
+            for (int i = 0; i < 2; ++i) {
+                chosen[i].assign(static_cast<size_t>(top_k), -1);
+                weights[i].assign(static_cast<size_t>(top_k), -1.0f);
+                tables[i]->route(
+                    {logits.data(), chosen[i].data(), weights[i].data(), experts, top_k, renormalizes}, 0, shares.data());
+                weights[i].insert(weights[i].end(), chosen[i].begin(), chosen[i].end());
+            }
+            const std::string kind = renormalizes ? "renormalized route over " : "route over ";
+            check.equal(weights[0], weights[1], kind + std::to_string(experts));
         }
-        check.equal(weights[0], weights[1], "route over " + std::to_string(experts));
     }
 }
 

@@ -46,7 +46,7 @@ def test_unknown_kernels_are_refused(name: str) -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Reset the state of the kernels to that of a new process."""
-    monkeypatch.setattr(extension, "_state", extension._State())
+    monkeypatch.setattr(extension, "state", extension.KernelState())
     return monkeypatch
 
 

@@ -68,10 +68,10 @@ FORMS = [
 def test_the_extension_refuses_forms_by_itself(form: tuple[int, ...]) -> None:
     """A form is rows, columns, bitwidth, group size, symmetric, float type and, by default False, byte scales."""
     need("scalar")
-    from moec.runtime.kernels import _native
-
+    extension = kernels.loaded()
+    assert extension is not None
     with pytest.raises(ValueError, match=r"format|bytes"):
-        _native.PackedMatrix(np.zeros(4096, np.uint8), *(*form, False)[:7])
+        extension.PackedMatrix(np.zeros(4096, np.uint8), *(*form, False)[:7])
 
 
 @pytest.mark.parametrize(

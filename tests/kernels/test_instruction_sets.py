@@ -13,7 +13,6 @@ MOEC_REQUIRE_QEMU=1 turns the skips into failures.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -105,10 +104,10 @@ def test_vnni_equals_scalar(tmp_path: Path) -> None:
 def test_lines_are_asked_for_ahead() -> None:
     """Count prefetches in the machine code: a compiler may drop a function that only prefetches."""
     need_tool("objdump")
-    extension = importlib.util.find_spec("moec.runtime.kernels._native")
-    if extension is None or extension.origin is None:
+    extension = kernels.loaded()
+    if extension is None or extension.__file__ is None:
         pytest.skip("the kernel extension is not built")
-    listing = subprocess.run(["objdump", "-d", extension.origin], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["objdump", "-d", extension.__file__], capture_output=True, text=True, check=True).stdout
     instruction = "prfm" if platform.machine() == "aarch64" else "prefetcht1"
     sets = set(kernels.available()) - {"scalar", "numpy"}
     assert ("amx" in sets) <= ("tdpbssd" in listing and "tdpbsud" in listing)  # sums are equal without tiles, too

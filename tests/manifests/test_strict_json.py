@@ -52,7 +52,7 @@ def test_the_count_is_that_of_the_parser(value: Any, part_bytes: int, is_ascii: 
     containers, commas, texts, depth = counted(value)
     least = [containers, containers + commas, texts, depth]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strict_json, "_PART_BYTES", part_bytes)
+        patch.setattr(strict_json, "PART_BYTES", part_bytes)
         assert load_strict_json(data, JsonLimits(len(data), *least)) == value
         for at, found in enumerate(least):
             if found:

@@ -119,7 +119,7 @@ def consume(
                 assert some and (together or len(some) == 1)
                 assert not waiting or set(some) <= waiting, "hits come first"
                 for index in some:
-                    assert index in source.loaded and index in cache.resident() and cache._leases[index] == 1
+                    assert index in source.loaded and index in cache.resident() and index in cache.leased()
                 source.held = {*some, *waiting}
                 cache.check_invariants()
                 found += some

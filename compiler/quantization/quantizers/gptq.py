@@ -31,7 +31,7 @@ DAMPING = 0.01
 """Share of the mean diagonal that is added to the second moment, for at least as many tokens as columns."""
 SPARSE_DAMPING = 0.1
 """The share for fewer tokens than columns. It lowers the output error on held-out inputs by up to 10 %."""
-_ONE_THREAD_WEIGHTS = 1 << 22
+ONE_THREAD_WEIGHTS = 1 << 22
 """Batches below this many weights use one thread, because their operations are too short to divide."""
 REFITTED_CODES, FEW_CODES, REFITS = 16, 4, 4
 """Limits of the fit of scales to GPTQ's codes.
@@ -106,7 +106,7 @@ def quantize_gptq_batch(
     prepared: result of prepare_inputs for these moments; only if every matrix has tokens.
     Raises ValueError if the format does not fit, or its scales exceed float16.
     """
-    with one_torch_thread() if weights.numel() < _ONE_THREAD_WEIGHTS else nullcontext():
+    with one_torch_thread() if weights.numel() < ONE_THREAD_WEIGHTS else nullcontext():
         return _quantize(weights.detach().float(), spec, second_moments, tokens, prepared)
 
 

@@ -103,11 +103,11 @@ def _divisor(scales: Tensor) -> Tensor:
 def _quanto() -> Any:
     """Return the package. The first call sets it up."""
     with _setting_up:
-        return _set_up_quanto()
+        return set_up_quanto()
 
 
 @cache
-def _set_up_quanto() -> Any:
+def set_up_quanto() -> Any:
     """Import the package and let it unpack in Python. Otherwise its first use compiles C++ into the installed package.
 
     Raises MissingDependency.

@@ -14,7 +14,8 @@ from ..byte_scales import on_bytes
 from ..quantized import QuantizedMatrix
 
 _RIDGE = 1e-4  # share of the mean diagonal; keeps what codes do not determine, such as scales of groups of zeros
-_SYSTEM_VALUES = 1 << 22  # values of the systems solved at once, 32 MiB
+SYSTEM_VALUES = 1 << 22
+"""Values of the systems that are solved at once: 32 MiB."""
 
 
 def refit(weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> QuantizedMatrix:
@@ -26,7 +27,7 @@ def refit(weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> QuantizedM
     """
     groups = matrix.scales.shape[1]
     unknowns = groups if matrix.minima is None else 2 * groups
-    rows = max(1, _SYSTEM_VALUES // unknowns**2)
+    rows = max(1, SYSTEM_VALUES // unknowns**2)
     residual = (weight - matrix.dequantize()) @ moment
     offset = matrix.spec.centre if matrix.minima is None else 0
     parts = [

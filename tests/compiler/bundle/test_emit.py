@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.bundle.emit import _Emitter, cost_summary, emit, finish, packed_pieces
+from moec.compiler.bundle.emit import cost_summary, emit, finish, packed_pieces
 from moec.compiler.calibration.tables import Tables, encode_tables, read_tables
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import Lowering, lower
@@ -99,17 +99,17 @@ def test_every_unit_is_what_the_quantizer_gave(folder: Path, tmp_path: Path) -> 
 def test_threads_pack_side_by_side_to_the_same_bytes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, own, both = set[str](), _Emitter._expert_blob, threading.Barrier(2)
+    seen, both = set[str](), threading.Barrier(2)
 
-    def blob(*arguments: object) -> np.ndarray:
+    def offsets(*arguments: Any) -> tuple[dict[str, int], int]:
         seen.add(threading.current_thread().name)
         with suppress(threading.BrokenBarrierError):
             both.wait(10)  # experts are tiny here: the first thread would be done with all before a second begins
         both.abort()
-        return own(*arguments)  # type: ignore[arg-type]
+        return unit_offsets(*arguments)
 
     _emit(_open(folder), tmp_path / "one.partial")
-    monkeypatch.setattr(_Emitter, "_expert_blob", blob)
+    monkeypatch.setattr("moec.compiler.bundle.emit.unit_offsets", offsets)  # asked first of each expert
     torch.set_num_threads(3)
     try:
         _emit(_open(folder), tmp_path / "three.partial")
@@ -277,7 +277,8 @@ def test_a_file_cut_off_after_opening_leaves_nothing(copy: Path, tmp_path: Path)
 
 
 def test_no_space_is_found_before_the_first_byte(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10))  # type: ignore[attr-defined]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
     with pytest.raises(DoesNotFit, match=r"has 10 bytes free, the bundle needs \d+"):
         _emit(_open(folder), tmp_path / "out.partial")
     assert not (tmp_path / "out.partial").exists()

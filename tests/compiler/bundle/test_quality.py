@@ -17,7 +17,7 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import uniform_like
 from moec.compiler.search.baselines import BaselineResult
-from moec.compiler.search.comparison import Comparison, _group_size, can_compare
+from moec.compiler.search.comparison import Comparison, can_compare, edgemoe_group_size
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_groups, plain_plan
 from moec.compiler.sensitivity.trials import Trial
 from moec.evaluation.results import EvaluationResult
@@ -124,8 +124,9 @@ def test_edgemoe_gets_a_group_size_that_fits() -> None:
     at_16 = BaselineResult("best uniform", plan, ())
     at_3 = BaselineResult("best uniform", uniform_like(plan, QuantSpec(3, 32)), ())
     wide = (QuantSpec(2, 64), QuantSpec(4, 64), BF16)
-    assert [_group_size(plan, result, (*wide, QuantSpec(2, 32))) for result in (none, at_16, at_3)] == [32, 32, 32]
-    assert _group_size(plan, none, wide) == 0
+    for result in (none, at_16, at_3):
+        assert edgemoe_group_size(plan, result, (*wide, QuantSpec(2, 32))) == 32
+    assert edgemoe_group_size(plan, none, wide) == 0
     assert can_compare(plan, SPECS) and not can_compare(plan, (BF16,))
     assert not can_compare(plain_plan(toy_model(width=100), BF16, "gptq"), SPECS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,9 +67,9 @@ def test_a_url_is_the_same_checkpoint(protocol: str, folder: Path, home: Path, m
 def test_only_what_changed_is_copied_again(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.pipe({"/m/config.json": b"{}", "/m/a.safetensors": b"one", "/m/b.safetensors": b"two"})
     copied: list[str] = []
-    opened = type(memory)._open
+    opened = type(memory).open
     monkeypatch.setattr(
-        type(memory), "_open", lambda self, path, *a, **k: (copied.append(path), opened(self, path, *a, **k))[1]
+        type(memory), "open", lambda self, path, *a, **k: (copied.append(path), opened(self, path, *a, **k))[1]
     )
     found = fetch("memory://m", EVERYTHING, tmp_path)
     assert copied == ["/m/a.safetensors", "/m/b.safetensors", "/m/config.json"]
@@ -88,8 +89,7 @@ def test_a_copy_that_ends_early_is_no_file_and_is_made_again(
 ) -> None:
     memory.pipe({"/m/config.json": b"{}", "/m/z.safetensors": b"whole"})
     with monkeypatch.context() as patch:
-        read = checkpoint_url._read
-        patch.setattr(checkpoint_url, "_read", lambda file, url: read(file, url)[:2])
+        patch.setattr(type(memory), "open", lambda self, path, mode: io.BytesIO(self.cat_file(path)[:2]))
         with pytest.raises(CheckpointError, match=r"`memory://m/z.safetensors` ended after 2 bytes, expected 5"):
             fetch("memory://m", EVERYTHING, tmp_path)
     (folder,) = tmp_path.iterdir()

@@ -253,6 +253,7 @@ class Dying:
 def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
     address: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import ray
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -276,7 +277,7 @@ def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
         with pytest.raises(RuntimeError, match="at another iteration"):
             next(pool.in_order([Counting(1)]))
         with pytest.raises(ExecutionError, match="a worker died 1 times: "):
-            list(ray_pool.Pool(pool._ray, pool._actors, 1, Talk()).in_order([Dying()]))
+            list(ray_pool.Pool(ray, pool.actors, 1, Talk()).in_order([Dying()]))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,9 @@ def test_a_node_that_would_compute_something_else_is_named() -> None:
     wanted = 0
 
     def check(report: NodeReport) -> None:
-        ray_pool._check("pi (10.0.0.7)", report, ray_pool._Wanted("/models/tiny", "same", wanted), Talk(notes.append))
+        ray_pool.check_node(
+            "pi (10.0.0.7)", report, ray_pool.NodeNeeds("/models/tiny", "same", wanted), Talk(notes.append)
+        )
 
     check(NodeReport(own, here, "same"))
     assert not notes

@@ -30,6 +30,7 @@ from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.decode import ROWS_PER_STEP
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.reference.network import length_batches
+from moec.compiler.request.ports import OpenRuntime
 from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.compiler.sensitivity.trials import TaskData, Trials
 from moec.compiler.walker.memory import PROCESS_BYTES
@@ -53,11 +54,19 @@ WORKERS = pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 1), (2, 2
 class PoolHere(Pool):
     """Sites of this process that take turns; everything on its way is pickled, as between machines."""
 
-    def __init__(self, folder: Path, workers: int, threads: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        threads: int,
+        open_runtime: OpenRuntime = open_partial,
+        memory_bytes: int = 0,
+    ) -> None:
         self.count, self.threads = workers, threads
         self._objects: list[bytes] = []
         identity = checkpoint_identity(open_checkpoint(str(folder)))
-        self._sites = [Site(str(folder), identity, threads, open_partial, self._fetch) for _ in range(workers)]
+        opened = str(folder), identity, threads, open_runtime, self._fetch, memory_bytes
+        self.sites = [Site(*opened) for _ in range(workers)]
         self.jobs: list[Job] = []
 
     def _fetch(self, handles: Sequence[int]) -> list[Any]:
@@ -70,7 +79,7 @@ class PoolHere(Pool):
     def in_order(self, jobs: Iterable[Job]) -> Iterator[Answer]:
         for job in jobs:
             self.jobs.append(job)
-            result, kept = pickle.loads(pickle.dumps(job)).run(self._sites[len(self.jobs) % self.count])
+            result, kept = pickle.loads(pickle.dumps(job)).run(self.sites[len(self.jobs) % self.count])
             yield Answer(pickle.loads(pickle.dumps(result)), self.put(kept))
 
 
@@ -284,9 +293,7 @@ def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_pa
 
     other = tmp_path / "other-moec"
     compile_tiny(folder, other, "uniform", 8)
-    pool = PoolHere(folder, workers=2, threads=1)
-    for site in pool._sites:
-        site._memory_bytes, site._open_runtime = 64 << 30, recorded  # this process counts too
+    pool = PoolHere(folder, workers=2, threads=1, open_runtime=recorded, memory_bytes=64 << 30)
     pairs = [pair for pair in text_pairs(12) if pair[1]]
     engines = [RemoteEngine(pool, path, share) for path, share in ((bundle, 0.5), (other, 0.25))]
     expected = []
@@ -298,10 +305,13 @@ def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_pa
             assert engine.answer_log_probs(pairs, no_progress) == scores
     assert sorted(size for _, size in opened) == [16 << 30] * 2 + [32 << 30] * 2 and not closed
     for engine in engines:
-        for site in pool._sites:
+        for site in pool.sites:
             CloseBundle(engine.bundle.digest).run(site)
     assert sorted(closed) == sorted(size for _, size in opened)
-    assert not any(site._engines for site in pool._sites)
+    assert engines[1].answer_log_probs(pairs, no_progress) == expected[1]
+    assert len(opened) == 6, "what was closed is opened again"
+    for site in pool.sites:
+        site.close_engine(engines[1].bundle.digest)
 
 
 def test_a_site_opens_no_other_checkpoint(folder: Path) -> None:

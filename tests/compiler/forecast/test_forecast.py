@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +198,16 @@ def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
     foreseen = SearchForecast(prepared, prepared.sweep_inputs(), replace(NO_DISK, digested_byte=1.0), NOTHING)
-    assert foreseen._streamed_seconds() == 0, "both fit"
-    prepared.request = replace(prepared.request, memory_bytes=1)
+    assert named(foreseen.layerwise())["measuring the tasks"].seconds == 0, "both fit"
+    prepared = replace(prepared, request=replace(prepared.request, memory_bytes=1))
+    foreseen = SearchForecast(prepared, prepared.sweep_inputs(), replace(NO_DISK, digested_byte=1.0), NOTHING)
     validation, test = count_answers(prepared)
     passes = (validation.read + test.read) / 1024, (8 * validation.read + test.read) / 1024
-    weights, room = foreseen._weights(), planning.runtime_bytes(prepared.lowering.model, 1)
+    spec = prepared.lowering.model
+    units = sum(prod(spec.unit_shape(unit.layer, unit.projection)) for unit in spec.unit_keys())
+    weights, room = units + sum(map(prod, spec.dense_shapes().values())), planning.runtime_bytes(spec, 1)
     expected = passes[0] * (2 * weights - room) + passes[1] * (weights // 2 - room)
-    assert room < 0 and foreseen._streamed_seconds() == pytest.approx(expected)
+    assert room < 0 and named(foreseen.layerwise())["measuring the tasks"].seconds == pytest.approx(expected)
 
 
 def test_of_several_choices_only_the_right_one_tells_a_kl(tmp_path: Path) -> None:

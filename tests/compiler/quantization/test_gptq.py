@@ -155,7 +155,7 @@ def test_formats_that_do_not_fit_are_refused():
 
 def test_large_matrices_keep_all_threads(monkeypatch):
     seen = []
-    monkeypatch.setattr(gptq, "_ONE_THREAD_WEIGHTS", 1)
+    monkeypatch.setattr(gptq, "ONE_THREAD_WEIGHTS", 1)
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
     quantize_gptq(torch.randn(4, 32), QuantSpec.parse("q4"), torch.eye(32), 10)
     assert not seen

@@ -85,7 +85,7 @@ def test_what_the_package_cannot_express_is_refused(weight):
 def test_a_missing_package_is_named(weight, monkeypatch):
     from moec.compiler.quantization.quantizers import quanto
 
-    quanto._set_up_quanto.cache_clear()
+    quanto.set_up_quanto.cache_clear()
     monkeypatch.setitem(sys.modules, "optimum.quanto", None)
     with pytest.raises(MissingDependency, match="optimum-quanto") as caught:
         quantize_quanto(weight, QuantSpec.parse("q4"))

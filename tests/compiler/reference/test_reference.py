@@ -99,7 +99,7 @@ def test_the_cache_grows_and_rows_leave_it(plain, monkeypatch):
     limits = (3, 20, 9, 1, 14, 30)
     some = [GenerationRequest(prompt, None, limit) for prompt, limit in zip(PROMPTS, limits, strict=True)]
     expected = plain.generate(some)
-    monkeypatch.setattr(reference_decode, "_GROWTH_TOKENS", 4)
+    monkeypatch.setattr(reference_decode, "GROWTH_TOKENS", 4)
     monkeypatch.setattr(reference_decode, "ROWS_PER_STEP", 4)
     assert plain.generate(some) == expected
     assert [g.tokens for g in expected] == list(limits)

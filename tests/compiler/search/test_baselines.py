@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_like
-from moec.compiler.search.baselines import BaselineResult, _last_kept, best_uniform, bytes_at_kl, edgemoe
+from moec.compiler.search.baselines import BaselineResult, best_uniform, bytes_at_kl, edgemoe, last_kept
 from moec.compiler.sensitivity.exact import importance_list
 from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
@@ -79,7 +79,7 @@ def test_bisection_finds_the_last_that_is_kept(count: int, good: int) -> None:
         asked.append(int(plan.quantizer))
         return asked[-1] < good
 
-    assert _last_kept(plans, keeps) == min(good, count) - 1
+    assert last_kept(plans, keeps) == min(good, count) - 1
     assert len(asked) <= math.ceil(math.log2(count + 1)) and len(set(asked)) == len(asked)
 
 

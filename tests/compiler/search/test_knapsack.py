@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.compiler.search.knapsack import ChoiceTable, _all_steps, least_cost, least_loss
+from moec.compiler.search.knapsack import ChoiceTable, hull_steps, least_cost, least_loss
 
 # Whole numbers: sums are exact, so the tests need no tolerance but for slopes.
 NUMBERS = st.integers(0, 60).map(float)
@@ -39,7 +39,8 @@ def all_plans(table: ChoiceTable) -> list[tuple[float, float]]:
 
 def largest_step(table: ChoiceTable) -> tuple[float, float]:
     """What the largest hull step saves in cost, and what it adds in loss."""
-    steps = _all_steps(table)[1]
+    units = range(len(table.costs))
+    steps = [step for unit in units for step in hull_steps(table.costs[unit], table.losses[unit], unit)[1]]
     return max((s.saved_cost for s in steps), default=0.0), max((s.added_loss for s in steps), default=0.0)
 
 

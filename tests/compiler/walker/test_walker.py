@@ -210,16 +210,16 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sweep ends before it begins that layer."""
-    own = Sweep._layer
+    """The sweep ends where it loads that layer."""
+    own = LayerSlot.load
 
-    def layer(self: Sweep, index: int, *rest: object) -> object:
-        if index == layers:
+    def load(self: LayerSlot, layer: int, *rest: Any) -> None:
+        if layer == layers:
             raise Killed
-        return own(self, index, *rest)  # type: ignore[arg-type]
+        own(self, layer, *rest)
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Sweep, "_layer", layer)
+        patched.setattr(LayerSlot, "load", load)
         yield
 
 

@@ -14,6 +14,7 @@ from moec.runtime.bundle.archive.pack import pack_bundle
 from moec.runtime.bundle.archive.unpack import unpack_bundle
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.trace import trace_file
+from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from moec.runtime.tuning.tune_file import bundle_sha256, read_tuning, tuning_path
 from tests.runtime.faulty_source import InTime
 
@@ -70,16 +71,19 @@ def test_a_bundle_that_is_swapped_while_it_is_packed(
 def test_a_trace_without_end(tmp_path: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe may be named on purpose: it is read up to the limit."""
     monkeypatch.setattr(trace_file, "MAX_TRACE_BYTES", 10_000)
-    monkeypatch.setattr(trace_file, "_header", lambda plain: None)
-    monkeypatch.setattr(trace_file, "_pass", lambda *line: None)
+    each = TracedPass(1, ((0,),), ((),), (1,), (1,), (0,), 0, 0, 0)
+    header = TraceHeader("0f" * 32, (1,), (1,), 1, "off", 1, 1, 1, 1)
+    trace_file.write_trace(tmp_path / "whole", Trace(header, (each,)))
+    first, line = (tmp_path / "whole").read_text().splitlines(keepends=True)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
 
     def write() -> None:
         try:
             with pipe.open("w", encoding="utf-8") as file:
+                file.write(first)
                 while True:
-                    file.write('{"version": 3}\n')
+                    file.write(line)
         except BrokenPipeError:
             pass
 

@@ -11,8 +11,8 @@ from moec.runtime import kernels, load
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.expert_cache.python_cache import ExpertCache
-from moec.runtime.expert_cache.residency import QUEUED
 from moec.runtime.options.runtime import Policy
+from moec.runtime.storage.interface import page_bytes
 from tests.runtime.faulty_source import InTime, each, wait_for
 
 ADVISED = [6, 9, 13, 16]
@@ -52,10 +52,12 @@ def test_demand_overtakes_advice(
         monkeypatch.setattr(engine.storage, "load", held)
         cache.prefetch(ADVISED)
         in_time(lambda: wait_for(lambda: bool(reads)))
-        assert reads == ADVISED[:1] and all(cache._state[index] == QUEUED for index in ADVISED[1:])
+        assert reads == ADVISED[:1] and not any(cache.holds(index) for index in ADVISED[1:])
+        stored = engine.bundle.manifest.stored_experts
+        assert cache.used_bytes == sum(page_bytes(stored[index].size_bytes) for index in ADVISED), "all are queued"
         asking = threading.Thread(target=lambda: each(cache.stream(layer, asked)))
         asking.start()
-        in_time(lambda: wait_for(lambda: all(cache._leases[index] for index in asked)))
+        in_time(lambda: wait_for(lambda: set(asked) <= set(cache.leased().tolist())))
         gate.set()
         in_time(asking.join)
         in_time(lambda: wait_for(lambda: len(reads) == len(order)))

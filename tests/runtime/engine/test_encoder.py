@@ -49,15 +49,15 @@ def bundle(folder: Path) -> Path:
 def counted(engine: Engine) -> Iterator[Counter[int]]:
     """How often each expert is read inside the block."""
     reads: Counter[int] = Counter()
-    load_one = engine.cache._storage.load
+    load_one = engine.storage.load
 
     def load_and_count(*run: int) -> None:
         reads.update(run)
         load_one(*run)
 
-    engine.cache._storage.load = load_and_count  # type: ignore[method-assign]
+    engine.storage.load = load_and_count  # type: ignore[method-assign]
     yield reads
-    engine.cache._storage.load = load_one  # type: ignore[method-assign]
+    engine.storage.load = load_one  # type: ignore[method-assign]
 
 
 def recorder(engine: Engine) -> TraceRecorder:

@@ -125,7 +125,7 @@ def test_a_generation_that_is_given_up_leaves_nothing_behind(engine: Engine) -> 
     running = engine.generate(PROMPT, max_new_tokens=50)
     next(running)
     running.close()  # type: ignore[attr-defined]
-    assert not engine.cache._leases.any() and tokens(engine) == expected
+    assert not engine.cache.leased().size and tokens(engine) == expected
 
 
 def test_a_kernel_that_raises_leaves_no_lease(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_kernel_that_raises_leaves_no_lease(engine: Engine, monkeypatch: pytes
         with pytest.raises(ZeroDivisionError) as caught:
             engine.logits(PROMPT)
     # The traceback still holds the frames of the failed pass.
-    assert caught.tb is not None and not engine.cache._leases.any()
+    assert caught.tb is not None and not engine.cache.leased().size
     assert tokens(engine) == expected
 
 

@@ -73,10 +73,6 @@ class Opened:
         kernels.expert_ffn(self.experts.experts[index], x, np.zeros(1, np.int32), np.zeros(1, np.int32), out)
         return out.tobytes()
 
-    def memory_bytes(self) -> int:
-        """What the places of experts and the gaps between them have."""
-        return self.storage._places._used_bytes + self.storage._places._gaps.total
-
     def capacity_bytes(self) -> int:
         return min(self.cache.capacity_bytes, int(self.sizes.sum()))
 
@@ -87,7 +83,7 @@ class Opened:
     def check(self) -> None:
         """Both ledgers, the places, and the bytes at them."""
         self.cache.check_invariants()
-        self.storage.follow_hand_overs(self.cache._reads.take_places)
+        self.storage.follow_hand_overs(self.cache.reads.take_places)
         for index in self.cache.resident().tolist():
             entry = self.bundle.manifest.stored_experts[index]
             content = (self.bundle.path / entry.file).read_bytes()[entry.offset_bytes :][: entry.size_bytes]
@@ -137,11 +133,11 @@ def test_experts_are_what_they_are_wherever_they_go(
             assert not asked and own.cache.used_bytes <= own.cache.capacity_bytes
             if data.draw(st.integers(0, 4)) == 0:
                 own.cache.resize(data.draw(capacities))
-            assert own.memory_bytes() <= own.capacity_bytes()
+            assert own.storage.memory_bytes <= own.capacity_bytes()
         own.check()
         stats = own.cache.stats
         assert stats.lookups == stats.hits + stats.misses and stats.prefetch_used <= stats.prefetch_reads <= stats.reads
-        assert not own.cache._leases.any()
+        assert not own.cache.leased().size
 
 
 def test_most_reads_need_no_python(own_bundle: Path, outputs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +165,7 @@ def test_what_python_has_to_be_told_stays_bounded(tiny_bundle: Path) -> None:
     with opened(tiny_bundle, sizes[0]) as own:
         for turn in range(5 * COUNT):
             assert each(own.cache.stream(0, [same[turn % 2]])) == [same[turn % 2]]
-        moved, _ = own.cache._reads.take_places()
+        moved, _ = own.cache.reads.take_places()
         assert 0 < len(moved) <= COUNT
 
 
@@ -313,22 +309,22 @@ def test_an_interrupt_leaves_no_half_of_a_resize(
         with pytest.raises(_Interrupted):
             own.cache.resize(int(own.sizes.max()))
         assert done.wait(30)
-        assert own.memory_bytes() <= own.sizes.max()
+        assert own.storage.memory_bytes <= own.sizes.max()
 
 
-def test_too_small_closed_and_forked(tiny_bundle: Path, in_time: InTime) -> None:
+def test_too_small_closed_and_forked(tiny_bundle: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Opened(tiny_bundle)
     sizes = own.sizes.tolist()
     own.cache.resize(max(sizes) - mmap.PAGESIZE)
     largest = sizes.index(max(sizes))
     with pytest.raises(MemoryBudgetExceeded, match=f"an expert of {max(sizes)} bytes does not fit into the"):
         in_time(lambda: each(own.cache.stream(largest // EXPERTS, [largest])))
-    own.cache._process = -1
-    for call in (lambda: next(own.cache.stream(0, [0])), lambda: own.cache.resize(max(sizes))):
-        with pytest.raises(ExecutionError, match="forked"):
-            call()
-    own.cache.close()  # there is nothing to stop
-    own.cache._process = os.getpid()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        for call in (lambda: next(own.cache.stream(0, [0])), lambda: own.cache.resize(max(sizes))):
+            with pytest.raises(ExecutionError, match="forked"):
+                call()
+        own.cache.close()  # there is nothing to stop
     own.close()
     own.close()
     with pytest.raises(ExecutionError, match="closed"):

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded, StorageReadFailed
 from moec.runtime.expert_cache.eviction import SCORES
+from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import (
     COUNT,
     EXPERTS,
@@ -88,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check_invariants()
-        assert self.source.complaints == [] and not self.cache._leases.any()
+        assert self.source.complaints == [] and not self.cache.leased().size
         stats = self.cache.stats
         assert stats.lookups == stats.hits + stats.misses == self.lookups
         assert stats.prefetch_used <= stats.prefetch_reads <= stats.reads
@@ -120,7 +121,7 @@ def test_capacity_under_one_expert_is_an_error_not_a_hang(in_time: InTime) -> No
             in_time(lambda: each(cache.stream(0, [0, 1])))
         assert in_time(lambda: each(cache.stream(0, [0]))) == [0]
         cache.check_invariants()
-    assert not cache._leases.any()
+    assert not cache.leased().size
     cache.close()
 
 
@@ -177,11 +178,11 @@ def test_what_is_there_together_comes_together(in_time: InTime) -> None:
     warmed(cache, [2, 3])
     source.gate.clear()
     stream = cache.stream(0, [0, 2, 1, 3], together=True)
-    assert next(stream) == [2, 3] and cache._leases[[2, 3]].all()
+    assert next(stream) == [2, 3] and {2, 3} <= set(cache.leased().tolist())
     source.gate.set()
     in_time(lambda: wait_for(lambda: {0, 1} <= set(cache.resident().tolist())))
     assert in_time(lambda: list(stream)) == [[0, 1]]
-    assert not cache._leases.any()
+    assert not cache.leased().size
     cache.close()
 
 
@@ -192,7 +193,8 @@ def test_what_comes_next_is_looked_for_while_misses_load(in_time: InTime) -> Non
     seen: list[str] = []
 
     def look_ahead() -> list[int]:
-        seen.append(f"look ahead, {len(cache._ledger.demand) + source.begun} of this layer's reads asked for")
+        asked = {0, 1}.intersection(cache.leased().tolist())
+        seen.append(f"look ahead, {len(asked)} of this layer's reads asked for")
         return []
 
     for indices, first in (([0, 2, 3], "computed [2, 3]"), ([2, 3], "look ahead, 0"), ([1], "look ahead, 1")):
@@ -271,13 +273,13 @@ def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
 
 
 def test_reads_of_a_stream_that_was_given_up_make_room(in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their bytes are reserved, nobody leases them, and the reader has not come to them yet."""
-    _, cache = make_cache([10, 10, 20, 30], 40)
-    warmed(cache, [0])
-    with monkeypatch.context() as asleep:
-        asleep.setattr(cache, "_wake_reader", lambda: None)
+    """Their bytes are reserved, no layer leases them, and no reader has begun. Expert 0 has no bytes: always there."""
+    _, cache = make_cache([0, 10, 20, 30], 30)
+    with monkeypatch.context() as not_yet:
+        not_yet.setattr(ReaderThreads, "start", lambda readers: None)
         with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:
             assert next(given_up) == [0]
+    assert cache.used_bytes == 30 and not cache.leased().size and not cache.holds(1) and not cache.holds(2)
     assert in_time(lambda: each(cache.stream(0, [3]))) == [3]
     cache.check_invariants()
     cache.close()

@@ -67,7 +67,7 @@ def test_they_take_half_of_the_memory(tiny_bundle: Path) -> None:
         assert held == [floats.memory.kv_bytes, halves.memory.kv_bytes]
         assert "LOSSY (keys and values in 16 bits)" in halves.mode and "lossless" in floats.mode
         both = [ElasticCache(e.bundle.manifest, e.memory, e.options, e.cache) for e in (floats, halves)]
-        taken = [elastic._kv_bytes([floats.memory.context]) for elastic in both]
+        taken = [elastic.kv_bytes([floats.memory.context]) for elastic in both]
         assert taken[1] < taken[0]
 
 

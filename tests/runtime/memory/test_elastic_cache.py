@@ -82,7 +82,7 @@ def test_what_no_longer_fits_is_evicted_and_given_back(engine: Engine) -> None:
         engine.cache.resize(engine.memory.cache_bytes)
         engine.cache.check_invariants()
         assert engine.cache.used_bytes <= engine.memory.cache_bytes
-        arena = engine.storage._arena.view  # type: ignore[attr-defined]
+        arena = engine.storage.arena.view  # type: ignore[attr-defined]
         assert 0 < resident_bytes(arena) <= engine.memory.cache_bytes or resident_bytes(arena) == -1
 
 

@@ -44,7 +44,7 @@ class Run:
         cache, model = engine.cache, engine.model
         assert isinstance(cache, NativeCache)
         if not reads_ahead:  # what is in memory then depends on what was asked for alone, not on what has arrived
-            assert cache._reads.resize(cache.capacity_bytes, 0)
+            assert cache.reads.resize(cache.capacity_bytes, 0)
         model.trace = TraceRecorder(model.times, lambda: cache.stats)
         drawn = np.random.default_rng(11).integers(4, 200, TOKENS).tolist()
         rows, learned = [], []
@@ -65,7 +65,7 @@ class Run:
         self.quality = (dict(model.prefetch_quality.demanded), dict(model.prefetch_quality.predicted))
         self.margins = [self.margin(engine, *pair) for pair in ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))]
         self.times = model.times
-        assert not cache._leases.any()
+        assert not cache.leased().size
         cache.check_invariants()
 
     @staticmethod
@@ -220,7 +220,7 @@ def test_a_cache_or_a_rule_that_was_replaced_is_the_one_that_serves(bundle: Path
         assert not calls
         engine.decode([5], [0], [0])
         assert calls == list(range(LAYERS))
-        asked, cache = list[int](), model._cache
+        asked, cache = list[int](), model.cache
 
         class Counting:
             def stream(self, layer: int, *arguments: Any, **options: Any) -> Any:
@@ -230,6 +230,6 @@ def test_a_cache_or_a_rule_that_was_replaced_is_the_one_that_serves(bundle: Path
             def prefetch(self, indices: Any) -> None:
                 cache.prefetch(indices)
 
-        model._cache = Counting()  # type: ignore[assignment]
+        model.cache = Counting()  # type: ignore[assignment]
         engine.decode([5], [0], [0])
         assert asked == list(range(LAYERS)) == calls

@@ -17,6 +17,7 @@ from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.prefetch.margins import RULES
+from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import InTime
 from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 
@@ -40,12 +41,14 @@ def test_damage_is_told_and_what_was_asked_for_is_given_back(
             with pytest.raises(ChecksumMismatch, match="of layer 1: bytes differ"):
                 in_time(lambda: engine.decode([5], [0], [0]))
             cache = engine.cache
-            assert isinstance(cache, NativeCache) and not cache._leases.any()
+            assert isinstance(cache, NativeCache) and not cache.leased().size
             cache.check_invariants()
     assert calls == [0, 1] * 2
 
 
-def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime, calls: list[int]) -> None:
+def test_closed_forked_too_small_and_other_kernels(
+    bundle: Path, in_time: InTime, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = kernels.active()
     with load(bundle, expert_cache="50%", context=64) as engine:
         in_one_call(engine)
@@ -57,11 +60,11 @@ def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime
                 engine.model.forward(*_one_token(engine))
         finally:
             kernels.select(before)
-        cache._process = -1
-        with pytest.raises(ExecutionError, match="forked"):
-            engine.model.forward(*_one_token(engine))
-        cache._process = os.getpid()
-        while not cache._reads.resize(4096, 0):
+        with monkeypatch.context() as forked:
+            forked.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(ExecutionError, match="forked"):
+                engine.model.forward(*_one_token(engine))
+        while not cache.reads.resize(4096, 0):
             pass
         assert not calls
         with pytest.raises(MemoryBudgetExceeded, match="does not fit into the expert cache of 4096"):
@@ -70,14 +73,16 @@ def test_closed_forked_too_small_and_other_kernels(bundle: Path, in_time: InTime
         cache.close()
         with pytest.raises(ExecutionError, match="closed"):
             in_time(lambda: engine.model.forward(*_one_token(engine)))
-        assert not cache._leases.any()
+        assert not cache.leased().size
     with load(bundle, expert_cache="50%", context=64, cache_state="cold") as engine:
         cache = engine.cache
         assert isinstance(cache, NativeCache)
         cache.close()
+        started = list[object]()
+        monkeypatch.setattr(ReaderThreads, "start", started.append)
         with pytest.raises(ExecutionError, match="closed"):
             engine.model.forward(*_one_token(engine))
-        assert cache._stop is None, "no thread was started for that"
+        assert not started
 
 
 def _one_token(engine: Engine) -> tuple[Any, ...]:
@@ -111,13 +116,13 @@ def test_a_signal_comes_through_while_a_layer_waits(
             engines.append(engine)
             cache = engine.cache
             assert isinstance(cache, NativeCache)
-            load_one = cache._storage.load
+            load_one = engine.storage.load
 
             def load_late(*run: int) -> None:
                 gate.wait(30)
                 load_one(*run)
 
-            monkeypatch.setattr(cache._storage, "load", load_late)
+            monkeypatch.setattr(engine.storage, "load", load_late)
             threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
             if decodes:
                 found = engine.model.forward(*_one_token(engine))
@@ -125,7 +130,7 @@ def test_a_signal_comes_through_while_a_layer_waits(
             else:
                 with pytest.raises(_Interrupted):
                     engine.model.forward(*_one_token(engine))
-            assert not cache._leases.any()
+            assert not cache.leased().size
             gate.set()
             found = engine.model.forward(*_one_token(engine))
             assert calls[-LAYERS:] == list(range(LAYERS))
@@ -139,13 +144,13 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
     with load(bundle, expert_cache="50%", context=64) as engine:
         layers = engine.model.token_experts
         assert layers is not None
-        native = layers._native
+        native = layers.native
         with pytest.raises(ValueError, match="hidden"):
             native.run(0, np.zeros((2, engine.model.spec.hidden_size), np.float32))
         for at in (-1, LAYERS):
             with pytest.raises(ValueError, match="expected a layer below 3"):
                 native.run(at, np.zeros((1, engine.model.spec.hidden_size), np.float32))
-        fields = layers._fields(0)
+        fields = layers.fields(0)
         short, norms, size = fields["experts"][:-1], np.ones(3, np.float32), engine.model.spec.hidden_size
         router, norm = fields["router"], fields["norm"]
         wrong = (

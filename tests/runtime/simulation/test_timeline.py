@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
 from moec.runtime.expert_cache.python_cache import ExpertCache
-from moec.runtime.expert_cache.residency import LOADING, QUEUED
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
 from moec.runtime.simulation.timeline import DeviceRates, Timeline, predict_steps, predict_timeline, timed_pass
@@ -219,11 +218,9 @@ def test_advice_keeps_the_ledger_and_bounds_the_time(
     assert steps >= compute - 10 * LAYERS * len(trace.passes)
 
 
-def wait_until_idle(cache: ExpertCache) -> None:
-    while True:
-        with cache._lock:
-            if not np.any((cache._state == LOADING) | (cache._state == QUEUED)):
-                return
+def wait_until_idle(cache: ExpertCache, sizes: np.ndarray) -> None:
+    """Return when all that has room reserved is resident. The bytes are asked for first: reads only end meanwhile."""
+    while cache.used_bytes != sizes[cache.resident()].sum():
         time.sleep(0.0002)
 
 
@@ -246,6 +243,6 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
     for each in trace.passes:
         for layer, experts in each.accesses(trace.header.first_expert):
             for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), together=True):
-                wait_until_idle(cache)
+                wait_until_idle(cache, sizes)
     cache.close()
     assert found.cache.counts() == cache.stats.counts()

@@ -152,7 +152,7 @@ def test_memory_goes_from_expert_to_expert(
     capacity = max(sum(entry.size_bytes for entry in entries[i : i + 3]) for i in range(len(entries) - 2))
     storage = open_storage(bundle, io, True, capacity)
     assert isinstance(storage, ReadStorage)
-    memory = storage._arena.view
+    memory = storage.arena.view
     assert pages_present(memory) == 0
     for index in (3, 4, 5):
         storage.load(index)
@@ -192,7 +192,7 @@ def test_experts_keep_their_bytes_inside_a_capacity_that_changes(tiny_bundle: Pa
             capacity = data.draw(st.integers(max(used, *sizes), sum(sizes)))
             storage.resize(capacity)
         assert all(seen[i].tobytes() == storage.block(i).tobytes() == file_bytes(bundle, i) for i in held)
-        assert pages_present(storage._arena.view) * mmap.PAGESIZE <= capacity
+        assert pages_present(storage.arena.view) * mmap.PAGESIZE <= capacity
     storage.close()
 
 
@@ -304,7 +304,7 @@ def test_auto_prefers_direct_and_falls_back(tiny_bundle: Path, monkeypatch: pyte
 
 
 def arena_pages(storage: ReadStorage) -> int:
-    return pages_present(storage._arena.view)
+    return pages_present(storage.arena.view)
 
 
 def makes_pages() -> bool:
@@ -316,7 +316,7 @@ def makes_pages() -> bool:
 def test_memory_is_made_ready_meanwhile_and_no_more_than_the_capacity(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_module, "_CLEARED_AT_ONCE", mmap.PAGESIZE)  # many parts
+    monkeypatch.setattr(arena_module, "CLEARED_AT_ONCE_BYTES", mmap.PAGESIZE)  # many parts
     bundle = open_bundle(tiny_bundle)
     capacity = sum(entry.size_bytes for entry in bundle.manifest.stored_experts) // 2
     storage = open_storage(bundle, "auto", verify=True, capacity_bytes=capacity)
@@ -346,7 +346,7 @@ def test_making_ready_ends_with_the_work_beside_it(tiny_bundle: Path, monkeypatc
         time.sleep(0.01)
         return True
 
-    monkeypatch.setattr(arena_module, "_CLEARED_AT_ONCE", mmap.PAGESIZE)
+    monkeypatch.setattr(arena_module, "CLEARED_AT_ONCE_BYTES", mmap.PAGESIZE)
     for make, most in ((slowly, 20), (lambda address, size_bytes: bool(asked.append(size_bytes)), 1)):
         monkeypatch.setattr(arena_module, "find_page_maker", lambda make=make: make)
         asked.clear()

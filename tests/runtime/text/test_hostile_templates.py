@@ -22,6 +22,7 @@ from moec.manifests.errors import ManifestInvalid
 from moec.runtime.text import chat
 from moec.runtime.text.chat import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
 from moec.runtime.text.template_child import render
+from tests.interrupts import hear_interrupts
 from tests.runtime.limited_child import ROOT, outcomes, report
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -152,16 +153,16 @@ def test_a_process_that_is_killed(number: int, tmp_path: Path) -> None:
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
     with ChatRenderer() as renderer:
-        threading.Timer(0.3, renderer._process.send_signal, [number]).start()
+        threading.Timer(0.3, renderer.process.send_signal, [number]).start()
         with pytest.raises(ManifestInvalid, match=f"with {signal.Signals(number).name}|{TIME}"):
             renderer.render(folder_files(tmp_path), MESSAGES)
-    assert renderer._process.returncode is not None
+    assert renderer.process.returncode is not None
 
 
 def test_a_renderer_that_is_not_asked_ends() -> None:
     with ChatRenderer() as renderer:
         pass
-    assert renderer._process.returncode is not None
+    assert renderer.process.returncode is not None
 
 
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
@@ -170,11 +171,17 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     )
     code = (
         "import sys; from pathlib import Path; from moec.runtime.text import chat; chat.MAX_TEMPLATE_CPU_S = 20\n"
-        "renderer = chat.ChatRenderer(); print(renderer._process.pid, flush=True)\n"
+        "renderer = chat.ChatRenderer(); print(renderer.process.pid, flush=True)\n"
         "with renderer: renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        preexec_fn=hear_interrupts,  # noqa: PLW1509
+    ) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         time.sleep(0.2)

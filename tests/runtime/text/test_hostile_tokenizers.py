@@ -389,7 +389,7 @@ def test_a_large_vocabulary_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> No
     plain = level_json()
     plain["model"]["vocab"] |= {word: 1000 + at for at, word in enumerate(words)}
     plain["model"]["merges"] += [[":", "{"], [":", "["], ["a", ":"]]
-    monkeypatch.setattr("moec.manifests.tokenizer.tokenizer_file._parsed", None)
+    monkeypatch.setattr("moec.manifests.tokenizer.tokenizer_file.MAX_TOKENIZER_PARSED_BYTES", 0)
     for indent in (None, 1):
         for is_ascii in (True, False):
             check_tokenizer(json.dumps(plain, indent=indent, ensure_ascii=is_ascii).encode())
