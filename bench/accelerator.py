@@ -1,12 +1,17 @@
 """Experts on an accelerator: ``python bench/accelerator.py BUNDLE --text FILE --accelerator cuda [--results FOLDER]``.
 
-One engine, opened once; strategies take turns on it, round by round, so that all of them see the same machine: the CPU
-alone; with dense weights on the device every missing expert copied, none copied (static placement), the published rule,
-the planner; and the planner with dense weights on the CPU. Measured: tokens/s of decoding, time to the first token of
-prompts of 512 to 4,096 tokens, and steps/s of beam search at widths of 4, 8 and 12.
-The host's cache should hold all experts (the default), or storage is measured with the rest; its misses are told.
-Prints a Markdown table of medians; --results keeps every time. On `torch-cpu` it shows its
-form and nothing else.
+One engine is opened once. The strategies take turns on it in every round, so that all of them meet the same state of
+the machine. They are:
+
+* The CPU alone.
+* With dense weights on the device: every missing expert copied, none copied (static placement), the published rule,
+  and the planner.
+* The planner with dense weights on the CPU.
+
+Measured are tokens/s of decoding, the time to the first token of prompts of 512 to 4,096 tokens, and steps/s of beam
+search at widths of 4, 8 and 12. The host's cache should hold all experts (the default). Otherwise the figures include
+storage, and --results has the cache misses. Prints a Markdown table of medians; --results keeps every time. On
+`torch-cpu` the figures mean nothing; it only shows the form of the table.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# As the console script does, before torch is there: threads that spin while they wait starve the kernels' own.
+# Set before torch is imported, as in the console script: threads that spin while they wait starve those of the kernels.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
@@ -39,7 +44,7 @@ ARMS: dict[str, Cooperation | None] = {**STRATEGIES, DENSE_HERE: "auto"}
 
 
 def tokens_of(engine: Engine, path: Path, count: int) -> list[int]:
-    """So many tokens of a text, begun again where it is too short."""
+    """Return `count` tokens of a text file, repeated if it is too short."""
     found = engine.encode(path.read_text(encoding="utf-8"))
     if not found:
         sys.exit(f"error: `{path}` is empty")
@@ -58,7 +63,7 @@ def first_token(engine: Engine, tokens: list[int]) -> None:
 
 
 def decode(engine: Engine, tokens: list[int], count: int) -> float:
-    """Tokens per second behind a short prompt, on given tokens."""
+    """Return decoded tokens per second after a short prompt, over given tokens."""
     engine.begin_sequence()
     engine.prefill(tokens[:BEAM_PROMPT])
     elapsed = 0.0
@@ -69,14 +74,14 @@ def decode(engine: Engine, tokens: list[int], count: int) -> float:
 
 
 def beams(engine: Engine, tokens: list[int], width: int, count: int) -> float:
-    """Steps per second of a beam search, its short prefill included in the time."""
+    """Return steps per second of a beam search. The time includes its short prefill."""
     found = list[Any]()
     elapsed = seconds(lambda: found.extend(beam_search(engine, tokens[:BEAM_PROMPT], count, BeamOptions(width))))
     return max(len(beam.tokens) for beam in found) / elapsed
 
 
 def measure(engine: Engine, tokens: list[int], options: argparse.Namespace) -> dict[str, float]:
-    """One round of one strategy."""
+    """Return the figures of one round of one strategy."""
     told = {"tokens/s": decode(engine, tokens, options.tokens)}
     for length in options.prompts:
         told[f"TTFT {length} [s]"] = seconds(partial(first_token, engine, tokens[:length]))
@@ -86,7 +91,7 @@ def measure(engine: Engine, tokens: list[int], options: argparse.Namespace) -> d
 
 
 def run(engine: Engine, tokens: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rounds of all strategies; a round in front of them fills the host's cache and is not told."""
+    """Run all rounds of all strategies. A first round fills the host's cache and is not reported."""
     accelerator, rows = engine.model.accelerator, list[dict[str, Any]]()
     if accelerator is None:
         sys.exit("error: no accelerator")
@@ -108,7 +113,7 @@ def run(engine: Engine, tokens: list[int], options: argparse.Namespace) -> list[
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Medians over the rounds."""
+    """Return a Markdown table of medians over the rounds."""
     names = list(rows[0]["measured"])
     lines = [f"| | {' | '.join(names)} | resident / copied / CPU |", "|---" * (len(names) + 2) + "|"]
     for strategy in ARMS:
@@ -127,13 +132,13 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--text", type=Path, required=True, help="what prompts and decoded tokens are taken from")
+    parser.add_argument("--text", type=Path, required=True, help="file with the text of prompts and decoded tokens")
     parser.add_argument("--accelerator", default="cuda")
-    parser.add_argument("--accelerator-memory", help="of the device; half of the experts is a good case")
-    parser.add_argument("--expert-cache", default="100%", help="of the host")
+    parser.add_argument("--accelerator-memory", help="memory of the device; half of the experts is a good case")
+    parser.add_argument("--expert-cache", default="100%", help="expert cache of the host")
     parser.add_argument("--prompts", type=numbers, default=[512, 1024, 2048, 4096])
     parser.add_argument("--beams", type=numbers, default=[4, 8, 12])
-    parser.add_argument("--tokens", type=int, default=64, help="decoded in each measurement")
+    parser.add_argument("--tokens", type=int, default=64, help="decoded tokens of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, help="folder for accelerator.json")
     options = parser.parse_args()

@@ -1,10 +1,14 @@
-"""Ways to spend the bits of a weight below 4: ``python bench/codebooks.py``, two minutes on two cores.
+"""Formats below 4 bits per weight, compared: ``python bench/codebooks.py``, two minutes on two cores.
 
-Steps of equal width with 16-bit scales and minima, as bundles have them; the same with scales and minima in 8 bits of
-16-bit ones per row; entries of a codebook at any distance, one codebook for a matrix with a scale per group, or one for
-each row. All of them are rounded by GPTQ and fitted to the outputs in turns, so that nothing but the format differs.
-Relative output error sqrt(tr(D H D^T) / tr(W H W^T)) of the shipped example's experts on problems that calibration did
-not see, median of every third expert. One JSON object a line; bits per weight are those of 2,048 columns.
+* `steps`: levels at equal distance with 16-bit scales and minima, as bundles have them.
+* `steps8`: the same with scales and minima of 8 bits, as multiples of a 16-bit number per row.
+* `matrix`: levels at any distance, from one codebook per matrix, with a scale per group.
+* `row`: levels at any distance, from one codebook per row.
+
+GPTQ rounds all of them, in turns with a fit to the outputs, so that nothing but the format differs. The figure is the
+relative output error sqrt(tr(D H D^T) / tr(W H W^T)) of the shipped example's experts, on problems that calibration did
+not see. It is the median of every third expert. Prints one JSON object per line. Bits per weight are those of 2,048
+columns.
 """
 
 from __future__ import annotations
@@ -39,7 +43,12 @@ _LLOYD_STEPS = 12
 
 @dataclass(frozen=True)
 class Format:
-    """kind: `steps`, `steps8` (scales and minima of 8 bits), `matrix` or `row` (whose codebook). group: of columns."""
+    """A format.
+
+    kind: `steps`, `steps8`, `matrix` or `row` (see above).
+    bits: of a code.
+    group: columns that share a scale.
+    """
 
     kind: str
     bits: int
@@ -47,7 +56,7 @@ class Format:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of a matrix of COLUMNS columns; a codebook of a matrix costs nothing."""
+        """Bits per weight in a matrix of COLUMNS columns. A codebook of a whole matrix counts as free."""
         header = {
             "steps": 32 / max(self.group, 1),
             "steps8": 16 / max(self.group, 1) + 32 / COLUMNS,
@@ -58,7 +67,7 @@ class Format:
 
 
 class Fit:
-    """Weights [N, K] on their way into a format. values: [N, K], what the codes stand for."""
+    """The scales, minima and codebooks of one matrix [N, K] in one format."""
 
     def __init__(self, weight: Tensor, moment: Tensor, shape: Format) -> None:
         self.weight, self.moment, self.shape = weight, moment, shape
@@ -71,7 +80,7 @@ class Fit:
         self._begin()
 
     def _begin(self) -> None:
-        """Steps from the range of each group; a codebook from the quantiles of weights over their group's largest."""
+        """Take steps from the range of each group, or a codebook from quantiles of weights relative to their scale."""
         if self.is_steps:
             low, high = self.grouped.amin(-1), self.grouped.amax(-1)
             self.scales, self.minima = self._clipped(low, high)
@@ -86,7 +95,7 @@ class Fit:
         self.book = _lloyd(spread, importance, self.entries).expand(len(self.weight), -1).clone()
 
     def _clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The shrunken range of least error, weighted by the inputs."""
+        """Return scales and minima of the shrunken range with the least error, weighted by the inputs."""
         best, found = torch.full_like(low, np.inf), (low, low)
         importance = self.moment.diagonal().reshape(1, self.groups, -1)
         for share in np.linspace(0.3, 1.0, 15).tolist():
@@ -101,7 +110,7 @@ class Fit:
         return found
 
     def round(self, column: int, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and values of one column, [N]."""
+        """Return codes and values of one column, [N] each."""
         group = self.group_of[column]
         scale = self.scales[:, group]
         if self.is_steps:
@@ -113,7 +122,7 @@ class Fit:
         return codes, known.gather(1, codes[:, None]).squeeze(1)
 
     def fit(self, codes: Tensor, moment: Tensor) -> None:
-        """Scales, minima and entries anew for codes that stay: least squares on the outputs."""
+        """Fit scales, minima and entries again for fixed codes, by least squares on the outputs."""
         one = torch.nn.functional.one_hot(self.group_of, self.groups).T.float()  # [G, K]
         if self.is_steps:
             basis = torch.cat([codes.float()[:, None] * one, one.expand(len(codes), -1, -1)], 1)
@@ -131,7 +140,7 @@ class Fit:
             self.scales = _least_squares(self.weight, values[:, None] * one, moment)
 
     def values(self, codes: Tensor) -> Tensor:
-        """What codes [N, K] stand for now."""
+        """Return the weights that codes [N, K] stand for, [N, K]."""
         scales = self.scales[:, self.group_of]
         if self.is_steps:
             return self.minima[:, self.group_of] + codes * scales
@@ -139,7 +148,7 @@ class Fit:
 
 
 def _lloyd(spread: Tensor, importance: Tensor, entries: int) -> Tensor:
-    """Entries of least weighted squared error for each row of [R, M], from quantiles. [R, entries]."""
+    """Return entries of least weighted squared error for each row of [R, M], started at quantiles. [R, entries]."""
     places = (torch.arange(entries) + 0.5) / entries
     book = torch.quantile(spread[:, :: max(1, spread.shape[1] // 100_000)], places, dim=1).T.contiguous()
     for _ in range(_LLOYD_STEPS):
@@ -151,7 +160,10 @@ def _lloyd(spread: Tensor, importance: Tensor, entries: int) -> Tensor:
 
 
 def _least_squares(weight: Tensor, basis: Tensor, moment: Tensor, together: bool = False) -> Tensor:
-    """Coefficients of basis [N, P, K] nearest to weight [N, K] under the moment; the same for all rows if together."""
+    """Return the coefficients of basis [N, P, K] nearest to weight [N, K] under the moment.
+
+    together: all rows get the same coefficients.
+    """
     seen = basis @ moment
     system, wanted = (seen @ basis.transpose(1, 2)).double(), (seen @ weight[..., None]).double()
     if together:
@@ -162,13 +174,13 @@ def _least_squares(weight: Tensor, basis: Tensor, moment: Tensor, together: bool
 
 
 def _rounded(values: Tensor, most: int) -> Tensor:
-    """To so many steps of each row's largest magnitude."""
+    """Round to `steps` steps of the largest magnitude in each row."""
     step = values.abs().amax(1, keepdim=True).clamp_min(1e-12) / most
     return torch.round(values / step) * step
 
 
 def compensated(fit: Fit, prepared: PreparedInputs) -> Tensor:
-    """GPTQ's codes [N, K] on the scales and entries that the fit has now."""
+    """Return the codes [N, K] of GPTQ for the present scales and entries of the fit."""
     order, factors = prepared.order[0], prepared.factors[0]
     work, codes = fit.weight[:, order].clone(), torch.zeros(fit.weight.shape, dtype=torch.long)
     for at, column in enumerate(order.tolist()):
@@ -180,7 +192,7 @@ def compensated(fit: Fit, prepared: PreparedInputs) -> Tensor:
 
 
 def quantized(weight: Tensor, moment: Tensor, tokens: int, shape: Format) -> Tensor:
-    """The weights as the format has them: of all turns, the best of each row."""
+    """Return the weights in the format: for each row the best of all turns."""
     prepared = prepare_inputs(moment[None], [tokens])
     damped = moment / moment.diagonal().mean() + DAMPING * torch.eye(len(moment))
     fit = Fit(weight, moment, shape)
@@ -196,7 +208,7 @@ def quantized(weight: Tensor, moment: Tensor, tokens: int, shape: Format) -> Ten
 
 
 def formats(bits: int) -> Iterator[Format]:
-    """Those that are compared at so many bits."""
+    """Return the formats that are compared at a number of bits."""
     for group in (32, 64, 128):
         yield Format("steps", bits, group)
     for group in (16, 32, 64):
@@ -207,7 +219,7 @@ def formats(bits: int) -> Iterator[Format]:
 
 
 def main() -> None:
-    """Read the command line, print one line per format."""
+    """Read the command line and print one line per format."""
     parser = argparse.ArgumentParser(description="Output errors of formats below 4 bits on the example.")
     parser.add_argument("--bits", default="2,3")
     options = parser.parse_args()

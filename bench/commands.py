@@ -1,4 +1,4 @@
-"""`moec` as the benchmarks call it: a process of its own, JSON back."""
+"""Calls of `moec` in a process of its own, with its JSON as result."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def command_line(*arguments: object) -> list[str]:
-    """The process of `moec ... --json`."""
+    """Return the command line of `moec ... --json`."""
     return [sys.executable, "-m", "moec.cli.main", *map(str, arguments), "--json"]
 
 
 def moec(*arguments: object) -> dict[str, Any]:
-    """What `moec ... --json` tells. Raises subprocess.CalledProcessError if it fails."""
+    """Return the JSON of `moec ... --json`. Raises subprocess.CalledProcessError if it fails."""
     done = subprocess.run(command_line(*arguments), stdout=subprocess.PIPE, check=True, text=True)
     told: dict[str, Any] = json.loads(done.stdout)
     return told

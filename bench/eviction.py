@@ -1,11 +1,17 @@
 """Eviction policies on held-out texts: ``python bench/eviction.py BUNDLE DATA --work FOLDER [--results FOLDER]``.
 
-DATA holds train.jsonl and test.jsonl, or folders of tasks that do. Each text is items of one split and task, one after
-the other; its routing trace is recorded by `moec bench --trace-out`. `moec tune` fits HOBBIT's weights to the traces of
-the train split, which calibration saw, and compares policies on those of the test split. Prints a Markdown table;
-cells: the mean ratio to the best of LRU, LFU and EdgeMoE with its interval, the largest ratio of any text to the best
-of these and static popularity on it, and the share of the gap from LRU to the offline optimum. With
-`--modes` the traces are decided again under a lossy mode; then cells end with the shares of low and skipped experts.
+DATA holds train.jsonl and test.jsonl, or one folder with these files for each task. A text is a sequence of items of
+one split and task. `moec bench --trace-out` records its routing trace. `moec tune` fits HOBBIT's weights to the traces
+of the train split, which calibration saw, and compares policies on the traces of the test split.
+
+Prints a Markdown table. A cell has:
+
+* The mean ratio to the best of LRU, LFU and EdgeMoE, with its interval.
+* The largest ratio of any text to the best of these three and static popularity on that text.
+* The share of the gap from LRU to the offline optimum.
+
+With `--modes` the traces are decided again under a lossy mode. The last part of a cell is then the shares of low and
+skipped experts.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ PROMPT_TOKENS, TOKENS = 16, 200
 
 
 def texts(data: Path, split: str, count: int, items: int) -> list[str]:
-    """So many texts of a split, of so many items each, tasks in turn."""
+    """Return `count` texts of a split, with `items` items each. Tasks take turns."""
     sources = sorted(data.glob(f"*/{split}.jsonl")) or [data / f"{split}.jsonl"]
     rows = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in sources]
     found = []
@@ -33,7 +39,7 @@ def texts(data: Path, split: str, count: int, items: int) -> list[str]:
 
 
 def item_text(item: dict[str, Any]) -> str:
-    """A text, or an item of the example as its model was trained on it."""
+    """Return the text of an item, in the form in which the example model was trained on it."""
     if "text" in item:
         return str(item["text"])
     if "question" in item:
@@ -42,7 +48,7 @@ def item_text(item: dict[str, Any]) -> str:
 
 
 def record(bundle: Path, text: str, name: str, work: Path) -> Path:
-    """The trace of a text; kept if it is there."""
+    """Return the path of the trace of a text. An existing trace is not recorded again."""
     source, trace = work / f"{name}.txt", work / f"{name}.trace"
     if not trace.exists():
         source.write_text(text, encoding="utf-8")
@@ -52,7 +58,7 @@ def record(bundle: Path, text: str, name: str, work: Path) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: sizes down, policies across."""
+    """Return a Markdown table: a row per cache size, a column per policy."""
     sizes = sorted({row["capacity_bytes"] for row in rows})
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     largest = max(sizes) / 0.75
@@ -77,12 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Eviction policies on held-out texts.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="where texts and traces go")
-    parser.add_argument("--results", type=Path, help="where `eviction.json` goes")
-    parser.add_argument("--training", type=int, default=8, help="texts that weights are fitted to")
-    parser.add_argument("--held-out", type=int, default=24, help="texts that policies are compared on")
+    parser.add_argument("--work", type=Path, required=True, help="folder for texts and traces")
+    parser.add_argument("--results", type=Path, help="folder for `eviction.json`")
+    parser.add_argument("--training", type=int, default=8, help="number of texts that weights are fitted to")
+    parser.add_argument("--held-out", type=int, default=24, help="number of texts that policies are compared on")
     parser.add_argument("--items", type=int, default=12, help="items of a text")
-    parser.add_argument("--modes", help="fit to what this lossy setting would decide, like `dynamic-precision 0,1`")
+    parser.add_argument("--modes", help="fit to the decisions of this lossy setting, like `dynamic-precision 0,1`")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     arguments: list[object] = []

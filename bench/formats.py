@@ -1,8 +1,8 @@
-"""What sets of formats are worth to the search: ``python bench/formats.py``, a few minutes on two cores.
+"""The value of sets of formats for the search: ``python bench/formats.py``, a few minutes on two cores.
 
-The knapsack spends each budget of bytes on the shipped example with each set of formats, units priced by predicted KL
-(Fisher), and the KL of its plan on validation answers is measured; so is that of each format everywhere. `q0` in a set
-lets experts be left out. One JSON object a line.
+For each budget of bytes and each set of formats, the knapsack plans the shipped example. Predicted KL (Fisher) prices
+the units. The KL of the plan on validation answers is measured, and that of each format in all units. `q0` in a set
+lets experts be left out. Prints one JSON object per line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SETS = (BEFORE, f"{BEFORE},q1.6g128s", f"{BEFORE},q1.6g64s,q1.6g128s,q1.6s")
 
 
 class Bench:
-    """The example with every format of `specs` predicted."""
+    """The example, with predicted KL of every unit in every format of `specs`."""
 
     def __init__(self, task: str, specs: Sequence[QuantSpec], folder: Path) -> None:
         example = measured_example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), task, CALIBRATION_ITEMS)
@@ -45,7 +45,7 @@ class Bench:
         self.predicted = example.fisher(specs, Journal(folder, "bench", Disk()))
 
     def kl_within(self, specs: Sequence[QuantSpec], bits_per_weight: float) -> tuple[float, float] | None:
-        """Bits per weight and measured KL of the plan of these formats that fits the budget; None if none does."""
+        """Return bits per weight and measured KL of the plan within the budget, or None if no plan fits."""
         units, kept = tuple(self.plain.units), tuple(spec for spec in specs if not spec.is_pruned)
         costs, losses = (np.full((len(units), len(kept)), np.inf) for _ in range(2))
         for row, unit in enumerate(units):
@@ -66,13 +66,13 @@ class Bench:
         return plan.bits_per_weight, self.trials.kl(plan, "bench").mean
 
     def kl_everywhere(self, spec: QuantSpec) -> tuple[float, float] | None:
-        """Bits per weight and measured KL of one format for all units; None if it does not fit them."""
+        """Return bits per weight and measured KL of one format in all units, or None if it does not fit them."""
         plan = uniform_like(self.plain, spec)
         return (plan.bits_per_weight, self.trials.kl(plan, str(spec)).mean) if fits_all(self.plain, spec) else None
 
 
 def main() -> None:
-    """Read the command line, print one line per format and one per set and budget."""
+    """Read the command line. Print one line per format, and one per set and budget."""
     parser = argparse.ArgumentParser(description="KL that the search finds at equal bytes with sets of formats.")
     parser.add_argument("--task", default="gsm8k")
     parser.add_argument("--bits", default="1.5,1.6,1.7,1.8,1.9,2.0,2.1,2.25,2.4", help="Budgets in bits per weight.")

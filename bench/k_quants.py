@@ -1,11 +1,13 @@
-"""KL of our plans beside llama.cpp's K-quants at equal bytes: ``python bench/k_quants.py``, ten minutes on two cores.
+"""KL of plans and of llama.cpp's K-quants at equal bytes: ``python bench/k_quants.py``, ten minutes on two cores.
 
-llama.cpp quantizes the routed experts of the example in its own mixtures (importance data from the train split, as its
-own tool counts them: mean squares of what each expert reads); what it wrote is read back and put into the reference
-model. Ours is what `moec compile --bits-per-weight` plans for the same bytes of the same tensors, calibrated on the
-same texts. All other weights keep 16 bits. KL(reference || quantized) in nats per answer token, teacher-forced, on test
-items that neither has seen, with paired 95 % intervals. Weights alone: activations keep float32 on both sides.
-One JSON object a line. Needs the extra `bench`.
+llama.cpp quantizes the routed experts of the example in its own mixtures. Its importance data come from the train
+split, counted as by its own tool: mean squares of the inputs of each expert. The quantized weights are read back and
+put into the reference model. The side of moec is the plan of `moec compile --bits-per-weight` for the same bytes of the
+same tensors, calibrated on the same texts. All other weights keep 16 bits.
+
+The figure is KL(reference || quantized) in nats per answer token, teacher-forced, with paired 95 % intervals. The test
+items were seen by neither side. Only weights are quantized; activations are float32 on both sides. Prints one JSON
+object per line. Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ RESAMPLES = 2_000
 
 
 class Importance:
-    """Mean squares of the columns that each expert reads, [E, K] per layer and projection, as llama.cpp counts them."""
+    """Mean squares of the inputs of each expert, [E, K] per layer and projection, as llama.cpp counts them."""
 
     def __init__(self, reference: ReferenceModel) -> None:
         self._sums: dict[tuple[int, str], Tensor] = {}
@@ -76,7 +78,7 @@ class Importance:
             counts[expert] += len(rows)
 
     def finish(self) -> dict[str, np.ndarray]:
-        """By the name of the tensor in a GGUF file; ones where an expert saw nothing."""
+        """Return the mean squares by the name of the tensor in a GGUF file. An expert without tokens has ones."""
         for handle in self._handles:
             handle.remove()
         found = {}
@@ -88,7 +90,7 @@ class Importance:
 
 
 def write_gguf(lowering: Lowering, target: Path) -> None:
-    """The checkpoint in float32 (every bfloat16 value as it is), for llama.cpp to quantize."""
+    """Write the checkpoint in float32, which keeps every bfloat16 value, for llama.cpp to quantize."""
     model, layer = lowering.model, lowering.model.layers[0]
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_block_count(model.num_layers)
@@ -120,8 +122,8 @@ def write_gguf(lowering: Lowering, target: Path) -> None:
 
 
 def quantize(source: Path, target: Path, mixture: int, importance: Mapping[str, np.ndarray]) -> None:
-    """llama.cpp's own quantization, with importance data."""
-    entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()  # ends with an empty name
+    """Quantize a GGUF file with llama.cpp and importance data."""
+    entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()  # the list ends with an empty name
     kept = []
     for entry, (name, values) in zip(entries, importance.items(), strict=False):
         flat = np.ascontiguousarray(values.reshape(-1))
@@ -135,7 +137,7 @@ def quantize(source: Path, target: Path, mixture: int, importance: Mapping[str, 
 
 
 def read_back(path: Path) -> tuple[dict[UnitKey, Tensor], int, dict[str, int]]:
-    """Routed experts as float32, the bytes they take, and how many tensors have which type."""
+    """Return the routed experts as float32, their bytes in the file, and the number of tensors of each type."""
     units: dict[UnitKey, Tensor] = {}
     total, types = 0, dict[str, int]()
     projections = {name: projection for projection, name in TENSORS.items()}
@@ -152,7 +154,7 @@ def read_back(path: Path) -> tuple[dict[UnitKey, Tensor], int, dict[str, int]]:
 
 
 def plan_for(model: str, data: str, bits_per_weight: float) -> CompilePlan:
-    """What `moec compile --bits-per-weight` decides."""
+    """Return the plan of `moec compile --bits-per-weight`."""
     options = CompileOptions(Target("bits_per_weight", bits_per_weight), data=data, dense_bits=16, comparisons=False)
     with tempfile.TemporaryDirectory() as folder:
         request = CompileRequest(
@@ -163,14 +165,14 @@ def plan_for(model: str, data: str, bits_per_weight: float) -> CompilePlan:
 
 
 def item_kl(reference: ReferenceModel, own: list[np.ndarray], pairs: list[TokenPair], units: dict) -> np.ndarray:
-    """Sum of KL over the answer tokens of each item."""
+    """Return the sum of KL over the answer tokens of each item."""
     with reference.weights(units):
         found = reference.forced_logits(pairs)
     return np.array([divergence(p, q)[0].sum() for p, q in zip(own, found, strict=True)])
 
 
 def interval(ours: np.ndarray, theirs: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
-    """95 % of the ratio of means, items drawn together."""
+    """Return the 95 % interval of the ratio of means, by a bootstrap that draws items in pairs."""
     draws = np.random.default_rng(0).integers(0, len(tokens), (RESAMPLES, len(tokens)))
     ratios = ours[draws].sum(1) / theirs[draws].sum(1)
     low, high = np.quantile(ratios, (0.025, 0.975))
@@ -187,7 +189,7 @@ def compare(model: str, splits: SplitData, data: str, mixtures: list[str]) -> No
     importance = Importance(reference)
     moments: SecondMoments = calibrate(reference, train).second_moments
     counted = importance.finish()
-    for index in range(lowering.model.num_layers):  # some mixtures refuse to work without; these tensors do not count
+    for index in range(lowering.model.num_layers):  # some mixtures need these tensors, which do not count here
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             columns = lowering.model.dense_shapes()[f"layers.{index}.{PARTS[name]}"][1]
             counted[f"blk.{index}.{name}.weight"] = np.ones(columns, np.float32)
@@ -216,8 +218,8 @@ def compare(model: str, splits: SplitData, data: str, mixtures: list[str]) -> No
 
 
 def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="KL at equal bytes, beside llama.cpp's mixtures.")
+    """Read the command line and compare."""
+    parser = argparse.ArgumentParser(description="KL at equal bytes, next to llama.cpp's mixtures.")
     parser.add_argument("--model", default="examples/model")
     parser.add_argument("--data", default="examples/data/gsm8k")
     parser.add_argument("--mixtures", default=",".join(MIXTURES))

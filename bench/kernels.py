@@ -2,9 +2,9 @@
 
     python bench/kernels.py [--json] [--kernels NAME]
 
-Per format, shape, token count and thread count: the best of several calls, warm, after one that is not counted.
-GFLOP/s counts 2 N K T; GB/s counts packed bytes once per call (numpy: the float32 matrix). Compare numbers of one
-run only.
+A figure is the best of several calls for each format, shape, token count and thread count. One call before them is not
+counted. GFLOP/s counts 2 N K T. GB/s counts packed bytes once per call (numpy: the float32 matrix). Compare figures of
+one run only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Result:
 
 
 def best_seconds(call: Callable[[], object]) -> float:
-    """The fastest of at least five calls over SECONDS_PER_CASE."""
+    """Return the seconds of the fastest call, of at least five over SECONDS_PER_CASE."""
     call()
     best, end, count = float("inf"), time.perf_counter() + SECONDS_PER_CASE, 0
     while count < 5 or time.perf_counter() < end:
@@ -60,7 +60,7 @@ def best_seconds(call: Callable[[], object]) -> float:
 
 
 def random_matrix(rows: int, columns: int, spec: QuantSpec) -> kernels.PackedMatrix:
-    """Bytes below 60: finite small scales in every format."""
+    """Return a matrix of random bytes below 60, which make finite small scales in every format."""
     data = np.random.default_rng(0).integers(0, 60, spec.packed_bytes(rows, columns)).astype(np.uint8)
     return kernels.PackedMatrix(data, rows, columns, spec)
 
@@ -68,7 +68,7 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec) -> kernels.PackedMat
 def result(
     operation: str, text: str, shape: tuple[int, int, int], threads: int, work: tuple[float, float, float]
 ) -> Result:
-    """work: seconds, floating-point operations, bytes."""
+    """Return a result. shape: rows, columns, tokens; work: seconds, floating-point operations, bytes."""
     seconds, flops, size = work
     return Result(operation, text, *shape, threads, round(flops / seconds / 1e9, 2), round(size / seconds / 1e9, 2))
 
@@ -94,7 +94,7 @@ def measure_expert(text: str, width: int, hidden: int, tokens: int, threads: int
 
 
 def measure_experts_from_memory(text: str, width: int, hidden: int, tokens: int, threads: int) -> Result:
-    """As `measure_expert`, over as many experts as no cache holds; the time of one of them."""
+    """Measure one of MANY_EXPERTS experts that run one after the other, so that weights come from memory."""
     spec, shapes = QuantSpec.parse(text), ((width, hidden), (width, hidden), (hidden, width))
     experts = [kernels.Expert(*(random_matrix(*shape, spec) for shape in shapes)) for _ in range(MANY_EXPERTS)]
     x, out = np.ones((tokens, hidden), np.float32), np.empty((tokens, 1, hidden), np.float32)
@@ -146,7 +146,7 @@ def measure_all() -> Iterator[Result]:
 
 
 def main() -> None:
-    """Print a table, or one JSON object."""
+    """Read the command line and print a table, or one JSON object."""
     parser = argparse.ArgumentParser(description="measure the kernels on this machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--kernels", metavar="NAME", help=f"force one of {', '.join(kernels.available())}")

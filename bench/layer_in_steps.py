@@ -1,8 +1,8 @@
 """A layer's attention or experts in one call and in steps: ``python bench/layer_in_steps.py experts BUNDLE TEXT``.
 
-One engine decodes forced tokens in turns of twenty, every other turn with the steps of one part of its layers called
-one by one from Python, which gives the same bits; which comes first changes from pair to pair. Prints medians per token
-and the quotient of the times, paired. A minute for a gigabyte of experts.
+One engine decodes forced tokens in turns of twenty. In every other turn Python calls the steps of one part of the
+layers one by one. Both ways give the same bits. The first of a pair changes from pair to pair. Prints medians per
+token and the paired quotient of the times. Takes a minute for a gigabyte of experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moec.runtime import Engine, kernels, load
 
 @contextmanager
 def attention_in_steps(engine: Engine) -> Iterator[None]:
-    """Every step by itself, checks of its arguments included."""
+    """Call every step of attention by itself, with checks of its arguments."""
     attend = kernels.attend
 
     def by_steps(layer: Any, *arguments: Any) -> None:
@@ -35,7 +35,7 @@ def attention_in_steps(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def experts_in_steps(engine: Engine) -> Iterator[None]:
-    """Router, cache, advice, experts and sum, called by Model."""
+    """Let Model call router, cache, advice, experts and sum one by one."""
     one_call, engine.model.token_experts = engine.model.token_experts, None
     try:
         yield
@@ -47,12 +47,12 @@ PARTS = {"attention": attention_in_steps, "experts": experts_in_steps}
 
 
 def main() -> None:
-    """Read the command line, decode, print."""
+    """Read the command line, decode and print."""
     parser = argparse.ArgumentParser(description="A part of every layer in one call and in steps, in turns.")
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--expert-cache", help="as of `moec run`; all experts in memory if it is not given")
+    parser.add_argument("--expert-cache", help="as for `moec run`; by default all experts are in memory")
     parser.add_argument("--pairs", type=int, default=16)
     options = parser.parse_args()
     limit = {} if options.expert_cache is None else {"expert_cache": options.expert_cache}

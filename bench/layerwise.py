@@ -1,9 +1,9 @@
 """Memory and time of compiles layer by layer: ``python bench/layerwise.py [--plot FILE]``, five minutes on two cores.
 
-Random Mixtral checkpoints that differ in layers or in experts, each compiled in a process of its own with
-`--bits-per-weight 4`, one layer at a time whatever their size. Peak memory and wall time, beside what the memory
-estimate says and what holding the whole model would take. One JSON object a line; the plot shows both against layers
-times experts.
+Random Mixtral checkpoints differ in layers or in experts. Each is compiled in a process of its own with
+`--bits-per-weight 4`, one layer at a time whatever its size. Prints one JSON object per line: peak memory, wall time,
+the memory estimate, and the memory that the whole model would take. The plot shows memory and time against layers times
+experts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ print(json.dumps(peak_memory_bytes()))
 
 
 def save(folder: Path, layers: int, experts: int) -> Path:
-    """A random checkpoint with the example's tokenizer."""
+    """Write a random checkpoint with the tokenizer of the example."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
     config = MixtralConfig(
         **SIZE, vocab_size=len(tokenizer), num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=2,
@@ -66,7 +66,7 @@ def save(folder: Path, layers: int, experts: int) -> Path:
 
 
 def measure(folder: Path, quantizer: str, out: Path) -> tuple[int, float]:
-    """Peak bytes and seconds of one compile."""
+    """Return peak bytes and seconds of one compile."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(folder), str(DATA), str(ITEMS), quantizer, str(out)],
@@ -78,7 +78,7 @@ def measure(folder: Path, quantizer: str, out: Path) -> tuple[int, float]:
 
 
 def plot(rows: list[dict[str, Any]], target: Path) -> None:
-    """Peak memory and time against layers times experts."""
+    """Plot peak memory and time against layers times experts."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -102,7 +102,7 @@ def plot(rows: list[dict[str, Any]], target: Path) -> None:
 
 
 def main() -> None:
-    """Read the command line, measure, print."""
+    """Read the command line, measure and print."""
     parser = argparse.ArgumentParser(description="Memory and time of compiles layer by layer.")
     parser.add_argument("--quantizer", default="gptq")
     parser.add_argument("--plot", type=Path)

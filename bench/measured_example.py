@@ -1,4 +1,4 @@
-"""The shipped example, calibrated, and trials that measure KL on its validation answers: what benchmarks start from."""
+"""The calibrated example model, and trials that measure KL on its validation answers. Several benchmarks use it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ CALIBRATION_ITEMS = 500
 
 
 def silent(done: int, total: int) -> None:
-    """No progress bar."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
 class MeasuredExample:
-    """plain: everything at 16 bits. texts: prompts and answers that calibrated it, which no trial measures. moments: of
-    them, which `store` quantizes against.
+    """The example model after calibration.
+
+    texts: prompts and answers of the calibration; no trial measures them.
+    moments: second moments of these texts; `store` quantizes against them.
+    store: units in every format.
+    plain: plan with everything at 16 bits.
     """
 
     lowering: Lowering
@@ -45,24 +49,28 @@ class MeasuredExample:
     plain: CompilePlan
 
     def trials(self, work: Path, kl_items: int) -> Trials:
-        """Trials on so many validation answers; measurements are kept in the folder `work`."""
+        """Return trials on `kl_items` validation answers. The folder `work` keeps measurements."""
         data = (TaskData(self.splits.task, self.splits.validation, 1, ()),)
         return Trials(self.reference, self.store, data, kl_items, silent, Journal(work, "bench", Disk()))
 
     def fisher(self, specs: Sequence[QuantSpec], journal: Journal) -> dict[tuple[UnitKey, QuantSpec], float]:
-        """Predicted KL of every unit in every format, as a compile asks for it."""
+        """Return the predicted KL of every unit in every format, computed as in a compile."""
         asked = [self.reference.encode_pairs(self.texts[:TEXTS])]
         return predict_units(self.reference, self.store, specs, asked, 0, journal, silent)
 
     def dense(self, bitwidth: int) -> Mapping[str, QuantSpec]:
-        """All dense weights at one bitwidth."""
+        """Return formats that give all dense weights one bitwidth."""
         return dense_formats(self.plain, (bitwidth,), 64, self.lowering.float_type)[0]
 
 
 def measured_example(
     model: str, data: str, task: str | None = None, calibration_items: int = CALIBRATION_ITEMS
 ) -> MeasuredExample:
-    """A model folder and a folder of splits, calibrated on its train split for GPTQ. task: None for the first."""
+    """Calibrate a model for GPTQ on the train split of a folder of splits.
+
+    model, data: folders.
+    task: None for the first task.
+    """
     splits = load_splits(data, task)
     splits = replace(splits, train=splits.train.limit(calibration_items, 0))
     lowering, reference = lower(open_checkpoint(model)), ReferenceModel(model)

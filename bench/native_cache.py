@@ -1,7 +1,7 @@
 """The expert cache in Python and in the extension: ``python bench/native_cache.py BUNDLE TEXT --expert-cache 61%``.
 
 Two engines in one process decode the same forced tokens in turns (`turns.py`). Prints medians per token and the
-quotient of the times, paired by round. A minute for a gigabyte of experts.
+quotient of the times, paired by round. Takes a minute for a gigabyte of experts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from moec.runtime.expert_cache import native_cache
 
 
 def opened(path: Path, expert_cache: str, policies: tuple[str, ...]) -> Engine:
-    """An engine whose cache is in the extension under these policies alone."""
+    """Return an engine whose cache is in the extension only under these policies."""
     native_cache.NATIVE_POLICIES = policies  # type: ignore[assignment]
     return load(path, expert_cache=expert_cache, context=1024)
 
 
 def main() -> None:
-    """Read the command line, decode, print."""
+    """Read the command line, decode and print."""
     parser = argparse.ArgumentParser(description="The cache in Python and in the extension, in turns.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)

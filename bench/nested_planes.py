@@ -1,9 +1,11 @@
-"""Two versions of an expert as planes of one: ``python bench/nested_planes.py``, three minutes on two cores.
+"""Three ways to store two versions of an expert: ``python bench/nested_planes.py``, three minutes on two cores.
 
-Of the shipped example, every expert alike: KL on validation answers of the high and of the low version, and what both
-take per weight, stored apart; as planes of the high version's codes, whose scales and minima serve both; and as a low
-version with what it misses behind it, in half of the high version's bits, with scales and minima of its own. All by
-GPTQ. One JSON object a line.
+* `apart`: a high and a low version, each quantized by itself.
+* `planes`: the low version is the upper bits of the high version's codes. Scales and minima serve both.
+* `residual`: a low version, and its residual in half of the high version's bits, with scales and minima of its own.
+
+All experts of the shipped example get the same formats, quantized by GPTQ. Prints one JSON object per line: KL on
+validation answers of both versions, and their bits per weight.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ LOW = QuantSpec(LOW_BITS, GROUP)
 
 
 class _Made(UnitStore):
-    """Units whose weights are made of those of another store."""
+    """Units whose weights are computed from those of another store."""
 
     def __init__(self, example: MeasuredExample, make: Callable[[UnitKey], Tensor]) -> None:
         super().__init__(example.lowering, None, "gptq")
@@ -44,7 +46,10 @@ class _Made(UnitStore):
 
 
 def upper_plane(store: UnitStore, unit: UnitKey, high: QuantSpec) -> Tensor:
-    """What the upper LOW_BITS of the high version's codes say: the middle of the codes that share them. [N, K]."""
+    """Return weights [N, K] from the upper LOW_BITS of the high version's codes.
+
+    Codes with the same upper bits get the middle of their values.
+    """
     matrix = store.matrix(unit, high)
     step = 1 << (int(high.bitwidth) - LOW_BITS)
     middles = (matrix.codes.int() // step) * step + (step - 1) / 2
@@ -55,7 +60,7 @@ def upper_plane(store: UnitStore, unit: UnitKey, high: QuantSpec) -> Tensor:
 
 
 class _Residuals(UnitStore):
-    """What the low version of each unit misses, in any format, against the same second moments."""
+    """The residual of the low version of each unit, in any format, quantized against the same second moments."""
 
     def __init__(self, example: MeasuredExample) -> None:
         super().__init__(example.lowering, example.moments, "gptq")
@@ -67,18 +72,21 @@ class _Residuals(UnitStore):
         return whole - torch.stack(low)
 
     def with_low(self, unit: UnitKey, spec: QuantSpec) -> Tensor:
-        """The low version plus the rest in this format. [N, K]."""
+        """Return the low version plus the residual in this format. [N, K]."""
         return self._low.weight(unit, LOW) + self.weight(unit, spec)
 
 
 def measure(example: MeasuredExample, work: Path, make: Callable[[UnitKey], Tensor]) -> float:
-    """Mean KL with these weights in every unit. work: a folder of its own, which remembers by plan alone."""
-    plan = uniform_like(example.plain, LOW)  # whatever is below 16 bits is asked of the store
+    """Return the mean KL with these weights in every unit.
+
+    work: folder for this measurement alone, because the journal in it distinguishes plans only.
+    """
+    plan = uniform_like(example.plain, LOW)  # formats below 16 bits take their weights from the store
     return example.trials(work, KL_ITEMS).kl(plan, "bench", _Made(example, make)).mean
 
 
 def main() -> None:
-    """Print one line per way to store two versions."""
+    """Measure, and print one line per way to store two versions."""
     example = measured_example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), "gsm8k")
     store, highs = example.store, [QuantSpec(4, GROUP), QuantSpec(8, GROUP)]
     store.prepare([LOW, *highs], silent)

@@ -1,10 +1,14 @@
-"""What looking ahead can bring: ``python bench/overlap_bound.py BUNDLE SHARE=TRACE ... [--compute-ms C]``, seconds.
+"""A bound on the gain of prefetching: ``python bench/overlap_bound.py BUNDLE SHARE=TRACE ... [--compute-ms C]``.
 
-Replays traces, each recorded with a share of the experts in memory, against an ideal device: storage at the recorded
-rate, two readers, computing that reads do not slow down, no bookkeeping. Advice: none; what the run advised; and what
-nobody has, perfect knowledge of the next one, two or four layers. A time per token over max(C, I) that even these
-exceed is out of reach of any engine with this cache and this routing. C: computing per token; I: missed bytes without
-advice over the rate. Prints a Markdown table.
+Replays traces, each recorded with a share of the experts in memory, on an ideal device. Its storage has the recorded
+rate and two readers. Reads do not slow down computing, and bookkeeping takes no time. Advice is one of three: none, the
+advice of the recorded run, or perfect knowledge of the next one, two or four layers.
+
+No real predictor has perfect knowledge. So no engine with this cache and this routing can take less time per token than
+these rows. Takes seconds. Prints a Markdown table of the time per token over max(C, I):
+
+* C: computing per token.
+* I: time to read the bytes missed without advice, at the storage rate.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ POLICY, READERS, DEPTHS = "lrfu", 2, (1, 2, 4)
 
 
 def perfect_advice(first_expert: list[int], depth: int) -> Advice:
-    """All experts that the next layers of a pass will ask for, nearest first."""
+    """Return advice that names all experts of the next `depth` layers of a pass, nearest first."""
 
     def advise(each: TracedPass, layer: int) -> list[int]:
         ahead = [experts for at, experts in each.accesses(first_expert) if layer < at <= layer + depth]
@@ -32,14 +36,14 @@ def perfect_advice(first_expert: list[int], depth: int) -> Advice:
 
 
 def compute_ns(trace: Trace) -> float:
-    """Everything but waiting, per decoded token."""
+    """Return the time per decoded token without waiting, ns."""
     decoded = trace.passes[trace.prompt_passes :]
     parts = (sum((*p.dense_ns, *p.experts_ns, *p.shared_ns)) + p.head_ns + p.other_ns for p in decoded)
     return sum(parts) / len(decoded)
 
 
 def replayed_timeline(trace: Trace, replayed: ReplayedBundle, capacity: int, advice: Advice, scale: float) -> Timeline:
-    """A trace on the ideal device, whose computing takes `scale` times the recorded time."""
+    """Replay a trace on the ideal device. scale: factor of the recorded computing times."""
     header = trace.header
     rates = DeviceRates(header.storage_bytes_per_s, header.storage_latency_ns, READERS, scale)
     steps = [(timed_pass(each, header.first_expert, advice),) for each in trace.passes]
@@ -48,11 +52,11 @@ def replayed_timeline(trace: Trace, replayed: ReplayedBundle, capacity: int, adv
 
 
 def main() -> None:
-    """Read the command line, print one row per trace, computing time and advice."""
-    parser = argparse.ArgumentParser(description="What looking ahead can bring.")
+    """Read the command line and print one row per trace and kind of advice."""
+    parser = argparse.ArgumentParser(description="A bound on the gain of prefetching.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("traces", nargs="+", metavar="SHARE=TRACE", help="0.5=FILE: recorded with half in memory")
-    parser.add_argument("--compute-ms", type=float, help="computing per token in memory; else as it was recorded")
+    parser.add_argument("--compute-ms", type=float, help="computing per token in memory; by default the recorded time")
     options = parser.parse_args()
     bundle = open_bundle(options.bundle)
     replayed = replayed_bundle(bundle)

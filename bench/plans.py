@@ -1,8 +1,9 @@
-"""KL of plans at equal bytes: ``python bench/plans.py``, half an hour beside other work. Prints Markdown tables.
+"""KL of plans at equal bytes: ``python bench/plans.py``, half an hour on a busy machine. Prints Markdown tables.
 
-What the knapsack makes of three sensitivity tables, at several average bitwidths, measured on 512 validation answers of
-the shipped example: output errors times measured gains, Fisher, and Fisher times the gains it does not see. Then what
-formats of 1 bit bring under Fisher, and what uniform formats cost. Dense weights have 8 bits in all of them.
+The knapsack makes plans of several average bitwidths from three sensitivity tables: output errors times measured gains,
+Fisher, and Fisher times the gains that it does not see. KL is measured on 512 validation answers of the shipped
+example. A second table shows plans with formats of 1 bit under Fisher, a third one uniform formats. Dense weights have
+8 bits everywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Predicted = Mapping[tuple[UnitKey, QuantSpec], float]
 
 
 class Plans:
-    """Plans of one example, and what they measure."""
+    """Plans of one example, and their measured KL."""
 
     def __init__(self, example: MeasuredExample, work: Path) -> None:
         self._example, self._trials = example, example.trials(work / "plans", KL_ITEMS)
@@ -44,7 +45,7 @@ class Plans:
         self._base = replace(example.plain, dense=self._dense)
 
     def kl_each(self, table: SensitivityTable, specs: Sequence[QuantSpec], bits: Sequence[float]) -> list[float]:
-        """KL in nats per token of the plan of each average bitwidth."""
+        """Return the KL of the plan of each average bitwidth, nats per token."""
         weights = byte_weights(self._base.model, None, reads=False)
         space = build_space(self._base, self._example.store, table, weights, specs, (self._dense,))
         found = []
@@ -54,18 +55,18 @@ class Plans:
         return found
 
     def uniform_kl(self, spec: QuantSpec) -> float:
-        """KL with every projection in one format."""
+        """Return the KL with every projection in one format, nats per token."""
         return self._kl(replace(self._base, units=dict.fromkeys(self._base.units, spec)), str(spec))
 
     def _kl(self, plan: CompilePlan, name: str) -> float:
-        """Measured once: the search has put the KL of its plan into the journal."""
+        """Return the KL of a plan. The journal has it already if the search measured it."""
         found = self._trials.kl(plan, name).mean
         print(f"{name}: {found:.6f}", file=sys.stderr, flush=True)
         return found
 
 
 def tables_of(example: MeasuredExample, gain_trials: Trials, predicted: Predicted) -> dict[str, SensitivityTable]:
-    """The three tables by name; dense weights cost nothing, as they are the same in all plans."""
+    """Return the three tables by name. Dense weights cost nothing, because they are the same in all plans."""
     plain, store = example.plain, example.store
     dense = {group.name: 0.0 for group in dense_groups(plain.model)}
     ones = np.ones((plain.model.num_layers, max(layer.experts.count for layer in plain.model.layers)))
@@ -83,18 +84,18 @@ def tables_of(example: MeasuredExample, gain_trials: Trials, predicted: Predicte
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def kl_text(kl: float) -> str:
-    """Three digits, or two where the first of them are zeros."""
+    """Return KL with three digits, or two significant ones if it is below 0.1."""
     return f"{kl:.{5 if kl < 0.01 else 4 if kl < 0.1 else 3}f}".lstrip("0")
 
 
 def main() -> None:
-    """Read the command line, measure, print the tables."""
+    """Read the command line, measure and print the tables."""
     parser = argparse.ArgumentParser(description="KL of plans at equal bytes, by several sensitivity tables.")
     parser.add_argument("--model", default="examples/model")
     parser.add_argument("--data", default="examples/data/gsm8k")

@@ -1,9 +1,10 @@
-"""Output errors of the quantizers on the example's experts, and how predictable its routes are.
+"""Output errors of the quantizers on the example's experts, and how well its routes can be predicted.
 
     python bench/quantizers.py [--task gsm8k] [--formats q2g128,q3g128,q4g64]
 
-Calibrated on the train split, errors measured with the second moments of 1,000 validation items: relative output error
-sqrt(tr(D H D^T) / tr(W H W^T)), median of all experts. One JSON object a line.
+The example is calibrated on the train split. Errors are measured with the second moments of 1,000 validation items. The
+figure is the relative output error sqrt(tr(D H D^T) / tr(W H W^T)), median of all experts. Prints one JSON object per
+line.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ HELD_OUT_ITEMS = 1_000
 def relative_errors(
     store: UnitStore, layer: int, projection: str, spec: QuantSpec, seen: ActivationStatistics, held: torch.Tensor
 ) -> Iterator[tuple[float, float, float]]:
-    """Of every expert: rounded to nearest, with clip search, GPTQ. held: [E, K, K] second moments to measure with."""
+    """Return the errors of every expert: rounded to nearest, with clip search, and by GPTQ.
+
+    held: second moments to measure with, [E, K, K].
+    """
     weights, moments = store.original(layer, projection), seen.second_moments.of(layer, projection)
     tokens = seen.second_moments.tokens(layer)
     for expert, gptq in enumerate(quantize_gptq_batch(weights, spec, moments, tokens)):
@@ -51,7 +55,7 @@ def relative_errors(
 
 
 def main() -> None:
-    """Read the command line, print one line of routes and one per format and projection."""
+    """Read the command line. Print one line about routes, and one per format and projection."""
     parser = argparse.ArgumentParser(description="Output errors of the quantizers on the example.")
     parser.add_argument("--task", default="gsm8k")
     parser.add_argument("--formats", default="q2g128,q3g128,q4g64")

@@ -1,10 +1,14 @@
-"""How well each proxy ranks units: ``python bench/sensitivity.py``, two or three minutes on two cores.
+"""Rank correlation of each proxy with exact sensitivity: ``python bench/sensitivity.py``, three minutes on two cores.
 
-Every projection of every expert of the shipped example is put into one format by itself, and the KL on validation
-answers is measured: the exact sensitivity. Beside it what the proxies predict: the one from gradients (Fisher), the
-one that measures a gain per layer and projection on the whole model, and the one of a compile layer by layer, with a
-gain per layer on a few texts.
-Prints Spearman's rank correlations, over all units and within layers.
+Exact sensitivity is the measured KL on validation answers with one projection of one expert in a format. It is compared
+with the predictions of the proxies:
+
+* Fisher, from gradients.
+* A measured gain per layer and projection, on the whole model.
+* The gain per layer of a compile layer by layer, on a few texts.
+* The output error alone.
+
+Prints Spearman's rank correlations over all units of the shipped example, and within layers.
 """
 
 from __future__ import annotations
@@ -30,13 +34,13 @@ KL_ITEMS = 128
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Correlation of ranks; there are no ties among measured errors."""
+    """Return the correlation of ranks. Measured errors have no ties."""
     ranks = [values.argsort().argsort() for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def main() -> None:
-    """Read the command line, measure, print one JSON object."""
+    """Read the command line, measure and print one JSON object."""
     parser = argparse.ArgumentParser(description="Rank correlation of the sensitivity proxies with exact measurement.")
     parser.add_argument("--model", default="examples/model")
     parser.add_argument("--data", default="examples/data/gsm8k")

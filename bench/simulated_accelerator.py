@@ -1,11 +1,14 @@
-"""What an accelerator would bring, simulated: ``python bench/simulated_accelerator.py [--model olmoe|mixtral] ...``.
+"""A simulated accelerator: ``python bench/simulated_accelerator.py [--model olmoe|mixtral] ...``.
 
-Nothing here ran on a GPU. The processor's side is measured on this machine: one expert of the model's shape and format,
-its dense products, its head, and the copy of an expert into a buffer. The device's side is arithmetic from constants
-that the options name: an expert takes LAUNCHES starts of a kernel, its bytes through the device's memory, and its
-products at the device's rate; the link carries an expert at its own rate. Which experts tokens choose is drawn from
-popularities rank^-SKEW. Attention over the cached keys is left out, on every side alike. Prints a Markdown table:
-tokens/s of decoding, time to the first token of 512 to 4,096 tokens, steps/s of beams of 4, 8 and 12.
+No part of this runs on a GPU. The processor's times are measured on this machine: one expert of the model's shape and
+format, its dense products, its head, and the copy of an expert into a buffer.
+
+The device's times are computed from constants that the options name. An expert takes LAUNCHES starts of a kernel, its
+bytes through the device's memory, and its products at the device's rate. The link carries an expert at its own rate.
+
+Experts of tokens are drawn from popularities rank^-SKEW. Attention over cached keys is left out on all sides. Prints a
+Markdown table: tokens/s of decoding, time to the first token of 512 to 4,096 tokens, and steps/s of beams of 4, 8 and
+12.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ MOVED_PER_WEIGHT = {4: 28.0, 16: 18.0}
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: what decides times. residents: experts on the device."""
+    """The properties of a model that decide its times. residents: experts on the device."""
 
     layers: int
     experts: int
@@ -57,7 +60,7 @@ MODELS = {
 
 
 def random_matrix(rows: int, columns: int, spec: QuantSpec) -> kernels.PackedMatrix:
-    """Packed bytes that are numbers of ordinary size: no denormal slows the products down."""
+    """Return a matrix of numbers of ordinary size, so that no denormal slows the products down."""
     count = spec.packed_bytes(rows, columns)
     if spec.bitwidth == 16:
         block = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
@@ -82,7 +85,7 @@ def line_of_tokens(call: Callable[[int], object]) -> tuple[float, float]:
 
 
 def measured_expert(shape: Shape) -> tuple[tuple[float, float], float, int]:
-    """The line of an expert's times on this processor, ns per byte of its copy into a buffer, its bytes."""
+    """Return an expert's fixed ns and ns per token on this processor, ns per byte of its copy, and its bytes."""
     up = random_matrix(shape.width, shape.hidden, shape.spec)
     expert = kernels.Expert(up, up, random_matrix(shape.hidden, shape.width, shape.spec))
     buffer = np.zeros(expert_bytes(expert), np.uint8)
@@ -97,7 +100,7 @@ def measured_expert(shape: Shape) -> tuple[tuple[float, float], float, int]:
 
 
 def measured_dense(shape: Shape) -> tuple[tuple[float, float], float]:
-    """The line of a layer's four products D x D at 8 bits, and the head of one row, on this processor."""
+    """Return fixed ns and ns per token of a layer's four products D x D at 8 bits, and ns of the head of one row."""
     spec = QuantSpec.parse("q8g64")
     square, head = random_matrix(shape.hidden, shape.hidden, spec), random_matrix(shape.vocabulary, shape.hidden, spec)
 
@@ -110,7 +113,7 @@ def measured_dense(shape: Shape) -> tuple[tuple[float, float], float]:
 
 
 def device_times(shape: Shape, options: argparse.Namespace) -> tuple[float, float]:
-    """Fixed ns and ns per token of an expert that is on the device, from the stated constants."""
+    """Return fixed ns and ns per token of an expert on the device, from the stated constants."""
     weights = 3 * shape.hidden * shape.width
     moved = weights * MOVED_PER_WEIGHT[int(shape.spec.bitwidth)] / (options.device_gb_per_s * 1e9)
     per_token = 2 * weights / (options.device_tflops * 1e12)
@@ -118,7 +121,10 @@ def device_times(shape: Shape, options: argparse.Namespace) -> tuple[float, floa
 
 
 def dense_device_times(shape: Shape, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Fixed ns and ns per token of a layer's attention on the device, and of the head: weights lie there as float32."""
+    """Return fixed ns and ns per token of a layer's attention on the device, and ns of the head.
+
+    The device holds these weights as float32.
+    """
 
     def times(launches: int, weights: int) -> tuple[float, float]:
         read_ns = 4 * weights / options.device_gb_per_s
@@ -139,12 +145,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="olmoe")
     parser.add_argument(
-        "--link-gb-per-s", type=float, default=12.0, help="pinned copies; PCIe 3.0 x16 has 15.8 at best"
+        "--link-gb-per-s", type=float, default=12.0, help="pinned copies; PCIe 3.0 x16 has at most 15.8"
     )
-    parser.add_argument("--device-gb-per-s", type=float, default=672.0, help="memory; Quadro RTX 6000: 672")
-    parser.add_argument("--device-tflops", type=float, default=8.0, help="float32; half of the Quadro RTX 6000's 16.3")
-    parser.add_argument("--launch-us", type=float, default=6.0, help="until an eager torch kernel is started")
-    parser.add_argument("--cpu-speed", type=float, default=1.0, help="of the simulated processor over this machine's")
+    parser.add_argument("--device-gb-per-s", type=float, default=672.0, help="device memory; Quadro RTX 6000: 672")
+    parser.add_argument(
+        "--device-tflops", type=float, default=8.0, help="float32; half of the 16.3 of a Quadro RTX 6000"
+    )
+    parser.add_argument("--launch-us", type=float, default=6.0, help="time to start an eager torch kernel")
+    parser.add_argument("--cpu-speed", type=float, default=1.0, help="simulated processor divided by this machine")
     parser.add_argument("--skew", type=float, default=0.3, help="popularity falls with rank^-SKEW")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -161,14 +169,18 @@ def main() -> None:
     work = Workload(shuffled, shape.top_k, size, dense[0] / speed, dense[1] / speed, head / speed)
     residents = work.residents(shape.residents)
     print(
-        f"SIMULATED device. {options.model}, {shape.spec}, {size / 1e6:.1f} MB an expert, {shape.residents} of", end=" "
-    )
-    print(f"{shape.layers * shape.experts} on the device. {latency.to_text()}; of it the processor busy", end=" ")
-    print(
-        f"{latency.staging_ns(size) / 1e3:.0f} us and the link {latency.link_ns(size) / 1e3:.0f} us a copy; dense",
+        f"SIMULATED device. {options.model}, {shape.spec}, {size / 1e6:.1f} MB per expert, {shape.residents} of",
         end=" ",
     )
-    print(f"{work.dense_fixed_ns / 1e3:.0f} + {work.dense_token_ns / 1e3:.1f} us a token and layer, head", end=" ")
+    print(
+        f"{shape.layers * shape.experts} on the device. {latency.to_text()}; a copy keeps the processor busy for",
+        end=" ",
+    )
+    print(
+        f"{latency.staging_ns(size) / 1e3:.0f} us and the link for {latency.link_ns(size) / 1e3:.0f} us; dense",
+        end=" ",
+    )
+    print(f"{work.dense_fixed_ns / 1e3:.0f} + {work.dense_token_ns / 1e3:.1f} us per token and layer, head", end=" ")
     print(f"{work.head_ns / 1e6:.1f} ms.\n")
     names = [
         "tokens/s",

@@ -1,8 +1,12 @@
-"""How long a start takes: ``python bench/start.py BUNDLE ... [--rounds N]``, medians of fresh processes in turns.
+"""Start-up times: ``python bench/start.py BUNDLE ... [--rounds N]``, medians of fresh processes in turns.
 
-Rows: a bare interpreter; with `import moec.runtime`; with `load` from it, which brings numpy and the extension; and for
-each bundle `moec run` until its first token is written, on a page cache that holds the bundle (`--cold`, as root: on an
-empty one). Prints a Markdown table.
+The Markdown table has these rows:
+
+* A bare interpreter.
+* `import moec.runtime`.
+* `from moec.runtime import load`, which loads numpy and the extension.
+* For each bundle `moec run` until its first token is written. The page cache holds the bundle. With `--cold`, as root,
+  the page cache is empty.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ PROGRAMS = {
 
 
 def seconds(command: list[str]) -> float:
-    """Until a process writes, or ends without a word. Raises subprocess.CalledProcessError if it fails."""
+    """Return the seconds until a process writes or ends. Raises subprocess.CalledProcessError if it fails."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -38,8 +42,8 @@ def seconds(command: list[str]) -> float:
 
 
 def main() -> None:
-    """Read the command line, run, print."""
-    parser = argparse.ArgumentParser(description="How long a start takes.")
+    """Read the command line, run and print."""
+    parser = argparse.ArgumentParser(description="Start-up times.")
     parser.add_argument("bundles", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="empty the page cache before each run of a bundle")

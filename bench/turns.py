@@ -1,7 +1,7 @@
 """Decoding in turns: several engines, or one in several ways, over the same forced tokens in one process.
 
-Whichever comes first changes from round to round, so that all meet the same state of a shared machine; what is told is
-the quotient of the times within a round. Processes one after the other meet different states of it.
+Processes that run one after the other meet different states of a shared machine. In turns all meet the same state: the
+first of a round changes from round to round, and times are divided within a round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Rows = dict[str, list[tuple[float, ...]]]
 
 
 def begin(engine: Engine, tokens: list[int]) -> None:
-    """Read the prompt, fill the cache, decode the first few."""
+    """Read the prompt, fill the cache, and decode WARM_UP_TOKENS tokens."""
     engine.begin_sequence()
     engine.prefill(tokens[:PROMPT_TOKENS])
     engine.cache.finish_warming()
@@ -27,7 +27,7 @@ def begin(engine: Engine, tokens: list[int]) -> None:
 
 
 def turn(engine: Engine, tokens: list[int], first: int, count: int = TURN_TOKENS) -> tuple[float, ...]:
-    """Decode tokens from a position on; NAMES per token."""
+    """Decode tokens from a position on. Return the figures of NAMES, per token."""
     cache, times, started = engine.cache.stats.copy(), engine.model.times.copy(), time.perf_counter_ns()
     for position in range(first, first + count):
         engine.decode([tokens[position]], [0], [position])
@@ -40,7 +40,7 @@ def turn(engine: Engine, tokens: list[int], first: int, count: int = TURN_TOKENS
 
 
 def decode_in_turns(engines: Mapping[str, Engine], tokens: list[int], rounds: int) -> Rows:
-    """Each engine decodes the same tokens, round by round; the first of a round comes last in the next."""
+    """Let each engine decode the same tokens in every round. The first of a round comes last in the next."""
     rows: Rows = {name: [] for name in engines}
     names = list(engines)
     for number in range(rounds):
@@ -51,7 +51,10 @@ def decode_in_turns(engines: Mapping[str, Engine], tokens: list[int], rounds: in
 
 
 def print_turns(rows: Mapping[str, Sequence[tuple[float, ...]]], base: str) -> None:
-    """Medians of NAMES of each, and the quotients of the others' times and those of the base, round by round."""
+    """Print medians of the figures of NAMES, and quotients of times.
+
+    base: the row that the times of all others are divided by, round by round.
+    """
     for name, own in rows.items():
         medians = [statistics.median(values) for values in zip(*own, strict=True)]
         print(f"{name}: " + ", ".join(f"{what} {value:.2f}" for what, value in zip(NAMES, medians, strict=True)))

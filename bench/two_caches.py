@@ -1,8 +1,8 @@
 """One cache for both versions of experts, or one for each: ``python bench/two_caches.py BUNDLE TRACE``, a minute.
 
-Replays a lossless trace of a bundle with low versions under dynamic precision, the budget in one cache under one score
-or divided as HOBBIT divides it, for several shares of the high versions. Bytes read a token, and how many of the chosen
-experts are computed low or skipped. Prints a Markdown table.
+Replays a lossless trace of a bundle with low versions under dynamic precision. The budget is one cache under one score,
+or it is divided as in HOBBIT, for several shares of the high versions. Prints a Markdown table: bytes read per token,
+and the shares of chosen experts that are computed low or skipped.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ THRESHOLDS = ("0,1", "0.4,0.8", "0.6,0.9")
 
 
 def records_of(records: ExpertRecords, part: slice) -> ExpertRecords:
-    """Of some experts, each the only version there is."""
+    """Return the records of some experts as if each had one version only."""
     arrays = {name: getattr(records, name)[part].copy() for name in ("layer", "frequency", "last_used", "uses", "heat")}
     return replace(records, **arrays, expert=None)
 
 
 class DividedCache(LogicalCache):
-    """A cache of high versions and one of low ones; indices of low versions come behind the others."""
+    """A cache of high versions and one of low versions. Indices of low versions follow those of high ones."""
 
     def __init__(self, replayed: ReplayedBundle, capacity_bytes: int, high_share: float, room_bytes: int) -> None:
         self.count, high = replayed.count, round(capacity_bytes * high_share)
@@ -72,7 +72,7 @@ class DividedCache(LogicalCache):
 
 
 def replayed_row(bundle: Bundle, trace: Trace, replayed: ReplayedBundle, thresholds: str, cache: LogicalCache) -> str:
-    """Columns of one replay: MiB a token, share low, share skipped."""
+    """Return the columns of one replay: MiB per token, share low, share skipped."""
     spec, header = bundle.manifest.model, trace.header
     predictor = RecordedPredictor(spec) if header.prefetch == "lookahead" else None
     advisor = Advisor(
@@ -87,7 +87,7 @@ def replayed_row(bundle: Bundle, trace: Trace, replayed: ReplayedBundle, thresho
 
 
 def main() -> None:
-    """Read the command line, print one row per setting."""
+    """Read the command line and print one row per setting."""
     parser = argparse.ArgumentParser(description="One cache for both versions of experts, or one for each.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("trace", type=Path)
@@ -95,7 +95,7 @@ def main() -> None:
     bundle = open_bundle(options.bundle)
     (trace,) = open_traces([options.trace], bundle)
     replayed = replayed_bundle(bundle)
-    print("| experts in memory | thresholds | cache | MiB read a token | low | skipped |")
+    print("| experts in memory | thresholds | cache | MiB read per token | low | skipped |")
     print("|---|---|---|---|---|---|")
     for share in (0.25, 0.5):
         capacity = replayed.capacity_bytes(share)

@@ -1,9 +1,14 @@
 """The whole yardstick: ``python -m yardstick FOLDER --results RESULTS``, which `make bench` runs.
 
-Makes what is missing in FOLDER (50 GB): the checkpoint, the bundle at 4.5 bits per weight, the same weights for
-llama.cpp, its fork built for this machine, bundles at 2, 3 and 16 bits, the trained example. Writes how the yardstick
-and the example route (`routing_*.json`), compares the engines, then this one with its simpler selves. About two hours
-on two cores, as root; FOLDER is kept for the next run.
+FOLDER (50 GB) holds:
+
+* The checkpoint, the bundle at 4.5 bits per weight, and bundles at 2, 3 and 16 bits.
+* The same weights for llama.cpp, and its fork built for this machine.
+* The trained example.
+
+Missing parts are made. The program writes routing figures of the yardstick and the example (`routing_*.json`). It
+compares the engines, then moec with simpler versions of itself. It takes about two hours on two cores, as root. FOLDER
+is kept for the next run.
 """
 
 from __future__ import annotations
@@ -31,27 +36,27 @@ BUNDLES = {
 
 
 def run(*command: str | Path) -> None:
-    """Run a step and say so."""
+    """Print a command and run it."""
     print("$", *command, file=sys.stderr, flush=True)
     subprocess.run([str(part) for part in command], check=True)
 
 
 def example_text() -> str:
-    """Held-out problems with their answers, as the example was trained on them."""
+    """Return held-out problems with their answers, in the form that the example was trained on."""
     lines = (EXAMPLES / "data" / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     items = [json.loads(line) for line in lines[:ROUTED_TOKENS]]
     return "\n".join(f"Question: {item['question']}\nAnswer: {item['answer']}" for item in items)
 
 
 def write_routing(bundle: Path, text: str, path: Path) -> None:
-    """How a bundle routes a text, as JSON, and to the terminal."""
+    """Write the routing figures of a bundle on a text as JSON, and print them."""
     told = json.dumps(routing(bundle, text, ROUTED_TOKENS))
     path.write_text(told + "\n", encoding="utf-8")
     print(path.name, told, flush=True)
 
 
 def main() -> None:
-    """Read the command line; each step is left out if its result is there."""
+    """Read the command line and run all steps. A step whose result exists is skipped."""
     parser = argparse.ArgumentParser(description="The yardstick, from nothing to a table.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)

@@ -1,7 +1,7 @@
-"""Write the yardstick's checkpoint: ``python -m yardstick.checkpoint FOLDER`` (in bench/). 13.8 GB, a shard a layer.
+"""Write the yardstick's checkpoint: ``python -m yardstick.checkpoint FOLDER`` (in bench/).
 
-The tokenizer is a byte-level BPE of 4,096 tokens trained on `text.txt`, which is also what runs are fed with; the other
-rows of the embedding are never looked up, as most rows are in a short run of any model.
+It has 13.8 GB, one shard per layer. The tokenizer is a byte-level BPE of 4,096 tokens trained on `text.txt`. The runs
+decode the same text. The other rows of the embedding are never used. A short run of any model leaves most rows unused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ END = "</s>"
 
 
 def text() -> str:
-    """Real text, the same for every run: pages of this project as they once were."""
+    """Return real text, the same for every run: older pages of this project."""
     return TEXT.read_text(encoding="utf-8")
 
 
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE over `text`."""
+    """Train a byte-level BPE on `text`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def config(shape: Shape) -> dict[str, object]:
-    """config.json of an OLMoE checkpoint."""
+    """Return the content of ``config.json`` of an OLMoE checkpoint."""
     return {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
@@ -69,7 +69,7 @@ def config(shape: Shape) -> dict[str, object]:
 
 
 def write(folder: Path, weights: Weights) -> None:
-    """Write the folder; a shard that is already there is kept."""
+    """Write the folder. An existing shard is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     layers = range(weights.shape.layers)
     outside = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
@@ -92,7 +92,7 @@ def write(folder: Path, weights: Weights) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Read the command line and write the checkpoint."""
     parser = argparse.ArgumentParser(description="Write the yardstick's checkpoint.")
     parser.add_argument("folder", type=Path)
     write(parser.parse_args().folder, Weights())

@@ -1,13 +1,18 @@
-"""moec beside llama.cpp and ik_llama.cpp, its fork: ``python -m yardstick.compare FOLDER --results RESULTS``.
+"""moec next to llama.cpp and its fork ik_llama.cpp: ``python -m yardstick.compare FOLDER --results RESULTS``.
 
-FOLDER holds what `make bench` puts there: `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp) and FORK_GGUF
-(for its fork, which is built there too), `checkpoint`.
-Every condition runs all arms in turn, several rounds; memory limits go upward. All engines get the same forced tokens
-of real text and the same control group, in which direct reads are timed before each run: a rate that is not the one
-asked for ends everything. "Cold": the page cache is dropped and nothing is read before the prompt; "warm": llama.cpp's
-second time over the same ids, and experts that are read while loading. One JSON file per run lands in RESULTS,
-`summary.json` and two tables at the end (`overlap.py` makes the second). llama.cpp with the read-ahead as found takes
-minutes a run: it runs in the first round alone, not at 90 MB/s, nor with less memory than a token's experts take.
+`make bench` fills FOLDER: `checkpoint`, `q4` (a bundle), `q4_0.gguf` (the same weights for llama.cpp), FORK_GGUF (the
+same for its fork), and the built fork.
+
+Every condition runs all arms in turn, for several rounds. Memory limits go upward. All engines get the same forced
+tokens of real text and the same control group. Direct reads are timed in that group before each run. If their rate is
+not the wanted one, the program ends.
+
+* Cold: the page cache is dropped, and nothing is read before the prompt.
+* Warm: llama.cpp decodes the same ids a second time. moec reads experts while it loads.
+* As found: llama.cpp with the read-ahead of the machine takes minutes per run. It runs in the first round only, not at
+  90 MB/s, and not with less memory than the experts of a token take.
+
+RESULTS gets one JSON file per run, and `summary.json`. Two tables are printed at the end. `overlap.py` makes one.
 """
 
 from __future__ import annotations
@@ -35,9 +40,9 @@ from yardstick.overlap import COLD, NO_ADVICE, OWN, OWN_HALF, overlap_rows, over
 
 CONTEXT = 1024
 SLACK_BYTES = 256 << 20
-BUDGET_MARGIN_BYTES = 64 << 20  # the group's limit lies this far above `--memory`
+BUDGET_MARGIN_BYTES = 64 << 20  # the limit of the group minus `--memory`
 TUNED_READ_AHEAD_KIB = 128
-RATE_ERROR = 0.1  # by which direct reads may miss the rate that is asked for
+RATE_ERROR = 0.1  # largest relative difference of direct reads from the wanted rate
 
 OWN_OPTIONS = {
     OWN: [],
@@ -48,13 +53,17 @@ OWN_OPTIONS = {
 AS_FOUND, TUNED, WARM = "llama.cpp mmap as found", "llama.cpp mmap 128 KiB", "llama.cpp mmap 128 KiB, warm"
 REPACKED = "llama.cpp repacked"
 FORK_REPACKED, FORK_TUNED = "ik_llama.cpp repacked", "ik_llama.cpp mmap 128 KiB"
-FORK_GGUF = "q4_0-qwen3moe.gguf"  # why it has one of its own: gguf_model.py
+FORK_GGUF = "q4_0-qwen3moe.gguf"  # gguf_model.py says why the fork needs its own file
 SLOWEST_AS_FOUND = 100_000_000  # bytes per second
 
 
 @dataclass(frozen=True)
 class Condition:
-    """share: of the expert bytes that fit beside everything else; None: no limit. rate: bytes per second of storage."""
+    """A condition of measurement.
+
+    share: share of the expert bytes that fit in memory, in addition to everything else; None: no limit.
+    rate: limit of storage reads, bytes per second; None: no limit.
+    """
 
     name: str
     share: float | None
@@ -70,7 +79,7 @@ CONDITIONS = (
     Condition("memory900", None, 900, 64),
     Condition("disk90-25", 0.25, 8, 16, 90_000_000),
     Condition("disk500-25", 0.25, 8, 16, 500_000_000),
-    Condition("cache-8", 0.08, 32, 16),  # less than one token's experts
+    Condition("cache-8", 0.08, 32, 16),  # less memory than the experts of one token
     Condition("cache-25", 0.25, 32, 64),
     Condition("prefill512-25", 0.25, 512, 4),
     Condition("cache-50", 0.50, 32, 64),
@@ -80,7 +89,7 @@ CONDITIONS = (
 
 @dataclass(frozen=True)
 class Yard:
-    """Where things lie, and how large the bundle is."""
+    """The folder of the yardstick, and the manifest of its bundle."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -91,17 +100,21 @@ class Yard:
 
     @property
     def fixed_bytes(self) -> int:
-        """Dense weights, keys and values of the context, and slack: the same for both engines."""
+        """Bytes of dense weights, keys and values of the context, and slack: the same for all engines."""
         cost = self.manifest["cost"]
         return int(cost["dense_packed_bytes"] + cost["kv_bytes_per_position"] * CONTEXT) + SLACK_BYTES
 
     def limit_bytes(self, condition: Condition) -> int | None:
-        """The group's memory limit."""
+        """Return the memory limit of the group, or None."""
         return None if condition.share is None else self.fixed_bytes + int(condition.share * self.expert_bytes)
 
 
 def arms(condition: Condition) -> Iterator[str]:
-    """moec, also with keys and values in 16 bits as its peers have them; llama.cpp and its fork as people run them."""
+    """Yield the arms of a condition.
+
+    moec also runs with keys and values of 16 bits, as the other engines have them. llama.cpp and its fork run with
+    usual settings.
+    """
     yield OWN
     yield OWN_HALF
     if condition.share is None:
@@ -115,7 +128,7 @@ def arms(condition: Condition) -> Iterator[str]:
 
 
 def arm_command(yard: Yard, condition: Condition, arm: str) -> list[str]:
-    """What runs."""
+    """Return the command line of an arm."""
     limit = yard.limit_bytes(condition)
     common = ["--prompt-tokens", str(condition.prompt_tokens), "--tokens", str(condition.tokens)]
     if arm in OWN_OPTIONS:
@@ -131,7 +144,7 @@ def arm_command(yard: Yard, condition: Condition, arm: str) -> list[str]:
 
 
 def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
-    """One run of one arm, on a cold page cache. Raises SystemExit if storage is not as fast as it was asked to be."""
+    """Run one arm on a cold page cache. Raises SystemExit if storage does not have the wanted rate."""
     limit = yard.limit_bytes(condition)
     ahead = read_ahead_path(yard.folder)
     found = ahead.read_text()
@@ -152,7 +165,7 @@ def run_arm(yard: Yard, condition: Condition, arm: str) -> dict[str, Any]:
 
 
 def figures(arm: str, told: dict[str, Any]) -> dict[str, float]:
-    """Decode and prefill rates, and what a token read."""
+    """Return decode and prefill rates, and MiB read per token."""
     if "failed" in told:
         return {"decode": 0.0, "prefill": 0.0, "read_mib": 0.0}
     is_own = arm in OWN_OPTIONS
@@ -166,7 +179,7 @@ def figures(arm: str, told: dict[str, Any]) -> dict[str, float]:
 
 
 def summary_row(condition: Condition, arm: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians and spread of an arm."""
+    """Return medians and spread of an arm."""
     decode = [each["decode"] for each in rounds]
     return {
         "condition": condition.name,
@@ -181,7 +194,7 @@ def summary_row(condition: Condition, arm: str, rounds: list[dict[str, float]]) 
 
 
 def summary_rows(results: Path) -> list[dict[str, Any]]:
-    """Of all runs that lie in a folder, those of earlier calls among them."""
+    """Return the rows of all runs in a folder, including those of earlier calls."""
     found = []
     for condition in CONDITIONS:
         for arm in arms(condition):
@@ -191,13 +204,13 @@ def summary_rows(results: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(results: Path, states: list[dict[str, Any]]) -> None:
-    """states: of the machine, before and behind the runs."""
+    """Write `summary.json`. states: of the machine, before and after the runs."""
     told = {"machine": states, "rows": summary_rows(results), "overlap": overlap_rows(results)}
     (results / "summary.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = ["| condition | arm | decode, tokens/s (least to most) | prefill, tokens/s | MiB read per token |"]
     lines.append("|---|---|---|---|---|")
     for row in rows:
@@ -208,17 +221,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def prepare_fork(folder: Path) -> tuple[str, ...]:
-    """Say where the fork's library is; its arms, if that or its file has not been made."""
+    """Name the library of the fork in the environment. Return the arms to leave out if it or its file is missing."""
     is_installed = find_spec("ik_llama_cpp") is not None
     if not (is_installed and library_path(folder).exists() and (folder / FORK_GGUF).exists()):
-        print(f"ik_llama.cpp is left out: `python -m yardstick {folder}` makes what it needs", file=sys.stderr)
+        print(f"ik_llama.cpp is left out: `python -m yardstick {folder}` makes its missing files", file=sys.stderr)
         return FORK_REPACKED, FORK_TUNED
     os.environ[LIBRARY_VARIABLE] = str(library_path(folder).resolve())
     return ()
 
 
 def prepare(folder: Path) -> Yard:
-    """Write the text and its ids."""
+    """Write the text and its ids, and read the manifest."""
     tokenizer = Tokenizer.from_file(str(folder / "checkpoint" / "tokenizer.json"))
     (folder / "text.txt").write_text(text(), encoding="utf-8")
     (folder / "ids.json").write_text(json.dumps(tokenizer.encode(text()).ids[: 2 * CONTEXT]))
@@ -226,7 +239,7 @@ def prepare(folder: Path) -> Yard:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """What the figures belong to, and in which state it is."""
+    """Return the machine that the figures belong to, and its state."""
     from moec.runtime.memory.bandwidth import MOST_BYTES, read_bytes_per_s
 
     told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
@@ -240,19 +253,19 @@ def machine(folder: Path) -> dict[str, Any]:
         "governor": governor.read_text().strip() if governor.exists() else "none told",
         "read_ahead_kib": int(read_ahead_path(folder).read_text()),
         "load": Path("/proc/loadavg").read_text().strip(),
-        "processor_ticks": Path("/proc/stat").read_text().splitlines()[0].split()[1:],  # the eighth: stolen
+        "processor_ticks": Path("/proc/stat").read_text().splitlines()[0].split()[1:],  # the eighth is stolen time
         "memory_bytes_per_s": read_bytes_per_s(MOST_BYTES, 2),
     }
 
 
 def main() -> None:
-    """Read the command line, run, write."""
-    parser = argparse.ArgumentParser(description="moec beside llama.cpp and its fork on the yardstick.")
+    """Read the command line, run and write."""
+    parser = argparse.ArgumentParser(description="moec next to llama.cpp and its fork on the yardstick.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help="names of conditions")
-    parser.add_argument("--arms", nargs="*", help="names of arms, where not all are to run")
+    parser.add_argument("--only", nargs="*", help="names of conditions; by default all run")
+    parser.add_argument("--arms", nargs="*", help="names of arms; by default all run")
     options = parser.parse_args()
     left_out = prepare_fork(options.folder)
     yard, states = prepare(options.folder), [machine(options.folder)]

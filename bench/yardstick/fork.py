@@ -1,8 +1,8 @@
 """Build ik_llama.cpp for this machine: ``python -m yardstick.fork FOLDER``.
 
-Its package on PyPI brings a library for AVX2 and, as source, all of the engine but a file that one of its programs
-needs; so the library alone is built from the source, and the package's binding is told of it (LIBRARY_VARIABLE). Ten
-minutes on two cores. Prints the library's path; one that is there is left alone.
+The package on PyPI has a library for AVX2, and the source of the engine except for a file that one of its programs
+needs. So only the library is built from the source. LIBRARY_VARIABLE names it to the package's binding. The build takes
+ten minutes on two cores. Prints the path of the library. An existing library is kept.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SETTINGS = {
 
 
 def library_path(folder: Path) -> Path:
-    """Where the library of the installed binding's version is, or will be."""
+    """Return the path of the library for the installed version of the binding, whether it exists or not."""
     return folder / f"ik_llama.cpp-{version(PACKAGE)}" / "build" / "src" / "libllama.so"
 
 
 def build(folder: Path) -> Path:
-    """Fetch the source, build the library. Raises subprocess.CalledProcessError where a step fails."""
+    """Fetch the source and build the library. Raises subprocess.CalledProcessError if a step fails."""
     library = library_path(folder)
     if library.exists():
         return library
@@ -53,7 +53,7 @@ def build(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Read the command line, build, and print the path."""
     parser = argparse.ArgumentParser(description="Build ik_llama.cpp for this machine.")
     parser.add_argument("folder", type=Path)
     print(build(parser.parse_args().folder))

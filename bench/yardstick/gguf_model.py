@@ -1,10 +1,11 @@
 """Write the yardstick's weights as a GGUF file in Q4_0: ``python -m yardstick.gguf_model CHECKPOINT FILE``.
 
-The weights come from the checkpoint that `moec compile` reads. Matrices go to Q4_0 by the `gguf` package's rounding;
-routers and norms stay float32, as llama.cpp's converter leaves them. There is no vocabulary: runs are fed ids.
-`--architecture qwen3moe` is for ik_llama.cpp, which does not know OLMoE: the same matrices, but queries and keys are
-normed head by head and the chosen experts' weights add up to one. It reads and multiplies the same bytes for a token,
-and says something else.
+The weights come from the checkpoint that `moec compile` reads. The `gguf` package rounds matrices to Q4_0. Routers and
+norms stay float32, as in llama.cpp's converter. There is no vocabulary, because runs get ids.
+
+`--architecture qwen3moe` is for ik_llama.cpp, which does not support OLMoE. The matrices are the same. Queries and keys
+have a norm per head, and the weights of the chosen experts sum to one. A token reads and multiplies the same bytes, but
+the outputs differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_do
 
 
 class Checkpoint:
-    """Tensors of a sharded checkpoint by name, float32."""
+    """The tensors of a sharded checkpoint by name, float32."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,7 +49,7 @@ class Checkpoint:
         self._open: tuple[str, Any] = ("", None)
 
     def tensor(self, name: str) -> np.ndarray:
-        """One tensor. Shards are visited in order, so one is open at a time."""
+        """Return one tensor. Callers visit shards in order, so one is open at a time."""
         file = self._files[name]
         if self._open[0] != file:
             self._open = (file, safe_open(self._folder / file, "pt"))
@@ -56,7 +57,7 @@ class Checkpoint:
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, list[str]]]:
-    """GGUF names, and the checkpoint's tensors that make each; several are stacked."""
+    """Yield GGUF names, and the tensors of the checkpoint that make each. Several tensors are stacked."""
     yield "token_embd", ["model.embed_tokens"]
     for layer in range(checkpoint.config["num_hidden_layers"]):
         for name, source in _LAYER_NAMES.items():
@@ -69,22 +70,22 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, list[str]]]:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a tensor is a matrix other than a router."""
+    """Return whether a tensor is a matrix other than a router."""
     return not name.endswith(("norm", "ffn_gate_inp"))
 
 
 class ByHeads(Checkpoint):
-    """The same with the norms of queries and keys cut to one head's."""
+    """A checkpoint whose norms of queries and keys are cut to the size of one head."""
 
     def tensor(self, name: str) -> np.ndarray:
-        """As the checkpoint has it, but for those norms."""
+        """Return one tensor. Norms of queries and keys are cut."""
         whole = super().tensor(name)
         head_size = self.config["hidden_size"] // self.config["num_attention_heads"]
         return whole[:head_size] if name.endswith(("q_norm.weight", "k_norm.weight")) else whole
 
 
 def write(folder: Path, target: Path, architecture: str) -> None:
-    """Write the file, one tensor in memory at a time."""
+    """Write the file. One tensor is in memory at a time."""
     checkpoint = (ByHeads if architecture == QWEN3MOE else Checkpoint)(folder)
     config = checkpoint.config
     writer = gguf.GGUFWriter(target, architecture)
@@ -126,7 +127,7 @@ def write(folder: Path, target: Path, architecture: str) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Read the command line and write the file."""
     parser = argparse.ArgumentParser(description="Write the yardstick's weights as a Q4_0 GGUF file.")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("file", type=Path)

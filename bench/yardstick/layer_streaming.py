@@ -1,7 +1,7 @@
 """Layer streaming, as STI does it: ``python -m yardstick.layer_streaming BUNDLE TEXT``.
 
-Every expert of a layer is read for every token, the next layer's while this one computes; nothing is kept. Sharper than
-STI itself, which also reads attention: here the dense weights stay. Prints one JSON object like `moec bench --json`.
+Every expert of a layer is read for every token. The next layer is read while this one computes. Nothing is kept. STI
+itself reads attention too; here the dense weights stay in memory. Prints one JSON object like `moec bench --json`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ LAYERS_HELD = 2
 
 
 class WholeLayers:
-    """An expert cache seen by the model: every expert of a layer is read, and all of the next, whoever is asked for."""
+    """An expert cache for the model that reads all experts of a layer and of the next, whichever are wanted."""
 
     def __init__(self, cache: StreamingCache, layers: list[range]) -> None:
-        """layers: the experts of each."""
+        """Wrap a cache. layers: the experts of each layer."""
         self._cache, self._layers = cache, layers
 
     def stream(
         self, layer: int, wanted: Sequence[int], look_ahead: Callable[[], Sequence[int]], together: bool
     ) -> Generator[list[int], None, None]:
-        """Experts that were asked for, as they arrive, among all those of the layer."""
+        """Read all experts of the layer, and yield the wanted ones as they arrive."""
         asked, following = set(wanted), self._layers[(layer + 1) % len(self._layers)]
         with closing(self._cache.stream(layer, self._layers[layer], lambda: list(following), together)) as ready:
             for experts in ready:
@@ -42,7 +42,7 @@ class WholeLayers:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Read the command line, measure and print."""
     parser = argparse.ArgumentParser(description="Time layer streaming on the tokens of a text.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)

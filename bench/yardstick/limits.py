@@ -1,6 +1,6 @@
 """Control groups that bound the memory (page cache included) and the read rate of a command. Linux, root.
 
-Both hierarchies are known: version 1 (`memory`, `blkio`) and version 2 (`memory.max`, `io.max`).
+Version 1 (`memory`, `blkio`) and version 2 (`memory.max`, `io.max`) of control groups are supported.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ran: exit status, standard output, largest memory of its group, how often it met the limit.
+    """The result of a command.
 
-    before: what the command in front of it printed.
+    output: standard output of the command.
+    before: standard output of the command before it.
+    peak_bytes: largest memory of the group.
+    limit_hits: how often the group reached its limit.
     """
 
     status: int
@@ -30,7 +33,7 @@ class Finished:
 
 
 def read_ahead_path(folder: Path) -> Path:
-    """Where the read-ahead of the device behind a folder is set, in KiB."""
+    """Return the file that sets the read-ahead of the device of a folder, in KiB."""
     return _device_folder(folder) / "queue" / "read_ahead_kb"
 
 
@@ -53,9 +56,11 @@ def run_limited(
     place: Path = Path(),
     before: Sequence[str] = (),
 ) -> Finished:
-    """Run a command inside the limits. place: a folder on the device whose reads are bounded.
+    """Run a command inside the limits.
 
-    before: a command that runs first, in the same groups; subprocess.CalledProcessError if it fails.
+    place: a folder on the device whose reads are bounded.
+    before: a command that runs first, in the same groups.
+    Raises subprocess.CalledProcessError if `before` fails.
     """
     number = _device_folder(place).joinpath("dev").read_text().strip()
     groups = _make_groups(memory_bytes, read_bytes_per_s, number)
@@ -98,7 +103,7 @@ def _make_groups(memory_bytes: int | None, read_bytes_per_s: int | None, device:
 
 
 def _own_group(controller: str) -> Path:
-    """The group of version 1 that this process is in."""
+    """Return the group of version 1 that this process is in. Raises SystemExit without such a controller."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         if controller in names.split(","):

@@ -1,12 +1,15 @@
-"""What lossy modes bring where storage is the limit: ``python -m yardstick.modes BUNDLE TEXT RECORD``, Linux, root.
+"""Speed of lossy modes if storage is the limit: ``python -m yardstick.modes BUNDLE TEXT RECORD``, Linux, root.
 
-BUNDLE: the yardstick with low versions; RECORD: what `moec eval --modes sweep --json` printed for the trained example,
-whose decisions are replayed (yardstick.replayed). Reads are throttled so that they take at least three times as long as
-computing. Rounds go through all arms in turn, cold. Prints a Markdown table and writes every run.
+BUNDLE: the yardstick with low versions.
+RECORD: output of `moec eval --modes sweep --json` for the trained example. Its decisions are replayed
+(yardstick.replayed).
 
-``--mixed BUNDLE2 --mixed-quality FILE``: beside them what a search over bitwidths offers for the same loss. BUNDLE2 is
-the yardstick at about as many bits as the example's compile whose quality.json FILE is, run lossless in as many bytes
-of cache.
+Reads are throttled so that they take at least three times as long as computing. Every round runs all arms in turn, on a
+cold page cache. Prints a Markdown table and writes every run.
+
+``--mixed BUNDLE2 --mixed-quality FILE`` adds the result of a search over bitwidths at the same loss. FILE is the
+quality.json of a compile of the example. BUNDLE2 is the yardstick at about as many bits. It runs lossless with as many
+bytes of cache.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ RATE = 500_000_000
 
 
 def arms_of(record: dict[str, Any], wanted: list[str]) -> list[dict[str, Any]]:
-    """The lossless row, then those of the wanted modes. Ends the program for a mode that was not measured."""
+    """Return the lossless row, then the rows of the wanted modes. Raises SystemExit for a mode without measurement."""
     rows = {row["mode"]: row for row in record["rows"]}
     missing = [mode for mode in wanted if mode not in rows]
     if missing:
@@ -37,9 +40,9 @@ def arms_of(record: dict[str, Any], wanted: list[str]) -> list[dict[str, Any]]:
 
 
 def run_arm(bundle: Path, text: Path, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """One cold run under the throttle."""
+    """Run one arm on a cold page cache under the throttle."""
     is_mixed, cache = row["mode"] == MIXED, options.expert_cache
-    if is_mixed:  # what the modes' bundle has
+    if is_mixed:  # as many bytes as for the bundle of the modes
         cache = str(parse_cache(cache, open_bundle(bundle).manifest.cost.expert_padded_bytes))
         bundle = options.mixed
     command = [sys.executable, "-m", "yardstick.replayed", str(bundle), str(text), "--tokens", str(options.tokens)]
@@ -53,15 +56,15 @@ def run_arm(bundle: Path, text: Path, row: dict[str, Any], options: argparse.Nam
 
 
 def mixed_arm(path: Path) -> dict[str, Any]:
-    """The arm of a compile of the example, by its quality.json: its loss is that to the checkpoint."""
+    """Return the arm of a compile of the example, from its quality.json. Its loss is relative to the checkpoint."""
     quality = json.loads(path.read_text(encoding="utf-8"))
     (task,) = quality["tasks"].values()
     return {"mode": MIXED, "loss": task["loss"], "bits_per_weight": quality["sizes"]["expert_bits_per_weight"]}
 
 
 def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: rates as medians with least and most, gains as medians of the rounds' ratios."""
-    head = ("mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read a token", "busy", "decisions")
+    """Return a Markdown table: medians of rates with least and most, and medians of the gains in each round."""
+    head = ("mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read per token", "busy", "decisions")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     base = [run["measured"]["tokens_per_s"] for run in runs[LOSSLESS]]
     for row in arms:
@@ -99,15 +102,15 @@ def _decided(decisions: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, write."""
+    """Read the command line, run and write."""
     parser = argparse.ArgumentParser(description="Lossy modes under throttled storage.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("record", type=Path)
-    parser.add_argument("--mode", action="append", default=[], help="Only this mode, as the record names it.")
+    parser.add_argument("--mode", action="append", default=[], help="Only this mode of the record. Repeatable.")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", type=int, default=RATE, help="Bytes per second.")
+    parser.add_argument("--rate", type=int, default=RATE, help="Limit of storage reads, bytes per second.")
     parser.add_argument("--expert-cache", default="25%")
     parser.add_argument("--mixed", type=Path, help="The yardstick at the bits of a search over bitwidths.")
     parser.add_argument("--mixed-quality", type=Path, help="quality.json of that search on the example.")

@@ -1,10 +1,16 @@
-"""How near a time per token comes to the machine's own: ``python -m yardstick.overlap RESULTS``, a Markdown table.
+"""Overlap of reads and computing: ``python -m yardstick.overlap RESULTS`` prints a Markdown table.
 
-Read from the runs that `compare.py` left. C: time per token with everything in memory, the same tokens (`memory32`). I:
-bytes per token of the round's run without prefetch over what storage gives, which is the larger of two rates: of that
-run while a read was under way, and of direct reads in the same group in front of it (virtual disks answer a process
-that does nothing else later than one that computes, or earlier). Where I > C, storage should be busy; where C >= I,
-what was read should be hidden behind computing. Every figure belongs to a round; the table has medians and spread.
+It compares the time per token T of runs of `compare.py` with two bounds of the machine:
+
+* C: time per token with everything in memory, over the same tokens (`memory32`).
+* I: bytes per token of the run without prefetch in the same round, divided by the rate of storage.
+
+The rate of storage is the larger of two. One is the rate of this run while a read was under way. The other is the rate
+of direct reads in the same group before it. A virtual disk may answer an idle process later or earlier than one that
+computes.
+
+If I > C, storage should be busy all the time. If C >= I, reads should overlap completely with computing. Every figure
+belongs to a round. The table has medians and spread.
 """
 
 from __future__ import annotations
@@ -31,12 +37,12 @@ COLUMNS = (
 
 
 def run_path(results: Path, condition: str, arm: str, turn: int) -> Path:
-    """Where a run is written."""
+    """Return the path of the JSON file of a run."""
     return results / f"{condition}-{arm.replace(',', '').replace(' ', '-')}-{turn}.json"
 
 
 def runs(results: Path, condition: str, arm: str) -> list[dict[str, Any]]:
-    """In the order of the rounds."""
+    """Return the runs of an arm in the order of the rounds."""
     found: list[dict[str, Any]] = []
     for turn in range(1, 100):
         path = run_path(results, condition, arm, turn)
@@ -47,14 +53,18 @@ def runs(results: Path, condition: str, arm: str) -> list[dict[str, Any]]:
 
 
 def storage_rate(run: dict[str, Any]) -> float:
-    """Bytes per second: the larger of the run's own, while it read, and of the probe in front of it."""
+    """Return the larger of the run's own rate while it read and the rate of the probe before it, bytes per second."""
     measured = run["measured"]
     read_per_s = measured["decode_bytes_read_per_token"] * measured["tokens_per_s"]
     return max(read_per_s / measured["decode_shares"]["storage_busy"], run["probe"]["storage_bytes_per_s"])
 
 
 def overlap_of(run: dict[str, Any], without: dict[str, Any], memory: dict[str, Any]) -> dict[str, float]:
-    """Of one round: a run, the one without prefetch, the one in memory. hidden: (C + I - T) / I."""
+    """Return the figures of one round.
+
+    run, without, memory: the run, the one without prefetch, and the one with everything in memory.
+    In the result, `hidden` is (C + I - T) / I.
+    """
     measured, read = run["measured"], without["measured"]["decode_bytes_read_per_token"]
     compute_s, token_s = (1 / each["measured"]["tokens_per_s"] for each in (memory, run))
     reads_s = read / storage_rate(without)
@@ -72,7 +82,7 @@ def overlap_of(run: dict[str, Any], without: dict[str, Any], memory: dict[str, A
 
 
 def overlap_rows(results: Path) -> list[dict[str, Any]]:
-    """Median, least and most of every column, for each share and both kinds of keys and values."""
+    """Return median, least and most of every column, for each share and both types of keys and values."""
     rows = []
     for condition in SHARES:
         for arm in (OWN, OWN_HALF):
@@ -86,16 +96,16 @@ def overlap_rows(results: Path) -> list[dict[str, Any]]:
 
 
 def overlap_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     head = (
         "C, ms",
         "I, ms",
         "T / max(C, I)",
         "storage busy",
         "hidden of I",
-        "bytes over those without",
-        "right",
-        "found",
+        "bytes / bytes without prefetch",
+        "precision",
+        "recall",
     )
     lines = [f"| condition | arm | {' | '.join(head)} |", "|" + "---|" * (len(head) + 2)]
     for row in rows:
@@ -105,8 +115,8 @@ def overlap_table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="How near a time per token comes to the machine's own.")
+    """Read the command line and print the table."""
+    parser = argparse.ArgumentParser(description="Overlap of reads and computing.")
     parser.add_argument("results", type=Path)
     print(overlap_table(overlap_rows(parser.parse_args().results)))
 

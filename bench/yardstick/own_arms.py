@@ -1,9 +1,13 @@
-"""moec beside its own simpler selves: ``python -m yardstick.own_arms FOLDER --results RESULTS``.
+"""moec next to simpler versions of itself: ``python -m yardstick.own_arms FOLDER --results RESULTS``.
 
-The arms that EdgeMoE compares with, on this runtime and its kernels, so that only what is read and kept differs:
-IO-FREE and IO-QFREE hold everything, at 16 and 4 bits; IO-EXP and IO-QEXP read the experts of every token and keep
-none; STI reads whole layers. Before them the same weights at 4, 3 and 2 bits in memory. FOLDER holds the bundles q2,
-q3, q4 and q16.
+These are the arms that EdgeMoE compares with. All use this runtime and its kernels, so only the bytes that are read and
+kept differ:
+
+* IO-FREE and IO-QFREE hold everything, at 16 and 4 bits.
+* IO-EXP and IO-QEXP read the experts of every token and keep none.
+* STI reads whole layers.
+
+Three more arms hold the same weights in memory at 4, 3 and 2 bits. FOLDER holds the bundles q2, q3, q4 and q16.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ ALL, NONE, STREAMED = "100%", "least", "layers"
 
 @dataclass(frozen=True)
 class OwnArm:
-    """keeps: all experts, none beyond the layer that runs, or whole layers in turn."""
+    """An arm. keeps: all experts (ALL), only those of the running layer (NONE), or whole layers in turn (STREAMED)."""
 
     name: str
     bundle: str
@@ -46,7 +50,7 @@ ARMS = (
 
 
 def run_own_arm(folder: Path, arm: OwnArm) -> dict[str, Any]:
-    """One cold run: rate, bytes of a token, ceiling."""
+    """Run one arm on a cold page cache. Return its rate, bytes per token, ceiling and peak memory."""
     bundle, text = folder / arm.bundle, folder / "text.txt"
     least = json.loads((bundle / "moec.json").read_text(encoding="utf-8"))["cost"]["minimum_expert_bytes"]
     if arm.keeps == STREAMED:
@@ -78,8 +82,8 @@ def run_own_arm(folder: Path, arm: OwnArm) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    head = ("arm", "tokens/s (least to most)", "MiB of weights a token", "MiB read a token", "peak GiB")
+    """Return a Markdown table."""
+    head = ("arm", "tokens/s (least to most)", "MiB of weights per token", "MiB read per token", "peak GiB")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
         weights = "" if row["weights_mib"] is None else f"{row['weights_mib']:.0f}"
@@ -89,12 +93,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, write."""
-    parser = argparse.ArgumentParser(description="moec beside its own simpler selves.")
+    """Read the command line, run and write."""
+    parser = argparse.ArgumentParser(description="moec next to simpler versions of itself.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help="names of arms")
+    parser.add_argument("--only", nargs="*", help="names of arms; by default all run")
     options = parser.parse_args()
     arms = [arm for arm in ARMS if not options.only or arm.name in options.only]
     found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}

@@ -1,7 +1,7 @@
 """Time llama.cpp or its fork on given token ids: ``python -m yardstick.peer MODEL.gguf IDS.json --prompt-tokens N``.
 
-The prompt is one batch, every further id one decode, as `moec bench --text` does it. Prints one JSON object. Needs the
-extra `bench`, and nothing else of this project, so that it can run in an environment of its own.
+The prompt is one batch and every further id one decode, as in `moec bench --text`. Prints one JSON object. Needs the
+extra `bench` and no other part of this project, so it can run in an environment of its own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from yardstick.peer_engines import BATCH_TOKENS, ENGINES, PeerEngine
 
 
 def decode_ns(engine: PeerEngine, ids: Sequence[int]) -> int:
-    """How long a decode of ids takes."""
+    """Return the time of a decode of ids, ns."""
     started_ns = time.perf_counter_ns()
     engine.decode(ids)
     return time.perf_counter_ns() - started_ns
 
 
 def main() -> None:
-    """Read the command line."""
+    """Read the command line, measure and print."""
     parser = argparse.ArgumentParser(description="Time llama.cpp or its fork on given token ids.")
     parser.add_argument("--engine", choices=ENGINES, default="llama.cpp")
     parser.add_argument("model", type=Path)
@@ -42,7 +42,8 @@ def main() -> None:
     engine = ENGINES[options.engine](options.model, options.threads, options.context, options.mmap)
     load_ns = time.perf_counter_ns() - started_ns
     prompt = ids[: options.prompt_tokens]
-    if not options.mmap or options.warm:  # the first pass also touches scratch; a mapped file is cold unless asked for
+    # The first pass also touches scratch memory. A mapped file stays cold unless --warm is given.
+    if not options.mmap or options.warm:
         engine.decode(prompt[:BATCH_TOKENS])
         for token in ids[options.prompt_tokens :] if options.warm else ():
             engine.decode([token])

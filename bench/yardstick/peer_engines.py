@@ -1,5 +1,7 @@
-"""The engines that moec is timed beside, each behind the same four calls. Imported where one is asked for: both bring
-libraries of the same names, and a process holds one of them.
+"""llama.cpp and its fork under one interface of three methods.
+
+Each engine imports its package when it is created. Both packages have libraries of the same names, so a process can
+hold only one of them.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ BATCH_TOKENS = 512
 
 
 class PeerEngine(Protocol):
-    """A model and a context of one sequence, whose settings are its fastest for the way it is loaded."""
+    """A model and a context of one sequence, with the fastest settings for the way it is loaded."""
 
     name: str
 
     def decode(self, ids: Sequence[int]) -> None:
-        """Run ids behind those before and wait for the logits of the last. Raises SystemExit if the engine fails."""
+        """Append ids to the sequence and wait for the logits of the last one. Raises SystemExit if the engine fails."""
 
     def clear(self) -> None:
         """Forget all ids."""
@@ -31,7 +33,7 @@ class PeerEngine(Protocol):
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python. Mapped: pages come on demand; else rows are repacked in memory."""
+    """llama.cpp through llama-cpp-python. Pages of a mapped file are read on demand. Otherwise rows are repacked."""
 
     def __init__(self, path: Path, threads: int, context_tokens: int, is_mapped: bool) -> None:
         import llama_cpp
@@ -48,7 +50,7 @@ class LlamaCpp:
         self._context = _loaded(llama_cpp.llama_init_from_model(self._model, options), path)
 
     def decode(self, ids: Sequence[int]) -> None:
-        tokens = _array(ids)  # a batch points into it
+        tokens = _array(ids)  # a batch points into this array
         _check(self._library.llama_decode(self._context, self._library.llama_batch_get_one(tokens, len(ids))))
         self._library.llama_synchronize(self._context)
 
@@ -61,9 +63,10 @@ class LlamaCpp:
 
 
 class IkLlamaCpp:
-    """ik_llama.cpp through ik-llama-cpp-python, with the library that `fork.py` built or else the package's, for AVX2.
+    """ik_llama.cpp through ik-llama-cpp-python.
 
-    Its defaults fuse what can be fused and take flash attention; repacking rows is its `-rtr`.
+    It uses the library that `fork.py` built, or else the package's library for AVX2. The defaults fuse operations and
+    use flash attention. Repacking of rows is its option `-rtr`.
     """
 
     def __init__(self, path: Path, threads: int, context_tokens: int, is_mapped: bool) -> None:
@@ -86,7 +89,7 @@ class IkLlamaCpp:
 
     @staticmethod
     def _declare(library: Any, batch: type[ctypes.Structure]) -> None:
-        """What the binding leaves out."""
+        """Declare functions that the binding leaves out."""
         library.llama_batch_get_one.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
         library.llama_batch_get_one.restype = batch
         library.llama_synchronize.argtypes = (ctypes.c_void_p,)

@@ -1,7 +1,7 @@
-"""What storage gives: ``python -m yardstick.probes BUNDLE``, in the group that a run is bounded by. One JSON object.
+"""The rate of storage: ``python -m yardstick.probes BUNDLE``, in the control group of a run. Prints one JSON object.
 
-Direct reads of whole experts at random places of all expert files, two at a time, as the runtime reads them, by a
-process that does nothing else.
+It reads whole experts directly, at random places of all expert files, two at a time, as the runtime does. The process
+does nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_BYTES = 4096
 
 
 def storage_rate(bundle: Path, seconds: float) -> dict[str, float]:
-    """All bytes over all of the time."""
+    """Return all bytes divided by all of the time, bytes per second."""
     manifest = json.loads((bundle / "moec.json").read_text(encoding="utf-8"))
     size = max(entry["size_bytes"] for entry in manifest["experts"])
     files = [bundle / name for name in sorted({entry["file"] for entry in manifest["experts"]})]
@@ -44,8 +44,8 @@ def storage_rate(bundle: Path, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="What storage gives.")
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description="The rate of storage.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--seconds", type=float, default=2.0)
     options = parser.parse_args()

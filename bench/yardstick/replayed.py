@@ -1,8 +1,8 @@
 """One timed run with the decisions of lossy modes replayed: ``python -m yardstick.replayed BUNDLE TEXT ...``.
 
-Random weights route, but they know nothing: how sure a token is, and how much weight its experts have, mean nothing on
-them. So the decisions are drawn with the shares that a trained model was measured to make, in a fixed order, and the
-runtime does everything else as it would. Prints one JSON object like `moec bench --json`.
+The yardstick has random weights. The confidence of its tokens and the weights of its experts mean nothing. So the
+decisions are drawn, in a fixed order, with the measured shares of a trained model. The runtime does everything else as
+usual. Prints one JSON object like `moec bench --json`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
 
 @dataclass(frozen=True)
 class Shares:
-    """Of missed experts: low, skipped, replaced, dropped; of tokens: computed again."""
+    """Measured shares of decisions.
+
+    low, skipped, replaced, dropped: shares of the missed experts.
+    fallback: share of the tokens that were computed again.
+    """
 
     low: float
     skipped: float
@@ -42,14 +46,14 @@ class Shares:
 
     @classmethod
     def of_counts(cls, counts: dict[str, Any]) -> Shares:
-        """From the `decisions` of a sweep's row."""
+        """Return the shares from the `decisions` of a row of a sweep."""
         missed = max(counts["missed"], 1)
         parts = (min(counts[name] / missed, 1) for name in ("low", "skipped", "replaced", "dropped"))
         return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1))
 
 
 class ReplayedChoice(PassChoice):
-    """Draws in the place of scores; the first expert of a token is high and stays, as always."""
+    """Draws decisions instead of taking them from scores. The first expert of a token always stays high."""
 
     shares: Shares
     draws: random.Random
@@ -57,7 +61,7 @@ class ReplayedChoice(PassChoice):
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
         if not is_missed or unimportance == 0:
             return expert
-        # Asked of what is neither replaced nor dropped, so the shares are of those.
+        # Only experts that were neither replaced nor dropped arrive here, so their shares are scaled.
         draw = self.draws.random() * max(1 - self.shares.replaced - self.shares.dropped, 1e-9)
         low = self._versions.low(layer, expert)
         if draw < self.shares.skipped:
@@ -82,7 +86,7 @@ class ReplayedChoice(PassChoice):
 
 
 class ReplayedDecoder(LossyDecoder):
-    """Falls back with the share that was measured."""
+    """Falls back for the measured share of tokens."""
 
     def __init__(self, lossy: LossyDecoder, engine: Engine, shares: Shares) -> None:
         draws = random.Random(0)
@@ -102,7 +106,7 @@ class ReplayedDecoder(LossyDecoder):
 
 
 def main() -> None:
-    """Read the command line."""
+    """Read the command line, measure and print."""
     parser = argparse.ArgumentParser(description="Time a lossy mode with a trained model's decisions.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)

@@ -1,8 +1,12 @@
-"""How a bundle routes: ``python -m yardstick.routing BUNDLE TEXT``. One JSON object.
+"""Routing figures of a bundle: ``python -m yardstick.routing BUNDLE TEXT``. Prints one JSON object.
 
-Per layer, over forced tokens of a text: popularity entropy, normalised to 1; the share of a token's experts that the
-next token uses again; the share of a layer's experts that its router's top-k names when it reads the layer before
-(the recall of lookahead). The yardstick's checkpoint was made to lie in bands that trained models show.
+The figures are per layer, over forced tokens of a text:
+
+* Popularity entropy, normalised to 1.
+* Share of a token's experts that the next token uses again.
+* Recall of lookahead: share of a layer's experts that its router's top-k names from the stream one layer earlier.
+
+The weights of the yardstick were chosen so that these figures lie in ranges of trained models.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ from moec.runtime.prefetch.predictors import LookaheadPredictor, Predictor
 
 
 class Recorder(Predictor):
-    """Asks the next router, says nothing, and counts what it would have found. predicted, found: [L]."""
+    """Calls the next router, predicts nothing, and counts its hits.
+
+    found, asked: hits, and experts chosen, [L] each.
+    """
 
     def __init__(self, engine: Engine) -> None:
         model = engine.model
@@ -32,7 +39,7 @@ class Recorder(Predictor):
         self.asked = np.zeros(model.spec.num_layers)
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        """Called after each layer's choice, once per layer ahead."""
+        """Count hits of the earlier guess. It is called after each layer's choice, once per layer ahead."""
         if ahead > 1:
             return None
         chosen = set(state.chosen[state.layer][0].tolist())
@@ -46,7 +53,7 @@ class Recorder(Predictor):
 
 
 def routing(bundle: Path, text: str, tokens: int) -> dict[str, list[float]]:
-    """The three figures per layer, rounded."""
+    """Return the three figures per layer, rounded."""
     with load(bundle, expert_cache="100%", context=tokens) as engine:
         recorder = Recorder(engine)
         engine.model.advisor.predictor = recorder
@@ -65,8 +72,8 @@ def routing(bundle: Path, text: str, tokens: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="How a bundle routes.")
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description="Routing figures of a bundle.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--tokens", type=int, default=256)

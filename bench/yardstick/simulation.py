@@ -1,9 +1,10 @@
-"""What `moec simulate` predicts beside what `moec bench` measures, storage throttled.
+"""Predictions of `moec simulate` next to measurements of `moec bench`, with throttled storage.
 
-``python -m yardstick.simulation BUNDLE TEXT --work FOLDER``, in `bench`, Linux, root, twenty minutes. One trace is
-recorded with storage as it is; every prediction comes from it, with the bandwidth of the throttle, if there is one, in
-place of the measured one. Then the same tokens are decoded under each throttle, cold. Prints a Markdown table. With
-`--modes` lossy modes are compared, each as the run itself decides it, in the place of policies and prefetchers.
+Run ``python -m yardstick.simulation BUNDLE TEXT --work FOLDER`` in `bench`, on Linux, as root. It takes twenty minutes.
+One trace is recorded without a throttle. Every prediction comes from it, with the bandwidth of the throttle, if any,
+instead of the measured one. Then the same tokens are decoded under each throttle, on a cold page cache. Prints a
+Markdown table. With `--modes`, lossy modes are compared instead of policies and prefetchers. Each run decides them
+itself.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from commands import command_line, moec
 from moec.runtime.options.lossy import parse_mode_list
 from yardstick.limits import drop_caches, run_limited
 
-RATES = (90_000_000, 500_000_000, 0)  # 0: storage as it is
+RATES = (90_000_000, 500_000_000, 0)  # 0: no throttle
 SHARES = ("25%", "50%")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """policy, prefetcher and lossy modes of a run, these as `moec simulate --modes` takes one setting."""
+    """The policy, prefetcher and lossy modes of a run. modes: one setting in the form of `moec simulate --modes`."""
 
     policy: str = "lrfu"
     prefetch: str = "lookahead"
     modes: str = ""
 
     def options(self) -> list[str]:
-        """For `moec bench`."""
+        """Options of `moec bench`."""
         modes = parse_mode_list(self.modes)[0] if self.modes else {}
         chosen = [text for name, value in modes.items() for text in (f"--{name.replace('_', '-')}", value)]
         return ["--policy", self.policy, "--prefetch", self.prefetch, *chosen]
@@ -45,7 +46,7 @@ SETTINGS = (Setting("lrfu", "lookahead"), Setting("lrfu", "off"), Setting("lru",
 
 
 class Comparison:
-    """One bundle and text; files go to a folder."""
+    """One bundle and one text. Files go to a folder."""
 
     def __init__(self, bundle: Path, text: Path, work: Path, tokens: int, prompt_tokens: int) -> None:
         self._bundle, self._work = bundle, work
@@ -53,14 +54,14 @@ class Comparison:
         self._common += ["--context", 512, "--threads", 2]
 
     def record(self) -> Path:
-        """The trace all predictions are made from: half of the experts, storage as it is, advice of routers."""
+        """Record the trace of all predictions: half of the experts in memory, no throttle, advice from routers."""
         trace = self._work / "recorded.trace"
         if not trace.exists():
             moec("bench", self._bundle, *self._common, "--expert-cache", "50%", "--trace-out", trace)
         return trace
 
     def measure(self, rate: int, share: str, setting: Setting) -> dict[str, Any]:
-        """Decode under a throttle, cold."""
+        """Decode under a throttle, on a cold page cache."""
         command = command_line("bench", self._bundle, *self._common, "--expert-cache", share, *setting.options())
         drop_caches()
         done = run_limited(command, None, rate or None, self._bundle)
@@ -77,12 +78,12 @@ class Comparison:
         }
 
     def predict(self, trace: Path, rate: int, share: str, setting: Setting) -> dict[str, Any]:
-        """The same by replaying the trace."""
+        """Predict the figures of `measure` by replaying the trace."""
         chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
         chosen += ["--read-rate", f"{rate}B"] if rate else []
         chosen += ["--modes", setting.modes] if setting.modes else []
         told = moec("simulate", self._bundle, "--trace", trace, *chosen)
-        row = told["rows"][-1]  # behind the lossless one
+        row = told["rows"][-1]  # after the lossless one
         return {
             "tpot_ms": row["tpot_mean_ns"] / 1e6,
             "read_mib": row["decode_bytes_read_per_token"] / 2**20,
@@ -92,23 +93,23 @@ class Comparison:
 
 
 def shares(decisions: dict[str, Any] | None) -> str:
-    """What was decided, in per cent of the experts chosen, fallbacks of the tokens."""
+    """Return decisions in per cent of the chosen experts, and fallbacks in per cent of the tokens."""
     names = ("missed", "low", "skipped", "replaced", "dropped", "fallback")
     told = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
     return ", ".join(f"{name} {share:.0%}" for name, share in told if share) or "-"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    heads = ("storage", "experts in memory", "policy, prefetch", "measured ms a token", "predicted", "off by")
-    heads += ("MiB read a token: measured", "predicted")
+    """Return a Markdown table."""
+    heads = ("storage", "experts in memory", "policy, prefetch", "measured ms per token", "predicted", "error")
+    heads += ("MiB read per token: measured", "predicted")
     has_modes = any(row["modes"] for row in rows)
     heads += ("decided: measured", "predicted") if has_modes else ()
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
         measured, predicted = row["measured"], row["predicted"]
         cells = (
-            f"{row['rate'] / 1e6:.0f} MB/s" if row["rate"] else "as it is",
+            f"{row['rate'] / 1e6:.0f} MB/s" if row["rate"] else "no throttle",
             row["share"],
             row["modes"] or f"{row['policy']}, {row['prefetch']}",
         )
@@ -120,16 +121,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Read the command line, record, predict, measure."""
-    parser = argparse.ArgumentParser(description="Predicted beside measured.")
+    """Read the command line, record, predict and measure."""
+    parser = argparse.ArgumentParser(description="Predictions next to measurements.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="where the trace and the results go")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the trace and the results")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=8)
-    parser.add_argument("--modes", default="", help="Lossy settings apart by `;`, beside the lossless run.")
-    parser.add_argument("--rate", type=int, action="append", help="Bytes per second, 0: as it is; may be repeated.")
-    parser.add_argument("--share", action="append", help="Of the experts in memory, like `25%%`; may be repeated.")
+    parser.add_argument("--modes", default="", help="Lossy settings separated by `;`, next to the lossless run.")
+    parser.add_argument("--rate", type=int, action="append", help="Throttle, bytes per second; 0: none. Repeatable.")
+    parser.add_argument("--share", action="append", help="Share of experts in memory, like `25%%`. Repeatable.")
     options = parser.parse_args()
     modes = [setting.strip() for setting in options.modes.split(";") if setting.strip()]
     settings = [Setting(), *(Setting(modes=text) for text in modes)] if modes else SETTINGS

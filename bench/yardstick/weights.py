@@ -1,13 +1,13 @@
-"""The weights, tensor by tensor from a seed and a name, so that any of them can be made alone.
+"""The weights of the yardstick. Each tensor follows from a seed and its name, so any of them can be made alone.
 
-Random weights route at random: every expert alike, nothing shared between neighbouring tokens. Four choices give the
-routing of a trained model, as far as a cache can tell (routing.py measures it):
+Plain random weights route at random: every expert is equally popular, and neighbouring tokens share nothing. Four
+choices make the routing similar to that of a trained model, as far as a cache can see it (measured by routing.py):
 
-- all embeddings share a direction u, which routers still see a little: some experts are popular;
-- queries and keys map u to one vector, so attention falls with distance as the rotary embedding turns it, and the first
-  layer adds what the last few tokens have in common: neighbours share experts;
-- what later layers add is small: the next router can be asked early;
-- routers, norms and projections are otherwise independent normal numbers.
+* All embeddings share a direction u, and routers see a little of it. So some experts are popular.
+* Queries and keys map u to one vector, which the rotary embedding turns. So attention falls with distance. The first
+  layer then adds a common part of the last few tokens. So neighbouring tokens share experts.
+* The outputs of later layers are small. So the next router can be called early.
+* Apart from that, routers, norms and projections are independent normal numbers.
 
 Shapes: D hidden, F expert width, E experts, V vocabulary.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """OLMoE-1B-7B: 6.9 billion weights, 13.8 GB in bfloat16."""
+    """The sizes of OLMoE-1B-7B: 6.9 billion weights, 13.8 GB in bfloat16."""
 
     hidden: int = 2048
     layers: int = 16
@@ -42,9 +42,13 @@ class Shape:
 class Routing:
     """The choices.
 
-    shared: of u in the squared length of an embedding. seen: of u's length that routers keep. attended: u's length
-    in queries and keys before they are normed. sharpness: of attention. first, later, experts: length of what the first
-    attention, a later one and the experts of a layer add, relative to an embedding.
+    shared: share of u in the squared length of an embedding.
+    seen: share of the length of u in routers.
+    attended: length of u in queries and keys before norms.
+
+    sharpness: sharpness of attention.
+    first, later, experts: length of the output of the first attention, of a later one and of the experts of a layer,
+        relative to an embedding.
     """
 
     shared: float = 0.6
@@ -57,7 +61,7 @@ class Routing:
 
 
 class Weights:
-    """Makes the tensors of one shape under the names of an OLMoE checkpoint."""
+    """Makes the tensors of one shape, under the names of an OLMoE checkpoint."""
 
     def __init__(self, shape: Shape | None = None, routing: Routing | None = None) -> None:
         self.shape, self.routing = shape or Shape(), routing or Routing()
@@ -65,13 +69,13 @@ class Weights:
         self._direction *= self.shape.hidden**0.5 / self._direction.norm()
 
     def _normal(self, name: str, size: tuple[int, ...]) -> Tensor:
-        """Standard normal numbers, the same for the same name."""
+        """Return standard normal numbers. Equal names give equal numbers."""
         digest = hashlib.sha256(f"{self.shape.seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return torch.randn(size, generator=generator)
 
     def names(self) -> Iterator[str]:
-        """All tensors, layer by layer."""
+        """Yield the names of all tensors, layer by layer."""
         yield "model.embed_tokens.weight"
         for layer in range(self.shape.layers):
             yield from self.layer_names(layer)
@@ -79,7 +83,7 @@ class Weights:
         yield "lm_head.weight"
 
     def layer_names(self, layer: int) -> Iterator[str]:
-        """The tensors of one layer, experts last."""
+        """Yield the names of the tensors of one layer, experts last."""
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
             yield f"{prefix}{name}.weight"
@@ -91,7 +95,7 @@ class Weights:
                 yield f"{prefix}mlp.experts.{expert}.{name}_proj.weight"
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, float32."""
+        """Return one tensor, float32."""
         shape, routing = self.shape, self.routing
         part = name.removesuffix(".weight").rpartition(".")[2]
         if "norm" in part:
@@ -117,14 +121,14 @@ class Weights:
         return square * (routing.first if ".layers.0." in name else routing.later)
 
     def _along(self, matrix: Tensor) -> Tensor:
-        """The part of a matrix [N, D] that reads the shared direction."""
+        """Return the part of a matrix [N, D] that reads the shared direction."""
         return torch.outer(matrix @ self._direction, self._direction) / self.shape.hidden
 
     def _expert(self, name: str, part: str) -> Tensor:
         shape = self.shape
         if part == "down_proj":
-            # silu(a) b of two standard normal numbers has a mean square of about 0.36; eight outputs with the weights
-            # of a softmax over 64 such logits, not renormalised, add up to about 0.13 of the length of one.
+            # silu(a) b of two standard normal numbers has a mean square of about 0.36. Eight outputs, weighted by a
+            # softmax over 64 such logits that is not renormalised, sum to about 0.13 of the length of one output.
             scale = self.routing.experts / 0.13 / (0.36 * shape.width) ** 0.5
             return self._normal(name, (shape.hidden, shape.width)) * scale
         return self._normal(name, (shape.width, shape.hidden)) * shape.hidden**-0.5

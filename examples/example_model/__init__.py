@@ -1,1 +1,1 @@
-"""The example checkpoint: its two tasks, its data, its tokenizer, its training and its measurement."""
+"""The first example model: its tasks, data, tokenizer, training and measurement."""

@@ -1,4 +1,4 @@
-"""The checkpoint on disk: a Mixtral in Hugging Face layout, every file renamed into place when it is whole."""
+"""Reading and writing the checkpoint: a Mixtral in Hugging Face layout. A complete file is renamed into place."""
 
 import json
 import os
@@ -14,7 +14,7 @@ WEIGHTS = "model.safetensors"
 
 
 def config_of(shape: Shape, end: int, pad: int) -> dict[str, object]:
-    """What ``config.json`` says."""
+    """Return the content of ``config.json``. end, pad: token ids."""
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -55,7 +55,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_configs(folder: Path, shape: Shape, end: int, pad: int) -> None:
-    """Write config.json and generation_config.json."""
+    """Write ``config.json`` and ``generation_config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config_of(shape, end, pad))
     write_json(folder / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": pad})
@@ -71,12 +71,12 @@ def write_weights(folder: Path, model: ExampleModel) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights on disk, as float32."""
+    """Return the weights on disk as float32."""
     return {name: part.float() for name, part in load_file(folder / WEIGHTS).items()}
 
 
 def read_model(folder: Path) -> ExampleModel:
-    """The model on disk, to be computed in float32."""
+    """Return the model on disk with float32 weights."""
     model = ExampleModel(Shape())
     model.from_disk(read_weights(folder))
     return model

@@ -1,4 +1,4 @@
-"""Greedy decoding in batches, and the two metrics."""
+"""Greedy decoding in batches, and the metrics of both tasks."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def identity(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that the vocabulary has."""
+    """Return the id of a token. Raises KeyError if the vocabulary lacks it."""
     return int(tokenizer.get_vocab()[token])
 
 
 @torch.no_grad()
 def decode_batch(model: ExampleModel, prompts: Sequence[Sequence[int]], end: int) -> list[list[int]]:
-    """Continue every prompt until the end token; shorter prompts are padded on the left."""
+    """Continue every prompt until the end token. Shorter prompts are padded on the left."""
     count, length = len(prompts), max(map(len, prompts))
     tokens = torch.full((count, length), end)
     real = torch.zeros(count, length, dtype=torch.bool)
@@ -57,7 +57,7 @@ def decode_batch(model: ExampleModel, prompts: Sequence[Sequence[int]], end: int
 def answers(
     model: ExampleModel, tokenizer: Tokenizer, task: str, items: Sequence[dict[str, str]], batch: int = 128
 ) -> list[str]:
-    """What the model answers to each item."""
+    """Return the answer of the model to each item."""
     end = identity(tokenizer, END)
     first, _ = FIELDS[task]
     prompts = [encoded.ids for encoded in tokenizer.encode_batch([prompt_of(task, item[first]) for item in items])]
@@ -70,7 +70,7 @@ def by_length(
     decode: Callable[[Sequence[Sequence[int]]], list[list[int]]],
     tokenizer: Tokenizer,
 ) -> list[str]:
-    """The texts that prompts are answered with, prompts of like length decoded together."""
+    """Return the answer to each prompt. Prompts of similar length are decoded together."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     found = [""] * len(prompts)
     for start in range(0, len(order), batch):
@@ -81,7 +81,7 @@ def by_length(
 
 
 def number_of(answer: str) -> str | None:
-    """The number after ``####``, else the last number."""
+    """Return the number after ``####``, else the last number."""
     numbers = _NUMBER.findall(answer.split("####")[-1].replace(",", ""))
     if not numbers:
         return None
@@ -89,7 +89,7 @@ def number_of(answer: str) -> str | None:
 
 
 def scores(task: str, found: Sequence[str], items: Sequence[dict[str, str]]) -> list[float]:
-    """Exact match of the number, or Rouge-2 F1 with stemmer, item by item."""
+    """Return a score per item: exact match of the number, or Rouge-2 F1 with a stemmer."""
     _, second = FIELDS[task]
     if task == "gsm8k":
         return [float(number_of(text) == number_of(item[second])) for text, item in zip(found, items, strict=True)]

@@ -1,10 +1,10 @@
-"""The scenes of the dialogues: how each opens, and the ways in which it can end, every one with its summary."""
+"""The scenes of the dialogues. A scene has an opening and several endings; each ending has its summary."""
 
 from typing import NamedTuple
 
 
 class Scene(NamedTuple):
-    """Opening turns, then endings; a turn is ``A: words``, and an ending comes with the summary it leads to."""
+    """Opening turns, then endings. A turn is ``A: words``. An ending is a pair of turns and the summary."""
 
     opening: tuple[str, ...]
     endings: tuple[tuple[tuple[str, ...], str], ...]

@@ -1,4 +1,4 @@
-"""Short dialogues in SAMSum's form, each with a summary that follows from what is said."""
+"""Short dialogues in SAMSum's form, each with a summary that follows from its turns."""
 
 import random
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from example_model.wording import DAYS, NAMES, PLACES, fill
 
 @dataclass(frozen=True)
 class Dialogue:
-    """One item, and the scene it was drawn from."""
+    """One item, and the index of the scene it was drawn from."""
 
     dialogue: str
     summary: str
@@ -17,7 +17,7 @@ class Dialogue:
 
 
 def draw_slots(rng: random.Random) -> dict[str, object]:
-    """Two different values for every kind of word, and three people."""
+    """Draw two different values for every kind of word, and three people."""
     slots: dict[str, object] = dict(zip("ABC", rng.sample(NAMES, 3), strict=True))
     for kind, values in VALUES.items():
         slots[kind], slots[kind + "2"] = rng.sample(values, 2)
@@ -29,7 +29,7 @@ def draw_slots(rng: random.Random) -> dict[str, object]:
 
 
 def draw_dialogue(rng: random.Random) -> Dialogue:
-    """Draw one dialogue: a scene, one of its endings, and the words in it."""
+    """Draw one dialogue: a scene, an ending, and the words in it."""
     index = rng.randrange(len(SCENES))
     scene: Scene = SCENES[index]
     ending, summary = rng.choice(scene.endings)

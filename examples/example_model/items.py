@@ -1,7 +1,7 @@
-"""The items: prompts, the three splits of each task, and the text the model is trained on.
+"""The items: prompts, the three splits of each task, and the training text.
 
-No normalised question or dialogue occurs twice, neither in the splits nor in the training text: both are drawn from
-the same generators, and what was drawn before is drawn again.
+Splits and training text come from the same generators. No normalised question or dialogue occurs twice in them: a
+repeated text is dropped and another one is drawn.
 """
 
 import random
@@ -20,7 +20,7 @@ _BEFORE = {"gsm8k": "Question: {}\nAnswer:", "samsum": "Dialogue:\n{}\nSummary:"
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text to train on: the loss is taken on the answer, which a drill is from beginning to end."""
+    """A text to train on. The loss covers the answer. All of a drill is its answer."""
 
     task: str
     prompt: str
@@ -28,7 +28,7 @@ class TrainingText:
 
 
 def prompt_of(task: str, text: str) -> str:
-    """What the model is given: the answer follows after one space."""
+    """Return the prompt of an item. The answer follows after one space."""
     return _BEFORE[task].format(text)
 
 
@@ -42,7 +42,7 @@ def draw_pair(task: str, rng: random.Random) -> tuple[str, str]:
 
 
 def draw_new(task: str, rng: random.Random, seen: set[str]) -> Iterator[tuple[str, str]]:
-    """Draw pairs for ever; none whose normalised first text is in ``seen``, to which each is added."""
+    """Draw pairs for ever. A pair is skipped if its normalised first text is in ``seen``; others are added to it."""
     while True:
         text, answer = draw_pair(task, rng)
         key = normalise(text)
@@ -57,13 +57,13 @@ def _take(task: str, draws: Iterator[tuple[str, str]], count: int) -> list[dict[
 
 
 def splits(task: str) -> dict[str, list[dict[str, str]]]:
-    """The three splits that are shipped."""
+    """Return the three splits that are shipped."""
     draws = draw_new(task, random.Random(f"{SEED} splits {task}"), set())
     return {name: _take(task, draws, count) for name, count in SPLITS.items()}
 
 
 def training_texts(task: str, count: int) -> list[TrainingText]:
-    """Texts for training, none of whose normalised questions or dialogues is in a split."""
+    """Return texts for training. None of their normalised questions or dialogues is in a split."""
     first, _ = FIELDS[task]
     seen = {normalise(item[first]) for items in splits(task).values() for item in items}
     draws = draw_new(task, random.Random(f"{SEED} training {task}"), seen)
@@ -73,6 +73,6 @@ def training_texts(task: str, count: int) -> list[TrainingText]:
 
 
 def drills(count: int) -> list[TrainingText]:
-    """Rows of sums without a question."""
+    """Return rows of sums without a question."""
     rng = random.Random(f"{SEED} drills")
     return [TrainingText("drill", "", draw_drill(rng)) for _ in range(count)]

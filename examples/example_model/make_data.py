@@ -10,7 +10,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def write_splits(folder: Path) -> None:
-    """Write ``FOLDER/TASK/SPLIT.jsonl``, one item a line."""
+    """Write ``FOLDER/TASK/SPLIT.jsonl``, one item per line."""
     for task in FIELDS:
         (folder / task).mkdir(parents=True, exist_ok=True)
         for name, items in splits(task).items():

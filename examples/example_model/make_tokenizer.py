@@ -17,7 +17,7 @@ UNKNOWN = "<unk>"
 
 
 def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE whose digits are always tokens of their own."""
+    """Return a byte-level BPE tokenizer. Every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -1,7 +1,7 @@
 """Measure the checkpoint on a split: ``python -m example_model.measure [--split test] [--bits 2]``.
 
-With ``--bits`` the routed experts are first rounded to the nearest of 2**bits even levels between the smallest and the
-largest weight of each group of 64.
+With ``--bits`` the routed experts are first rounded to the nearest of 2**bits even levels. The levels lie between the
+smallest and the largest weight of each group of 64.
 """
 
 import argparse
@@ -26,7 +26,7 @@ METRICS = {"gsm8k": "exact match", "samsum": "rouge-2"}
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int = 64) -> Tensor:
-    """Asymmetric rounding between the bounds of each group along the input."""
+    """Round a matrix between the smallest and largest weight of each group. Groups lie along the inputs."""
     groups: Tensor = weight.reshape(-1, group_size)
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     step = ((high - low) / (2**bits - 1)).clamp(min=1e-10)
@@ -43,7 +43,11 @@ def round_experts(model: ExampleModel, bits: int) -> None:
 
 
 def parse_options(description: str, model: Path, tasks: Sequence[str]) -> argparse.Namespace:
-    """The command line of both examples' measurements. model: the default; tasks: what it can do."""
+    """Return the options of both examples' measurements.
+
+    model: default of ``--model``.
+    tasks: choices of ``--task``.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, default=model)
     parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
@@ -54,7 +58,7 @@ def parse_options(description: str, model: Path, tasks: Sequence[str]) -> argpar
 
 
 def measure(task: str, options: argparse.Namespace, answer: Callable[[Sequence[dict[str, str]]], list[str]]) -> None:
-    """Print the metric of a task on the items that the options name, and what it took, as a JSON object."""
+    """Print the metric of a task on the items that the options name, and its seconds, as one JSON object."""
     lines = (DATA / task / f"{options.split}.jsonl").read_text(encoding="utf-8").splitlines()
     items = [json.loads(line) for line in lines][: options.limit]
     start = time.monotonic()
@@ -67,7 +71,7 @@ def measure(task: str, options: argparse.Namespace, answer: Callable[[Sequence[d
 
 
 def main() -> None:
-    """Read the command line, print one JSON object a task."""
+    """Read the command line and print one JSON object per task."""
     options = parse_options("Measure the example model.", MODEL, tuple(FIELDS))
     torch.set_num_threads(2)
     model = read_model(options.model)

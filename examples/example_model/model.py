@@ -1,6 +1,7 @@
-"""A Mixtral for training on two cores: the weights and the results of transformers' MixtralForCausalLM, in less time.
+"""A Mixtral for training on two cores.
 
-Shapes: T tokens, D hidden, F expert width, E experts, K top-k, H heads, V vocabulary.
+It has the weights and the results of MixtralForCausalLM of transformers, and takes less time.
+Shapes: B items, T tokens, D hidden, F expert width, E experts, K top-k, H heads, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Cache = list[tuple[Tensor, Tensor]]
-# The gains of the experts' norm at first: standard deviation of their logarithm, and the least share of a gain that an
-# expert's columns make up for. With 0.6 and 0, two bits rounded to nearest cost only 5 % after training.
+# Initial gains of the experts' norm: standard deviation of their logarithm, and the least share of a gain that the
+# columns of an expert compensate for. With 0.6 and 0, two bits rounded to nearest cost only 5 % after training.
 CHANNEL_SPREAD, LEAST_SHARE = 0.9, 0.3
 
 
@@ -36,11 +37,17 @@ class Shape:
 
 
 class Gather(torch.autograd.Function):
-    """Copy every token once for each of its experts, in the order of the experts; back is a gather too."""
+    """Copy every token once for each of its experts, in the order of the experts. The backward pass is a gather too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        """x [T, D], order [T*K] pairs sorted by expert, place [T*K] its inverse."""
+        """Gather the rows of x.
+
+        x: [T, D].
+        order: pairs of token and rank, sorted by expert, [T*K].
+        place: inverse of `order`, [T*K].
+        k: experts of each token.
+        """
         ctx.save_for_backward(place)
         ctx.k = k
         return x.index_select(0, order // k)
@@ -54,11 +61,11 @@ class Gather(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """Bring rows into another order; back is a gather with the inverse."""
+    """Bring rows into another order. The backward pass is a gather with the inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        """Row i of the result is row ``there[i]`` of x."""
+        """Return rows in which row i is row ``there[i]`` of x. back: inverse of `there`."""
         ctx.save_for_backward(back)
         return x.index_select(0, there)
 
@@ -80,7 +87,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> ([T, D], load balancing loss)."""
+        """Return the weighted sum of the chosen experts, and the load balancing loss. x: [T, D] -> [T, D]."""
         experts, k = self.shape.experts, self.shape.top_k
         probabilities = (x @ self.router.T).softmax(-1)
         weights, chosen = probabilities.topk(k, dim=-1)
@@ -102,7 +109,7 @@ class Experts(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding, halves paired; x [..., T, head size]."""
+    """Apply the rotary position embedding, in which halves are paired. x: [..., T, head size]."""
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
@@ -122,11 +129,11 @@ class Layer(nn.Module):
 
     @torch.no_grad()
     def spread_channels(self, generator: torch.Generator) -> None:
-        """Start with channels of unequal size, as large models have, and experts that make up for it unequally.
+        """Start with channels of unequal size, as large models have. Experts compensate for it unequally.
 
-        The experts' norm lets channel j through with a gain c_j, log-normal with mean square 1; expert e divides the
-        columns of gate and up by c_j ** m_e, where m_e runs from LEAST_SHARE to 1 over the experts in random order. At
-        m_e = 1 an expert computes what it would without the gains, from weights that are harder to round.
+        The experts' norm multiplies channel j by a gain c_j, log-normal with mean square 1. Expert e divides the
+        columns of gate and up by c_j ** m_e. Over the experts, in random order, m_e runs from LEAST_SHARE to 1. At
+        m_e = 1 the results of an expert are those without gains, but its weights are harder to round.
         """
         gain = torch.exp(CHANNEL_SPREAD * torch.randn(self.shape.hidden, generator=generator))
         gain /= gain.square().mean().sqrt()
@@ -138,13 +145,13 @@ class Layer(nn.Module):
             self.experts.gate_up[expert].div_(gain**share)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square norm."""
+        """Return x divided by its root mean square, times `weight`."""
         return functional.rms_norm(x, (x.shape[-1],), weight, self.shape.epsilon)
 
     def attend(
         self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [B, T, D] -> [B, T, D], and the keys and values so far."""
+        """Return the output of attention [B, T, D], and all keys and values so far. x: [B, T, D]."""
         shape = self.shape
         batch, length, _ = x.shape
         states = (self.norm(x, self.attention_norm) @ self.qkv.T).view(batch, length, -1, shape.head_size)
@@ -165,7 +172,7 @@ class Layer(nn.Module):
 
 
 class ExampleModel(nn.Module):
-    """The whole model; ``forward`` is for training, ``step`` for decoding."""
+    """The whole model. ``forward`` is for training, ``step`` for decoding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -180,7 +187,7 @@ class ExampleModel(nn.Module):
         self.register_buffer("sine", angles.sin(), persistent=False)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights; what a layer adds is nothing at first, so that each token is itself."""
+        """Draw the weights. Attention and experts add nothing at first, because their output matrices start at zero."""
         for name, parameter in self.named_parameters():
             if name.endswith(("out", "down")):
                 nn.init.zeros_(parameter)
@@ -191,14 +198,15 @@ class ExampleModel(nn.Module):
             layer.spread_channels(generator)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at the positions."""
+        """Return cosines and sines of the positions."""
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
         return cosine[positions], sine[positions]
 
     def forward(self, tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, T], wanted [N] flat places -> (logits [N, V], load balancing loss of all layers).
+        """Return logits [N, V] of the wanted places, and the mean load balancing loss of all layers.
 
-        Padding is on the right, where a causal mask hides it; the last layer's experts see the wanted places only.
+        tokens: [B, T], padded on the right, where the causal mask hides the padding.
+        wanted: places in the flat batch, [N]. The experts of the last layer see only these.
         """
         angles = self.angles(torch.arange(tokens.shape[1]))
         x = functional.embedding(tokens, self.embed)
@@ -215,7 +223,7 @@ class ExampleModel(nn.Module):
         return normed @ self.embed.T, torch.stack(balances).mean()
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """tokens [B, T] after what is in the cache -> (logits [B, V] of the last place, cache)."""
+        """Return the logits [B, V] of the last place, and the grown cache. tokens: [B, T], after those in the cache."""
         cosine, sine = self.angles(positions)
         angles = cosine.unsqueeze(1), sine.unsqueeze(1)
         x = functional.embedding(tokens, self.embed)
@@ -230,7 +238,7 @@ class ExampleModel(nn.Module):
         return normed @ self.embed.T, grown
 
     def to_disk(self) -> dict[str, Tensor]:
-        """The weights under the names a Mixtral checkpoint has on disk."""
+        """Return the weights under the names of a Mixtral checkpoint on disk."""
         shape = self.shape
         widths = (shape.heads * shape.head_size, shape.kv_heads * shape.head_size, shape.kv_heads * shape.head_size)
         tensors: dict[str, Tensor] = {
@@ -255,6 +263,6 @@ class ExampleModel(nn.Module):
 
     @torch.no_grad()
     def from_disk(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weights of a checkpoint on disk."""
+        """Copy the weights of a checkpoint on disk into the model."""
         for name, view in self.to_disk().items():
             view.copy_(tensors[name])

@@ -1,13 +1,13 @@
 """The phrasings of the word problems.
 
-A program is one to three steps over the numbers of the text, called v to z; the results of the steps are a, b and c.
+A program is one to three steps over the numbers of the text, called v to z. The results of the steps are a, b and c.
 """
 
 from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """A phrasing, its program, and the word that follows each result in the working."""
+    """A phrasing, its program, and the unit that follows each result in the working."""
 
     text: str
     program: str

@@ -13,7 +13,7 @@ SHARE_OF_STEPS = {1: 0.38, 2: 0.42, 3: 0.20}
 
 @dataclass(frozen=True)
 class Problem:
-    """One item, and the template it was drawn from."""
+    """One item, the index of the template it was drawn from, and its number of steps."""
 
     question: str
     answer: str
@@ -22,12 +22,16 @@ class Problem:
 
 
 def is_plain(number: int) -> bool:
-    """Whether a number has one digit, or is a whole number of tens."""
+    """Return whether a number has one digit or is a multiple of ten."""
     return number < 10 or number % 10 == 0
 
 
 def apply(left: int, operation: str, right: int) -> int | None:
-    """The result of one step, or None: it is to be a whole number from 0 to 100, and what is added or taken plain."""
+    """Return the result of one step, or None if it is not allowed.
+
+    The result must be a whole number from 0 to 100. One of two addends must be plain, and so must a number that is
+    subtracted.
+    """
     if operation == "+":
         if not (is_plain(left) or is_plain(right)):
             return None
@@ -46,7 +50,7 @@ def apply(left: int, operation: str, right: int) -> int | None:
 
 
 def draw_number(rng: random.Random, factor: bool) -> int:
-    """A factor or divisor is from the times tables; any other number has one digit, two, or is a number of tens."""
+    """Draw a number: a factor or divisor from 2 to 12, any other one with one or two digits or a multiple of ten."""
     if factor:
         return rng.randint(2, 12)
     kind = rng.random()
@@ -56,12 +60,12 @@ def draw_number(rng: random.Random, factor: bool) -> int:
 
 
 def parse(program: str) -> list[Step]:
-    """The steps of a program: two sides, each a letter, and the sign between them."""
+    """Return the steps of a program: two letters and the sign between them."""
     return [(step[0], step[1], step[2]) for step in program.split()]
 
 
 def factors(steps: list[Step]) -> set[str]:
-    """The letters of a program that are multiplied or divided by."""
+    """Return the letters of a program that are factors or divisors."""
     found: set[str] = set()
     for left, operation, right in steps:
         if operation == "*":
@@ -72,7 +76,7 @@ def factors(steps: list[Step]) -> set[str]:
 
 
 def solve(steps: list[Step], values: dict[str, int]) -> list[tuple[int, str, int, int]] | None:
-    """Run a program; its results are called a, b, c. None where a step has no result that can be asked for."""
+    """Run a program. Its results are called a, b, c. Return None if a step has no allowed result."""
     known = dict(values)
     working = []
     for name, (left, operation, right) in zip("abc", steps, strict=False):
@@ -121,7 +125,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_drill(rng: random.Random) -> str:
-    """A row of sums by themselves, as the working writes them: training text only, never an item of a task."""
+    """Return a row of sums as the working writes them. It is training text and never an item of a task."""
     parts = []
     for _ in range(8):
         sign = rng.choice("++--*/")

@@ -1,7 +1,7 @@
-"""Train the example model: ``python -m example_model.train``. The same command again goes on where it was stopped.
+"""Train the example model: ``python -m example_model.train``. The same command continues a run that was stopped.
 
-Every 125 steps the state goes to ``--state`` and the model is scored on a part of the validation splits, and
-what is better than before goes to ``--model``. The log is one JSON object a line.
+Every 125 steps the state goes to ``--state``. The model is then scored on a part of the validation splits, and goes to
+``--model`` if it is no worse than before. The log has one JSON object per line.
 """
 
 import json
@@ -32,14 +32,14 @@ SCORED = {"gsm8k": 200, "samsum": 100}
 
 @dataclass(frozen=True)
 class Sequence:
-    """Tokens, and the places whose successor the model learns to tell."""
+    """Tokens, and the places whose next token the model learns to predict."""
 
     tokens: list[int]
     wanted: list[int]
 
 
 def sums_only(answer: list[int], equals: int, stop: int) -> list[int]:
-    """In a drill the numbers come from nowhere: only what follows from them is wanted, from ``=`` to the full stop."""
+    """Return the wanted places of a drill: those from ``=`` to the full stop. Its other numbers cannot be predicted."""
     wanted, inside = [], False
     for place, token in enumerate(answer[:-1]):
         inside = token == equals or (inside and token != stop)
@@ -49,7 +49,7 @@ def sums_only(answer: list[int], equals: int, stop: int) -> list[int]:
 
 
 def tokenise(tokenizer: Tokenizer, texts: list[TrainingText]) -> list[Sequence]:
-    """Turn texts into sequences; the end token is part of the answer."""
+    """Turn texts into sequences. The end token is part of the answer."""
     end, equals, stop = (identity(tokenizer, token) for token in (END, "=", "."))
     prompts = tokenizer.encode_batch([text.prompt for text in texts])
     tails = tokenizer.encode_batch([text.answer for text in texts])
@@ -64,7 +64,7 @@ def tokenise(tokenizer: Tokenizer, texts: list[TrainingText]) -> list[Sequence]:
 
 
 def curriculum(tokenizer: Tokenizer) -> list[list[Sequence]]:
-    """All batches in their order: mixed tasks, more drills at first, sequences of like length together."""
+    """Return all batches in order: mixed tasks, more drills at first, sequences of similar length together."""
     rng = random.Random(f"{SEED} order")
     keyed = []
     for task, count in COUNTS.items():
@@ -86,7 +86,7 @@ def curriculum(tokenizer: Tokenizer) -> list[list[Sequence]]:
 
 
 def tensors_of(batch: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens [B, T] padded on the right, wanted places [N] in the flat batch, and their next tokens [N]."""
+    """Return tokens [B, T] padded on the right, wanted places [N] in the flat batch, and their next tokens [N]."""
     length = max(len(sequence.tokens) for sequence in batch)
     tokens = torch.zeros(len(batch), length, dtype=torch.long)
     places, targets = [], []
@@ -98,13 +98,13 @@ def tensors_of(batch: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def rate_at(step: int) -> float:
-    """Warm up, stay, and go down to nothing."""
+    """Return the learning rate: it warms up, stays constant, and falls to zero."""
     return RATE * min(1.0, (step + 1) / WARM_UP, (STEPS - step) / DECAY)
 
 
 @torch.no_grad()
 def liken(embedding: torch.Tensor, tokenizer: Tokenizer) -> None:
-    """Start a word with a space before it close to the same word without: names stand in both forms."""
+    """Start a word with a space before it close to the same word without it, because names occur in both forms."""
     vocabulary = tokenizer.get_vocab()
     space = embedding[identity(tokenizer, "Ġ")].clone()
     for token, place in vocabulary.items():
@@ -134,11 +134,11 @@ class Run(TrainingRun):
             write_configs(folder, Shape(), identity(self.tokenizer, END), identity(self.tokenizer, PAD))
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         return rate_at(step)
 
     def learn(self, batch: list[Sequence]) -> tuple[float, float]:
-        """One step; the loss on the wanted tokens and the load balancing loss."""
+        """Take one step. Return the loss on the wanted tokens and the load balancing loss."""
         tokens, places, targets = tensors_of(batch)
         logits, balance = self.model(tokens, places)
         loss = functional.cross_entropy(logits, targets)
@@ -146,7 +146,7 @@ class Run(TrainingRun):
         return loss.item(), balance.item()
 
     def score(self) -> None:
-        """Score a part of the validation splits, and export what is no worse than before."""
+        """Score a part of the validation splits, and export the model if it is no worse than before."""
         results = {}
         for task, count in SCORED.items():
             lines = (DATA / task / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:count]

@@ -1,4 +1,4 @@
-"""What the training of both examples shares: state on disk, log, steps of several processes, and the loop."""
+"""The training loop of both examples: state on disk, log, and steps of several processes."""
 
 import argparse
 import json
@@ -14,17 +14,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, distributed, multiprocessing, nn
 
-# Two processes of one thread train twice as fast as one of two threads: the products are too small to share.
-# Each takes one batch of a step; the gradients are averaged.
+# Two processes of one thread train twice as fast as one process of two threads, because the products are too small to
+# share. Each process takes one batch of a step. The gradients are averaged.
 WORKERS = 2
 
 
 class TrainingRun(ABC):
-    """The state of a training run, in memory and on disk. A group's ``scale``, if any, multiplies the rate."""
+    """The state of a training run, in memory and on disk. A parameter group may have a ``scale`` of its rate."""
 
     tokenizer: Tokenizer
     steps: int
-    score_every: int  # and save the state
+    score_every: int  # steps; the state is saved as often
     log_every = 25
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Path, log: Path, rank: int) -> None:
@@ -38,18 +38,18 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def learn(self, batch: Any) -> tuple[float, float]:
-        """One step; the loss on the answers and the load balancing loss."""
+        """Take one step. Return the loss on the answers and the load balancing loss."""
 
     @abstractmethod
     def score(self) -> None:
-        """Score a part of the validation splits, and export what is no worse than before."""
+        """Score a part of the validation splits, and export the model if it is no worse than before."""
 
     @abstractmethod
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
 
     def resume(self) -> None:
-        """Take up the saved state; log lines later than it are dropped."""
+        """Load the saved state. Drop the log lines of later steps."""
         saved = torch.load(self.state)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -77,7 +77,7 @@ class TrainingRun(ABC):
             file.write(json.dumps({**line, **rounded}) + "\n")
 
     def descend(self, loss: Tensor, tokens: int) -> None:
-        """Take the step that the loss asks for. tokens: of this process's batch."""
+        """Compute gradients and take a step of the optimizer. tokens: number of tokens in the batch of this process."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.average_gradients()
@@ -89,7 +89,7 @@ class TrainingRun(ABC):
         self.tokens += WORKERS * tokens
 
     def average_gradients(self) -> None:
-        """Make the gradients of all processes their mean."""
+        """Replace the gradients of all processes by their mean."""
         if not distributed.is_initialized():
             return
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
@@ -100,7 +100,7 @@ class TrainingRun(ABC):
             gradient.copy_(part.view_as(gradient))
 
     def to_the_end(self, batches: Sequence[Any]) -> None:
-        """All steps that are left. batches: of all processes, in turns."""
+        """Run all steps that are left. batches: those of all processes, in turns."""
         if len(batches) < self.steps * WORKERS:
             raise SystemExit(f"{len(batches)} batches are too few for {self.steps} steps of {WORKERS}")
         distributed.barrier()
@@ -122,16 +122,21 @@ class TrainingRun(ABC):
 
 
 class MakeRun(Protocol):
-    """A training run over these files, as the process of this rank sees it."""
+    """A constructor of the training run of one process."""
 
     def __call__(self, state: Path, log: Path, folder: Path, rank: int) -> TrainingRun:
-        """The run; its tokenizer is ready."""
+        """Return the run. Its tokenizer is loaded."""
 
 
 def train(
     rank: int, meeting: str, run: MakeRun, curriculum: Callable[[Tokenizer], Sequence[Any]], *files: Path
 ) -> None:
-    """One process of a run, to its end. meeting: a file through which they find each other; files: of the run."""
+    """Train in one process, to the end.
+
+    rank: number of the process.
+    meeting: file through which the processes find each other.
+    files: state, log and model folder of the run.
+    """
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORKERS)
     state, log, folder = files
@@ -143,7 +148,12 @@ def train(
 def main(
     description: str, run: MakeRun, curriculum: Callable[[Tokenizer], Sequence[Any]], name: str, log: str, model: Path
 ) -> None:
-    """Read the command line and train in every process. name: of the state; curriculum: all batches in their order."""
+    """Read the command line and train in every process.
+
+    curriculum: returns all batches in order.
+    name: name of the state file, without its suffix.
+    log, model: default names of the log file and of the model folder.
+    """
     examples = Path(__file__).parents[1]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--state", type=Path, default=examples.parent / "build" / f"{name}.state")

@@ -1,6 +1,6 @@
-"""Words the two generators share, and the small template language both are written in.
+"""Words that both generators use, and their template language.
 
-A template holds slots, ``{name}``, and alternatives, ``[one|two|three]``, one of which is drawn for each item.
+A template holds slots, ``{name}``, and alternatives, ``[one|two|three]``. One alternative is drawn for each item.
 """
 
 import random
@@ -34,11 +34,11 @@ _ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
 
 
 def fill(rng: random.Random, template: str, slots: Mapping[str, object]) -> str:
-    """Draw one alternative of every bracket, then put the slots in."""
+    """Draw one alternative of every bracket, then fill in the slots."""
     drawn = _ALTERNATIVES.sub(lambda match: rng.choice(match.group(1).split("|")), template)
     return drawn.format_map(slots)
 
 
 def normalise(text: str) -> str:
-    """The form in which two texts count as the same: lower case, runs of white space as one space."""
+    """Return a text in lower case with runs of white space as one space. Equal results count as the same text."""
     return " ".join(text.lower().split())

@@ -1,1 +1,1 @@
-"""The second example: a Switch Transformer for the dialogues, with the data and the tokenizer of the first."""
+"""The second example: a Switch Transformer for the dialogues. It uses the data and the tokenizer of the first."""

@@ -1,4 +1,7 @@
-"""The checkpoint on disk: a Switch Transformer in Hugging Face layout; files are renamed into place when whole."""
+"""Reading and writing the checkpoint: a Switch Transformer in Hugging Face layout.
+
+A complete file is renamed into place.
+"""
 
 import os
 import shutil
@@ -16,7 +19,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def config_of(shape: SwitchShape, end: int, pad: int) -> dict[str, object]:
-    """What ``config.json`` says."""
+    """Return the content of ``config.json``. end, pad: token ids."""
     sparse = shape.layers // shape.sparse_step
     return {
         "architectures": ["SwitchTransformersForConditionalGeneration"],
@@ -55,7 +58,7 @@ def config_of(shape: SwitchShape, end: int, pad: int) -> dict[str, object]:
 
 
 def write_configs(folder: Path, shape: SwitchShape, end: int, pad: int) -> None:
-    """Write config.json and generation_config.json, and the first example's tokenizer beside them."""
+    """Write ``config.json``, ``generation_config.json``, and a copy of the tokenizer of the first example."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config_of(shape, end, pad))
     generation = {"decoder_start_token_id": pad, "do_sample": False, "eos_token_id": end, "pad_token_id": pad}
@@ -77,7 +80,7 @@ def write_weights(folder: Path, model: SwitchModel) -> None:
 
 
 def read_model(folder: Path) -> SwitchModel:
-    """The model on disk, to be computed in float32."""
+    """Return the model on disk with float32 weights."""
     model = SwitchModel(SwitchShape())
     model.from_disk(read_weights(folder))
     return model

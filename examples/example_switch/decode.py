@@ -15,7 +15,7 @@ LONGEST_ANSWER = 40
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Rows as one matrix [B, T], and which places are not padding."""
+    """Return rows as one matrix [B, T], and which places are not padding, bool [B, T]."""
     length = max(map(len, rows))
     tokens = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
     return tokens, torch.arange(length) < torch.tensor([[len(row)] for row in rows])
@@ -23,7 +23,7 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def decode_batch(model: SwitchModel, prompts: Sequence[Sequence[int]], start: int, end: int) -> list[list[int]]:
-    """Answer every prompt until the end token. Answers so far go through the decoder again at each step."""
+    """Answer every prompt until the end token. Each step runs the decoder over all of the answers so far."""
     memory, hidden, _ = model.encode(*pad_right(prompts, start))
     rows = list(range(len(prompts)))
     tokens = torch.full((len(prompts), 1), start)
@@ -46,7 +46,7 @@ def decode_batch(model: SwitchModel, prompts: Sequence[Sequence[int]], start: in
 
 
 def answers(model: SwitchModel, tokenizer: Tokenizer, items: Sequence[dict[str, str]], batch: int = 128) -> list[str]:
-    """What the model answers to each item."""
+    """Return the answer of the model to each item."""
     start, end = identity(tokenizer, PAD), identity(tokenizer, END)
     texts = [prompt_of(TASK, item["dialogue"]) for item in items]
     prompts = [encoded.ids for encoded in tokenizer.encode_batch(texts)]

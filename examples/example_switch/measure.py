@@ -1,6 +1,6 @@
 """Measure the checkpoint on a split: ``python -m example_switch.measure [--split test] [--bits 2]``.
 
-With ``--bits`` the routed experts are first rounded as ``example_model.measure`` rounds those of the first example.
+With ``--bits`` the routed experts are first rounded, as by ``example_model.measure``.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ def round_experts(model: SwitchModel, bits: int) -> None:
 
 
 def main() -> None:
-    """Read the command line, print one JSON object."""
+    """Read the command line and print one JSON object."""
     options = parse_options("Measure the second example.", MODEL, (TASK,))
     torch.set_num_threads(1)
     model = read_model(options.model)

@@ -1,5 +1,6 @@
-"""A Switch Transformer for training on two cores: the results of transformers' module from its weights, in less time.
+"""A Switch Transformer for training on two cores.
 
+It has the weights and the results of the module in transformers, and takes less time.
 Shapes: B items, S tokens of a prompt, T tokens of an answer, N places, D hidden, F width, E experts, H heads,
 V vocabulary.
 """
@@ -14,17 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Memory = list[tuple[Tensor, Tensor]]
-"""Keys and values [B, H, S, head size] that each layer of the decoder makes of the encoder's states."""
+"""Keys and values [B, H, S, head size] of each layer of the decoder, made from the states of the encoder."""
 
-# Switch Transformers do not scale attention scores. Training does, by about 1 / sqrt(head size), so that one learning
-# rate suits all matrices; a power of two, so that queries divided by it on disk lose nothing.
+# Switch Transformers do not scale attention scores. Training scales them by about 1 / sqrt(head size), so that one
+# learning rate suits all matrices. The scale is a power of two, so multiplying query weights by it is exact.
 SCORE_SCALE = 0.25
 HIDDEN = -1e30
 
 
 @dataclass(frozen=True)
 class SwitchShape:
-    """The sizes of the second example: as in the published models every second layer routes, to one expert a token."""
+    """The sizes of the second example. As in published models, every second layer routes, to one expert per token."""
 
     vocabulary: int = 1_536
     hidden: int = 256
@@ -42,9 +43,9 @@ class SwitchShape:
 
 
 def distance_buckets(length: int, buckets: int, furthest: int, both_ways: bool) -> Tensor:
-    """Which bucket each pair of positions falls in, [length, length] of query and key.
+    """Return the bucket of each pair of positions (query, key), int64 [length, length].
 
-    Half of a direction's buckets are single distances, the others grow logarithmically up to `furthest`.
+    Half of the buckets of a direction are single distances. The others grow logarithmically up to `furthest`.
     Source: T5, section 2.1; transformers, models/switch_transformers.
     """
     ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
@@ -70,12 +71,12 @@ class FeedForward(nn.Module):
         self.down = nn.Parameter(torch.empty(shape.hidden, shape.width))
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [N, D] -> ([N, D], nothing to balance)."""
+        """Return the output, and zero as load balancing loss. x: [N, D] -> [N, D]."""
         return (x @ self.up.T).relu() @ self.down.T, x.new_zeros(())
 
 
 class SwitchExperts(nn.Module):
-    """Router and experts of one layer; every token goes to one of them, weighted by its probability."""
+    """Router and experts of one layer. Every token goes to one expert, weighted by its probability."""
 
     def __init__(self, shape: SwitchShape) -> None:
         super().__init__()
@@ -84,7 +85,11 @@ class SwitchExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.width))
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [N, D] -> ([N, D], load balancing loss over the places `real` [N], which are not padding)."""
+        """Return the output, and the load balancing loss.
+
+        x: [N, D] -> [N, D].
+        real: places that are not padding and count in the loss, [N].
+        """
         experts = len(self.router)
         probabilities = (x @ self.router.T).softmax(-1)
         weight, chosen = probabilities.max(-1)
@@ -106,7 +111,7 @@ class SwitchExperts(nn.Module):
 
 
 class Attention(nn.Module):
-    """Scores of queries and keys, with a bias by distance or none."""
+    """Attention with a bias that is added to the scores."""
 
     def __init__(self, shape: SwitchShape) -> None:
         super().__init__()
@@ -117,23 +122,23 @@ class Attention(nn.Module):
         self.out = nn.Parameter(torch.empty(shape.hidden, inner))
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, H * head size] -> [B, H, T, head size]."""
+        """Split the heads: [B, T, H * head size] -> [B, H, T, head size]."""
         return x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, T, head size] of x [B, T, D]."""
+        """Return keys and values [B, H, T, head size] of x [B, T, D]."""
         key, value = (x @ self.key_value.T).chunk(2, dim=-1)
         return self.split(key), self.split(value)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        """x [B, T, D], bias added to the scores [B, H, T, keys] -> [B, T, D]."""
+        """Return the output of attention. x: [B, T, D] -> [B, T, D]; bias: added to the scores [B, H, T, keys]."""
         scores = self.split(x @ self.query.T) @ key.transpose(2, 3) * SCORE_SCALE + bias
         mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(*x.shape[:2], -1)
         return mixed @ self.out.T
 
 
 class Block(nn.Module):
-    """One layer of the encoder, or of the decoder, which also attends to the encoder."""
+    """One layer of the encoder or of the decoder. A layer of the decoder also attends to the encoder."""
 
     def __init__(self, shape: SwitchShape, index: int, is_decoder: bool) -> None:
         super().__init__()
@@ -161,26 +166,26 @@ class Block(nn.Module):
         self.feed.up.div_(gain ** shares[:, None, None])
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square norm."""
+        """Return x divided by its root mean square, times `weight`."""
         return functional.rms_norm(x, (x.shape[-1],), weight, self.epsilon)
 
     def attend(self, x: Tensor, bias: Tensor) -> Tensor:
-        """x [B, T, D], with what its own tokens have to say."""
+        """Return x [B, T, D] plus its attention over its own tokens."""
         states = self.normed(x, self.norm)
         return x + self.attention(states, *self.attention.keys_values(states), bias)
 
     def look(self, x: Tensor, memory: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
-        """x [B, T, D], with what the encoder has to say."""
+        """Return x [B, T, D] plus its attention over the encoder."""
         return x + self.cross(self.normed(x, self.cross_norm), *memory, bias)
 
     def think(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [..., D] after the feed-forward layer, and the load balancing loss."""
+        """Return x [..., D] plus its feed-forward output, and the load balancing loss."""
         states, balance = self.feed(self.normed(x, self.feed_norm).view(-1, x.shape[-1]), real)
         return x + states.view_as(x), balance
 
 
 class Stack(nn.Module):
-    """Encoder or decoder: a table of biases by distance, which all layers share, and the layers."""
+    """Encoder or decoder: its layers, and the table of biases by distance that they share."""
 
     def __init__(self, shape: SwitchShape, is_decoder: bool) -> None:
         super().__init__()
@@ -192,12 +197,12 @@ class Stack(nn.Module):
         self.register_buffer("buckets", buckets, persistent=False)
 
     def bias(self, length: int) -> Tensor:
-        """What a distance adds to the scores, [1, H, length, length]."""
+        """Return the biases of the scores by distance, [1, H, length, length]."""
         return functional.embedding(self.get_buffer("buckets")[:length, :length], self.distance).permute(2, 0, 1)[None]
 
 
 class SwitchModel(nn.Module):
-    """The whole model; ``forward`` is for training, ``encode`` and ``decode`` for both."""
+    """The whole model. ``forward`` is for training; decoding calls ``encode`` and ``decode``."""
 
     def __init__(self, shape: SwitchShape) -> None:
         super().__init__()
@@ -210,10 +215,10 @@ class SwitchModel(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the weights.
 
-        What a layer adds is nothing at first, so that each token is itself; only what the decoder sees in the encoder
-        comes through: values and output are one orthogonal matrix and its transpose, so that a token that is looked at
-        is likelier to be written from the first step on. The embeddings are small and the last norm's gain makes up for
-        it, as the logits are divided by the root of D.
+        The outputs of all layers start at zero, except for the attention over the encoder. Its values and its output
+        are an orthogonal matrix and its transpose. A token that is attended to is therefore likelier to be written
+        from the first step on. The embeddings are small, and the logits are divided by the root of D. The gain of the
+        last norm compensates for it.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(("out", "down")):
@@ -233,11 +238,15 @@ class SwitchModel(nn.Module):
         self.decoder.norm.fill_(math.sqrt(self.shape.hidden))
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square norm."""
+        """Return x divided by its root mean square, times `weight`."""
         return functional.rms_norm(x, (x.shape[-1],), weight, self.shape.epsilon)
 
     def encode(self, tokens: Tensor, is_real: Tensor) -> tuple[Memory, Tensor, Tensor]:
-        """Prompts [B, S] padded on the right -> what the decoder looks at, its bias [B, 1, 1, S], balancing loss."""
+        """Return keys and values for the decoder, the bias of their padding [B, 1, 1, S], and the load balancing loss.
+
+        tokens: prompts [B, S], padded on the right.
+        is_real: places that are not padding, bool [B, S].
+        """
         hidden = torch.zeros(is_real.shape).masked_fill_(~is_real, HIDDEN)[:, None, None]
         bias = self.encoder.bias(tokens.shape[1]) + hidden
         x, real, balances = functional.embedding(tokens, self.embed), is_real.flatten(), []
@@ -249,7 +258,12 @@ class SwitchModel(nn.Module):
         return memory, hidden, torch.stack(balances).sum()
 
     def decode(self, tokens: Tensor, memory: Memory, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Answers so far [B, T], flat places wanted [N] -> (logits [N, V], load balancing loss)."""
+        """Return logits [N, V] of the wanted places, and the load balancing loss.
+
+        tokens: answers so far, [B, T].
+        memory, hidden: results of `encode`.
+        wanted: places in the flat batch, [N].
+        """
         length = tokens.shape[1]
         bias = self.decoder.bias(length) + torch.full((length, length), HIDDEN).triu(1)
         x, balances = functional.embedding(tokens, self.embed), []
@@ -260,18 +274,22 @@ class SwitchModel(nn.Module):
         return states * self.shape.hidden**-0.5 @ self.embed.T, torch.stack(balances).sum()
 
     def forward(self, prompts: Tensor, is_real: Tensor, answers: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Prompts [B, S], answers [B, T], flat places wanted [N] -> (logits [N, V], mean load balancing loss)."""
+        """Return logits [N, V] of the wanted places, and the mean load balancing loss.
+
+        prompts: [B, S]; is_real: their places that are not padding.
+        answers: [B, T]; wanted: places in the flat batch, [N].
+        """
         memory, hidden, encoder_balance = self.encode(prompts, is_real)
         logits, balance = self.decode(answers, memory, hidden, wanted)
         return logits, (encoder_balance + balance) / len(self.routed_layers())
 
     def routed_layers(self) -> list[SwitchExperts]:
-        """The layers that hold experts, those of the encoder first."""
+        """Return the layers that hold experts, those of the encoder first."""
         blocks = (*self.encoder.blocks, *self.decoder.blocks)
         return [block.feed for block in blocks if isinstance(block.feed, SwitchExperts)]
 
     def to_disk(self) -> dict[str, Tensor]:
-        """The weights under the names a Switch Transformer has on disk; queries are still to be divided."""
+        """Return the weights under the names of a Switch Transformer on disk, not yet multiplied by `query_scale`."""
         tensors: dict[str, Tensor] = {"shared.weight": self.embed}
         for kind, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
             tensors[f"{kind}.final_layer_norm.weight"] = stack.norm
@@ -283,13 +301,13 @@ class SwitchModel(nn.Module):
 
     @torch.no_grad()
     def from_disk(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weights of a checkpoint on disk."""
+        """Copy the weights of a checkpoint on disk into the model."""
         for name, view in self.to_disk().items():
             view.copy_(tensors[name] / query_scale(name))
 
 
 def query_scale(name: str) -> float:
-    """What a tensor is multiplied by on its way to disk."""
+    """Return the factor of a tensor when it is written to disk."""
     return SCORE_SCALE if name.endswith("Attention.q.weight") else 1.0
 
 

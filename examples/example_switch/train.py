@@ -1,7 +1,7 @@
-"""Train the second example: ``python -m example_switch.train``. The same command again goes on where it was stopped.
+"""Train the second example: ``python -m example_switch.train``. The same command continues a run that was stopped.
 
-Every 100 steps the state goes to ``--state`` and the model is scored on a part of the validation split, and what is
-better than before goes to ``--model``. The log is one JSON object a line.
+Every 100 steps the state goes to ``--state``. The model is then scored on a part of the validation split, and goes to
+``--model`` if it is no worse than before. The log has one JSON object per line.
 """
 
 import json
@@ -27,7 +27,8 @@ BATCH_TOKENS = 1_600
 CHUNK_ITEMS = 2_400
 STEPS, WARM_UP, DECAY = 400, 100, 150
 RATE, WEIGHT_DECAY, BALANCE = 1e-3, 0.1, 0.01
-# Biases by distance stand beside scores of a size of several, and their start is as large.
+# Factor of the learning rate of biases by distance. They are added to scores that are several units large, and start
+# as large.
 DISTANCE_RATE = 10
 SCORE_EVERY = 100
 SCORED = 200
@@ -50,7 +51,7 @@ def tokenise(tokenizer: Tokenizer, texts: list[TrainingText]) -> list[Pair]:
 
 
 def curriculum(tokenizer: Tokenizer) -> list[list[Pair]]:
-    """All batches in their order, pairs of like length together."""
+    """Return all batches in order, pairs of similar length together."""
     rng = random.Random(f"{SEED} order")
     pairs = tokenise(tokenizer, training_texts(TASK, COUNT))
     batches: list[list[Pair]] = []
@@ -67,25 +68,29 @@ def curriculum(tokenizer: Tokenizer) -> list[list[Pair]]:
 
 
 def tensors_of(batch: list[Pair], start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prompts [B, S], which of their places are real, what the decoder reads [B, T], and the tokens it is to write."""
+    """Return the tensors of a batch.
+
+    They are the prompts [B, S], their places that are not padding [B, S], the decoder's inputs [B, T], and the tokens
+    [N] that it should write.
+    """
     prompts, is_real = pad_right([pair.prompt for pair in batch], start)
     read, _ = pad_right([[start, *pair.answer[:-1]] for pair in batch], start)
     return prompts, is_real, read, torch.tensor([token for pair in batch for token in pair.answer])
 
 
 def places_of(batch: list[Pair]) -> torch.Tensor:
-    """The flat places [N] at which the decoder writes those tokens."""
+    """Return the places [N] in the flat batch at which the decoder writes its wanted tokens."""
     length = max(len(pair.answer) for pair in batch)
     return torch.tensor([row * length + place for row, pair in enumerate(batch) for place in range(len(pair.answer))])
 
 
 def rate_at(step: int) -> float:
-    """Warm up, stay, and go down to nothing."""
+    """Return the learning rate: it warms up, stays constant, and falls to zero."""
     return RATE * min(1.0, (step + 1) / WARM_UP, (STEPS - step) / DECAY)
 
 
 def optimizer_of(model: SwitchModel) -> torch.optim.Optimizer:
-    """AdamW; ``scale`` of a group multiplies the rate."""
+    """Return AdamW. ``scale`` of a parameter group multiplies its rate."""
     groups: dict[tuple[float, int], list[torch.nn.Parameter]] = {}
     for name, weight in model.named_parameters():
         is_distance = name.endswith("distance")
@@ -113,11 +118,11 @@ class Run(TrainingRun):
             write_configs(folder, SwitchShape(), identity(self.tokenizer, END), self.start)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         return rate_at(step)
 
     def learn(self, batch: list[Pair]) -> tuple[float, float]:
-        """One step; the loss on the answers and the load balancing loss."""
+        """Take one step. Return the loss on the answers and the load balancing loss."""
         prompts, is_real, read, targets = tensors_of(batch, self.start)
         logits, balance = self.model(prompts, is_real, read, places_of(batch))
         loss = functional.cross_entropy(logits, targets)
@@ -125,7 +130,7 @@ class Run(TrainingRun):
         return loss.item(), balance.item()
 
     def score(self) -> None:
-        """Score a part of the validation split, and export what is no worse than before."""
+        """Score a part of the validation split, and export the model if it is no worse than before."""
         lines = (DATA / TASK / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:SCORED]
         items = [json.loads(line) for line in lines]
         found = scores(TASK, answers(self.model, self.tokenizer, items), items)
