@@ -103,7 +103,7 @@ oracles: $(READY)  ## Hold every family against its oracle, and nothing else
 
 bench: $(READY)  ## The yardstick beside llama.cpp and ik_llama.cpp: two hours, 50 GB in build/yardstick, root
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation -e ".[dev,bench]"
-	cd bench && ../$(BIN)/python -m yardstick ../build/yardstick --results ../build/yardstick/results
+	$(BIN)/python -m bench.yardstick build/yardstick --results build/yardstick/results
 
 schema: $(READY)  ## Write manifests/schema.json from the dataclasses
 	@mkdir -p build

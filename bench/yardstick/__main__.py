@@ -1,4 +1,8 @@
-"""The whole yardstick: ``python -m yardstick FOLDER --results RESULTS``, which `make bench` runs.
+"""The whole yardstick.
+
+    python -m bench.yardstick FOLDER --results RESULTS
+
+`make bench` runs it.
 
 FOLDER (50 GB) holds:
 
@@ -19,11 +23,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from yardstick.checkpoint import text
-from yardstick.compare import FORK_GGUF
-from yardstick.fork import build
-from yardstick.gguf_model import OLMOE, QWEN3MOE
-from yardstick.routing import routing
+from .checkpoint.gguf_model import OLMOE, QWEN3MOE
+from .checkpoint.routing import routing
+from .checkpoint.write import text
+from .peers.compare import FORK_GGUF
+from .peers.fork import build
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROUTED_TOKENS = 500
@@ -66,14 +70,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     options.results.mkdir(parents=True, exist_ok=True)
     if not (checkpoint / "tokenizer.json").exists():  # written last
-        run(python, "-m", "yardstick.checkpoint", checkpoint)
+        run(python, "-m", f"{__package__}.checkpoint.write", checkpoint)
     for name, formats in BUNDLES.items():
         if not (folder / name).exists():
             run(python, "-m", "moec.cli.main", "compile", checkpoint, *formats.split(), "-o", folder / name)
     for name, architecture in (("q4_0.gguf", OLMOE), (FORK_GGUF, QWEN3MOE)):
         part = (folder / name).with_suffix(".part")
         if not (folder / name).exists():
-            run(python, "-m", "yardstick.gguf_model", checkpoint, part, "--architecture", architecture)
+            run(python, "-m", f"{__package__}.checkpoint.gguf_model", checkpoint, part, "--architecture", architecture)
             part.rename(folder / name)
     try:
         build(folder)
@@ -83,8 +87,8 @@ def main() -> None:
         run(python, "-m", "moec.cli.main", "compile", EXAMPLES / "model", "--uniform", "8", "-o", folder / "example")
     write_routing(folder / "q4", text(), options.results / "routing_yardstick.json")
     write_routing(folder / "example", example_text(), options.results / "routing_example.json")
-    run(python, "-m", "yardstick.compare", folder, "--results", options.results)
-    run(python, "-m", "yardstick.own_arms", folder, "--results", options.results)
+    run(python, "-m", f"{__package__}.peers.compare", folder, "--results", options.results)
+    run(python, "-m", f"{__package__}.baselines.own_arms", folder, "--results", options.results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Benchmarks. `README.md` says which script answers which question."""

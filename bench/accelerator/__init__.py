@@ -1,0 +1,1 @@
+"""Experts on an accelerator, measured and simulated."""

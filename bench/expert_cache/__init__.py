@@ -1,0 +1,1 @@
+"""Eviction, prefetching and the implementations of the expert cache."""

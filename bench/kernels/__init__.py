@@ -1,0 +1,1 @@
+"""Speed of products and of whole layers in the extension."""

@@ -1,0 +1,1 @@
+"""Losses of formats and quantizers at equal bits per weight."""

@@ -1,0 +1,1 @@
+"""Speed of whole runs: options in turns, and start-up."""

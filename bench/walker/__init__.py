@@ -1,0 +1,1 @@
+"""Memory and time of compiles layer by layer."""

@@ -1,0 +1,131 @@
+"""Memory and time of compiles layer by layer.
+
+    python -m bench.walker.layerwise [--plot FILE]
+
+Takes five minutes on two cores.
+
+Random Mixtral checkpoints differ in layers or in experts. Each is compiled in a process of its own with
+`--bits-per-weight 4`, one layer at a time whatever its size. Prints one JSON object per line: peak memory, wall time,
+the memory estimate, and the memory that the whole model would take. The plot shows memory and time against layers times
+experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.families import lower
+from moec.compiler.walker.memory import streamed_bytes, whole_bytes
+from moec.manifests.quant import QuantSpec
+
+SHAPES = [(layers, 8) for layers in (2, 4, 8, 16)] + [(4, experts) for experts in (4, 16, 32)]
+SIZE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
+SPECS = (QuantSpec(2, 32), QuantSpec(4, 32))
+TOKENIZER = Path(__file__).parents[2] / "examples" / "model"
+DATA = Path(__file__).parents[2] / "examples" / "data" / "gsm8k"
+ITEMS = 60
+CHILD = """
+import json, sys
+from pathlib import Path
+from moec.cli.commands.compile import open_partial
+from moec.compiler.walker import planning
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.targets import Target
+from moec.profiles.loading import load_profile
+from moec.runtime.trace.statistics import peak_memory_bytes
+planning.goes_layer_by_layer = lambda *_: True
+model, data, items, quantizer, out = sys.argv[1:]
+options = CompileOptions(Target("bits_per_weight", 4.0), data=data, bits=(2, 4, 16), group_sizes=(32,), dense_bits=8,
+                         limit=int(items), quantizer=quantizer, comparisons=False)
+compile_checkpoint(CompileRequest(model, Path(out), options, load_profile("raspberry-pi-4b-sd"), open_partial))
+print(json.dumps(peak_memory_bytes()))
+"""
+
+
+def save(folder: Path, layers: int, experts: int) -> Path:
+    """Write a random checkpoint with the tokenizer of the example."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
+    config = MixtralConfig(
+        **SIZE, vocab_size=len(tokenizer), num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=2,
+        max_position_embeddings=512, eos_token_id=1, pad_token_id=2, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def measure(folder: Path, quantizer: str, out: Path) -> tuple[int, float]:
+    """Return peak bytes and seconds of one compile."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder), str(DATA), str(ITEMS), quantizer, str(out)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1]), time.monotonic() - started
+
+
+def plot(rows: list[dict[str, Any]], target: Path) -> None:
+    """Plot peak memory and time against layers times experts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for title, marker, chosen in (
+        ("8 experts, more layers", "o-", [row for row in rows if row["experts"] == 8]),
+        ("4 layers, more experts", "s-", sorted((r for r in rows if r["layers"] == 4), key=lambda r: r["experts"])),
+    ):
+        work = [row["layers"] * row["experts"] for row in chosen]
+        left.plot(work, [row["peak_bytes"] / 2**20 for row in chosen], marker, label=title)
+        right.plot(work, [row["seconds"] for row in chosen], marker, label=title)
+    whole = sorted((row["layers"] * row["experts"], row["whole_bytes"] / 2**20) for row in rows)
+    left.plot(*zip(*whole, strict=True), "k:", label="the whole model, estimated")
+    left.set_ylabel("peak memory, MiB")
+    right.set_ylabel("wall time, s")
+    for axis in (left, right):
+        axis.set_xlabel("layers x experts")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    figure.savefig(target, dpi=110)
+
+
+def main() -> None:
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description="Memory and time of compiles layer by layer.")
+    parser.add_argument("--quantizer", default="gptq")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for layers, experts in SHAPES:
+        with tempfile.TemporaryDirectory() as place:
+            folder = save(Path(place) / "model", layers, experts)
+            model = lower(open_checkpoint(str(folder))).model
+            peak, seconds = measure(folder, options.quantizer, Path(place) / "out")
+        rows.append({
+            "layers": layers, "experts": experts, "seconds": round(seconds, 1), "peak_bytes": peak,
+            "announced_bytes": streamed_bytes(model, 4 * 16_384, SPECS, os.cpu_count() or 1),
+            "whole_bytes": whole_bytes(model, SPECS, torch.get_num_threads()),
+        })  # fmt: skip
+        print(json.dumps(rows[-1]), flush=True)
+    if options.plot is not None:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""moec next to simpler versions of itself."""

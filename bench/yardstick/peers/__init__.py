@@ -1,0 +1,1 @@
+"""moec next to llama.cpp and its fork ik_llama.cpp."""

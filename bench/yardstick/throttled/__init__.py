@@ -1,0 +1,1 @@
+"""Runs with throttled storage: predictions and lossy modes."""

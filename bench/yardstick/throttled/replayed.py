@@ -1,0 +1,135 @@
+"""One timed run with the decisions of lossy modes replayed.
+
+    python -m bench.yardstick.throttled.replayed BUNDLE TEXT ...
+
+The yardstick has random weights. The confidence of its tokens and the weights of its experts mean nothing. So the
+decisions are drawn, in a fixed order, with the measured shares of a trained model. The runtime does everything else as
+usual. Prints one JSON object like `moec bench --json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moec.cli.measuring.decode_speed import measure_decode, sequence_of
+from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.layers.routing import NO_EXPERT, RoutingRule
+from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions, best_cached
+from moec.runtime.modes.decoder import LossyDecoder
+from moec.runtime.modes.logical_cache import LogicalCache
+from moec.runtime.options.lossy import DynamicPrecision, LossyModes
+from moec.runtime.options.runtime import RuntimeOptions
+
+OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Measured shares of decisions.
+
+    low, skipped, replaced, dropped: shares of the missed experts.
+    fallback: share of the tokens that were computed again.
+    """
+
+    low: float
+    skipped: float
+    replaced: float
+    dropped: float
+    fallback: float
+
+    @classmethod
+    def of_counts(cls, counts: dict[str, Any]) -> Shares:
+        """Return the shares from the `decisions` of a row of a sweep."""
+        missed = max(counts["missed"], 1)
+        parts = (min(counts[name] / missed, 1) for name in ("low", "skipped", "replaced", "dropped"))
+        return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1))
+
+
+class ReplayedChoice(PassChoice):
+    """Draws decisions instead of taking them from scores. The first expert of a token always stays high."""
+
+    shares: Shares
+    draws: random.Random
+
+    def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
+        if not is_missed or unimportance == 0:
+            return expert
+        # Only experts that were neither replaced nor dropped arrive here, so their shares are scaled.
+        draw = self.draws.random() * max(1 - self.shares.replaced - self.shares.dropped, 1e-9)
+        low = self._versions.low(layer, expert)
+        if draw < self.shares.skipped:
+            return NO_EXPERT
+        return low if low is not None and draw < self.shares.skipped + self.shares.low else expert
+
+    def stand_in(
+        self,
+        is_cached: Callable[[int], bool],
+        rule: RoutingRule,
+        scores: np.ndarray,
+        row: np.ndarray,
+        missed: int,
+        margin: float,
+    ) -> int | None:
+        if self.draws.random() >= self.shares.replaced:
+            return None
+        return best_cached(is_cached, scores, row, np.arange(len(scores)))
+
+    def is_dropped(self, share: float, drop: float) -> bool:
+        return self.draws.random() < self.shares.dropped / max(1 - self.shares.replaced, 1e-9)
+
+
+class ReplayedDecoder(LossyDecoder):
+    """Falls back for the measured share of tokens."""
+
+    def __init__(self, lossy: LossyDecoder, engine: Engine, shares: Shares) -> None:
+        draws = random.Random(0)
+
+        def choices(
+            modes: LossyModes, versions: Versions, cache: LogicalCache | None, counts: ModeCounts, **kind: Any
+        ) -> ReplayedChoice:
+            choice = ReplayedChoice(modes, versions, cache, counts, **kind)
+            choice.shares, choice.draws = shares, draws
+            return choice
+
+        super().__init__(lossy.modes, engine.model, lossy.versions, lossy.cache, choices)
+        self._shares, self._draws = shares, draws
+
+    def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
+        return np.array([self._draws.random() < self._shares.fallback for _ in logits])
+
+
+def main() -> None:
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description="Time a lossy mode with a trained model's decisions.")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--expert-cache", default="25%")
+    parser.add_argument("--row", type=json.loads, default={}, help="A row of `moec eval --modes sweep`, as JSON.")
+    chosen = parser.parse_args()
+    bundle = open_bundle(chosen.bundle)
+    sequence = sequence_of(bundle, chosen.text, chosen.prompt_tokens, chosen.tokens)
+    modes = {name: chosen.row["options"][name] for name in OPTION_NAMES if name in chosen.row.get("options", {})}
+    options = RuntimeOptions(expert_cache=chosen.expert_cache, context=512, threads=2, **modes)
+    with Engine(bundle, options) as engine:
+        engine.cache.finish_warming()
+        if engine.lossy is not None:
+            engine.lossy = ReplayedDecoder(engine.lossy, engine, Shares.of_counts(chosen.row["decisions"]))
+        statistics = measure_decode(engine, sequence, chosen.prompt_tokens)
+        counts = engine.mode_counts
+    told = {"measured": statistics.to_plain(), "mode": engine.mode}
+    print(json.dumps({**told, "decisions": None if counts is None else counts.to_plain()}))
+
+
+if __name__ == "__main__":
+    main()
