@@ -89,9 +89,9 @@ def default_objective(
 ) -> Objective:
     """Return the default objective of the search. The arguments describe the model with all experts at 8 bits.
 
-    `size`: no expert is missed, so storage never limits the speed.
-    `bytes-per-token`: storage takes more than STORAGE_BOUND_RATIO times as long as compute. Then it limits the speed at
-    every bitwidth, and its bytes rank plans as the speed does.
+    `size`: no expert is missed, so storage never limits the speed. `bytes-per-token`: storage takes more than
+        STORAGE_BOUND_RATIO times as long as compute. Then it limits the speed at every bitwidth, and its bytes rank
+        plans as the speed does.
     `tpot`: all other cases.
     A probed profile uses its rounded numbers.
     """

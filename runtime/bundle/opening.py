@@ -413,7 +413,7 @@ def _chunk(file: BundleFile, offset_bytes: int) -> bytes:
 
 
 def verify_files(bundle: Bundle, names: Sequence[str]) -> None:
-    """Check the SHA-256 of these files, as far as the manifest lists them.
+    """Check the SHA-256 of the named files, as far as the manifest lists them.
 
     Raises ChecksumMismatch, StorageReadFailed.
     """

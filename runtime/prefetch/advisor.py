@@ -73,7 +73,8 @@ class Advisor:
     Rule `likely` takes the experts that LearnedMargins finds certain enough.
     Rule `spread` takes a fixed share of top_k.
     Rule `first-miss` takes the same share, at least one, up to the first layer that misses an expert according to
-    `holds`. Source of `first-miss`: HOBBIT, layer-level prediction.
+    `holds`.
+    Source of `first-miss`: HOBBIT, layer-level prediction.
     """
 
     spec: ModelSpec
@@ -145,7 +146,7 @@ class Advisor:
             self.margins.observe(state.layer, state.chosen[state.layer][0].tolist())
 
     def preload(self, tokens: np.ndarray, layers: range) -> list[int]:
-        """Return experts that the first of these layers will need, known before any of them runs.
+        """Return experts that the first layers of `layers` will need, known before any of them runs.
 
         Without a predictor there are none.
         tokens: tokens of the pass, int64 [T].

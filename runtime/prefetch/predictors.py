@@ -125,8 +125,9 @@ class LookaheadPredictor(Predictor):
         return [scores[ahead] if ahead in scores else self._fallback.scores(state, ahead) for ahead in aheads]
 
     def _demands(self, state: PassState, aheads: tuple[int, ...]) -> Iterable[np.ndarray]:
-        """Return the scores of these layers' routers: for one token in one call, otherwise one router after the
-        other.
+        """Return the scores of the routers of several layers.
+
+        For one token a stack computes them in one call. Otherwise the routers run one after the other.
         """
         key = (state.layer, aheads)
         if key not in self._stacks:

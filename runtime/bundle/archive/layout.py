@@ -1,7 +1,7 @@
 """The archive format, version 1: header, index, chunks. All integers are little-endian and checked on reading.
 
     offset 0     Header, 64 bytes. Magic `moecpack` (8), version (4), chunk_bytes (4), chunk count (8), bytes of
-                 moec.json (8), SHA-256 of the 32 bytes before it and of the index (32).
+                 moec.json (8). SHA-256 of the previous 32 bytes and of the index (32).
     offset 64    Index, 40 bytes per chunk. Stored bytes (4), method (1), zero (3), SHA-256 of the raw chunk (32).
     then         Chunks, one after the other. The last one ends the file.
 
