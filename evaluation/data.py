@@ -1,8 +1,8 @@
-"""From a JSONL file, a folder or a hub name to checked items in disjoint splits.
+"""Read items from a JSONL file, a folder or a hub name, check them, and divide them into disjoint splits.
 
-Local files are read by our own reader, which names file and line and keeps every text as it is written; the JSON
-loader of `datasets` 5.2 turns a column of texts such as "2020-01-01" into timestamps, also where text is asked for.
-`datasets` loads hub sets, and `ItemSet.to_dataset` hands any set over to it.
+The reader for local files names file and line in errors, and keeps every text unchanged. The JSON loader of `datasets`
+5.2 turns a column of texts such as "2020-01-01" into timestamps, even if text is requested.
+`datasets` loads hub sets, and `ItemSet.to_dataset` converts any set.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from .tasks import TASKS, HiddenAnswer, Item, Task, find_task, infer_task
 
 SPLITS = ("train", "validation", "test")
 SHARES = {"train": 20, "validation": 30, "test": 50}
-"""How one set is divided, in per cent: calibration, search, certification."""
+"""Shares of a divided set, in %: calibration, search, certification."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class ItemSet:
-    """Checked items of one task in the order they were read; `skipped` were left out because a field is blank."""
+    """Checked items of one task, in the order of reading.
+
+    skipped: number of items that were left out because a field is blank.
+    """
 
     task: Task
     source: str
@@ -40,14 +43,14 @@ class ItemSet:
 
     @property
     def sha256(self) -> str:
-        """Identity of the set: a digest over task and exact texts, in order."""
+        """Identity of the set: a digest of task and exact texts, in order."""
         return items_sha256(self.task, self.items)
 
     def limit(self, count: int | None, seed: int = 0) -> ItemSet:
-        """`count` items chosen by hash of seed and text, in file order; None or too large a count: all.
+        """Return `count` items chosen by a hash of seed and text, in file order; all if count is None or too large.
 
-        Independent of the file's order, and a smaller subset lies inside a larger one of the same seed.
-        Raises OptionError if count is under 1.
+        The choice is independent of the file's order. A smaller subset is inside a larger one with the same seed.
+        Raises OptionError if count is below 1.
         """
         if count is None:
             return self
@@ -58,7 +61,7 @@ class ItemSet:
         return replace(self, items=tuple(self.items[at] for at in chosen))
 
     def to_dataset(self) -> Any:
-        """The items as a `datasets.Dataset` in memory, every field text. Raises MissingDependency."""
+        """Return the items as a `datasets.Dataset` in memory with text fields. Raises MissingDependency."""
         datasets = load("datasets", "a data set object")
         features = datasets.Features({name: datasets.Value("string") for name in self.task.fields})
         return datasets.Dataset.from_list([dict(item) for item in self.items], features=features)
@@ -66,9 +69,10 @@ class ItemSet:
 
 @dataclass(frozen=True, slots=True)
 class SplitData:
-    """Three disjoint sets. `repeated` items were dropped: their input stood in a set held out longer, or twice.
+    """Three disjoint sets.
 
-    hidden: splits of a hub set whose answers are not public, so that their items are shares of another split.
+    repeated: number of dropped items, whose input occurs twice or in a set that is held out longer.
+    hidden: splits of a hub set without public answers. Their items are shares of another split.
     """
 
     task: Task
@@ -80,12 +84,12 @@ class SplitData:
 
 
 def item_key(task: Task, item: Item) -> str:
-    """The normalised item: its input in lower case, runs of white space as one space."""
+    """Return the normalised item: its input in lower case, with runs of white space as one space."""
     return " ".join(item[task.input_field].lower().split())
 
 
 def items_sha256(task: Task, items: Iterable[Item]) -> str:
-    """Digest over the task's name and the exact texts of all fields, in order."""
+    """Return a digest of the task's name and the exact texts of all fields, in order."""
     digest = hashlib.sha256(task.name.encode())
     for item in items:
         for name in task.fields:
@@ -94,23 +98,26 @@ def items_sha256(task: Task, items: Iterable[Item]) -> str:
 
 
 def split_of(task: Task, item: Item) -> str:
-    """The split an item belongs to where there are no files for them: by SHA-256 of the normalised item, 20/30/50."""
+    """Return the split of an item if there are no files for splits: by SHA-256 of the normalised item, 20/30/50 %."""
     return _share_of(task, item, SPLITS)
 
 
 def load_splits(source: str | Path, task: str | None = None) -> SplitData:
-    """Train, validation and test items from `source`, disjoint in their normalised inputs.
+    """Load train, validation and test items, disjoint in their normalised inputs.
 
-    source: a folder with train.jsonl, validation.jsonl and test.jsonl (or with a folder of that kind named after the
-    task); one JSONL file, divided by `split_of`; or a hub name `owner/set` or `owner/set:configuration`. Its own splits
-    are taken as they are. Those that it lacks, or whose answers it hides, are cut out of its train split, or where
-    there is none of its validation split. task None: inferred from the fields. An input that stands in several splits
-    stays in the one that is held out longest.
-    Raises DataError (file and line where there is one), OptionError, MissingDependency.
+    source: a folder, a file or a hub name, see below.
+    task: name of the task; None: inferred from the fields.
+
+    A folder has train.jsonl, validation.jsonl and test.jsonl, or a folder with these files named after the task.
+    One JSONL file is divided by `split_of`.
+    A hub name is `owner/set` or `owner/set:configuration`. Its own splits are used. Splits that it lacks, or whose
+    answers it hides, are shares of its train split, or of its validation split if there is no train split. An input
+    that occurs in several splits stays in the split that is held out longest.
+    Raises DataError (with file and line if there is one), OptionError, MissingDependency.
     """
     hidden = list[str]()
-    found, parts = _read_parts(source, task, SPLITS, hidden)
-    sets = _divided(found, parts)
+    chosen, parts = _read_parts(source, task, SPLITS, hidden)
+    sets = _divided(chosen, parts)
     seen: set[str] = set()
     kept: dict[str, ItemSet] = {}
     repeated = 0
@@ -122,33 +129,34 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
                 f"`{source}`: the split `{name}` has no items of its own", "hand in more items, or one file per split"
             )
         kept[name] = unique
-    return SplitData(found, kept["train"], kept["validation"], kept["test"], repeated, tuple(hidden))
+    return SplitData(chosen, kept["train"], kept["validation"], kept["test"], repeated, tuple(hidden))
 
 
 def load_items(
     source: str | Path, task: str | None = None, split: str | None = None, shots: int = 0, seed: int = 0
 ) -> tuple[ItemSet, tuple[Item, ...]]:
-    """The items to evaluate and `shots` solved examples from the train split, which are not among the items.
+    """Return the items to evaluate, and `shots` solved examples from the train split, which are not among the items.
 
-    split None: the test split of a folder or hub set; a single file is taken whole, and its share of train items
-    lends the examples. Splits that are not used are not looked at. One that hides its answers is refused.
-    Raises as load_splits, and OptionError on an unknown split or more shots than there are.
+    split: None means the test split of a folder or hub set. A single file is then used as a whole, and its train share
+        gives the examples.
+    Unused splits are not checked. A split that hides its answers is refused.
+    Raises the errors of `load_splits`. Raises OptionError for an unknown split or too many shots.
     """
     if split not in (None, *SPLITS):
         raise OptionError(f"`{split}` is not a split", f"choose one of {', '.join(SPLITS)}")
     if shots < 0:
         raise OptionError(f"`--shots` must not be negative, found {shots}", "leave it out for none")
     wanted = tuple(name for name in SPLITS if name == (split or "test") or (shots and name == "train"))
-    found, parts = _read_parts(source, task, wanted)
-    if shots and found.answer_field is None:
-        raise OptionError(f"task `{found.name}` scores plain text and takes no solved examples", "drop `--shots`")
-    sets = _divided(found, parts)
+    chosen, parts = _read_parts(source, task, wanted)
+    if shots and chosen.answer_field is None:
+        raise OptionError(f"task `{chosen.name}` scores plain text and takes no solved examples", "drop `--shots`")
+    sets = _divided(chosen, parts)
     whole = "file" in parts and split is None
     items = parts["file"] if whole else sets[split or "test"]
     examples = sets["train"].limit(shots, seed).items if shots else ()
     if len(examples) < shots:
         raise OptionError(f"`{source}` has {len(examples)} train items for {shots} shots", "lower `--shots`")
-    items = _without(items, {item_key(found, item) for item in examples})
+    items = _without(items, {item_key(chosen, item) for item in examples})
     if not len(items):
         raise DataError(f"`{source}`: no items are left to evaluate", "hand in more items")
     return items, examples
@@ -157,9 +165,9 @@ def load_items(
 def _read_parts(
     source: str | Path, task: str | None, wanted: Sequence[str], hidden: list[str] | None = None
 ) -> tuple[Task, dict[str, ItemSet]]:
-    """The task and the wanted sets by split name; a single file stands under `file`.
+    """Return the task and the wanted sets by split name. A single file has the name `file`.
 
-    hidden: receives the names of splits of a hub set that hide their answers and are replaced; None: none are.
+    hidden: receives the names of splits of a hub set that hide their answers and are replaced; None: none are replaced.
     """
     path = Path(source)
     chosen = None if task is None else find_task(task)
@@ -185,7 +193,7 @@ def _read_parts(
 
 
 def _split_files(folder: Path, task: Task | None, wanted: Sequence[str]) -> dict[str, Path]:
-    """The files of the wanted splits, in the folder or in its sub-folder of the task's name."""
+    """Return the files of the wanted splits, in the folder or in its sub-folder with the task's name."""
     names = [f"{name}.jsonl" for name in wanted]
     if not any((folder / f"{name}.jsonl").exists() for name in SPLITS):
         inner = [name for name in ([task.name] if task else TASKS) if (folder / name).is_dir()]
@@ -202,9 +210,9 @@ def _split_files(folder: Path, task: Task | None, wanted: Sequence[str]) -> dict
 
 
 def check_items(task: Task, rows: Rows) -> ItemSet:
-    """The task's fields of every row. Items with a blank field are skipped and counted.
+    """Return the task's fields of every row. Items with a blank field are skipped and counted.
 
-    Raises DataError with the place if a field is missing, is not text, or holds an answer that cannot be scored.
+    Raises DataError with the place if a field is missing, is not text, or has an answer that cannot be scored.
     """
     kept: list[Item] = []
     for number, value in rows.numbered:
@@ -228,7 +236,10 @@ def check_items(task: Task, rows: Rows) -> ItemSet:
 
 
 def _read_row(task: Task, rows: Rows, number: int, value: dict[str, object]) -> dict[str, object]:
-    """A row in the form its data set has, as the task's own fields; such an item stays. Raises DataError."""
+    """Convert a row of the data set's form to the task's own fields. A row with these fields is unchanged.
+
+    Raises DataError.
+    """
     if isinstance(value.get("choices"), str):
         return value
     hint = f"task `{task.name}` needs rows of the fields {', '.join(task.row_fields)}, as on the hub"
@@ -262,16 +273,17 @@ def _text(task: Task, rows: Rows, number: int, value: dict[str, object], name: s
 
 
 def _divided(task: Task, parts: dict[str, ItemSet]) -> dict[str, ItemSet]:
-    """The sets by split: a single file divided 20/30/50, anything else as it is."""
+    """Return the sets by split: a single file is divided 20/30/50 %, other sources are unchanged."""
     return _portions(task, parts["file"], SPLITS) if "file" in parts else parts
 
 
 def _hub_parts(
     task: Task, rows: dict[str, Rows], wanted: Sequence[str], hidden: list[str] | None
 ) -> dict[str, ItemSet]:
-    """The wanted splits of a hub set: its own, and shares of one of them for those that it lacks.
+    """Return the wanted splits of a hub set. Splits that it lacks are shares of one that it has.
 
-    Only what is wanted is checked. hidden: as in _read_parts.
+    Only wanted splits are checked.
+    hidden: as in `_read_parts`.
     """
     if hidden is not None:
         hidden += [name for name, part in rows.items() if _hides_answers(task, part)]
@@ -287,7 +299,7 @@ def _hub_parts(
 
 
 def _hides_answers(task: Task, rows: Rows) -> bool:
-    """Whether the first row of a split says that its answers are not public."""
+    """Return whether the first row of a split shows that its answers are not public."""
     if task.read is None:
         return False
     try:
@@ -295,7 +307,7 @@ def _hides_answers(task: Task, rows: Rows) -> bool:
     except HiddenAnswer:
         return True
     except (ValueError, KeyError):
-        pass  # said with its place, if the split is used
+        pass  # reported with its place if the split is used
     return False
 
 
@@ -312,7 +324,7 @@ def _portions(task: Task, whole: ItemSet, names: Sequence[str]) -> dict[str, Ite
 
 
 def _share_of(task: Task, item: Item, names: Sequence[str]) -> str:
-    """One of `names`, in proportion to SHARES, by the first 8 bytes of the digest of the normalised item."""
+    """Choose one of `names`, in proportion to SHARES, by the first 8 bytes of the digest of the normalised item."""
     total = sum(SHARES[name] for name in names)
     bucket = int(_digest(item_key(task, item))[:16], 16) * total >> 64
     for name in names:
@@ -323,7 +335,7 @@ def _share_of(task: Task, item: Item, names: Sequence[str]) -> str:
 
 
 def _unseen(part: ItemSet, seen: set[str]) -> ItemSet:
-    """The items whose normalised input is new; adds them to `seen`."""
+    """Return the items whose normalised input is new, and add them to `seen`."""
     kept = []
     for item in part.items:
         key = item_key(part.task, item)
@@ -338,7 +350,7 @@ def _without(part: ItemSet, keys: set[str]) -> ItemSet:
 
 
 def _hub_rows(name: str) -> dict[str, Rows]:
-    """All of the splits of a hub set that we know; rows count from 1. Needs a network or a filled cache."""
+    """Load the known splits of a hub set; rows count from 1. Needs a network or a filled cache."""
     datasets = load("datasets", f"the hub set `{name}`")
     repository, _, configuration = name.partition(":")
     options = datasets.DownloadConfig(max_retries=1)

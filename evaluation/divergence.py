@@ -1,4 +1,4 @@
-"""How far the next-token distributions of one model are from those of another, token by token.
+"""Difference between the next-token distributions of two models, token by token.
 
 Shapes: A answer tokens, V vocabulary.
 """
@@ -11,19 +11,20 @@ import numpy as np
 
 from .statistics import DistributionSummary, distribution_summary
 
-_WIDE_AT_ONCE = 1 << 21  # probabilities in float64 held at once, 16 MiB
+_WIDE_AT_ONCE = 1 << 21  # float64 probabilities in memory at once, 16 MiB
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Row-wise, float64 inside, float32 out."""
+    """Compute log softmax of each row, in float64. Returns float32."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float32)
 
 
 def divergence(log_p: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """KL(reference || logits) per row in nats, and whether the top-1 tokens agree.
+    """Return KL(reference || logits) per row in nats, and whether the top-1 tokens agree.
 
-    log_p: [A, V] log probabilities of the reference. logits: [A, V].
+    log_p: log probabilities of the reference, [A, V].
+    logits: [A, V].
     """
     kl, agrees = np.empty(len(log_p)), np.empty(len(log_p), bool)
     rows = max(1, _WIDE_AT_ONCE // max(log_p.shape[1], 1))
@@ -36,7 +37,7 @@ def divergence(log_p: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def summarise_divergence(log_p: Sequence[np.ndarray], logits: Sequence[np.ndarray]) -> DistributionSummary:
-    """KL and agreement over the answer tokens of several items."""
+    """Summarise KL and agreement over the answer tokens of several items."""
     parts = [divergence(r, q) for r, q in zip(log_p, logits, strict=True)]
     items = np.concatenate([np.full(len(kl), i) for i, (kl, _) in enumerate(parts)])
     return distribution_summary(np.concatenate([kl for kl, _ in parts]), np.concatenate([s for _, s in parts]), items)

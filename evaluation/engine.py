@@ -1,4 +1,4 @@
-"""What evaluation asks of an engine. The compiler's reference model and the runtime both fit behind it."""
+"""Interface of evaluation to an engine. The compiler's reference model and the runtime both implement it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moec.manifests.progress import Progress
-
-"""Called with (items done, items in all); done never falls."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -19,9 +17,9 @@ def no_progress(done: int, total: int) -> None:
 class GenerationRequest:
     """One greedy continuation to produce.
 
-    draft: a guess of the continuation. An engine may verify it in one pass instead of decoding token by token and keep
-    the prefix that greedy decoding would have produced; the text must not depend on the draft.
-    stop: an engine may end as soon as the text contains one of these; whoever asked cuts there in any case.
+    draft: a guess of the continuation. An engine may verify it in one pass instead of decoding token by token. It keeps
+        the prefix that greedy decoding would produce; the text must not depend on the draft.
+    stop: an engine may end when the text contains one of them. The caller cuts the text there in any case.
     """
 
     prompt: str
@@ -32,7 +30,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A continuation without its prompt and without special tokens; `tokens` counts the new tokens."""
+    """A continuation without its prompt and without special tokens.
+
+    tokens: number of new tokens.
+    """
 
     text: str
     tokens: int
@@ -41,23 +42,28 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class AnswerScore:
-    """Teacher-forced score: `nll` is the sum over `tokens` answer tokens of -log p, in nats."""
+    """Teacher-forced score of an answer.
+
+    nll: sum of -log p over the answer tokens, in nats.
+    tokens: number of answer tokens.
+    """
 
     nll: float
     tokens: int
 
 
 class TextEngine(Protocol):
-    """A model that continues and scores text. Results come in the order of the requests."""
+    """A model that continues and scores text. Results have the order of the requests."""
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
         """Continue each prompt greedily until the end token, a stop text or max_new_tokens."""
         ...
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
-        """Score each answer given its prompt: pairs of (prompt, answer).
+        """Score each answer given its prompt.
 
-        With an empty prompt the whole answer is scored after the model's start token; a model that has none leaves
-        the first token unscored and does not count it.
+        pairs: (prompt, answer) each.
+        With an empty prompt the whole answer is scored after the model's start token. A model without a start token
+        does not score or count the first token.
         """
         ...

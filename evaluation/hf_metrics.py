@@ -1,4 +1,4 @@
-"""The same metrics as local `evaluate.Metric` objects. `evaluate` is loaded when one is asked for: it takes seconds."""
+"""The metrics as local `evaluate.Metric` objects. `evaluate` is loaded only on request, because it takes seconds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from .optional import load
 
 
 def load_metric(name: str) -> Any:
-    """An `evaluate.Metric`: `exact_match`, `rouge` or `perplexity`, kept in memory, no network.
+    """Return an `evaluate.Metric`: `exact_match`, `rouge` or `perplexity`. It stays in memory and uses no network.
 
-    `exact_match` and `rouge` take predictions and references, both text; `perplexity` takes the summed NLL in nats as
-    predictions and the token counts as references. `compute` returns means (0 to 1), or the perplexity.
-    Raises OptionError on another name, MissingDependency without `evaluate`.
+    `exact_match` and `rouge` take predictions and references, both text.
+    `perplexity` takes the summed NLL in nats as predictions and the token counts as references.
+    `compute` returns means (0 to 1), or the perplexity.
+    Raises OptionError for another name, MissingDependency without `evaluate`.
     """
     if name not in _METRICS:
         raise OptionError(f"metric `{name}` is not known", f"choose one of {', '.join(_METRICS)}")

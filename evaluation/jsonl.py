@@ -1,4 +1,4 @@
-"""Strict reader of JSON lines: every fault names its file and line."""
+"""Strict reader of JSON lines. Every error names its file and line."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _HINT = 'write one JSON object per line, such as {"text": "..."}'
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Objects with the number of the line or row they came from, and the name of where that is."""
+    """Objects with their line or row number, and the name of their source."""
 
     source: str
     numbered: tuple[tuple[int, dict[str, object]], ...]
 
     def place(self, number: int) -> str:
-        """File and line, for messages."""
+        """Return file and line, for messages."""
         return f"`{self.source}:{number}`"
 
 
 def read_jsonl(path: Path) -> Rows:
-    """All objects of a UTF-8 JSON-lines file; blank lines are passed over, lines count from 1.
+    """Return all objects of a UTF-8 JSON-lines file. Blank lines are skipped; lines count from 1.
 
-    Raises DataError with file and line on anything that is not an object, and on a file without objects.
+    Raises DataError with file and line for anything that is not an object, and for a file without objects.
     """
     rows = tuple((number, _parse(line, f"`{path}:{number}`")) for number, line in _lines(path))
     if not rows:

@@ -1,4 +1,4 @@
-"""Each metric is one function of (predictions, references), returning the score of each item."""
+"""Metrics: functions of (predictions, references) that return the score of each item."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CACHED_WORDS = 1 << 16
 
 
 def gsm8k_number(text: str) -> str | None:
-    """The answer in a solution: the first number after `####`, else the last number of the text.
+    """Return the answer in a solution: the first number after `####`, else the last number of the text.
 
-    Returned in one spelling, so that equal numbers are equal strings: no commas, no currency sign, no plus, no leading
-    zeros, no trailing zeros after the point. None if there is no number.
+    Equal numbers give equal strings: no commas, currency sign, plus, leading zeros, or trailing zeros after the point.
+    None if there is no number.
     """
     marked = _MARKED.search(text)
     if marked:
@@ -43,7 +43,10 @@ def _plain_number(text: str) -> str:
 
 
 def exact_match_gsm8k(predictions: Sequence[str], references: Sequence[str]) -> Scores:
-    """1 where the numbers of prediction and reference are equal, else 0; [n]. No number never matches."""
+    """Return 1 where the numbers of prediction and reference are equal, else 0; [n].
+
+    Without a number the score is 0.
+    """
     numbers = ((gsm8k_number(p), gsm8k_number(r)) for p, r in zip(predictions, references, strict=True))
     return np.array([float(p is not None and p == r) for p, r in numbers], dtype=np.float64)
 
@@ -51,9 +54,10 @@ def exact_match_gsm8k(predictions: Sequence[str], references: Sequence[str]) -> 
 def rouge(
     predictions: Sequence[str], references: Sequence[str], kinds: Sequence[str] = ROUGE_KINDS
 ) -> dict[str, Scores]:
-    """F1 of each kind with stemmer, 0 to 1, [n] each.
+    """Return F1 of each kind with stemmer, 0 to 1, [n] each.
 
-    Raises MissingDependency without `rouge_score`. Source: Lin, ROUGE, 2004, as in the package `rouge_score`.
+    Raises MissingDependency without `rouge_score`.
+    Source: Lin, ROUGE, 2004, as in the package `rouge_score`.
     """
     scorer = rouge_scorer(tuple(kinds))
     rows = [scorer.score(reference, prediction) for prediction, reference in zip(predictions, references, strict=True)]
@@ -61,7 +65,7 @@ def rouge(
 
 
 class _StemCache:
-    """The tokenizer of `rouge_score`, its Porter stemmer asked once per word: 4,000 summaries in about a second."""
+    """The tokenizer of `rouge_score` with a cache for its Porter stemmer: 4,000 summaries take about a second."""
 
     def __init__(self) -> None:
         stem: Callable[[str], str] = load("nltk.stem.porter", "Rouge").PorterStemmer().stem
@@ -79,13 +83,16 @@ def rouge_scorer(kinds: tuple[str, ...]) -> Any:
 
 
 def perplexity(nll: Scores, tokens: Scores) -> float:
-    """exp(sum of nll / sum of tokens); nll in nats. Infinite where it does not fit a float, nan without tokens."""
+    """Return exp(sum of nll / sum of tokens). Infinite if it does not fit a float, nan without tokens.
+
+    nll: in nats.
+    """
     count = float(np.sum(tokens))
     with np.errstate(over="ignore"):
         return float(np.exp(np.sum(nll) / count)) if count > 0 else float("nan")
 
 
 def item_perplexities(nll: Scores, tokens: Scores) -> Scores:
-    """Perplexity of each text, [n]; nan for a text without scored tokens."""
+    """Return the perplexity of each text, [n]; nan for a text without scored tokens."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         return np.where(tokens > 0, np.exp(nll / tokens), np.nan)

@@ -1,4 +1,4 @@
-"""Evaluation of tasks whose answers are given: every answer is scored, the likeliest is the prediction."""
+"""Evaluate tasks with given answers. Every answer is scored, and the likeliest one is the prediction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tasks import Item, Task
 def evaluate_choices(
     task: Task, items: Sequence[Item], engine: TextEngine, shots: Sequence[Item], progress: Progress
 ) -> EvaluationResult:
-    """Accuracy by log-likelihood, and by log-likelihood over the characters of the answer. Ties: the first answer.
+    """Return accuracy by log-likelihood, and by log-likelihood per character of the answer. Ties: the first answer.
 
     Raises ExecutionError if the engine breaks its contract.
     """

@@ -1,4 +1,4 @@
-"""The one place where packages of the extra `[eval]` are loaded."""
+"""Load packages of the extra `[eval]`. Only this file does so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moec.manifests.errors import MissingDependency
 
 
 def load(module: str, purpose: str) -> Any:
-    """Import `module` or say which extra brings it. Raises MissingDependency."""
+    """Import `module`. Raises MissingDependency with the extra that contains it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

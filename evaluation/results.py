@@ -1,4 +1,4 @@
-"""What an evaluation found, item by item, and its plain form."""
+"""Results of an evaluation, item by item, and their plain form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from .tasks import Item, Task
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """One item: `tokens` new tokens of the prediction, or tokens scored; `nll` in nats where the task is scored so."""
+    """Result of one item.
+
+    tokens: new tokens of the prediction, or scored tokens.
+    nll: in nats, for tasks that are scored by NLL; else None.
+    """
 
     prediction: str
     reference: str
@@ -29,10 +33,11 @@ class ItemResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The primary metric of one engine on one set of items, with what a paired comparison needs.
+    """The primary metric of one engine on one set of items, with the data of a paired comparison.
 
-    seconds: time inside the engine; tokens_per_s: new (or scored) tokens per such second. data_sha256 names items,
-    shots and length limit: two results compare only if it is equal.
+    seconds: time inside the engine.
+    tokens_per_s: new or scored tokens per second of that time.
+    data_sha256: digest of items, shots and length limit. Two results are comparable only if it is equal.
     """
 
     task: str
@@ -54,7 +59,7 @@ class EvaluationResult:
 
     @property
     def nll(self) -> Array:
-        """Summed NLL of each item in nats, [n]; nan where the task is not scored so."""
+        """Summed NLL of each item in nats, [n]; nan for tasks that are not scored by NLL."""
         return np.array([math.nan if item.nll is None else item.nll for item in self.items], dtype=np.float64)
 
     @property
@@ -63,7 +68,10 @@ class EvaluationResult:
         return np.array([item.tokens for item in self.items], dtype=np.float64)
 
     def to_json(self, per_item: bool = False, timing: bool = True) -> dict[str, object]:
-        """Plain values for JSON; what is not finite becomes None. Without `timing` equal runs give equal values."""
+        """Return plain values for JSON.
+
+        Values that are not finite become None. Without `timing` equal runs give equal values.
+        """
         values: dict[str, object] = {
             "task": self.task,
             "metric": self.metric,
@@ -81,7 +89,10 @@ class EvaluationResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> EvaluationResult:
-        """Rebuild what `to_json(per_item=True)` gave, for a journal. Raises KeyError or TypeError on anything else."""
+        """Rebuild a result from `to_json(per_item=True)`, for a journal.
+
+        Raises KeyError or TypeError for other values.
+        """
         low, high = values["interval95"]
         items = (ItemResult(**{**item, "score": _number(item["score"])}) for item in values["items"])
         others = {name: _number(value) for name, value in values["other_metrics"].items()}
@@ -90,18 +101,18 @@ class EvaluationResult:
 
 
 def identity(task: Task, items: Sequence[Item], shots: Sequence[Item], length: int) -> str:
-    """Digest of what was evaluated: items, solved examples, most new tokens."""
+    """Return a digest of the evaluated data: items, solved examples, most new tokens."""
     return items_sha256(task, [*shots, {**dict.fromkeys(task.fields, f"shots before, {length} tokens")}, *items])
 
 
 def check_count(found: int, expected: int) -> None:
-    """Raises ExecutionError if an engine gave another number of results than it was asked for."""
+    """Raise ExecutionError if an engine returned another number of results than requested."""
     if found != expected:
         raise ExecutionError(f"the engine gave {found} results for {expected} items")
 
 
 def rate(tokens: int, seconds: float) -> float:
-    """Tokens per second; 0 for no time."""
+    """Return tokens per second; 0 without time."""
     return tokens / seconds if seconds > 0 else 0.0
 
 

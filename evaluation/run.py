@@ -33,11 +33,12 @@ def evaluate(
 ) -> EvaluationResult:
     """Run the task on the items and score it.
 
-    shots: solved examples put before each item. max_new_tokens: the task's own where None. drafts: guesses of the
-    continuations, by default the reference answers; an engine that knows how verifies a draft in one pass and decodes
-    on from where greedy decoding departs from it, so the result is the same and comes sooner. Hand in `[None] * n` to
-    measure decoding without it.
-    Raises OptionError on unusable arguments, ExecutionError if the engine breaks its contract.
+    shots: solved examples before each item.
+    max_new_tokens: most new tokens; None: the task's own limit.
+    drafts: guesses of the continuations; None: the reference answers.
+    An engine may verify a draft in one pass, and decode from the point where greedy decoding departs from it.
+    The result is the same and faster. Use `[None] * n` to measure decoding without drafts.
+    Raises OptionError for unusable arguments, ExecutionError if the engine breaks its contract.
     """
     if not items:
         raise OptionError("there are no items to evaluate", "hand in at least one")
@@ -70,7 +71,7 @@ def answer_scores(
     shots: Sequence[Item] = (),
     progress: Progress = no_progress,
 ) -> list[AnswerScore]:
-    """Teacher-forced NLL of the reference answer of each item. Raises ExecutionError if the engine's is not finite."""
+    """Return the teacher-forced NLL of each item's reference answer. Raises ExecutionError if an NLL is not finite."""
     scored = engine.answer_log_probs([(task.prompt(item, shots), task.answer(item)) for item in items], progress)
     check_count(len(scored), len(items))
     for at, score in enumerate(scored):
@@ -85,7 +86,10 @@ def answer_scores(
 def joined(
     task: Task, items: Sequence[Item], parts: Sequence[EvaluationResult], shots: Sequence[Item]
 ) -> EvaluationResult:
-    """The result on all items of one run after the other. parts: of successive slices of the items, in order."""
+    """Join the results of successive slices of the items into the result of all items.
+
+    parts: results of the slices, in order.
+    """
     if len(parts) == 1:
         return parts[0]
     rows = tuple(row for part in parts for row in part.items)
@@ -118,8 +122,9 @@ def compare(
     resamples: int = statistics.RESAMPLES,
     error: float = statistics.ERROR,
 ) -> LossEstimate:
-    """The relative loss of `value` against `baseline`, paired by item. error: of the bounds that decide a verdict.
+    """Return the relative loss of `value` against `baseline`, paired by item.
 
+    error: one-sided error probability of the bounds that decide a verdict.
     Raises OptionError if the two did not run the same task on the same items in the same way, or if the baseline is 0.
     """
     for name in ("task", "metric", "n", "shots", "data_sha256"):

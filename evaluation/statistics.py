@@ -1,7 +1,7 @@
-"""Paired bootstrap, loss estimates, verdicts, and summaries of per-token divergence.
+"""Paired bootstrap, loss estimates, verdicts, and summaries of divergence per token.
 
-Resampling is over items, with a fixed seed: the same scores in the same order give the same bits. Numbers that cannot
-be told are infinite or nan here and null in JSON.
+Resampling draws items with a fixed seed: the same scores in the same order give the same bits.
+Numbers that cannot be determined are infinite or nan here and null in JSON.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ Array = NDArray[np.float64]
 RESAMPLES = 10_000
 SEED = 0x6D6F6563
 MIN_ITEMS = 30
-"""Under this many items a percentile interval is not taken as evidence."""
+"""Least number of items for which a percentile interval counts as evidence."""
 _CHUNK_ENTRIES = 1 << 18  # item counts per chunk: 2 MB, fits the second-level cache
 _NORMAL = NormalDist()
 ERROR = 0.05
-"""One-sided error probability of every bound here, unless another is asked for."""
+"""One-sided error probability of every bound, unless another is given."""
 ONE_SIDED_95 = 1.645
 """Standard errors of a one-sided 95 % bound of a mean: the normal quantile of 1 - ERROR."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossEstimate:
-    """The relative loss of one model against a baseline, on the same n items.
+    """The relative loss of one model against a baseline, on the same n items. All losses are relative (0.02 = 2 %).
 
-    interval95: two-sided percentile interval; lower95 and upper95: one-sided bounds. All are relative (0.02 = 2 %).
-    largest_item_loss: what one item can add to n times the loss, None where there is no bound.
-    error: one-sided error probability that a verdict may have; bounds: the bounds at that, None where it is 5 %.
+    interval95: two-sided percentile interval.
+    lower95, upper95: one-sided bounds.
+    largest_item_loss: most that one item can add to n times the loss; None without a limit.
+    error: one-sided error probability of a verdict.
+    bounds: one-sided bounds at that error; None if it is 5 %.
     """
 
     baseline: float
@@ -52,11 +54,14 @@ class LossEstimate:
 
     @property
     def deciding(self) -> tuple[float, float]:
-        """The one-sided bounds that a verdict goes by, lower and upper."""
+        """Lower and upper one-sided bound that decide a verdict."""
         return (self.lower95, self.upper95) if self.bounds is None else self.bounds
 
     def to_json(self) -> dict[str, object]:
-        """Plain values for JSON; what is not finite becomes None, and error and bounds are left out at 5 %."""
+        """Return plain values for JSON.
+
+        Values that are not finite become None; error and bounds are left out at 5 %.
+        """
         values = asdict(self)
         if self.bounds is None:
             del values["error"], values["bounds"]
@@ -65,13 +70,13 @@ class LossEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an estimate says about a target.
+    """Judgement of an estimate against a target.
 
-    met: loss <= target. supported: met, and the one-sided upper bound (of 95 %, or as the estimate says) is <= target.
-    refuted: the lower bound is > target. enough_items: n suffices to tell anything; where it does not, neither of the
-    two is claimed.
-    items_needed: about how many items would decide it if everything else stayed the same; None if it is decided, or
-    if no number would do.
+    met: loss <= target.
+    supported: met, and the deciding upper bound is <= target.
+    refuted: not met, and the deciding lower bound is > target.
+    enough_items: whether n is large enough. If not, neither supported nor refuted is true.
+    items_needed: about how many items would decide it if all else stayed the same; None if it is decided or impossible.
     """
 
     target: float
@@ -91,7 +96,7 @@ class Verdict:
         return "met" if self.met else "missed"
 
     def to_json(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {"status": self.status, **asdict(self)}
 
 
@@ -108,7 +113,7 @@ class DistributionSummary:
     n: int
 
     def to_json(self) -> dict[str, object]:
-        """Plain values for JSON; what is not finite becomes None."""
+        """Return plain values for JSON. Values that are not finite become None."""
         return _json_ready(asdict(self))
 
 
@@ -121,11 +126,13 @@ def relative_loss(
     seed: int = SEED,
     error: float = ERROR,
 ) -> LossEstimate:
-    """Loss of a metric that is the mean of its item scores: (b - v)/b, or (v - b)/b where lower is better.
+    """Return the loss of a metric that is the mean of its item scores.
 
-    baseline, scores: [n], the same items in the same order. score_range: largest difference between two scores of one
-    item, None if unbounded. error: of the bounds that decide. Raises OptionError if the baseline is not above 0,
-    ExecutionError if a score is not finite.
+    It is (b - v)/b, or (v - b)/b if lower is better.
+    baseline, scores: [n], the same items in the same order.
+    score_range: largest difference between two scores of one item; None if unbounded.
+    error: one-sided error probability of the deciding bounds.
+    Raises OptionError if the baseline is not above 0, ExecutionError if a score is not finite.
     """
     b, v = _columns(baseline, scores)
     n = len(b)
@@ -148,9 +155,10 @@ def perplexity_loss(
     seed: int = SEED,
     error: float = ERROR,
 ) -> LossEstimate:
-    """Loss of perplexity: (v - b)/b with b, v = exp(sum nll / sum tokens), each [n] over the same items.
+    """Return the loss of perplexity: (v - b)/b with b, v = exp(sum nll / sum tokens), each [n] over the same items.
 
-    Resamples draw whole items, so that numerator and denominator of the ratio vary together. Raises as relative_loss.
+    Resamples draw whole items, so that numerator and denominator of the ratio vary together.
+    Raises the errors of `relative_loss`.
     """
     columns = np.stack(_columns(baseline_nll, baseline_tokens, nll, tokens))
     n = columns.shape[1]
@@ -167,11 +175,12 @@ def perplexity_loss(
 
 
 def judge(estimate: LossEstimate, target: float) -> Verdict:
-    """Hold an estimate against a target (relative, 0.02 = 2 %).
+    """Judge an estimate against a target (relative, 0.02 = 2 %).
 
-    Identical answers on few items would give an interval of width 0, so support asks for as many items as would have
-    shown, with a probability of 1 - error, a loss of the target's size that comes in the largest possible pieces
-    (1 - error^(1/n), the exact form of the rule of three), and for MIN_ITEMS in any case.
+    Identical answers on few items would give an interval of width 0, so support needs a least number of items.
+    It is the number on which a loss of the target's size, in the largest possible pieces, would show with a probability
+    of 1 - error. This is 1 - error^(1/n), the exact form of the rule of three. At least MIN_ITEMS are needed in any
+    case.
     """
     lower, upper = estimate.deciding
     floor = _items_to_support(estimate, target)
@@ -185,7 +194,7 @@ def judge(estimate: LossEstimate, target: float) -> Verdict:
 
 
 def mean_interval95(scores: ArrayLike, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float]:
-    """Two-sided 95 % percentile interval of the mean of scores [n]."""
+    """Return the two-sided 95 % percentile interval of the mean of scores [n]."""
     (column,) = _columns(scores)
     draws = _resampled_sums(column[None, :], resamples, seed)[0] / len(column)
     return _quantile(draws, 0.025), _quantile(draws, 0.975)
@@ -194,7 +203,7 @@ def mean_interval95(scores: ArrayLike, resamples: int = RESAMPLES, seed: int = S
 def perplexity_interval95(
     nll: ArrayLike, tokens: ArrayLike, resamples: int = RESAMPLES, seed: int = SEED
 ) -> tuple[float, float]:
-    """Two-sided 95 % percentile interval of exp(sum nll / sum tokens), each [n]."""
+    """Return the two-sided 95 % percentile interval of exp(sum nll / sum tokens), each [n]."""
     columns = np.stack(_columns(nll, tokens))
     draws = _perplexities(_resampled_sums(columns, resamples, seed))[0]
     return _quantile(_undefined_as(draws, -math.inf), 0.025), _quantile(_undefined_as(draws, math.inf), 0.975)
@@ -203,8 +212,10 @@ def perplexity_interval95(
 def distribution_summary(kl: ArrayLike, same_top1: ArrayLike, items: ArrayLike | None = None) -> DistributionSummary:
     """Summarise KL [N] in nats and top-1 agreement [N] over N tokens.
 
-    items: [N] item of each token. With it the standard error of the mean is over items (tokens of one item are not
-    independent; linearised ratio), without it over tokens. Raises ExecutionError on an empty or non-finite input.
+    items: item of each token, [N], or None.
+    With items, the standard error of the mean is over items, because tokens of one item are not independent (linearised
+    ratio). Without items it is over tokens.
+    Raises ExecutionError for an empty or non-finite input.
     """
     values, same = _columns(kl, same_top1)
     n = len(values)
@@ -231,7 +242,10 @@ def distribution_summary(kl: ArrayLike, same_top1: ArrayLike, items: ArrayLike |
 
 
 def _columns(*arrays: ArrayLike) -> list[Array]:
-    """The arrays as float64 vectors of one common length. Raises ValueError on shapes, ExecutionError on values."""
+    """Return the arrays as float64 vectors of one common length.
+
+    Raises ValueError for other shapes, ExecutionError for values that are not finite.
+    """
     columns = [np.asarray(a, dtype=np.float64) for a in arrays]
     if any(c.ndim != 1 or len(c) != len(columns[0]) for c in columns):
         raise ValueError(f"expected vectors of one length, found shapes {[c.shape for c in columns]}")
@@ -253,9 +267,10 @@ def _check_baseline(baseline: float, n: int) -> None:
 
 
 def _resampled_sums(columns: Array, resamples: int, seed: int) -> Array:
-    """Sums of columns [k, n] over `resamples` draws of n items with replacement: [k, resamples].
+    """Return sums of columns [k, n] over `resamples` draws of n items with replacement: [k, resamples].
 
-    Counts per item, then a product with each column; einsum keeps the order of addition independent of BLAS threads.
+    Each column is multiplied by the counts of the items. einsum makes the order of addition independent of BLAS
+    threads.
     """
     n = columns.shape[1]
     rng = np.random.default_rng(seed)
@@ -272,25 +287,25 @@ def _resampled_sums(columns: Array, resamples: int, seed: int) -> Array:
 
 
 def _loss(baseline: Array, value: Array, higher_is_better: bool) -> Array:
-    """Relative loss, elementwise; nan where the baseline is not above 0."""
+    """Return the relative loss, elementwise; nan where the baseline is not above 0."""
     sign = 1.0 if higher_is_better else -1.0
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return np.where(baseline > 0, sign * (baseline - value) / baseline, np.nan)
 
 
 def _perplexities(sums: Array) -> Array:
-    """[2m, R] alternating nll and token sums -> [m, R]; nan where there are no tokens."""
+    """Return perplexities from alternating NLL and token sums: [2m, R] -> [m, R]; nan where there are no tokens."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return np.where(sums[1::2] > 0, np.exp(sums[0::2] / sums[1::2]), np.nan)
 
 
 def _undefined_as(draws: Array, value: float) -> Array:
-    """A resample in which the loss is not defined counts against us: at the far end of each bound."""
+    """Replace undefined losses by the far end of a bound, so that they never favour the tested model."""
     return np.where(np.isnan(draws), value, draws)
 
 
 def _quantile(draws: Array, q: float) -> float:
-    """The smallest draw that a share q of the draws does not exceed. No interpolation: infinite draws stay so."""
+    """Return the smallest draw that a share q of the draws does not exceed. Infinite draws are not interpolated."""
     at = max(0, math.ceil(q * len(draws)) - 1)
     return float(np.partition(draws, at)[at])
 
@@ -305,7 +320,10 @@ def _estimate(
     error: float,
     influence: Array,
 ) -> LossEstimate:
-    """influence: what each item does to the loss, up to a common factor, [n]: its skew corrects the deciding bounds."""
+    """Build an estimate from the draws.
+
+    influence: effect of each item on the loss, up to a common factor, [n]. Its skew corrects the deciding bounds.
+    """
     low, high = _undefined_as(draws, -math.inf), _undefined_as(draws, math.inf)
     defined = draws[np.isfinite(draws)]
     return LossEstimate(
@@ -324,10 +342,11 @@ def _estimate(
 
 
 def _corrected_bounds(loss: float, low: Array, high: Array, error: float, influence: Array) -> tuple[float, float]:
-    """One-sided bounds, lower and upper, corrected for the bias of the draws and for skew.
+    """Return the one-sided bounds, lower and upper, corrected for the bias of the draws and for skew.
 
-    Far out in the tail, where a look with a share of the error has its bounds, plain percentiles of a loss that few
-    items carry lie too near: 500 items of which ten are lost would be called too early.
+    A certificate that tests several times gives each test a part of the error, so its bounds are far out in the tail.
+    There plain percentiles of a loss that few items carry are too close to it: a loss of ten items in 500 would be
+    decided too early.
     Source: Efron, Better Bootstrap Confidence Intervals (BCa), section 4.
     """
     cubes, squares = float(np.sum(influence**3)), float(np.sum(influence**2))
@@ -343,17 +362,17 @@ def _corrected_bounds(loss: float, low: Array, high: Array, error: float, influe
 
 
 def _items_to_support(estimate: LossEstimate, target: float) -> int | None:
-    """Fewest items on which a loss of the target's size would have shown; None if no number suffices."""
+    """Return the fewest items on which a loss of the target's size would show; None if no number suffices."""
     if target <= 0 or not estimate.largest_item_loss:
         return MIN_ITEMS if target > 0 else None
-    share = target / estimate.largest_item_loss  # of items that lose all there is to lose
+    share = target / estimate.largest_item_loss  # share of items that lose everything
     if share >= 1:
         return MIN_ITEMS
     return max(MIN_ITEMS, math.ceil(math.log(estimate.error) / math.log1p(-share)))
 
 
 def _items_needed(estimate: LossEstimate, target: float, floor: int | None) -> int | None:
-    """Items at which the bound nearest to the target would reach it, its distance shrinking as 1/sqrt(n)."""
+    """Return the items at which the bound nearest to the target would reach it. Its distance shrinks as 1/sqrt(n)."""
     met = estimate.loss <= target
     distance = abs(estimate.loss - target)
     lower, upper = estimate.deciding

@@ -1,4 +1,4 @@
-"""Prompts and answers as tokens: one way for every engine, so that all are asked the same."""
+"""Convert prompts and answers to tokens in one way for every engine, so that all get the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Encoded(Protocol):
 
 
 class Encoder(Protocol):
-    """What turns texts into tokens: a tokenizer of the tokenizers library, or one that bounds it."""
+    """A tokenizer of the tokenizers library, or one that bounds it."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Encoded:
         """Return the tokens of a text."""
@@ -28,10 +28,11 @@ class Encoder(Protocol):
 
 
 def encode_pairs(tokenizer: Encoder, pairs: Sequence[tuple[str, str]], is_joint: bool = True) -> list[TokenPair]:
-    """Tokens of prompts and answers: the answer's are those that the joint text adds to the prompt's.
+    """Return the tokens of prompts and answers. An answer has the tokens that the joint text adds to the prompt's.
 
-    Where the two texts share a token, or where the prompt goes to an encoder (is_joint False), the answer is encoded by
-    itself, without special tokens.
+    The answer is encoded by itself, without special tokens, in two cases: the two texts share a token, or the prompt is
+    for an encoder.
+    is_joint: False if the prompt is for an encoder.
     """
     if not is_joint:
         prompt_ids = [encoding.ids for encoding in tokenizer.encode_batch([prompt for prompt, _ in pairs])]
@@ -51,9 +52,9 @@ def encode_pairs(tokenizer: Encoder, pairs: Sequence[tuple[str, str]], is_joint:
 def forced_rows(
     pairs: Sequence[TokenPair], end_token_ids: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """Rows that a teacher-forced pass runs, the answers, and how many tokens of each are scored.
+    """Return the rows of a teacher-forced pass, the answers, and how many tokens of each answer are scored.
 
-    end_token_ids: put behind every answer. A row lacks the last token, which predicts nothing.
+    end_token_ids: added after every answer. A row lacks the last token, which predicts nothing.
     """
     answers = [[*answer, *end_token_ids] for _, answer in pairs]
     rows = [(prompt + answer)[:-1] for (prompt, _), answer in zip(pairs, answers, strict=True)]

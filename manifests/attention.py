@@ -1,4 +1,4 @@
-"""What the attention of a layer is made of, and its weights.
+"""Parts of a layer's attention, and its weights.
 
 Shape letters: D hidden, H heads.
 """
@@ -23,10 +23,12 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeSpec:
-    """What a rotary embedding becomes in a context of more than original_positions: for every position of it.
+    """Form of a rotary embedding in a context longer than original_positions. It applies to all positions.
 
-    The choice is of a run, not of a token: what is cached was rotated in one way. frequencies, magnitude: as of
-    RopeSpec, all of them. Source: LongRoPE, Shorter context window recovery.
+    A run has one form, because cached keys were rotated with it.
+    frequencies: as in RopeSpec, one for each pair.
+    magnitude: as in RopeSpec.
+    Source: LongRoPE, Shorter context window recovery.
     """
 
     original_positions: int
@@ -46,11 +48,12 @@ def _check_rotation(frequencies: tuple[float, ...], magnitude: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding over the first `rotary_size` of each head.
+    """Rotary position embedding over the first `rotary_size` features of each head.
 
-    interleaved: neighbours are rotated against each other; otherwise the first half against the second.
-    frequencies: radians per position of each pair, of a scaled embedding; empty: theta ** (-2 i / rotary_size).
-    magnitude: what cosines and sines are multiplied with. long: in contexts longer than the original one.
+    interleaved: adjacent features are rotated in pairs; otherwise the first half with the second.
+    frequencies: radians per position of each pair, for a scaled embedding; empty: theta ** (-2 i / rotary_size).
+    magnitude: factor of cosines and sines.
+    long: form in contexts longer than the original one.
     """
 
     theta: float
@@ -72,10 +75,13 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Keys and values of all heads made from one small vector per position, which is what the cache holds.
+    """Keys and values of all heads are made from one small vector per position. The cache holds that vector.
 
-    query_rank: of the queries' own bottleneck, 0: none. rank: of the shared vector. plain_size: features of a key that
-    are not rotated. value_size: features of a value. norm_eps: of the norms behind both bottlenecks.
+    query_rank: size of the bottleneck of queries, 0 for none.
+    rank: size of the shared vector.
+    plain_size: features of a key that are not rotated.
+    value_size: features of a value.
+    norm_eps: eps of the norms after both bottlenecks.
     Source: DeepSeek-V2, section 2.1.
     """
 
@@ -89,17 +95,18 @@ class LatentSpec:
         require(0 <= self.query_rank <= 1 << 20, f"query_rank out of range: {self.query_rank}")
         require(0 <= self.norm_eps < 1, f"norm_eps out of range: {self.norm_eps}")
         for name, size in (("rank", self.rank), ("plain_size", self.plain_size), ("value_size", self.value_size)):
-            # Heads are cut out of packed matrices, whose rows come in blocks.
+            # Heads are parts of packed matrices, whose rows are stored in blocks.
             whole = size % ROWS_PER_BLOCK == 0
             require(0 < size <= 4096 and whole, f"{name} must be a multiple of {ROWS_PER_BLOCK} up to 4096: {size}")
 
 
 @dataclass(frozen=True, slots=True)
 class RelativeBiasSpec:
-    """A bias per head on every score, by how far the key is from the query: one table for all layers of a stack.
+    """A bias per head on every score, by the distance of key and query: one table for all layers of a stack.
 
-    Distances fall into buckets: one each up to half of them, then ever wider ones up to max_distance, and the last for
-    all beyond. An encoder has half of the buckets for each direction. Source: T5, section 2.1.
+    Distances up to half of the buckets have one bucket each. Larger distances up to max_distance share ever wider
+    buckets. The last bucket is for all distances beyond. An encoder uses half of the buckets for each direction.
+    Source: T5, section 2.1.
     """
 
     buckets: int
@@ -113,13 +120,16 @@ class RelativeBiasSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Causal attention with grouped key/value heads; sliding_window 0 means the whole context.
+    """Causal attention with grouped key/value heads. In an encoder every token sees all the others.
 
-    query_key_norm: `full` norms queries and keys over all their heads together, `head` each head by itself, both before
-    the rotary embedding. bias: of query, key and value (`inputs`), or of the output as well (`all`). scale: of scores,
-    0: head_size ** -0.5. latent: keys and values come from a shared vector; head_size is then that of a whole key, its
-    rotated features last. sinks: each head has one more score, of its own, that takes its share and adds nothing.
-    rope, relative_bias: how it knows positions, None: not this way. In an encoder every token sees all the others.
+    rope, relative_bias: encoding of positions; None if it is not used.
+    sliding_window: positions that a token sees; 0 means the whole context.
+    query_key_norm: `full` norms all heads of queries and keys together, `head` each head separately. Both come before
+        rope.
+    bias: of query, key and value (`inputs`), or also of the output (`all`).
+    scale: factor of scores; 0 means head_size ** -0.5.
+    latent: keys and values come from a shared vector. Then head_size is the size of a whole key, rotated features last.
+    sinks: each head has one more learned score, which takes a share of the softmax and adds nothing.
     """
 
     num_heads: int
@@ -156,23 +166,23 @@ class AttentionSpec:
 
     @property
     def rotary_size(self) -> int:
-        """Features of a head that rotate."""
+        """Number of rotated features of a head."""
         return 0 if self.rope is None else self.rope.rotary_size
 
     @property
     def is_bare(self) -> bool:
-        """Heads and a scale, nothing else: what attention over another sequence may be made of."""
+        """Whether there are only heads and a scale, as required for attention over another sequence."""
         extras = self.rope or self.relative_bias or self.latent or self.sliding_window or self.sinks
         return not extras and (self.query_key_norm, self.bias) == ("none", "none")
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied with."""
+        """Factor of scores."""
         return self.scale or self.head_size**-0.5
 
     @property
     def cache_heads(self) -> int:
-        """Heads that the cache of keys and values holds."""
+        """Heads in the cache of keys and values."""
         return 1 if self.latent is not None else self.num_kv_heads
 
     @property
@@ -182,12 +192,12 @@ class AttentionSpec:
 
     @property
     def cache_arrays(self) -> int:
-        """2: keys and values; 1: one vector serves as both."""
+        """Number of cache arrays: 2 for keys and values, 1 if one vector serves as both."""
         return 2 if self.latent is None else 1
 
 
 def attention_shapes(attention: AttentionSpec, hidden: int) -> Shapes:
-    """Weights of one layer's attention, its norm in front."""
+    """Return the shapes of the weights of one layer's attention, with the norm before it."""
     query = attention.num_heads * attention.head_size
     key_value = attention.num_kv_heads * attention.head_size
     if attention.latent is not None:
@@ -210,7 +220,11 @@ def attention_shapes(attention: AttentionSpec, hidden: int) -> Shapes:
 
 
 def _latent_shapes(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> Shapes:
-    """key_up: of each head what turns a query's plain features into those of the shared vector; value_up: back."""
+    """Return the shapes of latent attention.
+
+    key_up: for each head, maps a query's plain features to features of the shared vector.
+    value_up: for each head, maps the shared vector to a value.
+    """
     heads, query = attention.num_heads, attention.num_heads * attention.head_size
     shapes: Shapes = {"attention_norm": (hidden,)}
     if latent.query_rank:

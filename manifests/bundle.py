@@ -1,4 +1,4 @@
-"""The bundle manifest (`moec.json`): what a bundle holds, byte for byte. The format is docs/format.md."""
+"""The bundle manifest (`moec.json`): the exact content of a bundle. The format is docs/format.md."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 def expert_tensor_name(expert: int) -> str:
-    """Name of one expert's tensor in its layer's file. Source: docs/format.md, Expert files."""
+    """Return the name of one expert's tensor in its layer's file. Source: docs/format.md, Expert files."""
     return f"experts.{expert:05d}"
 
 
 def experts_file_name(layer: int) -> str:
-    """The file that holds the routed experts of one layer."""
+    """Return the name of the file with the routed experts of one layer."""
     return f"experts-{layer:05d}.safetensors"
 
 
 def low_experts_file_name(layer: int) -> str:
-    """The file that holds the low versions of one layer's routed experts."""
+    """Return the name of the file with the low versions of one layer's routed experts."""
     return f"low-experts-{layer:05d}.safetensors"
 
 
@@ -72,11 +72,15 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExpertEntry:
-    """Where one routed expert lies and how its projections are stored; gate: None where experts have none.
+    """Position of one routed expert, and the formats of its projections.
 
-    offset_bytes counts from the start of the file. The units lie in the order gate, up, down, each start rounded up
-    to UNIT_ALIGNMENT_BYTES; the whole is padded with zeros to EXPERT_ALIGNMENT_BYTES (`size_bytes`). xxh3: of those
-    bytes, 128 bits in hex, quick enough to be compared whenever an expert is read first.
+    offset_bytes: from the start of the file.
+    size_bytes: size with padding.
+    xxh3: checksum of the stored bytes, 128 bits in hex. It is fast enough to be compared when an expert is first read.
+    gate: None if experts have no gate.
+
+    The projections are stored in the order gate, up, down. Each starts at a multiple of UNIT_ALIGNMENT_BYTES.
+    The expert is padded with zeros to a multiple of EXPERT_ALIGNMENT_BYTES.
     """
 
     layer: int
@@ -109,19 +113,20 @@ class ExpertEntry:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether the expert is left out: nothing is stored, and it adds nothing."""
+        """Whether the expert is left out: it has no bytes and adds nothing."""
         return self.up.is_pruned
 
     def spec(self, projection: str) -> QuantSpec:
-        """The format of one projection. Raises KeyError for one that the expert does not have."""
+        """Return the format of one projection. Raises KeyError for a projection that the expert does not have."""
         own = {"up": self.up, "down": self.down}
         return (own if self.gate is None else {"gate": self.gate, **own})[projection]
 
 
 def unit_offsets(model: ModelSpec, layer: int, specs: dict[str, QuantSpec]) -> tuple[dict[str, int], int]:
-    """Byte offset of each projection inside its expert, and the expert's padded size.
+    """Return the byte offset of each projection inside its expert, and the expert's padded size.
 
-    Source: docs/format.md, Expert files. Raises ValueError if a format cannot hold the projection.
+    Source: docs/format.md, Expert files.
+    Raises ValueError if a format cannot hold the projection.
     """
     offsets, end = {}, 0
     for projection in model.layers[layer].experts.projections:
@@ -132,7 +137,10 @@ def unit_offsets(model: ModelSpec, layer: int, specs: dict[str, QuantSpec]) -> t
 
 @dataclass(frozen=True, slots=True)
 class DenseEntry:
-    """One weight of `dense.safetensors`: a packed matrix, or a norm as a plain 16-bit vector. xxh3: of its bytes."""
+    """One weight of `dense.safetensors`: a packed matrix, or a norm as a plain 16-bit vector.
+
+    xxh3: checksum of its bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -145,11 +153,11 @@ class DenseEntry:
 
 @dataclass(frozen=True, slots=True)
 class CostSummary:
-    """What the bundle weighs.
+    """Sizes and read costs of the bundle.
 
-    packed bytes count scales and leave padding out; padded bytes are what storage reads.
-    expected_read_bytes_per_token: sum over layers of popularity x padded bytes, cold cache, no reuse; decoder alone.
-    minimum_expert_bytes: the largest top-k experts of any one layer, padded: less cannot run.
+    Packed bytes include scales and no padding. Padded bytes are read from storage.
+    expected_read_bytes_per_token: sum over decoder layers of popularity x padded bytes; cold cache, no reuse.
+    minimum_expert_bytes: padded bytes of the largest top_k experts of any one layer. A run needs at least these.
     """
 
     expert_packed_bytes: int
@@ -163,7 +171,10 @@ class CostSummary:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSummary:
-    """Which text the statistics come from. data_sha256 covers the rendered items in order."""
+    """Text from which the statistics come.
+
+    data_sha256: digest of the rendered items in order.
+    """
 
     task: str
     data_sha256: str
@@ -203,10 +214,15 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class BundleManifest:
-    """Everything a runtime must know before it reads a weight.
+    """All data that a runtime needs before it reads a weight.
 
-    Raises ValueError when fields contradict each other: an expert missing or twice, a size that its formats do not
-    give, overlapping ranges, a dense weight of the wrong shape, a file that is not listed, a cost that is not theirs.
+    Raises ValueError if fields contradict each other:
+    - an expert is missing or occurs twice.
+    - a size differs from that of its formats.
+    - ranges overlap.
+    - a dense weight has the wrong shape.
+    - a file is not listed.
+    - a cost differs from that of the formats.
     """
 
     format_version: int
@@ -228,7 +244,7 @@ class BundleManifest:
 
     @property
     def pruned_experts(self) -> list[list[int]]:
-        """The experts of each layer that are left out."""
+        """Experts of each layer that are left out."""
         pruned: list[list[int]] = [[] for _ in self.model.layers]
         for entry in self.experts:
             if entry.is_pruned:
@@ -237,7 +253,7 @@ class BundleManifest:
 
     @property
     def stored_experts(self) -> tuple[ExpertEntry, ...]:
-        """All that expert files hold: every expert, and behind them the low versions."""
+        """All entries in the expert files: every expert, then the low versions."""
         return (*self.experts, *self.low_experts)
 
     def __post_init__(self) -> None:
@@ -254,7 +270,7 @@ class BundleManifest:
 
     def _check_experts(self, file_sizes: dict[str, int]) -> None:
         count = sum(layer.experts.count for layer in self.model.layers)
-        # The count comes first: what the model claims may be far more than what the manifest lists.
+        # The count comes first: the model may claim far more experts than the manifest lists.
         if len(self.experts) != count or tuple(entry.key for entry in self.experts) != self.model.expert_keys():
             raise ValueError(f"experts: expected all {count} of the model once each, in order")
         self._check_entries("experts", self.experts, experts_file_name, file_sizes)
@@ -319,7 +335,7 @@ class BundleManifest:
                 raise ValueError(f"dense[{entry.name}]: format {entry.spec} cannot hold {entry.shape[-1]} columns")
 
     def _check_cost(self) -> None:
-        """The memory budget is made of these numbers: they must be those of the formats."""
+        """Check the numbers that the memory budget uses against the formats."""
         model, cost = self.model, self.cost
         padded: list[list[int]] = [[] for _ in model.layers]
         packed = weights = 0

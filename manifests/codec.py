@@ -1,4 +1,4 @@
-"""Strict JSON <-> dataclasses. Unknown, missing and mistyped fields are errors that carry the field's path."""
+"""Strict JSON <-> dataclasses. Unknown, missing and mistyped fields are errors with the path of the field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIGEST_FIELD = "manifest_sha256"
 _END = b"\n}\n"
 _MAX_INTEGER = 1 << 63
 _PIECES = 1 << 16
-"""Pieces of the canonical form that are compared at once: 1 MiB or less."""
+"""Pieces of the canonical form that are compared at once: at most 1 MiB."""
 T = TypeVar("T")
 
 
@@ -34,7 +34,7 @@ class DecodeError(ValueError):
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses to JSON-ready values; QuantSpec becomes its short form, tuples become lists."""
+    """Convert dataclasses to values for JSON. QuantSpec becomes its short form, tuples become lists."""
     if isinstance(value, QuantSpec):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -59,7 +59,7 @@ def from_plain(declared: Any, value: Any, path: str = "") -> Any:
             raise DecodeError(path, f"expected a list, found {type(value).__name__}")
         inner = get_args(declared)[0]
         if inner is int and all(type(item) is int and abs(item) < _MAX_INTEGER for item in value):
-            return tuple(value)  # static routing has one per token: a place for messages is only made where one is due
+            return tuple(value)  # static routing has a number per token; a path for messages is built only for an error
         return tuple(from_plain(inner, item, f"{path}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
@@ -116,10 +116,10 @@ def _dataclass(declared: Any, value: Any, path: str) -> Any:
 
 @functools.cache
 def _declaration(declared: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Types of a dataclass by field, and the defaults of those that are left out at theirs.
+    """Return the types of a dataclass by field, and the defaults of its optional fields.
 
-    Made once per class: evaluated for every value, annotations take three quarters of reading a manifest (of 3,072
-    experts 780 ms, with this 170).
+    Cached per class. Without the cache, evaluating annotations takes three quarters of reading a manifest.
+    A manifest of 3,072 experts is read in 170 ms with the cache, 780 ms without.
     """
     fields, hints = dataclasses.fields(declared), get_type_hints(declared)
     defaults = {field.name: field.default for field in fields if is_optional(field)}
@@ -127,25 +127,28 @@ def _declaration(declared: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def canonical_json(value: Any) -> bytes:
-    """UTF-8, indented by one space, field order as given, one newline at the end: equal values give equal bytes."""
+    """Encode as UTF-8, indented by one space, field order as given, one newline at the end.
+
+    Equal values give equal bytes.
+    """
     return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def encode_manifest(manifest: BundleManifest) -> bytes:
-    """The bytes of `moec.json`; the last field is the digest of the rest."""
+    """Return the bytes of `moec.json`. The last field is the digest of the rest."""
     canonical = canonical_json(to_plain(manifest))
     return canonical.removesuffix(_END) + _digest_end(hashlib.sha256(canonical).hexdigest())
 
 
 def _digest_end(digest: str) -> bytes:
-    """Return what stands in place of `_END` where the digest is the last field: written anew, all takes far longer."""
+    """Return the text that replaces `_END` to add the digest as last field. Encoding everything again is far slower."""
     return f',\n "{DIGEST_FIELD}": "{digest}"'.encode() + _END
 
 
 def _canonical_digest(plain: dict[str, Any], data: bytes) -> tuple[str, bool]:
     """Return the digest of the canonical form of `plain`, and whether `data` is that form with its digest at the end.
 
-    The form is made in parts and compared: whole it would take another 250 MiB for the largest manifest.
+    The form is made and compared in parts. As a whole it would need another 250 MiB for the largest manifest.
     Raises ValueError if there is no such form.
     """
     encoder = json.JSONEncoder(indent=1, ensure_ascii=False, allow_nan=False)
@@ -164,8 +167,9 @@ def _canonical_digest(plain: dict[str, Any], data: bytes) -> tuple[str, bool]:
 
 
 def decode_manifest(data: bytes, place: str) -> BundleManifest:
-    """Bytes of `moec.json` to a checked manifest; `place` is the file, for messages.
+    """Decode the bytes of `moec.json` into a checked manifest.
 
+    place: the file, for messages.
     Raises ManifestInvalid, UnknownFormatVersion, ChecksumMismatch.
     """
     try:
@@ -195,7 +199,10 @@ def decode_manifest(data: bytes, place: str) -> BundleManifest:
 
 
 def json_schema(declared: Any) -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a dataclass; `schema.json` is this of BundleManifest plus the digest field."""
+    """Return the JSON Schema (draft 2020-12) of a dataclass.
+
+    `schema.json` is that of BundleManifest with the digest field.
+    """
     origin = get_origin(declared)
     if declared is QuantSpec:
         return {"type": "string", "pattern": f"^(bf16|fp16|mxfp4|q0|{SHORT_FORM})$"}
@@ -221,7 +228,7 @@ def json_schema(declared: Any) -> dict[str, Any]:
 
 
 def manifest_schema() -> dict[str, Any]:
-    """The published schema of `moec.json`."""
+    """Return the published schema of `moec.json`."""
     schema = json_schema(BundleManifest)
     schema["properties"][DIGEST_FIELD] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
     schema["required"].append(DIGEST_FIELD)

@@ -1,37 +1,42 @@
-"""Every error that moec raises on purpose, with the exit code a script sees.
+"""Every error that moec raises on purpose, with the exit code for scripts.
 
     MoecError                         1
-      InputError                      1   what the user handed in
+      InputError                      1   unusable input
         CheckpointError                   MODEL_DIR: family, tensors, shapes, values
         DataError                         task data: files, lines, fields
         ProfileError                      device profiles
         OptionError                       options that contradict each other
-      PlanError                       1   what was asked cannot be had
+
+      PlanError                       1   unreachable request
         TargetUnreachable                 no offered format meets the target
         DoesNotFit                        memory or disk too small, with the number
-      ExecutionError                  1   while running
+
+      ExecutionError                  1   failure while running
         MemoryBudgetExceeded
         ContextOverflow                   prompt longer than the context
         StorageReadFailed
         KernelUnavailable
         AcceleratorUnavailable
+
       MissingDependency               1   an extra is not installed
+
       BundleError                     3   a damaged or foreign bundle
         ManifestInvalid
         UnknownFormatVersion
         BundleIncomplete
         ChecksumMismatch
 
-A message is one sentence: the place, what was expected, what was found. `hint` holds one remedy.
+A message is one sentence: the place, the expected and the found value. `hint` has one remedy.
 """
 
 from __future__ import annotations
 
 
 class MoecError(Exception):
-    """Base of all errors a user can act on.
+    """Base of all errors that a user can act on.
 
-    message: one sentence, lower case, no full stop. hint: one remedy, or None.
+    message: one sentence, lower case, no full stop.
+    hint: one remedy, or None.
     """
 
     exit_code = 1
@@ -46,7 +51,7 @@ class MoecError(Exception):
 
 
 class InputError(MoecError):
-    """Something the user handed in cannot be used."""
+    """Input that cannot be used."""
 
 
 class CheckpointError(InputError):
@@ -66,15 +71,15 @@ class OptionError(InputError):
 
 
 class PlanError(MoecError):
-    """What was asked for cannot be had."""
+    """A request that cannot be met."""
 
 
 class TargetUnreachable(PlanError):
-    """No offered format meets the target; the message carries the best reachable."""
+    """No offered format meets the target. The message has the best reachable value."""
 
 
 class DoesNotFit(PlanError):
-    """Memory or disk is too small; the message carries the need."""
+    """Memory or disk is too small. The message has the need."""
 
 
 class ExecutionError(MoecError):
@@ -82,7 +87,7 @@ class ExecutionError(MoecError):
 
 
 class MemoryBudgetExceeded(ExecutionError):
-    """The budget is under the floor; the message carries the floor."""
+    """The budget is below the floor. The message has the floor."""
 
 
 class ContextOverflow(ExecutionError):
@@ -98,7 +103,7 @@ class KernelUnavailable(ExecutionError):
 
 
 class AcceleratorUnavailable(ExecutionError):
-    """An accelerator that was asked for is not there, or has less memory than its budget."""
+    """A requested accelerator is missing, or has less memory than its budget."""
 
 
 class MissingDependency(MoecError):
@@ -116,7 +121,7 @@ class ManifestInvalid(BundleError):
 
 
 class UnknownFormatVersion(BundleError):
-    """The bundle was written in a format this moec does not know."""
+    """The bundle has a format version that this moec does not support."""
 
 
 class BundleIncomplete(BundleError):

@@ -1,4 +1,4 @@
-"""ModelSpec: what the runtime executes, free of any checkpoint's names.
+"""ModelSpec: the model that the runtime executes, independent of a checkpoint's names.
 
 Shape letters: D hidden, F expert width, E experts, K top-k, H heads, V vocabulary.
 """
@@ -49,7 +49,7 @@ MAX_LAYERS = 1024
 
 
 class ExpertKey(NamedTuple):
-    """One routed expert: its layer (counted over all layers, those of an encoder first) and its index in that layer."""
+    """One routed expert: its layer (counted over all layers, an encoder's first) and its index in that layer."""
 
     layer: int
     expert: int
@@ -65,11 +65,11 @@ class UnitKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The routed experts of one layer: down(act(gate x) * (up x)) each. A layer without any has count and top_k 0.
+    """The routed experts of one layer, each down(act(gate x) * (up x)). Without experts, count and top_k are 0.
 
-    relu: down(max(up x, 0)) and no gate.
-    clamped_swiglu: with g = gate x at most `limit` and u = up x within +-limit, (u + 1) g / (1 + exp(-1.702 g)).
-    has_bias: every projection adds one.
+    relu: down(max(up x, 0)), without gate.
+    clamped_swiglu: (u + 1) g / (1 + exp(-1.702 g)), with g = gate x at most `limit` and u = up x within +-limit.
+    has_bias: whether each projection adds a bias.
     """
 
     count: int
@@ -102,19 +102,21 @@ class ExpertsSpec:
 
     @property
     def can_lose_experts(self) -> bool:
-        """Whether the router does without some of them: it then chooses among the others."""
+        """Whether experts can be left out. The router then chooses among the others."""
         return self.router.is_by_logits and self.count > self.top_k
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Of one expert, in storage order."""
+        """Projections of one expert, in storage order."""
         return PROJECTIONS[1:] if self.activation == "relu" else PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSpec:
-    """An expert that every token passes, resident with the dense weights; or the plain feed-forward of a layer without
-    routed experts. has_gate: its output is multiplied with the sigmoid of a product of its own.
+    """An expert that every token uses, resident with the dense weights; or the feed-forward of a layer without routed
+    experts.
+
+    has_gate: whether its output is multiplied by the sigmoid of a product of its own.
     """
 
     width: int
@@ -126,9 +128,9 @@ class SharedSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: norm, attention, residual; norm, routed experts and the shared one, residual.
+    """One layer: norm, attention, residual; norm, routed experts and shared expert, residual.
 
-    cross: behind attention, with a norm and a residual of its own, attention over what the encoder made of the prompt.
+    cross: attention over the encoder's states of the prompt, after attention, with its own norm and residual.
     """
 
     attention: AttentionSpec
@@ -145,10 +147,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """The first num_layers layers are an encoder: it reads the prompt once, every token sees every other.
+    """An encoder in the first num_layers layers. It computes the prompt once, and every token sees all the others.
 
-    What it makes of the prompt passes a last norm and is what the decoder attends to, whose own text begins with
-    start_token_id.
+    The decoder attends to the encoder's output after a last norm. The decoder's own text begins with start_token_id.
     """
 
     num_layers: int
@@ -159,12 +160,17 @@ class EncoderSpec:
 class ModelSpec:
     """A mixture of experts: a decoder, or an encoder and a decoder.
 
-    layers: those of the encoder first. norm_eps: of every norm. max_positions: the longest context the checkpoint was
-    made for. eos_token_ids end a generation. embedding_scale, residual_scale, logits_scale: what embeddings, the
-    outputs of attention and of experts, and logits are multiplied with. norm: those of the residual stream divide by
-    the root mean square (`rms`), or subtract the mean first and add a bias at last (`layer`). has_head_bias: added to
-    the logits before they are scaled.
-    Raises ValueError when fields contradict each other.
+    max_positions: longest context that the checkpoint was made for.
+    norm_eps: eps of every norm.
+    layers: layers of the encoder, then of the decoder.
+    eos_token_ids: tokens that end a generation.
+    embedding_scale: factor of embeddings.
+    residual_scale: factor of the outputs of attention and of experts.
+    logits_scale: factor of logits.
+    norm: kind of the norms of the residual stream. `rms` divides by the root mean square. `layer` also subtracts the
+        mean first and adds a bias last.
+    has_head_bias: whether a bias is added to the logits before they are scaled.
+    Raises ValueError if fields contradict each other.
     """
 
     family: str
@@ -196,7 +202,7 @@ class ModelSpec:
         self._check_stacks()
 
     def _check_stacks(self) -> None:
-        """What an encoder and a decoder may and must have."""
+        """Check the required and allowed parts of encoder and decoder."""
         if self.encoder is not None:
             start = self.encoder.start_token_id
             require(self.norm == "rms", "a model with an encoder has RMS norms")
@@ -232,32 +238,38 @@ class ModelSpec:
 
     @property
     def original_positions(self) -> int:
-        """The longest context in which no rotary embedding turns to its long form: what a run has unless it asks."""
+        """Longest context in which no rotary embedding uses its long form. It is the default limit of a run."""
         ropes = [layer.attention.rope for layer in self.layers]
         longs = [rope.long.original_positions for rope in ropes if rope is not None and rope.long is not None]
         return min([self.max_positions, *longs])
 
     @property
     def num_layers(self) -> int:
-        """Layers of encoder and decoder, with routed experts or without."""
+        """Number of layers of encoder and decoder, with or without routed experts."""
         return len(self.layers)
 
     @property
     def first_decoder_layer(self) -> int:
-        """0 without an encoder."""
+        """Index of the first decoder layer, 0 without an encoder."""
         return 0 if self.encoder is None else self.encoder.num_layers
 
     def layer_after(self, layer: int, ahead: int = 1) -> int:
-        """The layer that runs so many later: behind the last one comes the decoder's first, for the next token."""
+        """Return the layer that runs `ahead` layers later.
+
+        After the last layer follows the decoder's first, for the next token.
+        """
         first, following = self.first_decoder_layer, layer + ahead
         return following if following < self.num_layers else first + (following - first) % (self.num_layers - first)
 
     def reads_per_token(self, layer: int) -> int:
-        """Experts of a layer that one decoded token reads; an encoder's are read for a prompt, once each."""
+        """Return how many experts of a layer one decoded token reads.
+
+        Experts of an encoder are read once for a prompt.
+        """
         return self.layers[layer].experts.top_k if layer >= self.first_decoder_layer else 0
 
     def is_decoded_with(self, dense: str) -> bool:
-        """Whether every decoded token reads this dense weight; others serve a prompt alone."""
+        """Return whether every decoded token reads this dense weight. Others are used only for a prompt."""
         stem, _, rest = dense.partition(".")
         if stem != "layers":
             return dense != "encoder_norm"
@@ -266,7 +278,7 @@ class ModelSpec:
 
     @property
     def cached_attentions(self) -> tuple[AttentionSpec, ...]:
-        """Attentions with keys and values of their own; the layers of an encoder take turns with one pair."""
+        """Attentions with keys and values in the cache. The layers of an encoder share one pair."""
         decoder = self.layers[self.first_decoder_layer :]
         cross = [layer.cross for layer in decoder if layer.cross is not None]
         encoder = self.layers[: min(self.first_decoder_layer, 1)]
@@ -274,12 +286,12 @@ class ModelSpec:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Layers that hold routed experts."""
+        """Indices of the layers with routed experts."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.experts.count)
 
     @property
     def default_context(self) -> int:
-        """Positions of a run that names none."""
+        """Positions of a run without the option `--context`."""
         return min(self.original_positions, DEFAULT_CONTEXT)
 
     @property
@@ -288,31 +300,31 @@ class ModelSpec:
         return sum(4 * a.cache_arrays * a.cache_heads * a.cache_size for a in self.cached_attentions)
 
     def unit_shape(self, layer: int, projection: str) -> tuple[int, int]:
-        """(rows, columns) of one projection of an expert: gate and up [F, D], down [D, F]."""
+        """Return (rows, columns) of one projection of an expert: gate and up [F, D], down [D, F]."""
         width = self.layers[layer].experts.width
         return (self.hidden_size, width) if projection == "down" else (width, self.hidden_size)
 
     def expert_keys(self) -> tuple[ExpertKey, ...]:
-        """All routed experts in storage order."""
+        """Return all routed experts in storage order."""
         return tuple(
             ExpertKey(index, expert) for index, layer in enumerate(self.layers) for expert in range(layer.experts.count)
         )
 
     def units_of(self, key: ExpertKey) -> tuple[UnitKey, ...]:
-        """The projections of one routed expert in storage order."""
+        """Return the projections of one routed expert in storage order."""
         return tuple(UnitKey(*key, projection) for projection in self.layers[key.layer].experts.projections)
 
     def unit_keys(self) -> tuple[UnitKey, ...]:
-        """All projections of all routed experts in storage order."""
+        """Return all projections of all routed experts in storage order."""
         return tuple(unit for key in self.expert_keys() for unit in self.units_of(key))
 
     @property
     def head_name(self) -> str:
-        """The dense weight that makes logits."""
+        """Name of the dense weight that makes logits."""
         return "embedding" if self.tie_embeddings else "lm_head"
 
     def dense_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every weight that is not a routed expert, in storage order.
+        """Return the shape of every weight that is not a routed expert, by name, in storage order.
 
         Matrices are [rows, columns] = [outputs, inputs]; norms are [D]; a relative bias is [buckets, H], flat.
         """
@@ -338,17 +350,17 @@ class ModelSpec:
 
 
 def _with_norm_biases(shapes: Shapes) -> Shapes:
-    """A bias behind each norm of the residual stream."""
-    found: Shapes = {}
+    """Insert a bias after each norm of the residual stream."""
+    with_biases: Shapes = {}
     for name, shape in shapes.items():
-        found[name] = shape
+        with_biases[name] = shape
         if name.endswith(("attention_norm", "experts_norm", "final_norm")):
-            found[f"{name}_bias"] = shape
-    return found
+            with_biases[f"{name}_bias"] = shape
+    return with_biases
 
 
 def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:
-    """The norm, the router, biases of experts one after the other, and the shared expert with its own gate."""
+    """Return the shapes of the norm, the router, the biases of experts, and the shared expert with its own gate."""
     shapes: Shapes = {"experts_norm": (hidden,)}
     experts = layer.experts
     if experts.count and experts.router.scoring != "uniform":

@@ -1,7 +1,7 @@
-"""Formats of weight matrices and the only arithmetic of their packed sizes.
+"""Formats of weight matrices, and the only arithmetic of their packed sizes.
 
-A packed matrix has `rows` x `columns` weights, rows padded with zeros to a multiple of ROWS_PER_BLOCK. The byte
-layout (`rows16`) is specified in docs/format.md, section Packing; this module knows its sizes, not its bits.
+A packed matrix has `rows` x `columns` weights. Rows are padded with zeros to a multiple of ROWS_PER_BLOCK.
+The byte layout (`rows16`) is specified in docs/format.md, section Packing. This module only computes sizes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ LAYOUT = "rows16"
 ROWS_PER_BLOCK = 16
 COLUMNS_PER_TILE = 32
 PRUNED = 0
-"""Stands in the place of a bitwidth for experts that are left out: no bytes, no computing, nothing added."""
+"""Value instead of a bitwidth for experts that are left out: no bytes, no computation, no contribution."""
 TERNARY = 1.6
-"""Stands in the place of a bitwidth for codes 0, 1 and 2, five of them in a byte."""
+"""Value instead of a bitwidth for codes 0, 1 and 2, five of which are stored in a byte."""
 BITWIDTHS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
 UNIT_ALIGNMENT_BYTES = 64
 EXPERT_ALIGNMENT_BYTES = 4096
@@ -24,41 +24,40 @@ MAX_DIMENSION = 1 << 24
 
 MXFP4_GROUP_SIZE = 32
 MXFP4_EXPONENTS = (2, 254)
-"""Scales that kernels can halve without leaving the normal floats."""
+"""Range of the scales that kernels can halve and still have normal floats."""
 
 FloatType = Literal["none", "bfloat16", "float16", "mxfp4"]
 TERNARY_COLUMNS = 64
-"""Columns of a tile of three values."""
-_TERNARY_TILE_ROW_BYTES = (
-    13  # three for each of four columns, which hold fifteen codes, and one for the four sixteenth codes
-)
+"""Columns of a tile of ternary values."""
+# 3 bytes for each of four columns, which hold 15 codes, and 1 byte for the four sixteenth codes.
+_TERNARY_TILE_ROW_BYTES = 13
 BYTE_SCALES_BITWIDTHS = (1, 2, 3, 4)
 BYTE_SCALES_EXPONENTS = (103, 135)
-"""Stored exponents of the steps of byte scales: 2^-24 to 2^8, so that half precision holds every scale."""
+"""Range of the stored exponents of byte scales: 2^-24 to 2^8, so that half precision can hold every scale."""
 SHORT_FORM = r"q(1\.6|[12348])(?:g([0-9]{1,8}))?([sb]?)"
 _SHORT = re.compile(SHORT_FORM)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is >= value."""
+    """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """How one matrix is stored.
+    """Storage format of one matrix.
 
-    bitwidth: 1, 2, 3, 4, 8 (codes with scales), TERNARY, 16 (the checkpoint's own floats, unchanged), or PRUNED:
-    nothing is stored, which holds for all projections of an expert or none. With float_type
-    `mxfp4` the codes of 4 bits are floats (E2M1) and the scale of 32 columns a power of two (E8M0): the checkpoint's
-    own, too.
-    group_size: columns that share one scale, a multiple of 32, with TERNARY of 64; 0: one scale per row.
-    symmetric: w = scale * (code - centre), never with 1 bit and always with TERNARY; otherwise w = scale * code +
-    minimum.
-    float_type: the 16-bit type, `mxfp4`, or `none` for codes that are integers.
-    byte_scales: of asymmetric groups of up to 4 bits: scales and minima are bytes, multiples of a power of two that
-    every row has of its own, and no minimum is above 0.
-    Raises ValueError when a field is out of range.
+    bitwidth: 1, 2, 3, 4 or 8 for codes with scales, TERNARY, 16 for the checkpoint's own floats, or PRUNED.
+    group_size: columns that share one scale, a multiple of 32, with TERNARY of 64; 0 means one scale per row.
+    symmetric: w = scale * (code - centre), never with 1 bit, always with TERNARY. Otherwise w = scale * code + minimum.
+    float_type: the 16-bit type, `mxfp4`, or `none` for integer codes.
+    byte_scales: for asymmetric groups of up to 4 bits. Scales and minima are bytes, in multiples of a power of two of
+        each row. No minimum is above 0.
+    Raises ValueError if a field is out of range.
+
+    With PRUNED nothing is stored. It applies to all projections of an expert or to none.
+    With `mxfp4` the codes of 4 bits are floats (E2M1), and the scale of 32 columns is a power of two (E8M0). They are
+    the checkpoint's own values.
     """
 
     bitwidth: float
@@ -104,17 +103,17 @@ class QuantSpec:
 
     @property
     def largest_code(self) -> int:
-        """Codes go from 0 to this. Of formats below 16 bits."""
+        """Largest code; the smallest is 0. For formats below 16 bits."""
         return 2 if self.is_ternary else 2 ** int(self.bitwidth) - 1
 
     @property
     def centre(self) -> int:
-        """The code of the weight 0 in symmetric formats."""
+        """Code of the weight 0 in symmetric formats."""
         return 1 if self.is_ternary else 2 ** int(self.bitwidth - 1)
 
     @property
     def tile_columns(self) -> int:
-        """Columns of a tile, of which groups have a whole number."""
+        """Columns of a tile. A group has a whole number of tiles."""
         return TERNARY_COLUMNS if self.is_ternary else COLUMNS_PER_TILE
 
     @property
@@ -146,40 +145,40 @@ class QuantSpec:
         return cls(bitwidth, int(match[2] or 0), match[3] == "s", byte_scales=match[3] == "b")
 
     def groups(self, columns: int) -> int:
-        """Groups per row; 0 for 16-bit and for what is left out."""
+        """Return the groups per row; 0 for 16-bit matrices and pruned ones."""
         if self.bitwidth in (16, PRUNED):
             return 0
         return columns // self.group_size if self.group_size else 1
 
     def fits(self, columns: int) -> bool:
-        """Whether rows of `columns` weights can be stored in this format."""
+        """Return whether rows of `columns` weights can be stored in this format."""
         if self.bitwidth in (16, PRUNED):
             return columns > 0
         return columns > 0 and columns % self.tile_columns == 0 and columns % (self.group_size or 1) == 0
 
     def bits_per_weight(self, columns: int) -> float:
-        """Stored bits of one weight, scales and minima included, row padding left out."""
+        """Return the stored bits of one weight, with scales and minima, without row padding."""
         return 8 * self.row_bytes(columns) / columns
 
     def row_bytes(self, columns: int) -> float:
-        """Bytes of one row; a whole number for all formats that fit."""
+        """Return the bytes of one row; a whole number for all formats that fit."""
         codes = columns / self.tile_columns * self.tile_row_bytes
         return codes + self.groups(columns) * self.group_header_bytes + self.block_header_bytes
 
     @property
     def block_header_bytes(self) -> int:
-        """Bytes of one row at the head of its row block: the exponents of byte scales and minima."""
+        """Bytes of one row at the start of its row block: the exponents of byte scales and minima."""
         return 2 if self.byte_scales else 0
 
     @property
     def group_header_bytes(self) -> int:
-        """Bytes of one row's scale and minimum of a group: half precision, bytes, of mxfp4 an exponent."""
+        """Bytes of one row's scale and minimum of a group: half-precision values, bytes, or the exponent of mxfp4."""
         if self.is_mxfp4:
             return 1
         return 2 if self.symmetric or self.byte_scales else 4
 
     def packed_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a packed matrix, row padding included. Raises ValueError if the columns do not fit."""
+        """Return the bytes of a packed matrix with row padding. Raises ValueError if the columns do not fit."""
         if not self.fits(columns):
             raise ValueError(f"format {self} cannot hold rows of {columns} weights")
         if not 0 < rows <= MAX_DIMENSION:

@@ -1,4 +1,4 @@
-"""How the tokens of a layer find their experts."""
+"""Routing: how tokens of a layer are assigned to experts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ MAX_EXPERTS = 65535
 
 @dataclass(frozen=True, slots=True)
 class StaticRouting:
-    """Experts that follow from the token alone. experts: those of token t from t * top_k on, best first.
+    """Experts that depend on the token alone.
 
+    experts: top_k experts of each token id, best first; those of token t start at t * top_k.
     Source: Hash Layers For Large Sparse Models, section 3.
     """
 
@@ -31,17 +32,25 @@ class StaticRouting:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How router logits become experts and weights: scores over all experts, top-k, renormalised or not, scaled.
+    """Rule from router logits to experts and weights: scores of all experts, top-k, normalisation, scale.
 
-    correction: added to the scores of each expert when experts are chosen, not to their weights; empty: nothing.
-    groups: experts are in so many groups in a row, and the top-k come from the best kept_groups of them, judged by
-    their best expert (`max`) or their best two (`top2`). has_bias: added to the logits. capacity: in an encoder,
-    tokens of one sequence beyond so many that choose an expert, in their order, pass it by; 0: none do.
-    static: which experts are chosen, whatever the scores, which only weigh them.
-    uniform: there is no router, and all that are chosen weigh alike; for static routing. sparsemixer: the two largest
-    logits, one after the other, each weighed by a softmax over the logits x that are left and near the largest m of
-    them: (m - x) / max(|x|, m) <= margin. No other field applies.
-    Source of capacity: Switch Transformers, section 2.2; of sparsemixer: GRIN, SparseMixer-v2.
+    scoring: how logits become scores, see below.
+    renormalize: whether the weights of the chosen experts are divided by their sum.
+    scale: factor of the weights.
+    correction: numbers added to the scores for the choice, not for the weights; empty for none.
+    groups: number of groups of consecutive experts. The top-k experts come from the best kept_groups groups.
+    group_score: a group is rated by its best expert (`max`) or its best two (`top2`).
+    has_bias: whether a bias is added to the logits.
+    capacity: in an encoder, most tokens of a sequence that an expert computes; later tokens skip it. 0 for no limit.
+    margin: see sparsemixer.
+    static: experts chosen by the token alone; scores only weigh them.
+
+    Scoring `uniform`: there is no router, and all chosen experts have equal weights. It is for static routing.
+    Scoring `sparsemixer`: the two largest logits are chosen one after the other. Each is weighed by a softmax over
+    those remaining logits x that are near the largest remaining one m: (m - x) / max(|x|, m) <= margin. No other field
+    applies.
+    Source of capacity: Switch Transformers, section 2.2.
+    Source of sparsemixer: GRIN, SparseMixer-v2.
     """
 
     scoring: Literal["softmax", "sigmoid", "sparsemixer", "uniform"]
@@ -76,11 +85,14 @@ class RouterSpec:
 
     @property
     def is_by_logits(self) -> bool:
-        """Whether the order of the logits alone decides who is chosen: one without a finite logit never is."""
+        """Whether the order of the logits alone decides the choice.
+
+        Then an expert with an infinite logit is never chosen.
+        """
         is_alone = not self.correction and self.groups == 1 and self.static is None and not self.capacity
         return is_alone and self.scoring in ("softmax", "sigmoid")
 
     @property
     def is_plain(self) -> bool:
-        """Softmax and nothing else: the scores are the logits' order."""
+        """Whether scoring is softmax alone, so that scores have the order of the logits."""
         return self.scoring == "softmax" and not self.correction and self.groups == 1 and self.static is None

@@ -1,8 +1,8 @@
-"""What the runtime does where nobody asks for something else, which a compile plans with."""
+"""Defaults of the runtime that a compile plans with."""
 
 from __future__ import annotations
 
 DEFAULT_CONTEXT = 4096
-"""Positions that a run keeps room for, if the model has as many."""
+"""Positions that a run reserves memory for, if the model has as many."""
 MAX_PASS_TOKENS = 1024
-"""Tokens that go through a layer at once; a prompt up to this long reads each expert once."""
+"""Most tokens that a layer computes at once. A prompt up to this length reads each expert once."""

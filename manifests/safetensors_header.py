@@ -1,4 +1,4 @@
-"""Safetensors headers, read as hostile input and written with padding so that data starts on a page."""
+"""Safetensors headers: read as untrusted input, written with padding so that data starts on a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .files.strict_json import load_strict_json, shown
 MAX_RANK = 16
 _PREFIX_BYTES = 8
 DATA_ALIGNMENT_BYTES = 4096
-"""Where the data of a bundle's files starts: at a multiple of this."""
+"""Alignment of the data in a bundle's files."""
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
@@ -27,7 +27,7 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: dtype as the file names it, shape, and its bytes counted from the start of the file."""
+    """One tensor: dtype as the file names it, shape, and the position of its bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class TensorEntry:
 
 
 def read_header(path: Path, tensors: int | None = None) -> dict[str, TensorEntry]:
-    """Tensors of a safetensors file by name, in file order. Reads the header only.
+    """Return the tensors of a safetensors file by name, in file order. Reads the header only.
 
-    tensors: how many the file should hold, which bounds the header; None if nothing tells.
-    Raises HeaderError if the header is damaged, ranges overlap, leave holes or pass the end of the file; OSError.
+    tensors: number of tensors that the file should hold, which bounds the header; None if unknown.
+    Raises HeaderError if the header is damaged, or if ranges overlap, leave gaps or exceed the file. Raises OSError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not block
     try:
@@ -49,9 +49,12 @@ def read_header(path: Path, tensors: int | None = None) -> dict[str, TensorEntry
 
 
 def header_of(descriptor: int, tensors: int | None = None) -> dict[str, TensorEntry]:
-    """Tensors of an opened safetensors file by name, in file order, as `read_header`. Its position does not move."""
+    """Return the tensors of an opened safetensors file, as `read_header`.
+
+    The position of the descriptor does not move.
+    """
     limits = header_json(tensors)
-    file_bytes = os.fstat(descriptor).st_size  # 0: empty, or no regular file
+    file_bytes = os.fstat(descriptor).st_size  # 0: an empty file, or not a regular file
     prefix = os.pread(descriptor, _PREFIX_BYTES, 0) if file_bytes else b""
     if len(prefix) < _PREFIX_BYTES:
         raise HeaderError(f"{file_bytes} bytes are too few for a header")
@@ -100,9 +103,9 @@ def _entry(name: str, value: object, data_start: int) -> TensorEntry:
 
 
 def build_header(tensors: dict[str, tuple[str, tuple[int, ...]]], alignment_bytes: int = DATA_ALIGNMENT_BYTES) -> bytes:
-    """Length prefix and JSON of a file whose tensors (name -> dtype, shape) follow in order without holes.
+    """Return length prefix and JSON of a file with these tensors (name -> dtype, shape) in order, without gaps.
 
-    Padded with spaces so that the data starts at a multiple of alignment_bytes.
+    The JSON is padded with spaces, so that the data starts at a multiple of alignment_bytes.
     """
     plain, offset = {}, 0
     for name, (dtype, shape) in tensors.items():

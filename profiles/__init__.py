@@ -1,1 +1,1 @@
-"""Device profiles: what a device has, measured or cited, and what follows from it. Standard library only."""
+"""Device profiles: measured or cited properties of a device, and predictions from them. Standard library only."""

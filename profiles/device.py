@@ -1,7 +1,7 @@
-"""DeviceProfile: what a device has. Strict TOML in, a checked value out; every number says where it comes from.
+"""DeviceProfile: the properties of a device, read from strict TOML and checked. Every number states its source.
 
-A profile knows no model and no bundle. What follows from it for a bundle is `predict.py`; the present machine is
-described by `probe.py`.
+A profile is independent of models and bundles. `predict.py` combines it with a bundle; `probe.py` measures the present
+machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
-# Bitwidths with a kernel in each instruction set. A set that lacks one falls out of the formats a profile offers.
+# Bitwidths with a kernel in each instruction set. A profile does not offer a format without a kernel.
 KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
     "scalar": (1, TERNARY, 2, 3, 4, 8, 16),
     "avx2": (1, TERNARY, 2, 3, 4, 8, 16),
@@ -49,7 +49,7 @@ _NUMBERS = (
     "threads",
 )
 _CONTENT = (*_NUMBERS, "instruction_sets")
-# What a second probe of the same machine finds again.
+# Fields that a second probe of the same machine measures again with the same value.
 _STABLE = ("memory_budget_bytes", "storage_block_bytes", "instruction_sets")
 
 
@@ -57,11 +57,16 @@ _STABLE = ("memory_budget_bytes", "storage_block_bytes", "instruction_sets")
 class DeviceProfile:
     """A device that bundles are compiled for.
 
-    memory_budget_bytes: what a run may take in all. memory_bytes_per_s: read and written bytes both counted.
-    storage_bytes_per_s: large reads. storage_latency_ns: one read of storage_block_bytes, empty queue.
-    storage_block_bytes: the unit that reads are aligned to. instruction_sets: names in KERNEL_FORMATS, best first.
-    provenance: field -> where its value comes from. is_probed: measured on the present machine, so it varies.
-    Raises ValueError, with the field first, when one is out of range or has no provenance.
+    memory_budget_bytes: most memory of a run.
+    memory_bytes_per_s: memory bandwidth; read and written bytes both count.
+    storage_bytes_per_s: rate of large reads.
+    storage_latency_ns: time of one read of storage_block_bytes with an empty queue.
+    storage_block_bytes: alignment of reads.
+    threads: computing threads.
+    instruction_sets: names in KERNEL_FORMATS, best first.
+    provenance: source of each field's value.
+    is_probed: whether it was measured on the present machine, so that it varies.
+    Raises ValueError, with the field first, if a value is out of range or has no provenance.
     """
 
     name: str
@@ -104,16 +109,16 @@ class DeviceProfile:
 
     @property
     def bitwidths(self) -> tuple[float, ...]:
-        """Bitwidths that the best instruction set has a kernel for: what the search may offer."""
+        """Bitwidths that the best instruction set has a kernel for. The search may offer them."""
         return KERNEL_FORMATS[self.instruction_sets[0]]
 
     @property
     def sha256(self) -> str:
-        """Digest of the content that decides a compile, provenance left out.
+        """Digest of the content that decides a compile, without provenance.
 
-        A probed profile counts only what a second probe finds again: rounded memory budget, block size, instruction
-        sets. Its measured rates and its threads are left out, so that compiling twice on one machine can give equal
-        bytes.
+        For a probed profile only the values count that a second probe measures again: rounded memory budget, block
+        size, instruction sets. Measured rates and threads are left out, so that two compiles on one machine can give
+        equal bytes.
         """
         steady = self.rounded()
         keys = ("name", *(_STABLE if self.is_probed else _CONTENT))
@@ -121,11 +126,11 @@ class DeviceProfile:
         return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def rounded(self) -> DeviceProfile:
-        """The profile that plans are made with; a profile from a file is returned as it is.
+        """Return the profile for planning. A profile from a file is returned unchanged.
 
-        In a probed one the memory budget keeps two significant digits, rounded down, and each measured rate or
-        latency moves to the nearest power of two: probes of one machine differ by 10 to 50 %, so two digits would pass
-        the noise on. A value near the border of two powers still flips; only the named profiles are free of that.
+        In a probed profile the memory budget is rounded down to two significant digits. Each measured rate and latency
+        is rounded to the nearest power of two, because probes of one machine differ by 10 to 50 %. A value near the
+        border of two powers may still change. Only named profiles avoid that.
         """
         if not self.is_probed:
             return self
@@ -138,7 +143,7 @@ class DeviceProfile:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`: every field, and the digest."""
+        """Return every field and the digest, for `--json`."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         plain["instruction_sets"] = list(self.instruction_sets)
         plain["provenance"] = dict(self.provenance)
@@ -146,13 +151,13 @@ class DeviceProfile:
 
 
 def round_down(value: int, digits: int) -> int:
-    """`value`, positive, with all but its first `digits` decimal digits set to zero."""
+    """Return `value`, positive, with all but its first `digits` decimal digits set to zero."""
     scale: int = 10 ** max(0, len(str(value)) - digits)
     return value // scale * scale
 
 
 def nearest_power_of_two(value: int) -> int:
-    """The power of two nearest to `value`, positive, in ratio."""
+    """Return the power of two nearest in ratio to `value`, positive."""
     lower: int = 1 << (value.bit_length() - 1)
     return lower if value * value < 2 * lower * lower else 2 * lower
 
@@ -188,7 +193,7 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def to_toml(profile: DeviceProfile) -> str:
-    """The profile as a file that `read_profile` takes."""
+    """Return the profile as text that `read_profile` accepts."""
     lines = [f"name = {json.dumps(profile.name)}"]
     lines += [f"{key} = {getattr(profile, key):_}" for key in _NUMBERS]
     lines += [f"instruction_sets = {json.dumps(list(profile.instruction_sets))}", "", "[provenance]"]

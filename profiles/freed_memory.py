@@ -1,7 +1,7 @@
-"""Memory that was freed and not given back to the system: what a limit counts and nobody uses.
+"""Return memory to the system that was freed but is still held by the allocator. A memory limit counts it.
 
-glibc keeps a heap per thread, and keeps freed matrices of up to 32 MiB in it. Passes and GPTQ free hundreds of them
-between blocks that stay: a checkpoint of OLMoE's shape came to 5.98 GiB in its ninth layer that way.
+glibc has a heap per thread, and keeps freed matrices of up to 32 MiB in it. Forward passes and GPTQ free hundreds of
+them between blocks that stay. With a checkpoint of OLMoE's shape the process grew to 5.98 GiB in the ninth layer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ import ctypes
 
 
 def give_back_freed_memory() -> None:
-    """Hand whole free pages of all heaps back, milliseconds; nothing where the allocator is not glibc's."""
+    """Return whole free pages of all heaps to the system, in milliseconds. Does nothing without glibc's allocator."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -12,18 +12,19 @@ _SHIPPED = Path(__file__).parent
 
 
 def list_profiles() -> tuple[str, ...]:
-    """Names that `--device` takes: `host`, then the shipped profiles."""
+    """Return the names that `--device` accepts: `host`, then the shipped profiles."""
     return (HOST_NAME, *sorted(path.stem for path in _SHIPPED.glob("*.toml")))
 
 
 def load_profile(name_or_path: str | Path, storage: Path | None = None) -> DeviceProfile:
-    """A profile by name or TOML file. `host` probes this machine; `storage` is a file or folder on the device's disk.
+    """Load a profile by name or TOML file. `host` probes this machine.
 
+    storage: a file or folder on the device's disk, for `host`.
     Raises ProfileError with file, key and remedy.
     """
     text = str(name_or_path)
     if text == HOST_NAME:
-        from .probe import probe_host  # a shipped profile needs no probe
+        from .probe import probe_host  # imported only here, because a shipped profile needs no probe
 
         return probe_host(storage or Path.cwd())
     if text in list_profiles():

@@ -1,6 +1,6 @@
-"""The memory that a run takes whatever it caches: one formula for `run`, `inspect` and the compiler.
+"""The memory that a run needs in addition to cached experts: one formula for `run`, `inspect` and the compiler.
 
-Functions of the model and of what the manifest lists. What this process has at the moment enters in the runtime alone.
+The functions depend on the model and on the manifest. Only the runtime considers the current memory of its process.
 """
 
 from __future__ import annotations
@@ -11,34 +11,43 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 LOGITS_ROWS_PER_SLOT = 4
-"""Rows whose logits are computed at once for each slot; the rest of a pass waits, so that a large vocabulary fits."""
+"""Rows whose logits are computed at once for each slot. Other rows of a pass wait, which limits the memory for a large
+vocabulary.
+"""
 
 PROCESS_SLACK_BYTES = 16 << 20
-"""Growth of interpreter, allocator and thread stacks beyond the parts that are counted: 6 MiB measured on the example
-(a prompt of 395 tokens and 64 decoded ones, 2 threads), more than doubled.
+"""Growth of interpreter, allocator and thread stacks in addition to the parts that are counted.
+
+Measured on the example (a prompt of 395 tokens, 64 decoded tokens, 2 threads): 6 MiB. The value is more than double.
 """
 
 PROCESS_BYTES = 72 << 20
-"""Interpreter, numpy, tokenizers, kernels, and slack: more than `moec run` takes, 44 MiB and slack measured on x86-64.
-A floor is the same number wherever it is computed as long as the process has no more than this.
+"""Interpreter, numpy, tokenizers, kernels, and slack. It exceeds the need of `moec run`: 44 MiB and slack on x86-64.
+
+A floor is the same number wherever it is computed, as long as the process needs no more than this.
 """
 
 TORCH_PROCESS_BYTES = 320 << 20
-"""The same with torch loaded for an accelerator: 240 MiB measured with its CPU build; not measured with CUDA's."""
+"""PROCESS_BYTES with torch loaded for an accelerator.
+
+Measured with its CPU build: 240 MiB. Not measured with CUDA's.
+"""
 
 EXPERT_ENTRY_BYTES = 5 << 10
-"""Manifest, header and cache entries of one stored expert. Measured: 4.2 KiB, engines of 256 and 8,192 experts."""
+"""Manifest, header and cache entries of one stored expert. Measured with engines of 256 and 8,192 experts: 4.2 KiB."""
 
 STATIC_CHOICE_BYTES = 160
-"""One number of static routing while the manifest is read, which is the peak. Measured: 140 for 4,000,000 numbers."""
+"""One number of static routing while the manifest is read, which is the peak. Measured for 4,000,000 numbers: 140."""
 
 TOKENIZER_FACTOR = 13
-"""Memory of a tokenizer by bytes of `tokenizer.json`. Measured with tokenizers 0.22: BPE of 60,000 words 12.6,
-WordPiece 13.9, added tokens 4.7, as indented as checkpoints have them.
+"""Memory of a tokenizer for each byte of `tokenizer.json`.
+
+Measured with tokenizers 0.22 and the indentation of checkpoints: BPE of 60,000 words 12.6, WordPiece 13.9, added tokens
+4.7.
 """
 
 UNIGRAM_FACTOR = 23
-"""The same of a Unigram tokenizer, as models with an encoder have it: a tree of tables. Measured: 22.2."""
+"""TOKENIZER_FACTOR of a Unigram tokenizer, as in models with an encoder: a tree of tables. Measured: 22.2."""
 
 _MIB = 1 << 20
 
@@ -48,11 +57,12 @@ class FixedMemory:
     """Bytes of a run that no option of the expert cache changes.
 
     process_bytes: interpreter, libraries, tokenizer, manifest.
+    dense_bytes: dense weights.
     kv_bytes: keys and values of a whole context in all slots.
     scratch_bytes: the longest pass.
-    tables_bytes: what the prefetcher keeps of `tables.safetensors`, and the peak while it is read.
-    minimum_expert_bytes: the largest top-k experts of one layer.
-    accelerator_bytes: what an accelerator takes of the host's memory.
+    tables_bytes: the part of `tables.safetensors` that the prefetcher keeps, and the peak while it is read.
+    minimum_expert_bytes: the largest top_k experts of one layer.
+    accelerator_bytes: host memory that an accelerator needs.
     """
 
     process_bytes: int
@@ -65,7 +75,7 @@ class FixedMemory:
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the experts."""
+        """Bytes of everything but the experts."""
         parts = self.process_bytes + self.dense_bytes + self.kv_bytes + self.scratch_bytes
         return parts + self.tables_bytes + self.accelerator_bytes
 
@@ -76,14 +86,14 @@ class FixedMemory:
 
 
 def memory_option(size_bytes: int) -> str:
-    """Return a size as `--memory` and `--expert-cache` take it, rounded up: `72MiB`."""
+    """Return a size in the form of `--memory` and `--expert-cache`, rounded up: `72MiB`."""
     return f"{-(-size_bytes // _MIB)}MiB"
 
 
 def process_bytes(
     model: ModelSpec, stored_experts: int, tokenizer_file_bytes: int, *, has_accelerator: bool = False
 ) -> int:
-    """Return the most that a process of `moec run` takes besides weights, caches and working memory.
+    """Return the most bytes of a process of `moec run` without weights, caches and working memory.
 
     stored_experts: entries of the manifest, low versions included.
     tokenizer_file_bytes: size of `tokenizer.json`.
@@ -97,10 +107,10 @@ def process_bytes(
 
 
 def tables_bytes(model: ModelSpec, path_file_bytes: int = 0) -> int:
-    """Return what the calibration tables take.
+    """Return the bytes of the calibration tables.
 
-    path_file_bytes: size of `tables.safetensors` if the prefetcher reads the path dictionary, else 0. A key of 12 bytes
-    becomes one of 8 next to it; offsets and counts stay as they are.
+    path_file_bytes: size of `tables.safetensors` if the prefetcher reads the path dictionary, else 0. For each key of
+        12 bytes a key of 8 bytes is made; offsets and counts are used unchanged.
     """
     experts = max(layer.experts.count for layer in model.layers)
     # Popularity as uint32, and as float64 in a predictor.
@@ -108,12 +118,12 @@ def tables_bytes(model: ModelSpec, path_file_bytes: int = 0) -> int:
 
 
 def kv_bytes(model: ModelSpec, context: int, slots: int = 1, element_bytes: int = 4) -> int:
-    """Return the bytes of the keys and values of so many sequences, `element_bytes` a number."""
+    """Return the bytes of the keys and values of `slots` sequences, with `element_bytes` for each number."""
     return model.kv_bytes_per_position * context * slots * element_bytes // 4
 
 
 def longest_pass(model: ModelSpec, slots: int, context: int) -> int:
-    """Return the most tokens that go through a layer at once: an encoder takes a prompt whole, however long."""
+    """Return the most tokens that a layer computes at once. An encoder computes a prompt of any length in one pass."""
     tokens = min(MAX_PASS_TOKENS, slots * context)
     return tokens if model.encoder is None else max(tokens, context)
 
@@ -121,20 +131,20 @@ def longest_pass(model: ModelSpec, slots: int, context: int) -> int:
 def scratch_bytes(model: ModelSpec, slots: int, context: int) -> int:
     """Return the largest working memory of one pass: residual, norms, attention, expert parts and logits, float32."""
     tokens, vocabulary = longest_pass(model, slots, context), model.vocab_size
-    # Cosines and sines of every position, once per kind of rotary embedding.
+    # Cosines and sines of every position, once for each kind of rotary embedding.
     kinds = {layer.attention.rope for layer in model.layers}
     positions = sum(4 * context * spec.rotary_size for spec in kinds if spec is not None)
-    # Biases by distance, once for encoder and decoder each.
+    # Biases by distance, once for the encoder and once for the decoder.
     for layer in {0, model.first_decoder_layer}:
         attention = model.layers[layer].attention
         positions += 8 * context * attention.num_heads if attention.relative_bias is not None else 0
-    # Norms and biases are kept in float32, in addition to the 16 bits they came as.
+    # Norms and biases are kept in float32, in addition to their 16-bit form.
     vectors = sum(4 * shape[0] for shape in model.dense_shapes().values() if len(shape) == 1)
     routers = [layer.experts.router for layer in model.layers]
     vectors += sum(4 * len(router.static.experts) for router in routers if router.static is not None)
-    # A slot's keys that a beam puts aside.
+    # Keys of one slot that a beam puts aside.
     aside = max(4 * a.cache_heads * a.cache_size * context for a in model.cached_attentions) if slots > 1 else 0
-    # They are there twice while a maximum or a softmax is taken.
+    # Logits exist twice while a maximum or a softmax is computed.
     logits = 8 * vocabulary * LOGITS_ROWS_PER_SLOT * slots
     return pass_bytes(model, tokens) + logits + positions + vectors + aside
 

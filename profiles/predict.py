@@ -1,7 +1,7 @@
-"""What a profile says about a bundle: predicted speed, cache size, refusal, objective. Pure functions.
+"""Predictions of a profile for a bundle: speed, cache size, refusal, objective. Pure functions.
 
-Model: while storage reads the experts that are missing, the processor computes, so a token takes the longer of the two.
-compute bytes are those that one token's arithmetic touches in memory: dense weights and the chosen experts.
+Model: storage reads missing experts while the processor computes, so a token takes the longer of the two times.
+Compute bytes are the bytes that one token's arithmetic touches in memory: dense weights and the chosen experts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .device import DeviceProfile
 from .memory_floor import FixedMemory, memory_option
 
 Objective = Literal["tpot", "bytes-per-token", "size"]
-# Between 8-bit and 2-bit experts lies a factor of 4: above it, no choice of formats makes storage cease to decide.
+# 8-bit and 2-bit experts differ by a factor of 4. Above it, storage is the bottleneck for every choice of formats.
 STORAGE_BOUND_RATIO = 4
 _NS_PER_S = 10**9
 
 
 def compute_ns(profile: DeviceProfile, compute_bytes_per_token: int) -> int:
-    """Time to move one token's weights through the processor, rounded up."""
+    """Return the time to move one token's weights through the processor, rounded up."""
     return _time_ns(compute_bytes_per_token, profile.memory_bytes_per_s)
 
 
 def storage_ns(profile: DeviceProfile, missed_bytes_per_token: float, reads_per_token: float) -> int:
-    """Time to read one token's missing experts, one read after the other, rounded up."""
+    """Return the time to read one token's missing experts one after the other, rounded up."""
     latency = math.ceil(reads_per_token * profile.storage_latency_ns)
     return _time_ns(missed_bytes_per_token, profile.storage_bytes_per_s) + latency
 
@@ -39,22 +39,22 @@ def _time_ns(size_bytes: float, bytes_per_s: int) -> int:
 def predicted_tpot_ns(
     profile: DeviceProfile, compute_bytes_per_token: int, missed_bytes_per_token: float, reads_per_token: float
 ) -> int:
-    """Predicted time per output token: max(compute, missed bytes / storage bandwidth + latency of each read)."""
+    """Return the time per output token: max(compute, missed bytes / storage bandwidth + latency of each read)."""
     return max(
         compute_ns(profile, compute_bytes_per_token), storage_ns(profile, missed_bytes_per_token, reads_per_token)
     )
 
 
 def expected_misses(experts: Iterable[tuple[int, float]], cache_bytes: int) -> tuple[float, float]:
-    """(missed bytes per token, reads per token) of a cache that holds the most read experts and keeps them.
+    """Return (missed bytes per token, reads per token) of a cache that holds the most read experts and keeps them.
 
-    experts: (padded bytes, reads per token) of each routed expert. Ties: the order given. An expert that does not fit
-    is passed over and smaller ones behind it may still be held.
+    An expert that does not fit is skipped; smaller ones after it may still be cached. Ties keep the given order.
+    experts: (padded bytes, reads per token) of each routed expert.
     """
-    room, missed_bytes, reads = cache_bytes, 0.0, 0.0
+    free_bytes, missed_bytes, reads = cache_bytes, 0.0, 0.0
     for size_bytes, reads_per_token in sorted(experts, key=lambda item: -item[1]):
-        if size_bytes <= room:
-            room -= size_bytes
+        if size_bytes <= free_bytes:
+            free_bytes -= size_bytes
         else:
             missed_bytes += size_bytes * reads_per_token
             reads += reads_per_token
@@ -62,10 +62,10 @@ def expected_misses(experts: Iterable[tuple[int, float]], cache_bytes: int) -> t
 
 
 def recommended_cache_bytes(profile: DeviceProfile, fixed: FixedMemory, total_expert_bytes: int) -> int:
-    """What the budget leaves for experts, at most all of them.
+    """Return the bytes that the budget leaves for experts, at most all of them.
 
-    fixed: everything else of a run with default options.
-    Raises DoesNotFit with the floor when the budget is under it.
+    fixed: all other memory of a run with default options.
+    Raises DoesNotFit with the floor if the budget is below it.
     """
     if fixed.floor_bytes > profile.memory_budget_bytes:
         parts = {
@@ -87,11 +87,13 @@ def recommended_cache_bytes(profile: DeviceProfile, fixed: FixedMemory, total_ex
 def default_objective(
     profile: DeviceProfile, compute_bytes_per_token: int, missed_bytes_per_token: float, reads_per_token: float
 ) -> Objective:
-    """What the search minimises when nothing is asked for; the arguments describe the model with all experts at 8 bits.
+    """Return the default objective of the search. The arguments describe the model with all experts at 8 bits.
 
-    `size`: nothing is missed, storage never decides. `bytes-per-token`: storage takes more than STORAGE_BOUND_RATIO
-    times as long as compute, so it decides at every bitwidth and its bytes rank plans as speed does. Else `tpot`.
-    A probed profile answers from its rounded numbers.
+    `size`: no expert is missed, so storage never limits the speed. `bytes-per-token`: storage takes more than
+        STORAGE_BOUND_RATIO times as long as compute. Then it limits the speed at every bitwidth, and its bytes rank
+        plans as the speed does.
+    `tpot`: all other cases.
+    A probed profile uses its rounded numbers.
     """
     if missed_bytes_per_token <= 0:
         return "size"

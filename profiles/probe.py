@@ -1,4 +1,4 @@
-"""The `host` profile: the present machine, measured in under two seconds; nothing is cached or left on disk."""
+"""The `host` profile: the present machine, measured in less than two seconds. Nothing is cached or left on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .processor import instruction_sets, read_text
 
 REQUEST_BYTES = 2 << 20
 READERS = 2
-"""Large reads under way at once, into huge pages: as the runtime reads, and half as fast otherwise on virtual disks."""
+"""Large reads in progress at once, into huge pages, as in the runtime. Virtual disks are half as fast otherwise."""
 PROBE_FILE_BYTES = 32 << 20
 MAX_COPY_BYTES = 512 << 20
 MIN_COPY_BYTES = 32 << 20
@@ -37,14 +37,17 @@ LATENCY_LIMIT_S = 0.2
 COPY_LIMIT_S = 0.3
 LATENCY_READS = 64
 DEFAULT_BLOCK_BYTES = 4096
-# Best first.
 _SYSTEM = Path("/")
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFigures:
-    """How fast a file system reads so many bytes at once; is_direct: past the page cache."""
+    """Measured rate of a file system.
+
+    request_bytes: size of each large read.
+    is_direct: whether reads bypass the page cache.
+    """
 
     request_bytes: int
     bytes_per_s: int
@@ -54,10 +57,12 @@ class StorageFigures:
 
 
 def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUEST_BYTES) -> DeviceProfile:
-    """Measure this machine. `storage`: a file of 8 MiB or more to read, or a folder where a temporary one is made.
+    """Measure this machine.
 
-    system: the root that /proc and /sys are found under. request_bytes: as `measure_storage`. Raises ProfileError when
-    the place cannot be measured.
+    storage: a file of 8 MiB or more to read, or a folder for a temporary file.
+    system: root folder of /proc and /sys.
+    request_bytes: as in `measure_storage`.
+    Raises ProfileError if the storage cannot be measured.
     """
     limit = memory_limit_bytes(system)
     cache = last_level_cache_bytes(system)
@@ -87,7 +92,7 @@ def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUE
 
 
 def resident_set_bytes() -> int:
-    """Resident bytes of this process now; 0 where the system does not tell."""
+    """Return the resident bytes of this process now; 0 if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -95,9 +100,9 @@ def resident_set_bytes() -> int:
 
 
 def memory_limit_bytes(system: Path = _SYSTEM) -> int:
-    """The least of physical memory and every control-group limit above this process.
+    """Return the least of physical memory and every control-group limit above this process, bytes.
 
-    Totals, not what happens to be free: the same machine gives the same answer. Raises ProfileError if nothing tells.
+    These are totals, not free memory, so that the result is the same each time. Raises ProfileError without a total.
     """
     limits = []
     for line in read_text(system / "proc/meminfo").splitlines():
@@ -113,7 +118,7 @@ def memory_limit_bytes(system: Path = _SYSTEM) -> int:
 
 
 def _limit_files(system: Path) -> Iterator[Path]:
-    """Limits of this process's control groups and of all above them; version 2, then version 1."""
+    """Yield limit files of this process's control groups and all groups above them; version 2, then version 1."""
     for line in read_text(system / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
@@ -127,7 +132,7 @@ def _limit_files(system: Path) -> Iterator[Path]:
 
 
 def last_level_cache_bytes(system: Path = _SYSTEM) -> int:
-    """Size of the largest processor cache; 0 where the system does not tell."""
+    """Return the size of the largest processor cache; 0 if the system does not report it."""
     sizes = [0]
     for path in sorted((system / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")):
         text = read_text(path).strip()
@@ -139,9 +144,9 @@ def last_level_cache_bytes(system: Path = _SYSTEM) -> int:
 
 
 def machine_sha256(system: Path = _SYSTEM) -> str:
-    """Digest of what makes this machine another than the next: processor, memory, threads, instruction sets.
+    """Return a digest that identifies this machine: processor, memory, threads, instruction sets.
 
-    Nothing is measured, so that it can be asked at every start.
+    Nothing is measured, so it is cheap enough for every start.
     """
     processor = next(
         (
@@ -151,20 +156,22 @@ def machine_sha256(system: Path = _SYSTEM) -> str:
         ),
         "",
     )
-    told = [processor, memory_limit_bytes(system), available_threads(), *instruction_sets(system)]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    facts = [processor, memory_limit_bytes(system), available_threads(), *instruction_sets(system)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def available_threads() -> int:
-    """Processors this process may run on."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def measure_memory(copy_bytes: int) -> int:
-    """Bytes per second of copying `copy_bytes`: the best of several, read and written bytes both counted."""
-    # Filled, so that every page is its own: a fresh zero buffer may be one shared page.
+    """Return the bytes per second of copying `copy_bytes`: the best of several copies, read and written bytes
+    counted.
+    """
+    # Filled with values, so that every page has its own memory: a fresh zero buffer may be one shared page.
     source, target = bytearray(b"\x5a") * copy_bytes, bytearray(b"\xa5") * copy_bytes
     view = memoryview(target)
     best_ns, deadline = 0, time.perf_counter() + COPY_LIMIT_S
@@ -177,9 +184,9 @@ def measure_memory(copy_bytes: int) -> int:
 
 
 def measure_storage(place: Path, request_bytes: int = REQUEST_BYTES) -> StorageFigures:
-    """Read bandwidth and latency of the file system that holds `place`. Raises ProfileError.
+    """Measure read bandwidth and latency of the file system that holds `place`. Raises ProfileError.
 
-    request_bytes: of each large read, rounded up to blocks, at most a quarter of the file that is read.
+    request_bytes: size of each large read, rounded up to blocks, at most a quarter of the file.
     """
     try:
         block_bytes = _block_bytes(place)
@@ -201,7 +208,7 @@ def _block_bytes(place: Path) -> int:
 
 
 def _fill(descriptor: int) -> None:
-    """Write up to PROBE_FILE_BYTES of random bytes, synced piece by piece, until WRITE_LIMIT_S is over."""
+    """Write up to PROBE_FILE_BYTES of random bytes until WRITE_LIMIT_S is over. Each piece is synced."""
     deadline = time.perf_counter() + WRITE_LIMIT_S
     for _ in range(PROBE_FILE_BYTES // REQUEST_BYTES):
         os.write(descriptor, os.urandom(REQUEST_BYTES))
@@ -212,7 +219,7 @@ def _fill(descriptor: int) -> None:
 
 @contextmanager
 def _opened(path: Path, block_bytes: int) -> Iterator[tuple[int, bool]]:
-    """A descriptor and whether it reads past the page cache, tried with one read."""
+    """Open a file. Yields the descriptor, and whether one test read bypassed the page cache."""
     direct = getattr(os, "O_DIRECT", 0)
     descriptor, is_direct = -1, False
     if direct:
@@ -237,7 +244,7 @@ def _opened(path: Path, block_bytes: int) -> Iterator[tuple[int, bool]]:
 def _measure_file(path: Path, block_bytes: int, request_bytes: int) -> StorageFigures:
     blocks = path.stat().st_size // block_bytes
     request = max(1, min(-(-request_bytes // block_bytes), blocks // 4))
-    # The order is fixed, so that two probes read the same places.
+    # The order is fixed, so that two probes read the same positions.
     order = random.Random(0)
     with _opened(path, block_bytes) as (descriptor, is_direct):
         large = [first * block_bytes for first in range(0, blocks - request + 1, request)][:256]
@@ -252,7 +259,7 @@ def _measure_file(path: Path, block_bytes: int, request_bytes: int) -> StorageFi
             elapsed_ns = max(1, time.perf_counter_ns() - start)
     return StorageFigures(
         request_bytes=size,
-        # All bytes over all of the time: a throttled device answers some reads at once and lets the next ones wait.
+        # All bytes over the whole time: a throttled device answers some reads at once and delays the next ones.
         bytes_per_s=max(1, count * size * 10**9 // elapsed_ns),
         latency_ns=max(1, int(statistics.median(latencies))),
         block_bytes=block_bytes,
@@ -262,19 +269,22 @@ def _measure_file(path: Path, block_bytes: int, request_bytes: int) -> StorageFi
 
 @contextmanager
 def large_pages(size: int) -> Iterator[memoryview]:
-    """Memory to read into, uint8 [size], that starts on a page, as direct reads ask; a huge one where there are any."""
+    """Yield memory to read into, uint8 [size], page-aligned for direct reads; huge pages if there are any."""
     with mmap.mmap(-1, size + _HUGE_PAGE_BYTES) as memory:
         with suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         anchor = ctypes.c_char.from_buffer(memory)
         first = -ctypes.addressof(anchor) % _HUGE_PAGE_BYTES
-        del anchor  # a map with views is not closed
+        del anchor  # a mapping with views cannot be closed
         with memoryview(memory) as whole, whole[first : first + size] as part:
             yield part
 
 
 def _timed_reads(descriptor: int, offsets: list[int], size: int, limit_s: float, is_direct: bool) -> list[int]:
-    """Nanoseconds of each read, at least one, until limit_s is over. Buffered reads drop the page cache before."""
+    """Return the nanoseconds of each read, at least one, until limit_s is over.
+
+    Buffered reads drop the page cache first.
+    """
     times: list[int] = []
     deadline = time.perf_counter() + limit_s
     with large_pages(size) as buffer:

@@ -17,7 +17,7 @@ _SYSTEM = Path("/")
 
 
 def instruction_sets(system: Path = _SYSTEM) -> tuple[str, ...]:
-    """Instruction sets with kernels that this processor has, best first; `scalar` is always there."""
+    """Return the instruction sets with kernels that this processor has, best first. `scalar` is always included."""
     features: set[str] = set()
     for line in read_text(system / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
@@ -28,7 +28,7 @@ def instruction_sets(system: Path = _SYSTEM) -> tuple[str, ...]:
 
 
 def read_text(path: Path) -> str:
-    """Return a file of the system as text; nothing where it is missing or cannot be read."""
+    """Return a file of the system as text; empty if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Which storage a file lies on: what the system tells, nothing measured, the same after a restart or a new mount."""
+"""Identify the storage of a file by what the system reports. The result is the same after a restart or a new mount."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 _SYSTEM = Path("/")
-# Files under a block device in /sys that tell it from others; each driver has some of them. Names and numbers of
-# devices are not among them: both may change with a restart.
+# Files of a block device in /sys that identify it; each driver has some of them. Names and numbers of devices are left
+# out, because both may change with a restart.
 _DISK_FACTS = (
     "device/model",
     "device/serial",
@@ -22,27 +22,29 @@ _DISK_FACTS = (
     "size",
     "loop/backing_file",
 )
-# Of a device that lies on others: encryption, volumes, arrays.
+# Files of a device that is made of other devices: encryption, volumes, arrays.
 _MAPPING_FACTS = ("dm/uuid", "md/level")
 
 
 def storage_sha256(place: Path, system: Path = _SYSTEM) -> str:
-    """Digest of the storage that an existing file or folder lies on: its disks and the type of its file system.
+    """Return a digest of the storage of an existing file or folder: its disks and the type of its file system.
 
-    Where no disk is told (network, memory, containers), the type and the mount's source. Two disks of one model are
-    two, if they tell a serial number. system: the root that /proc and /sys are found under. Raises OSError.
+    If the system reports no disk (network, memory, containers), the type and the source of the mount are used.
+    Two disks of one model have different digests if they report a serial number.
+    system: root folder of /proc and /sys.
+    Raises OSError.
     """
     device = place.stat().st_dev
     kind, source = _mount(place.resolve(), system)
     blocks = [system / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"]
-    if source.startswith("/dev/"):  # some file systems, btrfs for one, number their devices themselves
+    if source.startswith("/dev/"):  # some file systems, such as btrfs, number their devices themselves
         blocks.append(system / "sys/class/block" / (system / source.lstrip("/")).resolve().name)
-    told = next((disks for block in blocks if any(disks := _disks(block))), source)
-    return hashlib.sha256(json.dumps([kind, told]).encode()).hexdigest()
+    facts = next((disks for block in blocks if any(disks := _disks(block))), source)
+    return hashlib.sha256(json.dumps([kind, facts]).encode()).hexdigest()
 
 
 def _disks(block: Path) -> list[list[str]]:
-    """What a block device in /sys and the disks below it tell, in an order of their own; nothing if it is not there."""
+    """Return the facts of a block device in /sys and of the disks below it, sorted; empty if it is missing."""
     block = block.resolve()
     if not block.is_dir():
         return []
@@ -54,17 +56,20 @@ def _disks(block: Path) -> list[list[str]]:
 
 
 def _mount(place: Path, system: Path) -> tuple[str, str]:
-    """Type and source of the file system that holds a path without links; empty where the system does not tell."""
-    longest, found = 0, ("", "")
+    """Return type and source of the file system that holds a path without links; empty if the system does not
+    report it.
+    """
+    longest, best = 0, ("", "")
     for line in _text(system / "proc/self/mountinfo").splitlines():
         front, _, back = line.partition(" - ")
-        fields, told = front.split(" "), back.split(" ")
-        if len(fields) < 5 or len(told) < 2:
+        fields, type_and_source = front.split(" "), back.split(" ")
+        if len(fields) < 5 or len(type_and_source) < 2:
             continue
         point = Path(_unescaped(fields[4]))
-        if place.is_relative_to(point) and len(point.parts) >= longest:  # the last of several at one place is on top
-            longest, found = len(point.parts), (told[0], _unescaped(told[1]))
-    return found
+        # Of several mounts at one place the last one is visible
+        if place.is_relative_to(point) and len(point.parts) >= longest:
+            longest, best = len(point.parts), (type_and_source[0], _unescaped(type_and_source[1]))
+    return best
 
 
 def _unescaped(text: str) -> str:

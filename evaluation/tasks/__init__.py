@@ -1,4 +1,4 @@
-"""The tasks moec knows, by name and by the fields of their items."""
+"""The supported tasks, by name and by the fields of their items."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ def _known() -> str:
 
 
 def find_task(name: str) -> Task:
-    """The task of that name. Raises OptionError."""
+    """Return the task with this name. Raises OptionError."""
     if name not in TASKS:
         raise OptionError(f"task `{name}` is not known", f"the tasks and their fields are {_known()}")
     return TASKS[name]
 
 
 def infer_task(fields: Iterable[str], place: str) -> Task:
-    """The task whose fields are all among `fields`; one with a question and an answer goes before plain text.
+    """Return the task whose fields are all among `fields`. A task with question and answer is preferred to plain text.
 
-    place: file and line the fields were read from, for the message. Raises DataError if none or several fit.
+    place: file and line of the fields, for the message.
+    Raises DataError if no task or several tasks fit.
     """
     present = set(fields)
     fits = [task for task in TASKS.values() if present.issuperset(task.row_fields)]

@@ -1,4 +1,4 @@
-"""What every task is made of: fields, prompt, answer, and how answers are scored."""
+"""Parts of a task: fields, prompt, answer, and the scoring of answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from moec.manifests.errors import OptionError
 
 Item = Mapping[str, str]
-"""One example: the task's fields, nothing else."""
+"""One example: only the task's fields."""
 Choices = tuple[list[tuple[str, str]], int]
-"""(prompt, continuation) of every answer, and which one is right."""
+"""(prompt, continuation) of every answer, and the index of the right answer."""
 Scorer = Callable[[Sequence[str], Sequence[str]], dict[str, NDArray[np.float64]]]
-"""(predictions, references) -> per metric the score of each item [n]."""
+"""(predictions, references) -> score of each item [n], by metric."""
 
 
 class HiddenAnswer(ValueError):
-    """A row of a set whose right answers are not public, as those of many test splits on the hub."""
+    """A row of a set whose right answers are not public, as in many test splits on the hub."""
 
 
 def no_fault(answer: str) -> str | None:
@@ -29,15 +29,18 @@ def no_fault(answer: str) -> str | None:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of item, its prompt and its metrics (`metrics[0]` is the one that a loss target speaks of).
+    """A kind of item, its prompt and its metrics.
 
-    A prompt is `lead + input + cue`; the answer follows after one space. answer_field None: there is no prompt, the
-    input itself is scored by teacher forcing, and `score` is None.
-    score_range: largest difference between two scores of one item, None where there is no bound.
-    answer_fault: says what is wrong with a reference answer, or None.
-    choices: a task of several given answers, the likeliest of which is the prediction. read: turns a raw row into an
-    item, where data sets have a form of their own; raises ValueError saying what is wrong, HiddenAnswer where the right
-    answer is not told. raw_fields: of such a row.
+    metrics: names; a loss target applies to `metrics[0]`.
+    answer_field: None means that there is no prompt, the input is scored by teacher forcing, and `score` is None.
+    score_range: largest difference between two scores of one item; None without a limit.
+    answer_fault: returns the error in a reference answer, or None.
+    choices: returns the given answers of an item. The likeliest one is the prediction.
+    read: converts a raw row to an item, for data sets with a form of their own; None otherwise.
+    raw_fields: fields of such a row.
+
+    A prompt is `lead + input + cue`. The answer follows after one space.
+    read raises ValueError with the error in the row, and HiddenAnswer if the right answer is not given.
     """
 
     name: str
@@ -63,18 +66,18 @@ class Task:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of an item; each is text."""
+        """Fields of an item; each is text."""
         if self.answer_field is None:
             return (self.input_field,)
         return (self.input_field, self.answer_field, *(("choices",) if self.choices is not None else ()))
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        """The fields that a row of a data set must have."""
+        """Fields that a row of a data set must have."""
         return self.raw_fields or self.fields
 
     def prompt(self, item: Item, shots: Sequence[Item] = ()) -> str:
-        """The text the model continues: solved `shots`, then the item, a blank line between them.
+        """Return the text that the model continues: solved `shots`, then the item, separated by blank lines.
 
         Raises OptionError if there are shots and the task has no prompt.
         """
@@ -88,15 +91,15 @@ class Task:
         return "".join(solved) + self._question(item)
 
     def answer(self, item: Item) -> str:
-        """The reference continuation of `prompt`, its first space included."""
+        """Return the reference continuation of `prompt`, with its leading space."""
         return item[self.input_field] if self.answer_field is None else " " + item[self.answer_field]
 
     def reference(self, item: Item) -> str:
-        """The reference that predictions are scored against."""
+        """Return the reference that predictions are scored against."""
         return item[self.answer_field or self.input_field]
 
     def cut(self, text: str) -> str:
-        """The prediction in a continuation: up to the first stop text, outer white space removed."""
+        """Return the prediction in a continuation: the text before the first stop text, without outer white space."""
         ends = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
         return text[: min(ends, default=len(text))].strip()
 

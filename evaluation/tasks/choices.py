@@ -1,9 +1,10 @@
-"""Tasks of several given answers, scored by log-likelihood: which continuation the model finds likeliest.
+"""Tasks with several given answers, scored by the log-likelihood of each continuation.
 
-An item holds the prompt and the continuation of the right answer, and under `choices` all of them as JSON: a list of
-[prompt, continuation] and the index of the right one. Prompts of HellaSwag, PIQA and WinoGrande follow EleutherAI's
-lm-evaluation-harness; MMLU's lack its line with the subject, TruthfulQA's the six solved questions in front.
-Rows are read in the forms that the sets have on the hub.
+An item has the prompt and the continuation of the right answer. `choices` is JSON with all answers: a list of
+[prompt, continuation] and the index of the right one.
+Prompts of HellaSwag, PIQA and WinoGrande follow EleutherAI's lm-evaluation-harness.
+Prompts of MMLU lack its line with the subject, those of TruthfulQA its six solved questions at the beginning.
+Rows are read in the forms of the sets on the hub.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from .base import Choices, HiddenAnswer, Item, Task
 Row = Mapping[str, object]
 _LETTERS = "ABCDEFGHIJ"
 _HIDDEN = (-1, "-1", "")
-"""What sets on the hub write where the right answer is not public."""
+"""Values that sets on the hub have if the right answer is not public."""
 
 
 def _item(pairs: Sequence[tuple[str, str]], right: int) -> Item:
-    """Raises ValueError."""
+    """Build an item from its answers. Raises ValueError."""
     if not 0 <= right < len(pairs):
         raise ValueError(f"names answer {right} of {len(pairs)}")
     if len(pairs) < 2 or any(not answer.strip() for _, answer in pairs):
@@ -31,7 +32,7 @@ def _item(pairs: Sequence[tuple[str, str]], right: int) -> Item:
 
 
 def choices_of(item: Item) -> Choices:
-    """The answers of an item, as `_item` wrote them."""
+    """Return the answers of an item that `_item` made."""
     pairs, right = json.loads(item["choices"])
     return [(prompt, answer) for prompt, answer in pairs], int(right)
 
@@ -51,7 +52,7 @@ def _texts(row: Row, name: str) -> list[str]:
 
 
 def _number(value: object, name: str) -> int:
-    """A whole number, as such or as text. Raises HiddenAnswer, ValueError."""
+    """Return a whole number, given as number or text. Raises HiddenAnswer, ValueError."""
     if not isinstance(value, bool) and value in _HIDDEN:
         raise HiddenAnswer(f"hides its answer: `{name}` is {value!r}")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not re.fullmatch(r"\d{1,3}", str(value)):
@@ -60,7 +61,7 @@ def _number(value: object, name: str) -> int:
 
 
 def _tidy(text: str) -> str:
-    """HellaSwag's texts without the marks of their source."""
+    """Remove the marks of their source from HellaSwag's texts."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 

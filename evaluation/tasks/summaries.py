@@ -1,4 +1,4 @@
-"""Summaries: of dialogues (SAMSum's form) and of documents (XSum's form). Scored by Rouge-2 first."""
+"""Summaries of dialogues (SAMSum's form) and of documents (XSum's form). The primary metric is Rouge-2."""
 
 from __future__ import annotations
 

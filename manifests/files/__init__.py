@@ -1,1 +1,1 @@
-"""Read and write files: what strangers made within bounds, what moec makes atomically."""
+"""Read untrusted files within bounds, and write files atomically."""

@@ -1,4 +1,4 @@
-"""Open and read files that a stranger may have made: regular files alone, and at most a stated number of bytes."""
+"""Open and read untrusted files: only regular files, and at most a given number of bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class UnreadableFile(Exception):
 
 
 def open_input(path: Path, *, follow_links: bool = False, folder: int | None = None) -> int:
-    """Open a regular file for reading and return its descriptor, which the caller closes.
+    """Open a regular file for reading and return its descriptor. The caller closes it.
 
-    The kind is checked on the descriptor, so nothing can be swapped between the check and the use. A pipe without a
-    writer does not block.
+    The kind is checked on the descriptor, so the file cannot be swapped between check and use.
+    A pipe without a writer does not block.
 
     path: the file.
     follow_links: whether the last part of the path may be a symbolic link.
@@ -42,7 +42,7 @@ def open_input(path: Path, *, follow_links: bool = False, folder: int | None = N
 def read_input(path: Path, limit_bytes: int, *, follow_links: bool = False) -> bytes:
     """Return the content of a regular file of at most `limit_bytes`.
 
-    The size is checked before anything is read, and again while reading, because a file can grow.
+    The size is checked before reading, and again while reading, because a file can grow.
     Raises UnreadableFile.
     """
     descriptor = open_input(path, follow_links=follow_links)
@@ -53,9 +53,10 @@ def read_input(path: Path, limit_bytes: int, *, follow_links: bool = False) -> b
 
 
 def read_descriptor(descriptor: int, limit_bytes: int) -> bytes:
-    """Return the content of an opened regular file of at most `limit_bytes`, from its first byte on.
+    """Return the content of an opened regular file of at most `limit_bytes`, from its first byte.
 
-    The position of the descriptor does not move. Raises UnreadableFile.
+    The position of the descriptor does not move.
+    Raises UnreadableFile.
     """
     size = os.fstat(descriptor).st_size
     if size > limit_bytes:

@@ -1,4 +1,4 @@
-"""Upper bounds of what a file made by a stranger can ask for. Each is checked before the memory for it is taken.
+"""Upper bounds for untrusted files. Each is checked before memory is allocated.
 
 The table in docs/format.md, Limits, lists them.
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 class JsonLimits:
     """Bounds of one JSON file or line, counted in its bytes before it is parsed.
 
-    size_bytes: of the whole.
-    containers: lists and objects. An empty one takes 64 bytes of memory for 3 of the file.
-    values: everything else in addition; at least one for each comma.
+    size_bytes: bytes of the whole file or line.
+    containers: lists and objects. An empty one takes 64 bytes of memory for 3 bytes of the file.
+    values: all other values in addition; at least one for each comma.
     texts: texts, names of fields included.
-    depth: lists and objects inside one another.
+    depth: nesting of lists and objects.
     """
 
     size_bytes: int
@@ -27,17 +27,24 @@ class JsonLimits:
 
 
 MAX_MANIFEST_BYTES = 64 << 20
-"""Size of `moec.json`, bytes. Measured: 3.6 MB for 60 layers of 256 experts, 7.3 MB if all have low versions, 31.2 MB
-for 65,535 experts with low versions. Static routing takes 12 bytes per number: 28 MB for 3 layers, 129,280 tokens x 6.
+"""Size of `moec.json`, bytes.
+
+Measured: 3.6 MB for 60 layers of 256 experts, and 7.3 MB if all have low versions.
+Measured: 31.2 MB for 65,535 experts with low versions.
+Static routing takes 12 bytes per number: 28 MB for 3 layers, 129,280 tokens x 6.
 """
 
 MAX_MANIFEST_CONTAINERS = 1 << 18
-"""Lists and objects in `moec.json`. Measured: 131,117 for 65,535 experts in one layer with low versions, 136,472 in 256
-layers.
+"""Lists and objects in `moec.json`.
+
+Measured for 65,535 experts with low versions: 131,117 in one layer, 136,472 in 256 layers.
 """
 
 MAX_MANIFEST_VALUES = 1 << 22
-"""Values in `moec.json`. Measured: 1,192,504 for 65,535 experts with low versions, 2,327,040 for static routing."""
+"""Values in `moec.json`.
+
+Measured: 1,192,504 for 65,535 experts with low versions, 2,327,040 for static routing.
+"""
 
 MAX_MANIFEST_TEXTS = 1 << 22
 """Texts in `moec.json`, names of fields included: 15 for each expert."""
@@ -46,7 +53,7 @@ MANIFEST_JSON = JsonLimits(MAX_MANIFEST_BYTES, MAX_MANIFEST_CONTAINERS, MAX_MANI
 """`moec.json`."""
 
 MAX_QUALITY_BYTES = 16 << 20
-"""Size of `quality.json`, bytes; the example's has 4 kB, a search over thousands of trials some hundred."""
+"""Size of `quality.json`, bytes. The example's has 4 kB, that of a search over thousands of trials some hundred kB."""
 
 QUALITY_JSON = JsonLimits(MAX_QUALITY_BYTES, containers=1 << 17, values=1 << 20, texts=1 << 20)
 """`quality.json`, and `NAME.modes.json` next to a bundle."""
@@ -74,26 +81,27 @@ TRACE_LINE_JSON = JsonLimits(MAX_TRACE_LINE_BYTES, containers=1 << 14, values=1 
 
 MAX_HEADER_BYTES = 32 << 20
 """Size of the header of a safetensors file of unknown tensors, bytes: 250,000 tensors with names of 70 characters.
-The largest models have some hundred tensors per file, 92,160 if 60 layers of 256 experts lie in one.
+
+The largest models have some hundred tensors per file, or 92,160 if one file has 60 layers of 256 experts.
 """
 
 HEADER_BYTES_PER_TENSOR = 512
-"""Bytes of a header for each tensor that is expected: a name of 200 characters, and numbers of 15 digits."""
+"""Bytes of a header for each expected tensor: a name of 200 characters, and numbers of 15 digits."""
 
 HEADER_BYTES_BESIDES = 16 << 10
-"""Bytes of a header in addition to those of its tensors: padding to 4096, and metadata that other programs write."""
+"""Bytes of a header in addition to those of its tensors: padding to 4096, and metadata of other programs."""
 
 _HEADER_CONTAINERS_PER_TENSOR = 3
-_HEADER_VALUES_PER_TENSOR = 4 + 16  # what an entry has, and 16 dimensions
+_HEADER_VALUES_PER_TENSOR = 4 + 16  # the fields of an entry, and 16 dimensions
 _HEADER_TEXTS_PER_TENSOR = 5
 _METADATA_ENTRIES = 1 << 10
 _SHORTEST_TENSOR_BYTES = 49  # {"a":{"dtype":"U8","shape":[],"data_offsets":[0,0]}}
 
 
 def header_json(tensors: int | None = None) -> JsonLimits:
-    """Bounds of a safetensors header.
+    """Return the bounds of a safetensors header.
 
-    tensors: how many the file holds by what is known of it; None if nothing is.
+    tensors: number of tensors in the file; None if unknown.
     """
     size_bytes = MAX_HEADER_BYTES
     most = MAX_HEADER_BYTES // _SHORTEST_TENSOR_BYTES
@@ -112,13 +120,13 @@ MAX_COMPANION_BYTES = 256 << 20
 """Size of a tokenizer or template file that a bundle copies from a model folder, bytes."""
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Size of one of the JSON files with settings in a model folder (`config.json`, `generation_config.json`), bytes."""
+"""Size of a JSON file with settings in a model folder (`config.json`, `generation_config.json`), bytes."""
 
 MAX_INDEX_BYTES = 64 << 20
 """Size of `model.safetensors.index.json` in a model folder, bytes: an index of 400,000 tensors."""
 
 COMPANION_JSON = JsonLimits(MAX_INDEX_BYTES, containers=1 << 16, values=1 << 21, texts=1 << 22, depth=64)
-"""`config.json`, an index of weights, and what else a checkpoint has as JSON."""
+"""`config.json`, an index of weights, and other JSON files of a checkpoint."""
 
 MAX_WORK_BYTES = 1 << 30
 """Size of a JSON value in a work folder, bytes. This user's own compile wrote it, and its digest is checked."""
@@ -127,15 +135,16 @@ WORK_JSON = JsonLimits(MAX_WORK_BYTES, containers=1 << 24, values=1 << 27, texts
 """Values in a work folder."""
 
 MAX_PATH_KEYS = 1 << 24
-"""Rows of `path.keys` in `tables.safetensors`: 512 MiB of memory for `--prefetch path`. 60 layers of 256 experts have
-3,801,088 pairs of experts, of which a calibration of 100,000 tokens sees a part.
+"""Rows of `path.keys` in `tables.safetensors`: 512 MiB of memory for `--prefetch path`.
+
+60 layers of 256 experts have 3,801,088 pairs of experts. A calibration of 100,000 tokens sees a part of them.
 """
 
 MAX_PATH_SUCCESSORS = 1 << 26
 """Rows of `path.experts` in `tables.safetensors`: 384 MiB of memory for `--prefetch path`."""
 
 MAX_CHUNK_BYTES = 64 << 20
-"""Raw size of one chunk of an archive, bytes; also the window of a compressed one."""
+"""Raw size of one chunk of an archive, bytes; also the window of a compressed chunk."""
 
 MAX_CHUNKS = 1 << 20
 """Chunks of an archive: 8 TiB in chunks of 8 MiB. The index takes 40 bytes for each."""
@@ -147,13 +156,13 @@ MAX_TEMPLATE_CPU_S = 2
 """Processor time of rendering a chat template, seconds. Published ones take milliseconds."""
 
 MAX_TEMPLATE_MEMORY_BYTES = 64 << 20
-"""Address space that rendering a chat template may take beyond interpreter, jinja2 and messages, bytes."""
+"""Address space for rendering a chat template, in addition to interpreter, jinja2 and messages, bytes."""
 
 MAX_TEMPLATE_TEXT_CHARACTERS = 1 << 20
-"""Length of what a chat template writes besides the messages, characters."""
+"""Length of a chat template's output, in addition to the messages, characters."""
 
 MAX_PROMPT_BYTES = 16 << 20
-"""Size of a prompt that is read from standard input or a file, bytes."""
+"""Size of a prompt from standard input or a file, bytes."""
 
 MAX_PROMPT_BYTES_PER_TOKEN = 256
 """Bytes of a prompt that are read for each token of the context. The longest tokens of published models have 128."""
@@ -162,7 +171,7 @@ MAX_TOKENIZER_BYTES = 64 << 20
 """Size of `tokenizer.json`, bytes. Published ones have up to 34 MB (262,144 tokens)."""
 
 MAX_TOKENIZER_PARSED_BYTES = 32 << 20
-"""Size of a `tokenizer.json` that is parsed here, because its form is not that of the tokenizers library, bytes."""
+"""Size of a `tokenizer.json` that is parsed here because the tokenizers library would write another form, bytes."""
 
 MAX_TOKENIZER_CONTAINERS = 1 << 20
 """Lists and objects in a `tokenizer.json` that is parsed here."""
@@ -171,11 +180,12 @@ MAX_TOKENIZER_STEPS = 64
 """Steps in each section of `tokenizer.json`: normalizers, pre-tokenizers, post-processors, decoders."""
 
 MAX_TOKENIZER_GROWTH = 1024
-"""How many times longer the steps of a section may make a text, bytes for each byte."""
+"""Largest growth of a text by the steps of a section, bytes for each byte."""
 
 DECODED_BYTES_PER_BYTE = 16
-"""Text that the decoder may make of a token, bytes for each byte of `tokenizer.json`. Published decoders make at most
-12 bytes of one.
+"""Text that the decoder may make of a token, bytes for each byte of `tokenizer.json`.
+
+Published decoders make at most 12 bytes of one.
 """
 
 MAX_DECODED_BYTES = 16 << 20
@@ -188,16 +198,16 @@ ADDED_TOKEN_MEMORY_PER_BYTE = 78
 """Memory of the automaton that finds added tokens, bytes for each byte of their texts. Measured: 61 to 78."""
 
 MAX_ADDED_TOKEN_MEMORY_PER_FILE_BYTE = 13
-"""Memory of added tokens, bytes for each byte of `tokenizer.json`: what a memory plan counts for them."""
+"""Memory of added tokens that a memory plan includes, bytes for each byte of `tokenizer.json`."""
 
 ADDED_TOKEN_SLACK_BYTES = 8 << 20
-"""Memory of added tokens beyond that, bytes: a half of the slack of a memory plan."""
+"""Memory of added tokens in addition to that, bytes: half of the slack of a memory plan."""
 
 MAX_TEMPLATE_TOKENS = 256
-"""Special tokens that a post-processor puts around a text."""
+"""Special tokens that a post-processor adds around a text."""
 
 MAX_WORD_CHARACTERS = 1000
-"""Longest word that WordPiece takes apart, characters. Published models say 100."""
+"""Longest word that WordPiece splits, characters. Published models have 100."""
 
 MAX_PIECE_BYTES = 1024
 """Longest piece of a Unigram vocabulary, bytes. Published ones have up to 64."""
@@ -209,10 +219,10 @@ MAX_PATTERN_STEPS = 64
 """Steps of a regular expression at one position of a text, for each character of the text."""
 
 ENCODING_BYTES_PER_BYTE = 512
-"""Memory of turning a text into tokens, bytes for each byte of the text. At most 470 measured, 150 to 270 usual."""
+"""Memory of encoding a text, bytes for each byte of the text. At most 470 measured, 150 to 270 usual."""
 
 ENCODING_CPU_S = 5.0
-"""Processor time of turning any text into tokens, seconds; what follows comes on top."""
+"""Processor time of encoding any text, seconds, in addition to the time for each byte."""
 
 ENCODING_CPU_S_PER_BYTE = 20e-6
-"""Processor time of turning a text into tokens, seconds for each byte. 1 us is usual."""
+"""Processor time of encoding a text, seconds for each byte. 1 us is usual."""

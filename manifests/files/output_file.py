@@ -1,7 +1,7 @@
-"""Write files: atomically where a regular file or nothing is, straight into a device, a pipe or standard output.
+"""Write files: atomically for a regular or new file, directly into a device, a pipe or standard output.
 
-`check_output` says before the work whether a file can be written, `output_file` writes it. `AtomicFile` is what both
-the files that a user names and the compiler's own files are written with.
+`check_output` checks before the work whether a file can be written, `output_file` writes it.
+`AtomicFile` writes the files that a user names and the compiler's own files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import BinaryIO, Protocol
 from ..errors import DoesNotFit, InputError, MoecError
 
 STDOUT = Path("-")
-"""The name of standard output."""
+"""Name of standard output."""
 WRITING_SUFFIX = ".writing"
 """Last part of the name of a file that is not complete."""
 _MAX_LINKS = 40
@@ -31,19 +31,19 @@ _REMEDY = "name another place, or check its permissions"
 
 
 class Writer(Protocol):
-    """What a producer of a file's content is given."""
+    """Receiver of a file's content."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        """Append. Raises OSError."""
+        """Append data. Raises OSError."""
 
 
 class FileSystem:
-    """The operations of a write. A subclass may watch each of them or let it fail."""
+    """The operations of a write. A subclass may watch each of them or make it fail."""
 
     def open(self, path: Path) -> BinaryIO:
-        """Open a new file. What a killed run left there is removed, a link is not followed. Raises OSError."""
+        """Open a new file. A file that a killed run left there is removed; a link is not followed. Raises OSError."""
         try:
-            return path.open("xb")  # which follows no link
+            return path.open("xb")  # mode x follows no link
         except FileExistsError:
             path.unlink()
             return path.open("xb")
@@ -58,7 +58,7 @@ class FileSystem:
         os.fsync(file.fileno())
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give `source` the name `target`, whatever has it. Raises OSError."""
+        """Rename `source` to `target`, which is replaced if it exists. Raises OSError."""
         os.replace(source, target)
 
     def sync_directory(self, path: Path) -> None:
@@ -79,13 +79,13 @@ class FileSystem:
 
 
 class AtomicFile:
-    """The next content of a file, written front to back. On a clean exit it is synced and takes the file's name.
+    """The next content of a file, written from start to end. On a clean exit it is synced and gets the file's name.
 
-    On any other exit nothing is left of it, and what had the name is untouched. Permissions and owner of an existing
-    file are kept.
+    On any other exit it is removed, and an existing file stays unchanged. Permissions and owner of an existing file are
+    kept.
 
-    target: the file; its last part is never followed if it is a link.
-    temporary: where the content grows, in the same folder.
+    target: the file; if its last part is a link, the link is not followed.
+    temporary: the file that grows, in the same folder.
     """
 
     def __init__(self, target: Path, temporary: Path, system: FileSystem) -> None:
@@ -93,7 +93,7 @@ class AtomicFile:
         self._file: BinaryIO | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append. Raises OSError."""
+        """Append data. Raises OSError."""
         if self._file is None:
             raise RuntimeError("the file is not open")
         self._system.write(self._file, data)
@@ -125,7 +125,7 @@ class AtomicFile:
             self._discard(file)
 
     def _copy_permissions(self, file: BinaryIO) -> None:
-        """Give the new file the mode of the one that it replaces, and its owner where the system allows it."""
+        """Give the new file the mode of the replaced file, and its owner if the system allows it."""
         try:
             before = os.lstat(self._target)
         except FileNotFoundError:
@@ -140,7 +140,7 @@ class AtomicFile:
             os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
 
     def _discard(self, file: BinaryIO) -> None:
-        """Close and remove the unfinished file. The first error is the one to report, so later ones are dropped."""
+        """Close and remove the unfinished file. Later errors are dropped, because the first one is reported."""
         with contextlib.suppress(OSError):
             file.close()
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class AtomicFile:
 
 
 def put_in_place(temporary: Path, target: Path, system: FileSystem | None = None) -> None:
-    """Give a finished and synced file its name, and make that durable. Raises OSError."""
+    """Rename a finished and synced file to its final name, and make the name durable. Raises OSError."""
     system = system or FileSystem()
     system.rename(temporary, target)
     system.sync_directory(target.parent)
@@ -156,10 +156,10 @@ def put_in_place(temporary: Path, target: Path, system: FileSystem | None = None
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the bytes of an output go.
+    """Destination of an output.
 
-    path: the file, links followed; or a device or a pipe, if is_stream; or standard output.
-    descriptor: of this process, where the path names one, like `/dev/stdout` does.
+    path: the file, with links followed; a device or a pipe, if is_stream; or standard output.
+    descriptor: descriptor of this process that the path names, as `/dev/stdout` does; else None.
     """
 
     path: Path
@@ -167,7 +167,7 @@ class _Place:
     descriptor: int | None = None
 
     def open_stream(self) -> BinaryIO:
-        """Open for writing without creating, cutting or replacing anything. Raises OSError."""
+        """Open for writing without creating, truncating or replacing anything. Raises OSError."""
         if self.descriptor is not None:
             return os.fdopen(os.dup(self.descriptor), "wb")
         descriptor = os.open(self.path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
@@ -181,8 +181,9 @@ class _Place:
 def output_file(path: Path) -> Iterator[Writer]:
     """Write the file that a user named. It appears on a clean exit; before that, and on any failure, nothing changes.
 
-    A link is followed. A device or a pipe is written to, and `-` is standard output: those get the bytes as they come.
-    Missing folders are made. Raises InputError, DoesNotFit (the disk is full); BrokenPipeError where a reader has left.
+    A link is followed. Missing folders are made.
+    A device or a pipe is written to, and `-` is standard output. They get the bytes as they come.
+    Raises InputError, DoesNotFit (the disk is full). Raises BrokenPipeError if a reader has closed the pipe.
 
     with output_file(path) as file:
         file.write(b"...")
@@ -204,13 +205,13 @@ def output_file(path: Path) -> Iterator[Writer]:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write the file that a user named, of this content. Raises as `output_file`."""
+    """Write a file that a user named, with this content. Raises the errors of `output_file`."""
     with output_file(path) as file:
         file.write(data)
 
 
 def check_output(path: Path) -> None:
-    """Ask before any work whether `output_file` can write this file. Nothing is left of the question.
+    """Check before any work whether `output_file` can write this file. The check leaves nothing.
 
     Raises InputError, DoesNotFit.
     """
@@ -229,9 +230,10 @@ def check_output(path: Path) -> None:
 
 
 def check_folder(path: Path, suffix: str = "") -> None:
-    """Ask before any work whether a new file or folder of this name can be made, missing folders above it as well.
+    """Check before any work whether a new file or folder can be made, with missing folders above it.
 
-    path: what is to be made. suffix: the longest that is added to its name on the way.
+    path: the new file or folder.
+    suffix: the longest suffix that is added to its name during the work.
     Raises InputError, DoesNotFit.
     """
     with write_errors(path):
@@ -254,7 +256,7 @@ def check_folder(path: Path, suffix: str = "") -> None:
 
 @contextmanager
 def made_folders(path: Path, system: FileSystem | None = None) -> Iterator[None]:
-    """Make the missing folders above `path`; those that are empty at the end are removed again. Raises OSError."""
+    """Make the missing folders above `path`. Folders that are empty at the end are removed. Raises OSError."""
     system = FileSystem() if system is None else system
     made = list[Path]()
     try:
@@ -273,9 +275,9 @@ def made_folders(path: Path, system: FileSystem | None = None) -> Iterator[None]
 
 @contextmanager
 def write_errors(place: object, kind: type[MoecError] = InputError) -> Iterator[None]:
-    """Turn a full disk into DoesNotFit and other refusals of the system into `kind`, both naming the place.
+    """Turn a full disk into DoesNotFit, and other errors of the system into `kind`. Both name the place.
 
-    BrokenPipeError passes: that a reader has left is no error of the writer's.
+    BrokenPipeError passes: a reader that has closed the pipe is no error of the writer.
     """
     try:
         yield
@@ -288,7 +290,7 @@ def write_errors(place: object, kind: type[MoecError] = InputError) -> Iterator[
 
 
 def temporary_path(target: Path) -> Path:
-    """Return a name next to `target` that nothing has, within what the file system allows. Raises OSError."""
+    """Return an unused name next to `target`, within the limits of the file system. Raises OSError."""
     mark = f".{os.urandom(4).hex()}{WRITING_SUFFIX}"
     room = os.pathconf(target.parent, "PC_NAME_MAX") - len(mark) - 1
     name = os.fsencode(target.name)[:room].decode("utf-8", "ignore")
@@ -296,7 +298,7 @@ def temporary_path(target: Path) -> Path:
 
 
 def _find_place(path: Path) -> _Place:
-    """Where the bytes go. Raises InputError for what can never be written."""
+    """Return the destination of a path. Raises InputError if it can never be written."""
     try:
         descriptor = _own_descriptor(path)
         if descriptor is not None:
@@ -320,7 +322,7 @@ def _find_place(path: Path) -> _Place:
 
 
 def _own_descriptor(path: Path) -> int | None:
-    """The descriptor of this process that a path like `/dev/stdout` or `/dev/fd/3` names. Raises OSError."""
+    """Return the descriptor of this process that a path like `/dev/stdout` or `/dev/fd/3` names. Raises OSError."""
     own = f"/proc/{os.getpid()}/fd"
     for _ in range(_MAX_LINKS):
         if path.name.isdecimal() and os.path.realpath(path.parent) == own:
@@ -339,7 +341,7 @@ def _standard_output() -> BinaryIO:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a folder is there. Raises OSError where something else is, or the system does not say."""
+    """Return whether a folder exists. Raises OSError if it is something else, or the system does not say."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -350,7 +352,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _try_new_file(folder: Path) -> None:
-    """Make a file in a folder that is never seen there, or is removed at once. Raises OSError."""
+    """Make a file in a folder that has no name there, or is removed at once. Raises OSError."""
     try:
         os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
         return
@@ -368,7 +370,7 @@ def _access_reason(path: Path) -> str:
 
 
 def _is_mount_point(path: Path) -> bool:
-    """Whether a file is mounted there, as containers do: it could be written into, but not replaced."""
+    """Return whether a file is mounted there, as containers do. Such a file can be written, but not replaced."""
     if not path.exists():
         return False
     try:

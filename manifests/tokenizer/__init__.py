@@ -1,1 +1,1 @@
-"""What a `tokenizer.json` may hold and cost."""
+"""Bounds of the content and cost of a `tokenizer.json`."""

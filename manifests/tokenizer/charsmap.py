@@ -1,8 +1,8 @@
-"""The table of a `Precompiled` normalizer of SentencePiece: which texts are replaced by which.
+"""The table of a `Precompiled` normalizer of SentencePiece: texts and their replacements.
 
-It is a double array (https://github.com/s-yata/darts-clone) of 32-bit units, and the replacements after it, each ended
-by a zero byte. The tokenizers library follows its offsets without a check of its own and ends in a panic where they
-lead out of the table, so they are checked here.
+It is a double array (https://github.com/s-yata/darts-clone) of 32-bit units. The replacements follow, each ended by a
+zero byte. The tokenizers library follows its offsets without a check, and panics if they lead out of the table.
+So they are checked here.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def check_charsmap(encoded: str) -> int:
 
 
 def _check_units(units: array[int], replacements: bytes) -> None:
-    """Check that every step from every unit, and every replacement that it names, lies inside."""
+    """Check that every step from every unit, and every replacement that it names, is inside the table."""
     count, end = len(units), len(replacements)
     for at, unit in enumerate(units):
         if unit >> 31:
-            continue  # a value: it is read where a unit before it says so, and never followed
+            continue  # a value: it is read only where an earlier unit refers to it, and never followed
         target = at ^ ((unit >> 10) << ((unit & 512) >> 6))
         if target | 255 >= count:
             raise DamagedCharsmap(f"leads out of its table at unit {at}")

@@ -1,4 +1,4 @@
-"""Normalizers that write a text where their pattern matches nothing, which byte-level parts cannot follow."""
+"""Normalizers that insert a text at an empty match. Byte-level parts cannot follow them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .regex_cost import CostlyPattern, check_pattern
 
 
 def check_empty_matches(sections: Mapping[str, Any]) -> None:
-    """Refuse a normalizer that writes at an empty match, before a byte-level pre-tokenizer.
+    """Refuse a normalizer that inserts text at an empty match before a byte-level pre-tokenizer.
 
-    The tokenizers library panics on such a text. Before other pre-tokenizers the same normalizer works.
+    The tokenizers library panics on such a text. With other pre-tokenizers the same normalizer works.
 
-    sections: `normalizer` and `pre_tokenizer` of a `tokenizer.json`, each None where it is missing.
+    sections: `normalizer` and `pre_tokenizer` of a `tokenizer.json`, each None if it is missing.
     Raises CostlyPattern.
     """
     is_byte_level = any(step.get("type") == "ByteLevel" for step in _steps(sections.get("pre_tokenizer")))
@@ -22,7 +22,7 @@ def check_empty_matches(sections: Mapping[str, Any]) -> None:
 
 
 def _steps(step: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a section, those inside sequences too."""
+    """Yield the steps of a section, also those inside sequences."""
     if not isinstance(step, Mapping):
         return
     yield step

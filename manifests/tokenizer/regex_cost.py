@@ -1,9 +1,9 @@
-"""What a regular expression of a tokenizer may cost: an upper bound of its steps, from its form alone.
+"""Upper bound for the steps of a tokenizer's regular expression, from its form alone.
 
 The library that runs them (Oniguruma) tries alternatives one after the other, so a pattern such as `(a+)+$` takes
-exponentially many steps. Accepted is what provably takes a number of steps at each position of a text that is at most
-proportional to the text. The grammar is that of Oniguruma's Ruby syntax, as far as published tokenizers use it; all
-else is refused.
+exponentially many steps. A pattern is accepted if its steps at each position of a text are provably at most
+proportional to the length of the text. The grammar is the part of Oniguruma's Ruby syntax that published tokenizers
+use. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Character:
 
 @dataclass(frozen=True, slots=True)
 class _Assertion:
-    """A place, such as the beginning of a line."""
+    """A position, such as the beginning of a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,10 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Repeat:
-    """high: None without an upper bound."""
+    """A repeated node.
+
+    high: None without an upper bound.
+    """
 
     node: _Node
     low: int
@@ -60,7 +63,10 @@ _Node = _Character | _Assertion | _Group | _Repeat
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """A number that is at most `constant + linear * n` for a text of n characters. is_beyond: it may be larger."""
+    """A number that is at most `constant + linear * n` for a text of n characters.
+
+    is_beyond: whether it may be larger.
+    """
 
     constant: int = 1
     linear: int = 0
@@ -136,7 +142,7 @@ class _Parser:
         return tuple(nodes)
 
     def _atom(self, is_first: bool) -> _Node | None:
-        """None: options for the rest of the group."""
+        """Return one node, or None for options that apply to the rest of the group."""
         character = self._text[self._at]
         if character == "(":
             return self._group(is_first)
@@ -159,7 +165,7 @@ class _Parser:
         if match is None or (match.end() < len(self._text) and match[0] == "(" and self._text[match.end()] == "?"):
             raise self._error()
         if match["end"] == ")":
-            if not is_first:  # Ruby's options reach over the alternatives that follow
+            if not is_first:  # options of Ruby also apply to the alternatives that follow
                 raise self._error()
             self._at = match.end()
             return None
@@ -173,7 +179,7 @@ class _Parser:
         return _Group(inner, "atomic" if match["atomic"] else "plain")
 
     def _class(self) -> None:
-        """Pass over `[...]`, classes inside it included."""
+        """Skip `[...]`, with classes inside it."""
         start, depth = self._at, 0
         while self._at < len(self._text):
             character = self._text[self._at]
@@ -201,7 +207,7 @@ class _Parser:
         raise self._error()
 
     def _repeated(self, node: _Node) -> _Node:
-        """The node with the quantifiers that follow it; of intervals, `{1,3}+` repeats `{1,3}` in Ruby's syntax."""
+        """Return the node with the quantifiers after it. In Ruby's syntax `{1,3}+` repeats the interval `{1,3}`."""
         while self._at < len(self._text):
             character = self._text[self._at]
             interval = _INTERVAL.match(self._text, self._at)
@@ -230,7 +236,7 @@ def _can_fail(node: _Node) -> bool:
 
 
 def _shortest(sequence: tuple[_Node, ...]) -> int:
-    """Length of the shortest match, characters."""
+    """Return the length of the shortest match, characters."""
     total = 0
     for node in sequence:
         if isinstance(node, _Character):
@@ -243,7 +249,7 @@ def _shortest(sequence: tuple[_Node, ...]) -> int:
 
 
 def _has_choice(node: _Node) -> bool:
-    """Whether a node can match one text in more than one way, or texts of several lengths."""
+    """Return whether a node can match one text in more than one way, or texts of several lengths."""
     if isinstance(node, _Repeat):
         return node.low != node.high or _has_choice(node.node)
     if isinstance(node, _Group) and node.kind != "look":
@@ -252,7 +258,7 @@ def _has_choice(node: _Node) -> bool:
 
 
 def _ways_of(node: _Node) -> _Count:
-    """How many ways a node has to match at one position: so often what follows it is tried."""
+    """Return how many ways a node has to match at one position. The nodes after it are tried that often."""
     if isinstance(node, _Group):
         if node.kind != "plain":
             return _ONE
@@ -273,10 +279,13 @@ def _ways_of(node: _Node) -> _Count:
 
 
 def _cost_of(sequence: tuple[_Node, ...], is_last: bool) -> _Count:
-    """Steps of a sequence at one position. is_last: nothing that can fail follows it."""
+    """Return the steps of a sequence at one position.
+
+    is_last: whether no node that can fail follows it.
+    """
     total, tried = _ONE, _ONE
     for index, node in enumerate(sequence):
-        # What can no longer fail is reached once, however many ways lead to it.
+        # A node that can no longer fail is reached once, however many ways lead to it.
         is_reached_again = not is_last or any(_can_fail(later) for later in sequence[index:])
         total = total.plus(tried.times(_own_cost(node)) if is_reached_again else _own_cost(node))
         if not is_last or any(_can_fail(later) for later in sequence[index + 1 :]):
@@ -285,7 +294,7 @@ def _cost_of(sequence: tuple[_Node, ...], is_last: bool) -> _Count:
 
 
 def _own_cost(node: _Node) -> _Count:
-    """Steps inside one node before it has failed or matched for the first time."""
+    """Return the steps inside one node until it fails or matches for the first time."""
     if isinstance(node, _Repeat):
         inner = _own_cost(node.node)
         if isinstance(node.node, _Character | _Assertion):
@@ -299,7 +308,7 @@ def _own_cost(node: _Node) -> _Count:
     for sequence in node.alternatives:
         total = total.plus(_cost_of(sequence, is_last=True))
     if node.kind == "look" and any(_is_unbounded(inner) for part in node.alternatives for inner in part):
-        return total.plus(_Count(0, 1))  # what it has read is read again at the next position
+        return total.plus(_Count(0, 1))  # the text it has read is read again at the next position
     return total
 
 

@@ -1,8 +1,8 @@
-"""What a `tokenizer.json` may hold: the steps that are known, with bounds on time and memory of each.
+"""Allowed content of a `tokenizer.json`: known steps, with bounds on the time and memory of each.
 
-The tokenizers library trusts its file: some values end in a panic of the library, others in texts that grow without
-bound or in regular expressions that never end. So the sections of the file are checked before the library reads them.
-The vocabulary, nearly all of the bytes, is not parsed here where the file has the form that the library writes.
+The tokenizers library trusts its file. Some values end in a panic of the library. Others cause texts that grow without
+bound, or regular expressions that never end. So the sections of the file are checked before the library reads them.
+The vocabulary, nearly all of the bytes, is not parsed here if the file has the form that the library writes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class UnsafeTokenizer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBounds:
-    """How many times longer a text may become, bytes for each byte: in the normalizer, and in the pre-tokenizer."""
+    """Largest growth of a text, bytes for each byte: in the normalizer, and in the pre-tokenizer."""
 
     normalizer: int
     pre_tokenizer: int
@@ -85,10 +85,11 @@ def check_tokenizer(data: bytes) -> TokenizerBounds:
 
 
 def _outer_members(data: bytes) -> dict[str, Any] | None:
-    """Return all members but the vocabulary of a BPE model that is the last member, as the library writes it.
+    """Return all members except the vocabulary of a BPE model that is the last member, as the library writes it.
 
-    None for a file of another form: it is to be parsed as a whole. What follows the beginning of the vocabulary is
-    searched for members that would take the place of those checked here.
+    Returns None for a file of another form, which must be parsed as a whole.
+    The rest of the file, after the beginning of the vocabulary, is searched for members that would replace those
+    checked here.
     """
     at = -1
     for _ in range(_CANDIDATES):
@@ -111,10 +112,11 @@ def _outer_members(data: bytes) -> dict[str, Any] | None:
 
 
 def _has_plain_vocabulary(data: bytes, start: int) -> bool:
-    """Whether numbers by name, then `merges` and then texts are all that follows in a file, whatever it says it is.
+    """Return whether the rest of a file is numbers by name, then `merges`, then texts.
 
-    start: the byte after the name `vocab`. A member has a name that ends in a letter or a digit, a quote and a colon;
-    a quote inside a text has a backslash before it, one that begins a text has none of all these.
+    start: the byte after the name `vocab`.
+    The name of a member ends in a letter or a digit, a quote and a colon. A quote inside a text follows a backslash.
+    A quote that begins a text follows none of them.
     """
     opening = data.find(b"{", start)
     merges = len(data)
@@ -125,7 +127,7 @@ def _has_plain_vocabulary(data: bytes, start: int) -> bool:
         return False
     inside = partial(_places, data, start=opening + 1, end=merges)
     if any(data[at + 4 : at + 5] in (b"4", b"5", b"6", b"7") for at in inside(rb"\u00")):
-        return False  # letters that are written as numbers could spell any name
+        return False  # escaped letters could spell any name
     for character in (b"{", b"["):
         if any(_ends_name(data, colon) for at in inside(character) if data[colon := _before(data, at)] == _COLON):
             return False
@@ -136,7 +138,7 @@ def _has_plain_vocabulary(data: bytes, start: int) -> bool:
 
 
 def _places(data: bytes, part: bytes, start: int, end: int) -> Iterator[int]:
-    """Return where a part occurs in a range of bytes."""
+    """Yield the positions of a part in a range of bytes."""
     at = data.find(part, start, end)
     while at >= 0:
         yield at
@@ -144,7 +146,7 @@ def _places(data: bytes, part: bytes, start: int, end: int) -> Iterator[int]:
 
 
 def _before(data: bytes, at: int) -> int:
-    """Return where the last byte before a place is that is no blank."""
+    """Return the position of the last byte before `at` that is not blank."""
     at -= 1
     while at > 0 and data[at] in _BLANKS:
         at -= 1
@@ -152,13 +154,13 @@ def _before(data: bytes, at: int) -> int:
 
 
 def _ends_name(data: bytes, colon: int) -> bool:
-    """Whether a colon follows the name of a member."""
+    """Return whether a colon follows the name of a member."""
     quote = _before(data, colon)
     return data[quote] == ord('"') and data[quote - 1 : quote].isalnum()
 
 
 def _members(beginning: bytes) -> dict[str, Any] | None:
-    """Return the members of an object that is cut before a further name; None if that is not what the bytes are."""
+    """Return the members of an object that is cut before another name; None if the bytes are something else."""
     kept = beginning.rstrip(_BLANKS)
     kept = kept[:-1] if kept.endswith(b",") else kept
     try:
@@ -254,12 +256,12 @@ def _pattern(step: Mapping[str, Any]) -> int:
 
 def _replace(step: Mapping[str, Any]) -> int:
     shortest, content = _pattern(step), _size(_text(step, "content"))
-    # A match of nothing is found before every character.
+    # An empty match is found before every character.
     return max(1, -(-content // shortest)) if shortest else 1 + content
 
 
 def _prepend(step: Mapping[str, Any]) -> int:
-    return 1 + _size(_text(step, "prepend"))  # to every part between added tokens
+    return 1 + _size(_text(step, "prepend"))  # added to each part between added tokens
 
 
 def _split(step: Mapping[str, Any]) -> int:
@@ -280,7 +282,7 @@ def _fixed_length(step: Mapping[str, Any]) -> int:
 
 def _strip_decoder(step: Mapping[str, Any]) -> int:
     _integer(step, "start", 0, 1024)
-    _integer(step, "stop", 0, 0)  # the library reads before the beginning of a token that is shorter
+    _integer(step, "stop", 0, 0)  # the library would read before the beginning of a shorter token
     return 1
 
 
@@ -330,7 +332,7 @@ def _template_processing(step: Mapping[str, Any]) -> int:
 
 _Check = Callable[[Mapping[str, Any]], int] | int
 _STEPS: dict[str, dict[str, _Check]] = {
-    # Growth of the forms of Unicode: https://unicode.org/faq/normalization.html (UTF-8).
+    # Growth by the normal forms of Unicode: https://unicode.org/faq/normalization.html (UTF-8).
     "normalizer": {
         "BertNormalizer": 6, "Strip": 1, "StripAccents": 1, "NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2,
         "Nmt": 1, "Precompiled": _charsmap, "Replace": _replace, "Prepend": _prepend, "ByteLevel": 2,
@@ -355,7 +357,7 @@ _STEPS: dict[str, dict[str, _Check]] = {
 
 
 def _check_model(model: Any) -> None:
-    """Check the settings of a model, and the vocabulary where it is of a kind that needs it. Raises UnsafeTokenizer."""
+    """Check the settings of a model, and the vocabulary of the kinds that need it. Raises UnsafeTokenizer."""
     kind = model.get("type") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(kind, str | None):
         raise UnsafeTokenizer("expected an object `model`")
@@ -377,9 +379,10 @@ def _check_model(model: Any) -> None:
 
 
 def _check_added_tokens(tokens: Any, file_bytes: int) -> None:
-    """Check the texts that are searched for before all else: the library's automaton has a state for each byte.
+    """Check the size of the added tokens. The library's automaton that finds them has a state for each byte.
 
-    file_bytes: size of the whole file, which a memory plan knows. Raises UnsafeTokenizer.
+    file_bytes: size of the whole file, which a memory plan uses.
+    Raises UnsafeTokenizer.
     """
     contents = (token.get("content") for token in tokens or () if isinstance(token, dict))
     total_bytes = sum(_size(content) for content in contents if isinstance(content, str))

@@ -1,7 +1,7 @@
-"""CPU and accelerator together: which of a layer's experts run where, and the devices that run them. Off by default.
+"""CPU and accelerator together. The package decides where each expert of a layer runs, and drives the devices.
 
-Only `torch_device.py` and `torch_weights.py` know torch, and only `opening.py` loads them. Without an accelerator
-nothing of this package is loaded.
+It is off by default: without an accelerator only this file is loaded.
+Only `opening.py` and `torch_*.py` import torch, and `opening.py` does so when it opens a device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def open_accelerator(manifest: BundleManifest, options: RuntimeOptions) -> OpenedAccelerator | None:
-    """The accelerator that the options name; None without one. Raises as `opening.open_device`."""
+    """Return the accelerator that the options name, or None without one.
+
+    Raises the errors of `opening.open_device`.
+    """
     if options.accelerator is None:
         return None
     from .opening import open_device

@@ -1,7 +1,7 @@
-"""The experts of a layer on both sides at once: split by plan, computed, brought together at their places.
+"""Compute the experts of a layer on CPU and device at the same time, as planned, and merge the results.
 
-Results land at (token, rank) whatever computed them, and the model adds them in router-rank order as ever, so what the
-split changes is only how each result was rounded.
+A result is stored at (token, rank), whichever side computed it. The model adds the results in router-rank order.
+The split therefore changes only the rounding of each result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from .planner import Action, ExpertLoad, LayerPlan, expert_loads, plan_layer
 
 @dataclass(slots=True)
 class CooperationCounts:
-    """Experts computed so far, one for each expert of each layer of each pass. copied_bytes: over the link."""
+    """Experts computed so far, counted once per expert, layer and pass.
+
+    copied_bytes: bytes that copies moved over the link.
+    """
 
     resident: int = 0
     copied: int = 0
@@ -31,23 +34,26 @@ class CooperationCounts:
     copied_bytes: int = 0
 
     def add(self, plan: LayerPlan, loads: Sequence[ExpertLoad]) -> None:
-        """One layer of one pass."""
+        """Add one layer of one pass."""
         self.resident += plan.count(Action.RESIDENT)
         self.copied += plan.count(Action.COPY)
         self.cpu += plan.count(Action.CPU)
         self.copied_bytes += sum(load.size_bytes for load in loads if plan.actions[load.index] is Action.COPY)
 
     def to_text(self) -> str:
-        """For people."""
+        """Return the counts as text for people."""
         return f"{self.resident} resident, {self.copied} copied, {self.cpu} on the CPU"
 
 
 class CooperativeExperts:
-    """The experts of one bundle, some of them on a device.
+    """Experts of one bundle, some of them on a device.
 
-    experts: of every stored index, bound to the host's memory; sizes: bytes of a copy, int [N]; residents: those that
-    stay on the device. cooperation: may be changed between passes. is_in_host: whether an expert's bytes are there now.
-    shared: by layer, shared experts on the device.
+    experts: all stored experts, by index, bound to host memory.
+    sizes: size of each expert's copy on the device, int [N], bytes.
+    residents: experts that stay on the device, by index.
+    cooperation: may be changed between passes.
+    is_in_host: returns whether the bytes of an expert are in host memory now.
+    shared: shared experts on the device, by layer.
     """
 
     def __init__(
@@ -72,34 +78,35 @@ class CooperativeExperts:
         self.uses_dense, self.dense_note = False, ""
 
     def absent(self, experts: Sequence[int]) -> list[int]:
-        """Of these, the ones that are not on the device: what the host may have to read."""
+        """Return the experts that are not on the device. The host may have to read them."""
         return [index for index in experts if index not in self._residents]
 
     def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int) -> LayerSplit:
-        """Plan a layer and start what is on the device. asked: places of each expert, token x top_k + rank.
+        """Plan a layer and start the work that the device can do at once.
 
+        asked: for each expert, its results as token * top_k + rank, int [n].
         hidden_states: float32 [T, D].
         """
         tokens = {index: len(places) for index, places in asked.items()}
         loads = expert_loads(tokens, self._sizes, self._residents, self._is_in_host)
         plan = plan_layer(loads, self.latency, self.cooperation)
         by_expert = {index: _at(places, top_k) for index, places in asked.items()}
-        is_there = self.uses_dense and layer in self._shared
-        shared = (self._shared[layer], top_k) if is_there else None
+        has_shared = self.uses_dense and layer in self._shared
+        shared = (self._shared[layer], top_k) if has_shared else None
         split = LayerSplit(self, plan, by_expert, hidden_states, shared)
         self.counts.add(plan, loads)
         return split
 
     def copy(self, index: int) -> DeviceExpert:
-        """Begin to copy a stored expert, whose host bytes are there."""
+        """Begin to copy a stored expert. Its bytes are in host memory."""
         return self.device.copy(self._experts[index])
 
     def resident(self, index: int) -> DeviceExpert:
-        """An expert that stays on the device."""
+        """Return an expert that stays on the device."""
         return self._residents[index]
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         self._residents.clear()
         self._shared.clear()
         self.dense = None
@@ -107,7 +114,7 @@ class CooperativeExperts:
 
     @property
     def mode(self) -> str:
-        """For the `mode:` line: what is where, what was measured, what was done so far."""
+        """Text of the `mode:` line: where experts run, the measured latencies, and the counts so far."""
         done = f", experts computed: {self.counts.to_text()}" if self.counts != CooperationCounts() else ""
         return (
             f"accelerator {self.device.name} for {'dense weights and ' if self.uses_dense else ''}routed experts, "
@@ -125,8 +132,8 @@ class CooperativeExperts:
         return "" if self.dense_latency is None else self.dense_latency.to_text()
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`."""
-        # Without a count of torch's own, what was kept for dense weights is what they take.
+        """Return the state as plain values for `--json`."""
+        # A device that does not count all of torch's memory leaves out dense weights: add the budget reserved for them.
         dense_bytes = 0 if self.dense is None or self.device.counts_all else self.dense.size_bytes
         return {
             "device": self.device.name,
@@ -142,12 +149,15 @@ class CooperativeExperts:
 
 
 def _at(places: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and ranks, int32, of places."""
+    """Split places, token * top_k + rank, into tokens and ranks, int32 [n] each."""
     return (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
 
 
 class LayerSplit:
-    """One layer under way. wanted: experts that need their host bytes, in the order in which to ask for them."""
+    """One layer in progress.
+
+    wanted: experts whose bytes are needed in host memory, in the order in which to request them.
+    """
 
     def __init__(
         self,
@@ -157,7 +167,11 @@ class LayerSplit:
         hidden_states: np.ndarray,
         shared: tuple[DeviceExpert, int] | None = None,
     ) -> None:
-        """shared: an expert of all tokens and its rank."""
+        """Start the experts that are on the device.
+
+        places: tokens and ranks of each expert's results, int32 [n] each.
+        shared: the shared expert of all tokens and its rank, or None.
+        """
         self._owner, self._device, self._places = owner, owner.device, places
         self._copied = {index for index, action in plan.actions.items() if action is Action.COPY}
         resident = [index for index, action in plan.actions.items() if action is Action.RESIDENT]
@@ -174,17 +188,22 @@ class LayerSplit:
 
     @property
     def comes_together(self) -> bool:
-        """Whether experts may be taken all at once: no copy of theirs would have to wait for a slot."""
+        """Whether all copies fit in the copy slots, so that experts can be taken in one call without waiting for a
+        slot.
+        """
         return len(self._copied) <= COPY_SLOTS
 
     def take(self, experts: Sequence[int]) -> list[int]:
-        """Experts whose host bytes are there: begins the copies among them, and returns those that the CPU computes."""
+        """Begin the copies among these experts and return the experts that the CPU computes.
+
+        experts: experts whose bytes are in host memory now.
+        """
         for index in experts:
             if index in self._copied:
                 self._device.run(self._owner.copy(index), *self._places[index])
         return [index for index in experts if index not in self._copied]
 
     def finish(self, parts: np.ndarray) -> None:
-        """Wait for the device and write its results, float32 [T, K, D]."""
+        """Wait for the device and write its results into parts, float32 [T, K, D]."""
         if self.uses_device:
             self._device.collect(parts)

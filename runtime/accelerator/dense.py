@@ -1,8 +1,8 @@
-"""Dense weights on the device: what that takes of its memory, and whether it pays.
+"""Dense weights on the device: the device memory they need, and whether moving them is faster.
 
-Attention with its keys and values, shared experts and the head; norms and routers of the residual stream stay on the
-processor, which has to know what routers choose. Source: Twiddler, section 3.3: dense weights come before experts.
-Nothing here knows a device.
+They are attention with its keys and values, the shared experts and the head.
+Norms of the residual stream and routers stay on the CPU, because the CPU needs the routers' choices.
+Source: Twiddler, section 3.3: dense weights come before experts. This file is independent of the kind of device.
 """
 
 from __future__ import annotations
@@ -26,28 +26,34 @@ from .latency import fit_line, median_ns
 from .placement import UNPACKING_BYTES
 
 CHUNK_FLOATS = 1 << 24
-"""Scores, and keys and values that are gathered, at once: 64 MiB. A long prompt's queries take turns."""
+"""Most float32 values of scores, and of gathered keys and values, at once: 64 MiB.
+
+The queries of a long prompt are computed in chunks.
+"""
 HEAD_ROWS = 64
 """Rows whose logits are on the device at once."""
 UNPACKED_AT_ONCE = 1 << 22
-"""Weights that are unpacked at once while they are brought there."""
+"""Weights that are unpacked at once during the upload."""
 _FLOAT_BYTES = 4
 _SAMPLE_TOKENS = (1, 32, 128)
 PROMPT_TOKENS, NEW_TOKENS = 512, 128
-"""The work by which `--accelerator-dense auto` compares: a prompt in one pass, then token by token."""
+"""Tokens of the workload that `--accelerator-dense auto` compares: a prompt in one pass, then token by token."""
 
 
 def row_floats(layer: LayerSpec, positions: int) -> int:
-    """Float32 values that attention needs for one query over so many positions: three forms of scores, keys, values."""
+    """Return the float32 values that attention needs for one query over this many positions.
+
+    They are three copies of the scores, and copies of keys and values.
+    """
     attention = layer.attention
     return positions * (3 * attention.num_heads + 4 * attention.cache_heads * attention.cache_size)
 
 
 def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int) -> int:
-    """Bytes of a device that holds the dense weights, passes of so many tokens included: an upper bound.
+    """Return an upper bound of the device bytes for dense weights and for passes of this many tokens.
 
-    Weights are kept as float32: they are used in every pass, and unpacking them each time would take longer than the
-    processor takes. Keys and values are those of all slots and positions.
+    Weights are kept as float32. Every pass uses them, and unpacking them in each pass would take longer than the CPU
+    does. Keys and values are counted for all slots and positions.
     """
     model = manifest.model
     attention = sum(prod(shape) for layer in model.layers for shape in _shapes(model, layer).values())
@@ -60,7 +66,7 @@ def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int)
 
 
 def shared_bytes(manifest: BundleManifest) -> int:
-    """Of the shared experts, which stay packed, each part at its alignment."""
+    """Return the bytes of the shared experts. They stay packed, and each part is aligned."""
     parts = (".shared_gate", ".shared_up", ".shared_down")
     sizes = [entry.spec.packed_bytes(*entry.shape) for entry in manifest.dense if entry.name.endswith(parts)]
     return sum(round_up(size, UNIT_ALIGNMENT_BYTES) for size in sizes)
@@ -75,14 +81,14 @@ def _shapes(model: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _loading_bytes(model: ModelSpec) -> int:
-    """While the largest matrix is unpacked, part by part."""
+    """Return the bytes needed while the largest matrix is unpacked part by part."""
     matrices = [prod(shape) for layer in model.layers for shape in _shapes(model, layer).values()]
     largest = max([model.vocab_size * model.hidden_size, *matrices])
     return min(largest, UNPACKED_AT_ONCE + 16 * model.hidden_size) * UNPACKING_BYTES
 
 
 def _pass_bytes(model: ModelSpec, tokens: int, context: int) -> int:
-    """While a pass computes attention, or the head."""
+    """Return the bytes needed while a pass computes attention or the head."""
     widest = 0
     for layer in model.layers:
         attention = layer.attention
@@ -97,9 +103,10 @@ def _pass_bytes(model: ModelSpec, tokens: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DenseOnDevice:
-    """Attention and head that are computed on the device. kv: their keys and values, which lie there too.
+    """Attention and head that the device computes.
 
-    size_bytes: of the budget that was kept for all of it.
+    kv: their keys and values, also on the device.
+    size_bytes: part of the device budget reserved for all of it.
     """
 
     part: DensePart
@@ -109,7 +116,10 @@ class DenseOnDevice:
 
 @dataclass(frozen=True, slots=True)
 class DenseLatency:
-    """Times of one layer's attention, rows to the device and back included: fixed, and for each token. Nanoseconds."""
+    """Times of one layer's attention in ns: a fixed part, and a part for each token.
+
+    The device times include moving the rows to the device and back.
+    """
 
     cpu_fixed_ns: float
     cpu_token_ns: float
@@ -118,17 +128,17 @@ class DenseLatency:
 
     @property
     def device_is_faster(self) -> bool:
-        """For a prompt of PROMPT_TOKENS and NEW_TOKENS behind it."""
+        """Whether the device is faster for a prompt of PROMPT_TOKENS and NEW_TOKENS after it."""
         passes, tokens = 1 + NEW_TOKENS, PROMPT_TOKENS + NEW_TOKENS
         fixed_ns, token_ns = self.device_fixed_ns - self.cpu_fixed_ns, self.device_token_ns - self.cpu_token_ns
         return passes * fixed_ns + tokens * token_ns < 0
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the times for `--json`."""
         return asdict(self)
 
     def to_text(self) -> str:
-        """For the `mode:` line."""
+        """Return the times as text for the `mode:` line."""
         return (
             f"attention of a layer CPU {self.cpu_fixed_ns / 1e3:.0f} + {self.cpu_token_ns / 1e3:.1f} us a token, "
             f"device {self.device_fixed_ns / 1e3:.0f} + {self.device_token_ns / 1e3:.1f}"
@@ -137,14 +147,14 @@ class DenseLatency:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSide:
-    """One layer's attention on one side, with the keys and values that it writes."""
+    """Attention of one layer on one side, with the keys and values that it writes."""
 
     block: AttentionBlock
     keys: Any
     values: Any
 
     def run(self, rows: np.ndarray) -> None:
-        """Rows [T, D] at the first positions of the first slot; both are written over."""
+        """Compute rows [T, D] at the first positions of the first slot. Overwrites the rows and the cache there."""
         positions = np.arange(len(rows), dtype=np.int32)
         self.block(rows, TokenPlaces(np.zeros_like(positions), positions), self.keys, self.values)
 
@@ -152,7 +162,10 @@ class AttentionSide:
 def measure_dense(
     host: AttentionSide, device: AttentionSide, hidden_size: int, context: int, clock_ns: Callable[[], int]
 ) -> DenseLatency:
-    """Time one layer's attention on both sides: medians, lines through them. context: at least 2."""
+    """Time one layer's attention on both sides. Lines are fitted through the medians.
+
+    context: at least 2 positions.
+    """
     source = np.random.default_rng(0)
     counts = sorted({min(count, context) for count in _SAMPLE_TOKENS})
     samples = [source.standard_normal((count, hidden_size), np.float32) for count in counts]

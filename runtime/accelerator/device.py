@@ -1,5 +1,7 @@
-"""ExpertDevice: what a device must be able to do with experts. Implementations: torch_device.py and
-simulation/accelerator_device.py."""
+"""ExpertDevice: the operations that a device offers for experts.
+
+Implementations: `torch_device.py` and `simulation/accelerator_device.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,22 @@ import numpy as np
 from .. import kernels
 
 COPY_SLOTS = 4
-"""Copies under way or waiting to be computed, at most. Two would keep a link busy if somebody began the next whenever
-one ends; the processor does that between two experts of its own, so the link needs a queue for the time of one.
+"""Most copies that are in progress or wait to be computed.
+
+Two slots would keep a link busy if each copy began when the previous one ends.
+The CPU begins copies only between two of its own experts, so the link needs a queue that lasts as long as one of them.
 """
 
 DeviceExpert: TypeAlias = Any
-"""An expert on the device; only the device that made it knows what it is."""
+"""An expert on the device. Its type belongs to the device that made it."""
 
 
 class ExpertDevice(Protocol):
-    """One layer at a time: `begin`, any number of `run`, `collect`. Not for use from several threads at once.
+    """A device that computes one layer at a time: `begin`, any number of `run`, `collect`. Not thread-safe.
 
-    name: as the user named it. host_bytes: what it takes of the host's memory beyond what the process has when it is
-    opened. counts_all: whether used_bytes counts what others keep on it as well.
+    name: the name that the user gave.
+    host_bytes: host memory that the device needs in addition to what the process has when the device is opened.
+    counts_all: whether used_bytes includes what others store on the device.
     """
 
     name: str
@@ -31,31 +36,34 @@ class ExpertDevice(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of its memory that it has taken, at most."""
+        """Largest amount of device memory taken so far, bytes."""
 
     def keep(self, expert: kernels.Expert) -> DeviceExpert:
-        """Upload an expert that stays. Its host bytes may go once this returns."""
+        """Upload an expert that stays on the device. Its host bytes may be freed when this returns."""
 
     def copy(self, expert: kernels.Expert) -> DeviceExpert:
-        """Begin to copy an expert for one `run`; its host bytes may go once this returns.
+        """Begin to copy an expert for one `run`. Its host bytes may be freed when this returns.
 
         Waits while COPY_SLOTS copies have not been computed.
         """
 
     def drop(self, expert: DeviceExpert) -> None:
-        """Give up a copy that nobody will run."""
+        """Give up a copy that will not be run."""
 
     def begin(self, hidden_states: np.ndarray) -> None:
-        """Take the rows of a layer, float32 [T, D]; results that were not collected are dropped."""
+        """Set the rows of a layer, float32 [T, D]. Drops results that were not collected."""
 
     def run(self, expert: DeviceExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
-        """Begin to compute an expert. tokens, ranks: int32 [n], the places of its results, no pair twice."""
+        """Begin to compute an expert.
+
+        tokens, ranks: where its results go, int32 [n] each; no pair occurs twice.
+        """
 
     def collect(self, parts: np.ndarray) -> None:
-        """Wait for the results of this layer and write them to their places in float32 [T, K, D]."""
+        """Wait for the results of this layer and write them into parts, float32 [T, K, D]."""
 
     def synchronize(self) -> None:
-        """Wait for everything that was begun."""
+        """Wait for all work that was begun."""
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""

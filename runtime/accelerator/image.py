@@ -1,6 +1,6 @@
-"""The bytes of an expert as a device holds them: packed matrices, then biases, each where 64 bytes begin.
+"""The image of an expert, as a device stores it: packed matrices, then biases, each aligned to 64 bytes.
 
-What the expert file has between them and behind them stays at home.
+Other bytes of the expert file, between and after these parts, are not copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .. import kernels
 
 
 def expert_parts(expert: kernels.Expert) -> Iterator[np.ndarray]:
-    """What a copy carries, in order, uint8 [n] each: gate where there is one, up, down, their biases."""
+    """Yield the parts of an image in order, uint8 [n] each: gate if there is one, up, down, their biases."""
     for matrix in (expert.gate, expert.up, expert.down):
         if matrix is not None:
             yield matrix.data
@@ -26,12 +26,12 @@ def expert_parts(expert: kernels.Expert) -> Iterator[np.ndarray]:
 
 
 def expert_bytes(expert: kernels.Expert) -> int:
-    """Of the image of an expert."""
+    """Return the bytes of an expert's image."""
     return sum(round_up(part.nbytes, UNIT_ALIGNMENT_BYTES) for part in expert_parts(expert))
 
 
 def entry_bytes(model: ModelSpec, entry: ExpertEntry) -> int:
-    """`expert_bytes` of what the manifest lists, before anything is read."""
+    """Return `expert_bytes` of an expert that the manifest lists, before it is read."""
     spec, total = model.layers[entry.layer].experts, 0
     for projection in spec.projections:
         rows, columns = model.unit_shape(entry.layer, projection)
@@ -41,7 +41,10 @@ def entry_bytes(model: ModelSpec, entry: ExpertEntry) -> int:
 
 
 def write_image(expert: kernels.Expert, target: np.ndarray) -> int:
-    """Copy an expert into uint8 [n]. Returns its bytes. Raises ValueError if the target is too short."""
+    """Copy an expert into target, uint8 [n], and return its bytes.
+
+    Raises ValueError if the target is too short.
+    """
     at = 0
     for part in expert_parts(expert):
         end = at + part.nbytes

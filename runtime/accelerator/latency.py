@@ -1,8 +1,8 @@
-"""What an expert takes on the processor, on the device, and on the way there: measured, never assumed.
+"""Measured times of an expert: computed on the CPU, computed on the device, and copied there.
 
-Source: Twiddler, section 3.3: cpu_lat grows with the tokens, transfer_lat does not, gpu_lat is constant. Here the
-device may take longer for more tokens as well, and a transfer has two parts: the processor copies an expert into a
-staging buffer, during which it computes nothing, and the link carries it on by itself.
+Source: Twiddler, section 3.3: cpu_lat grows with the tokens, transfer_lat does not, gpu_lat is constant.
+Here the device time may grow with the tokens as well, and a transfer has two parts.
+First the CPU copies the expert into a staging buffer and computes nothing. Then the link moves it without the CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Times of one expert: fixed, and for each of its tokens or bytes. Nanoseconds, none negative.
+    """Times of one expert in ns: a fixed part, and a part for each token or byte. None is negative.
 
-    device_*: of an expert that is on the device, rows to it and back included.
+    device_*: times of an expert that is on the device, including moving its rows there and back.
     """
 
     cpu_fixed_ns: float
@@ -38,31 +38,31 @@ class LatencyModel:
     link_ns_per_byte: float
 
     def cpu_ns(self, tokens: int) -> float:
-        """Computed by the processor."""
+        """Time of an expert on the CPU."""
         return self.cpu_fixed_ns + self.cpu_token_ns * tokens
 
     def device_ns(self, tokens: int) -> float:
-        """Computed by the device, the weights being there."""
+        """Time of an expert on the device, once its weights are there."""
         return self.device_fixed_ns + self.device_token_ns * tokens
 
     def staging_ns(self, size_bytes: int) -> float:
-        """Until the processor is done with a copy."""
+        """Time that a copy keeps the CPU busy."""
         return self.staging_ns_per_byte * size_bytes
 
     def link_ns(self, size_bytes: int) -> float:
-        """On the way after that."""
+        """Time of a copy on the link, after staging."""
         return self.link_ns_per_byte * size_bytes
 
     def transfer_ns(self, size_bytes: int) -> float:
-        """A copy alone, from its start until it has arrived."""
+        """Time of a single copy, from its start until it has arrived."""
         return self.staging_ns(size_bytes) + self.link_ns(size_bytes)
 
     def to_plain(self) -> dict[str, float]:
-        """For `--json`."""
+        """Return the times for `--json`."""
         return asdict(self)
 
     def to_text(self) -> str:
-        """For the `mode:` line."""
+        """Return the times as text for the `mode:` line."""
         rate = self.staging_ns_per_byte + self.link_ns_per_byte
         link = f" (link {1 / self.link_ns_per_byte:.2f})" if self.link_ns_per_byte else ""
         copied = f"{1 / rate:.2f} GB/s{link}" if rate else "no time"
@@ -73,10 +73,12 @@ class LatencyModel:
 
 
 def fit_line(tokens: Sequence[int], times_ns: Sequence[float]) -> tuple[float, float]:
-    """The line a + b * tokens with the least squared relative errors, neither a nor b negative.
+    """Fit a + b * tokens with the least squared relative errors, neither a nor b negative.
 
-    tokens: two values or more that are not all equal; times_ns: positive. Relative, because the time of one token
-    decides in decoding and would vanish beside that of many. Raises ValueError otherwise.
+    Errors are relative because decoding depends on the time of one token, which is small next to that of many.
+    tokens: at least two values, not all equal.
+    times_ns: positive.
+    Raises ValueError otherwise.
     """
     s, t = np.asarray(tokens, np.float64), np.asarray(times_ns, np.float64)
     if len(s) != len(t) or len(np.unique(s)) < 2 or bool((t <= 0).any()):
@@ -97,9 +99,10 @@ def measure_latency(
     run_on_cpu: Callable[..., None] = kernels.expert_ffn,
     repeats: int = REPEATS,
 ) -> LatencyModel:
-    """Time an expert, whose bytes are in memory, on both sides: medians of a few repeats, lines through them.
+    """Time an expert on both sides. Lines are fitted through medians of a few repeats.
 
-    Everything runs once before it is timed. run_on_cpu: with the arguments of `kernels.expert_ffn`.
+    The bytes of the expert are in host memory. Every step runs once before it is timed.
+    run_on_cpu: takes the arguments of `kernels.expert_ffn`.
     """
     source, size = np.random.default_rng(0), expert_bytes(expert)
     cpu, on_device = list[float](), list[float]()
@@ -120,13 +123,13 @@ def measure_latency(
 
 
 def mean_latency(found: Sequence[LatencyModel]) -> LatencyModel:
-    """Every constant the mean of those of several experts; there is at least one."""
+    """Return the mean of each constant over the latencies of several experts, at least one."""
     plain = [each.to_plain() for each in found]
     return LatencyModel(**{name: statistics.fmean(each[name] for each in plain) for name in plain[0]})
 
 
 def median_ns(call: Callable[[], object], clock_ns: Callable[[], int], repeats: int = REPEATS) -> float:
-    """Of some calls behind one that does not count; at least 1."""
+    """Return the median time of some calls, at least 1 ns. One more call runs first and is not timed."""
     call()
     times = []
     for _ in range(repeats):
@@ -139,7 +142,7 @@ def median_ns(call: Callable[[], object], clock_ns: Callable[[], int], repeats: 
 def _time_copy(
     device: ExpertDevice, expert: kernels.Expert, clock_ns: Callable[[], int], repeats: int
 ) -> tuple[float, float]:
-    """Until the processor is free again, and from then until the bytes have arrived: medians."""
+    """Return two medians: the time until the CPU is free again, and from then until the bytes have arrived."""
     staged, arrived = [], []
     for _ in range(repeats + 1):
         device.synchronize()
@@ -162,7 +165,7 @@ def _time_device(
     clock_ns: Callable[[], int],
     repeats: int,
 ) -> float:
-    """An expert that has arrived, rows to the device and back included."""
+    """Return the median time of an expert that has arrived, including moving its rows there and back."""
     times = []
     for _ in range(repeats + 1):
         copied: DeviceExpert = device.copy(expert)

@@ -1,7 +1,8 @@
-"""From options to cooperating experts: the device is found, some experts are timed on both, the popular ones stay.
+"""Open the accelerator that the options name, and start cooperation on it.
 
-Two steps, because what torch takes of the host's memory must be known before the budget is split, and experts are there
-only after. torch is imported here and nowhere earlier.
+There are two steps. torch's share of host memory must be known before the budget is split: `open_device`.
+The experts can be read only after that: `start_cooperation` times a few on both sides and uploads the popular ones.
+torch is imported here and not earlier.
 """
 
 from __future__ import annotations
@@ -37,14 +38,19 @@ if TYPE_CHECKING:
     from ..model.forward import Model
 
 _SAMPLES = 3
-"""Experts that are timed: the smallest, the median and the largest."""
+"""Number of experts that are timed: the smallest, the median and the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedAccelerator:
-    """A device that was found. memory_bytes: its budget; host_bytes: what it takes of this process's memory.
+    """A device that was found.
 
-    dense_bytes: what dense weights would take of the budget; 0: they stay on the CPU. dense_note: why, for people.
+    memory_bytes: its budget.
+    host_bytes: host memory that it takes of this process.
+    sizes: bytes of each stored expert on the device, 0 for an expert that is not stored.
+    working_bytes: device memory for a pass, in addition to the weights.
+    dense_bytes: share of the budget for dense weights; 0 if they stay on the CPU.
+    dense_note: the reason, as text for people.
     """
 
     name: str
@@ -58,9 +64,12 @@ class OpenedAccelerator:
 
 
 def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) -> OpenedAccelerator:
-    """The accelerator of that name, its context created. Call before the budget is split.
+    """Open the accelerator with this name and create its context. Call it before the budget is split.
 
-    Raises MissingDependency without torch, AcceleratorUnavailable, MemoryBudgetExceeded with the device's floor.
+    Raises MissingDependency without torch.
+    Raises AcceleratorUnavailable if the device is missing or has less free memory than requested.
+    Raises MemoryBudgetExceeded, with the device's floor, if the budget is too small.
+    Raises OptionError if dense weights are sent to the device and cannot go there.
     """
     try:
         import torch
@@ -73,8 +82,8 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
     device = torch.device("cpu") if is_cpu else _cuda(name)
     given = None if options.accelerator_memory is None else parse_bytes(options.accelerator_memory)
     if not is_cpu:
-        torch.zeros(1, device=device)  # the driver's share of this process's memory is there from now on
-        torch.cuda.reset_peak_memory_stats(device)  # what is told is the peak from here on
+        torch.zeros(1, device=device)  # from now on the driver's share of this process's memory is allocated
+        torch.cuda.reset_peak_memory_stats(device)  # the reported peak starts here
         free = torch.cuda.mem_get_info(device)[0]
         if given is not None and given > free:
             raise AcceleratorUnavailable(
@@ -89,7 +98,7 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
     working = working_bytes(manifest, tokens)
     host_bytes = memory_bytes if is_cpu else COPY_SLOTS * max(sizes)
     total = working + (0 if is_cpu else LIBRARY_BYTES)
-    place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # refuses before anything is opened or read
+    place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # raises before anything is opened or read
     dense, note = 0, ""
     if wants_dense(manifest, options):
         dense = dense_bytes(manifest, tokens, options.slots, context)
@@ -102,7 +111,10 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
 
 
 def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
-    """Whether dense weights may go to the device. Raises OptionError where they were sent there and cannot."""
+    """Return whether dense weights may go to the device.
+
+    Raises OptionError if the options send them there and they cannot go.
+    """
     if options.kv == "float16":
         if options.accelerator_dense == "device":
             raise OptionError("keys and values on an accelerator are float32", "leave out `--kv float16`")
@@ -117,10 +129,10 @@ def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
 
 
 def _cuda(name: str) -> torch.device:
-    """The device `cuda` or `cuda:N`, if it is there. Raises AcceleratorUnavailable."""
+    """Return the device `cuda` or `cuda:N`. Raises AcceleratorUnavailable if it is missing."""
     import torch
 
-    index = int(name.partition(":")[2] or 0)  # torch.device keeps it in eight bits
+    index = int(name.partition(":")[2] or 0)  # `torch.device` stores the index in eight bits
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         raise AcceleratorUnavailable(
@@ -151,15 +163,16 @@ def start_cooperation(
     options: RuntimeOptions,
     host: HostParts,
 ) -> CooperativeExperts:
-    """Measure latencies, then bring dense weights and the most popular experts to the device.
+    """Measure latencies, then upload dense weights and the most popular experts.
 
-    Call before the cache begins to read. Raises MemoryBudgetExceeded, and as
-    `ExpertStorage.load`; AcceleratorUnavailable where the device has less memory than it said.
+    Call it before the cache begins to read.
+    Raises MemoryBudgetExceeded, and the errors of `ExpertStorage.load`.
+    Raises AcceleratorUnavailable if the device has less memory than it reported.
     """
     model, storage, experts = host.model, host.storage, host.model.experts
     count = len(manifest.experts)
     ranked = np.argsort(-host.records.frequency[:count], kind="stable").tolist()
-    order = [index for index in ranked if opened.sizes[index]]  # of the others nothing is stored
+    order = [index for index in ranked if opened.sizes[index]]  # experts of size 0 are not stored
     dense, dense_latency = _bring_dense(opened, options, model, host.kv)
     try:
         on_device, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
@@ -167,15 +180,17 @@ def start_cooperation(
         from .torch_device import TorchDevice
 
         device = TorchDevice(opened.name, opened.device, placement.resident_bytes + shared, max(opened.sizes))
-    except RuntimeError as error:  # torch's own for a device, or pinned memory, that is full
+    except RuntimeError as error:  # torch's own error if the device or pinned memory is full
         raise _full(opened, error) from error
     latency = measure_bundle(device, experts, opened.sizes, storage)
     residents = bring(device, placement, experts, storage)
-    kept = {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}
-    known = (placement, residents, latency, options.cooperation, host.is_in_host, kept)
-    found = CooperativeExperts(device, experts, opened.sizes, *known)
-    found.dense, found.dense_latency, found.dense_note = dense, dense_latency, opened.dense_note
-    return found
+    shared_experts = (
+        {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}
+    )
+    arguments = (placement, residents, latency, options.cooperation, host.is_in_host, shared_experts)
+    cooperative = CooperativeExperts(device, experts, opened.sizes, *arguments)
+    cooperative.dense, cooperative.dense_latency, cooperative.dense_note = dense, dense_latency, opened.dense_note
+    return cooperative
 
 
 def _full(opened: OpenedAccelerator, error: RuntimeError) -> AcceleratorUnavailable:
@@ -188,33 +203,36 @@ def _full(opened: OpenedAccelerator, error: RuntimeError) -> AcceleratorUnavaila
 def _bring_dense(
     opened: OpenedAccelerator, options: RuntimeOptions, model: Model, kv: KVCache
 ) -> tuple[DenseOnDevice | None, DenseLatency | None]:
-    """Attention and head on the device, unless they were measured to be slower there and nobody asked for it, nor for
-    decisions by what is cached.
+    """Build attention and head on the device, and keep them there if they are faster or requested.
 
-    Raises AcceleratorUnavailable where the device is full and somebody did.
+    They are requested by `--accelerator-dense device`, or by lossy modes that decide by the state of the cache.
+    Returns the parts on the device and the measured times; either may be None.
+    Raises AcceleratorUnavailable if they are requested and the device is full.
     """
     if not opened.dense_bytes:
         return None, None
     from .torch_dense import dense_on, give_back
 
-    # What a measurement decides would decide of experts' places too, and so of what lossy modes take for missed.
-    is_asked = options.accelerator_dense == "device" or options.modes.reads_cache
+    # Lossy modes treat missing experts differently. A timing must not change which experts are resident, so it does
+    # not decide in these modes.
+    is_requested = options.accelerator_dense == "device" or options.modes.reads_cache
     at = model.spec.first_decoder_layer
     found: DenseOnDevice | None = None
     try:
         found = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context, opened.dense_bytes)
-    except RuntimeError as error:  # torch's own for a device that is full
-        if is_asked:
+    except RuntimeError as error:  # torch's own error if the device is full
+        if is_requested:
             raise _full(opened, error) from error
-    if found is None:  # only here has the error let go of what was made before it
+    # The memory of a failed attempt is free only here, where the exception no longer holds references
+    if found is None:
         give_back(opened.device)
         return None, None
-    if kv.context < 2:  # nothing to draw a line through, and nothing to gain
-        return found if is_asked else None, None
+    if kv.context < 2:  # one position gives no line to fit, and nothing to gain
+        return found if is_requested else None, None
     on_host = AttentionSide(model.dense_part.blocks[at], kv.keys[at], kv.values[at])
     on_device = AttentionSide(found.part.blocks[at], found.kv.keys[at], found.kv.values[at])
     latency = measure_dense(on_host, on_device, model.spec.hidden_size, kv.context, time.perf_counter_ns)
-    if is_asked or latency.device_is_faster:
+    if is_requested or latency.device_is_faster:
         return found, latency
     del found, on_device
     give_back(opened.device)
@@ -228,23 +246,23 @@ def _first_line(error: Exception) -> str:
 def measure_bundle(
     device: ExpertDevice, experts: Sequence[kernels.Expert], sizes: Sequence[int], storage: ExpertStorage
 ) -> LatencyModel:
-    """Latencies of a few of the bundle's own experts, read for this and given up again."""
+    """Return the mean latency of a few experts of the bundle. They are read for this and released again."""
     stored = np.flatnonzero(np.array(sizes))
     by_size = stored[np.argsort(np.array(sizes)[stored], kind="stable")]
     samples = sorted({int(by_size[at]) for at in np.linspace(0, len(by_size) - 1, _SAMPLES).round().astype(int)})
-    found = []
+    latencies = []
     for index in samples:  # one at a time: the budget need not hold more
         storage.load(index)
-        found.append(measure_latency(device, experts[index]))
+        latencies.append(measure_latency(device, experts[index]))
         storage.release(index)
     storage.trim()
-    return mean_latency(found)
+    return mean_latency(latencies)
 
 
 def bring(
     device: ExpertDevice, placement: Placement, experts: Sequence[kernels.Expert], storage: ExpertStorage
 ) -> dict[int, DeviceExpert]:
-    """Read the residents one after the other and upload them; nothing of them stays in the host's memory."""
+    """Read the residents one after the other and upload them. None of them stays in host memory."""
     residents = dict[int, DeviceExpert]()
     for index in placement.resident:
         storage.load(index)

@@ -1,6 +1,6 @@
-"""Which experts stay on the device: dense weights first, then the most popular experts until its budget is full.
+"""Choose the experts that stay on the device: after dense weights, the most popular experts until the budget is full.
 
-Source: Twiddler, sections 3.3 and 3.4. Nothing here knows a device: bytes in, indices out.
+Source: Twiddler, sections 3.3 and 3.4. This file is independent of the device: bytes in, indices out.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from moec.manifests.errors import MemoryBudgetExceeded
 
 _FLOAT_BYTES = 4
 LIBRARY_BYTES = 64 << 20
-"""On cuda, for the workspaces of its libraries, which torch allocates and counts with the rest."""
+"""Bytes on cuda for the workspaces of its libraries. torch allocates them and counts them with the rest."""
 UNPACKING_BYTES = 18
-"""For each weight of a matrix while it is unpacked: two forms of its codes (1 and 4 bytes and a copy of the latter),
-the weights, and one product.
+"""Bytes for each weight of a matrix while it is unpacked.
+
+They hold two forms of its codes (1 and 4 bytes and a copy of the latter), the weights, and one product.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """resident: indices of experts, most popular first. fixed_bytes: dense weights, copies, working memory."""
+    """Experts that stay on the device, and how they fill the budget.
+
+    resident: indices of experts, most popular first.
+    fixed_bytes: dense weights, copy slots and working memory.
+    """
 
     resident: tuple[int, ...]
     resident_bytes: int
@@ -31,17 +36,19 @@ class Placement:
     budget_bytes: int
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`: how many, not which."""
+        """Return the values for `--json`, with the number of resident experts instead of their indices."""
         return {**asdict(self), "resident": len(self.resident)}
 
 
 def place_experts(
     sizes: Sequence[int], order: Iterable[int], budget_bytes: int, copy_slots: int, working_bytes: int, dense_bytes: int
 ) -> Placement:
-    """Fill a budget. sizes: bytes of every expert on the device, [N]; order: those that may stay, most popular first.
+    """Fill a budget with experts. An expert that does not fit is skipped; smaller ones after it may still stay.
 
-    An expert that does not fit is passed over; smaller ones behind it may still stay. dense_bytes: of the weights that
-    the device computes besides experts. Raises MemoryBudgetExceeded, with the least budget, if not even they fit.
+    sizes: bytes of each expert on the device, [N].
+    order: indices of experts that may stay, most popular first.
+    dense_bytes: bytes of the dense weights that the device computes.
+    Raises MemoryBudgetExceeded, with the least budget, if dense weights, copy slots and working memory do not fit.
     """
     fixed = dense_bytes + working_bytes + copy_slots * max(sizes)
     if fixed > budget_bytes:
@@ -50,19 +57,19 @@ def place_experts(
             f"{dense_bytes}, {copy_slots} experts on their way, working memory {working_bytes})",
             "raise `--accelerator-memory`" + (", lower `--context`, or keep dense weights here" if dense_bytes else ""),
         )
-    resident, room = [], budget_bytes - fixed
+    resident, free_bytes = [], budget_bytes - fixed
     for index in order:
-        if sizes[index] <= room:
+        if sizes[index] <= free_bytes:
             resident.append(index)
-            room -= sizes[index]
-    return Placement(tuple(resident), budget_bytes - fixed - room, fixed, budget_bytes)
+            free_bytes -= sizes[index]
+    return Placement(tuple(resident), budget_bytes - fixed - free_bytes, fixed, budget_bytes)
 
 
 def working_bytes(manifest: BundleManifest, tokens: int) -> int:
-    """Bytes of a device while it computes a layer of so many tokens, beside weights: an upper bound.
+    """Return an upper bound of the device bytes for a layer of this many tokens, in addition to weights.
 
-    Rows and their rounded form, one expert's activations, the results of all ranks twice, one matrix unpacked; shared
-    experts as the others.
+    They hold rows and their rounded form, the activations of one expert, the results of all ranks twice, and one
+    unpacked matrix. Shared experts count like the others.
     """
     model, widest = manifest.model, 0
     for layer, spec in enumerate(model.layers):

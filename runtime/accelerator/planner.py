@@ -1,13 +1,17 @@
-"""Where each expert of a layer runs: a pure function of tokens, bytes and latencies.
+"""Decide where each expert of a layer runs: a pure function of tokens, bytes and latencies.
 
-An expert on the device runs there. For any other there is a choice: the processor computes it, or its weights are
-copied and the device does. `published` is the rule of Twiddler (section 3.3, algorithm 1), expert by expert: copy where
-cpu_lat(s) > gpu_lat(s) + transfer_lat(). It counts times as if one followed the other. Processor, link and device work
-at the same time, copies wait for each other on the link and for a slot, so `auto` minimises when the layer is done: the
-experts with the most tokens are copied, as many as bring that time to its least. Then experts on the device whose bytes
-the host has as well move to the processor, those with the fewest tokens first, as long as that helps: small experts can
-be faster here than their kernels start there. `gpu` copies all (HOBBIT's GPU-centric mode), `cpu` none (its cooperative
-mode).
+An expert on the device runs there. For another expert there is a choice.
+Either the CPU computes it, or its weights are copied and the device computes it. Four rules exist:
+
+- `published` is the rule of Twiddler (section 3.3, algorithm 1), applied to each expert.
+  It copies if cpu_lat(s) > gpu_lat(s) + transfer_lat(). It adds times as if the steps ran one after the other.
+- `auto` minimises the end time of the layer. CPU, link and device work at the same time.
+  Copies wait for each other on the link, and for a slot.
+  The experts with the most tokens are copied, as many as minimise that time.
+  Then resident experts that are also in host memory move to the CPU, fewest tokens first, as long as that helps.
+  A small expert can finish on the CPU before the device has started its kernels.
+- `gpu` copies all experts (HOBBIT's GPU-centric mode).
+- `cpu` copies none (HOBBIT's cooperative mode).
 """
 
 from __future__ import annotations
@@ -23,11 +27,14 @@ from .device import COPY_SLOTS
 from .latency import LatencyModel
 
 _MAX_TRIALS = 64
-"""Numbers of copies that are compared; of a layer with more missing experts, evenly spaced ones and both ends."""
+"""Most numbers of copies that are compared.
+
+For a layer with more missing experts they are evenly spaced and include both ends.
+"""
 
 
 class Action(Enum):
-    """Where an expert runs."""
+    """The side that runs an expert."""
 
     RESIDENT = "resident"
     COPY = "copy"
@@ -36,9 +43,12 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """What a layer asks of one expert. index: among the stored experts; size_bytes: of its copy.
+    """The work of a layer for one expert.
 
-    is_resident: it is on the device; is_in_host: and in the host's memory as well.
+    index: index among the stored experts.
+    size_bytes: size of its copy.
+    is_resident: whether it is on the device.
+    is_in_host: whether it is on the device and also in host memory.
     """
 
     index: int
@@ -50,9 +60,11 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """actions: of every expert. order: those that need their host bytes, in the order in which to begin them.
+    """A plan of a layer: where its experts run.
 
-    predicted_ns: until the last is done, by the model.
+    actions: action of each expert.
+    order: experts whose bytes are needed in host memory, in the order in which to begin them.
+    predicted_ns: predicted time until the last expert is done.
     """
 
     actions: dict[int, Action]
@@ -60,14 +72,18 @@ class LayerPlan:
     predicted_ns: float
 
     def count(self, action: Action) -> int:
-        """Experts that this happens to."""
+        """Return the number of experts with this action."""
         return sum(each is action for each in self.actions.values())
 
 
 def expert_loads(
     tokens: Mapping[int, int], sizes: Sequence[int], residents: Container[int], is_in_host: Callable[[int], bool]
 ) -> list[ExpertLoad]:
-    """What a layer asks of its experts. tokens: of each; sizes: bytes of a copy of every stored expert."""
+    """Return the work of a layer for each of its experts.
+
+    tokens: number of tokens of each expert.
+    sizes: bytes of a copy of each stored expert.
+    """
     loads = []
     for index, count in tokens.items():
         is_resident = index in residents
@@ -78,23 +94,26 @@ def expert_loads(
 def plan_layer(
     loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation, slots: int = COPY_SLOTS
 ) -> LayerPlan:
-    """Decide for the experts of one layer; no expert twice. slots: copies on the device at once."""
+    """Plan the experts of one layer. No expert occurs twice.
+
+    slots: most copies on the device at once.
+    """
     ranked = sorted(
         loads, key=lambda load: (-load.tokens, load.size_bytes, load.is_resident, load.is_in_host, load.index)
     )
     kinds = tuple((load.tokens, load.size_bytes, load.is_resident, load.is_in_host) for load in ranked)
-    found = _plan_kinds(kinds, latency, cooperation, slots)
-    actions = {ranked[at].index: action for at, action in found.actions.items()}
-    return LayerPlan(actions, tuple(ranked[at].index for at in found.order), found.predicted_ns)
+    plan = _plan_kinds(kinds, latency, cooperation, slots)
+    actions = {ranked[at].index: action for at, action in plan.actions.items()}
+    return LayerPlan(actions, tuple(ranked[at].index for at in plan.order), plan.predicted_ns)
 
 
-# A plan does not depend on which experts they are, and the layers of decoding are much alike: a plan of eight experts
-# takes 130 us, finding it again 7.
+# A plan depends on tokens, sizes and residence of the experts, not on their indices, and the layers of decoding are
+# alike. Making a plan of eight experts takes 130 us, finding it in the cache 7 us.
 @lru_cache(maxsize=1024)
 def _plan_kinds(
     kinds: tuple[tuple[int, int, bool, bool], ...], latency: LatencyModel, cooperation: Cooperation, slots: int
 ) -> LayerPlan:
-    """As `plan_layer`, for experts named by their places."""
+    """Return the plan of `plan_layer`, with experts named by their rank in `kinds`."""
     layer = _Layer([ExpertLoad(at, *kind) for at, kind in enumerate(kinds)], latency, slots)
     if cooperation == "auto":
         return layer.plan(layer.best())
@@ -104,7 +123,10 @@ def _plan_kinds(
 
 
 def pays_alone(load: ExpertLoad, latency: LatencyModel) -> bool:
-    """Whether copying one expert is faster than computing it here. Source: Twiddler, algorithm 1, line 12."""
+    """Return whether copying this expert is faster than computing it on the CPU.
+
+    Source: Twiddler, algorithm 1, line 12.
+    """
     return latency.cpu_ns(load.tokens) > latency.device_ns(load.tokens) + latency.transfer_ns(load.size_bytes)
 
 
@@ -115,17 +137,19 @@ def schedule(
     device_ns: float = 0.0,
     slots: int = COPY_SLOTS,
 ) -> tuple[tuple[int, ...], float]:
-    """In which order the processor begins copies and computes the others, and when everything is done, in ns.
+    """Return the order in which the CPU begins copies and computes experts, and the end time of the layer in ns.
 
-    A copy is begun as soon as a slot is free, else the processor computes; with nothing left to compute it waits.
-    device_ns: what the device has to do before the first copy arrives.
+    A copy begins as soon as a slot is free. Until then the CPU computes. It waits if nothing is left to compute.
+    copies: experts that are copied.
+    computed: experts that the CPU computes.
+    device_ns: time that the device needs before the first copy arrives.
     """
     jobs = [[_job(load, latency) for load in part] for part in (copies, computed)]
     return _run(jobs[0], jobs[1], device_ns, slots)
 
 
 class _Job(NamedTuple):
-    """An expert and what it would take, in ns."""
+    """An expert and its times in ns."""
 
     expert: int
     cpu_ns: float
@@ -143,7 +167,7 @@ def _job(load: ExpertLoad, latency: LatencyModel) -> _Job:
 def _run(
     copies: Sequence[_Job], computed: Sequence[_Job], device_ns: float, slots: int
 ) -> tuple[tuple[int, ...], float]:
-    """As `schedule`."""
+    """Return the schedule of `schedule`."""
     order, ends = list[int](), list[float]()
     cpu_ns = link_ns = 0.0
     copied = done = 0
@@ -166,7 +190,12 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Who gets what. copied: of the missing; moved: from the device to the processor; order, makespan_ns: then."""
+    """A division of a layer between CPU and device.
+
+    copied: missing experts that are copied.
+    moved: experts that move from the device to the CPU.
+    order, makespan_ns: the schedule of this division and its end time.
+    """
 
     copied: frozenset[int]
     moved: frozenset[int]
@@ -175,7 +204,11 @@ class _Split:
 
 
 class _Layer:
-    """The experts of one layer. missing: in the order of copies, most tokens first; movable: the same, last first."""
+    """The experts of one layer.
+
+    missing: experts that are not on the device, most tokens first; copies are taken from the front.
+    movable: experts on the device and in host memory, most tokens first; moves are taken from the end.
+    """
 
     def __init__(self, loads: Sequence[ExpertLoad], latency: LatencyModel, slots: int) -> None:
         self._loads, self._latency, self._slots = loads, latency, slots
@@ -186,25 +219,30 @@ class _Layer:
         self._resident_ns = sum(job.device_ns for load, job in self._ranked if load.is_resident)
 
     def published(self) -> _Split:
-        """Copies where it pays alone."""
+        """Return the split that copies each expert for which a copy alone is faster."""
         copied = {load.index for load in self._loads if not load.is_resident and pays_alone(load, self._latency)}
         return self._split(copied, set())
 
     def split(self, copies: int, moved: int) -> _Split:
-        """With the first so many of the missing copied, and the last so many of the movable moved."""
+        """Return the split that copies the first `copies` missing experts and moves the last `moved` movable ones."""
         last = self.movable[len(self.movable) - moved :]
         return self._split({job.expert for job in self.missing[:copies]}, {job.expert for job in last})
 
     def best(self) -> _Split:
-        """First how many to copy, then how many to move, with these copies or none."""
+        """Return the fastest split. First choose how many to copy, then how many to move, with these copies or none."""
         best = self._better(self.published(), [(copies, 0) for copies in _counts(len(self.missing))])
         if not self.movable:
             return best
-        found = len(best.copied)
-        return self._better(best, [(copies, moved) for moved in _counts(len(self.movable)) for copies in {found, 0}])
+        best_copies = len(best.copied)
+        return self._better(
+            best, [(copies, moved) for moved in _counts(len(self.movable)) for copies in {best_copies, 0}]
+        )
 
     def _better(self, best: _Split, trials: Sequence[tuple[int, int]]) -> _Split:
-        """The best of a split and some others, most promising first: most need not be scheduled."""
+        """Return the fastest of a split and some trials.
+
+        Trials are tried in the order of their lower bounds, so most of them need no schedule.
+        """
         for least_ns, copies, moved in sorted((self._least_ns(*trial), *trial) for trial in trials):
             if least_ns >= best.makespan_ns:
                 break
@@ -212,14 +250,15 @@ class _Layer:
         return best
 
     def _least_ns(self, copies: int, moved: int) -> float:
-        """A split cannot end earlier: each side's own work, without any waiting."""
+        """Return a lower bound of the end time: the work of each side, without any waiting."""
         copied, own, last = self.missing[:copies], self.missing[copies:], self.movable[len(self.movable) - moved :]
         cpu_ns = (
             sum(job.staging_ns for job in copied) + sum(job.cpu_ns for job in own) + sum(job.cpu_ns for job in last)
         )
         device_ns = self._resident_ns - sum(job.device_ns for job in last) + sum(job.device_ns for job in copied)
         link_ns = sum(job.link_ns for job in copied)
-        # Sums in another order than the schedule's: a bound by a hair too high would hide the better split.
+        # The sums are in another order than in the schedule. A bound that is too high by rounding would hide the better
+        # split.
         return max(cpu_ns, device_ns, link_ns) * (1 - 1e-12)
 
     def _split(self, copied: Set[int], moved: Set[int]) -> _Split:
@@ -233,7 +272,7 @@ class _Layer:
         return _Split(frozenset(copied), frozenset(moved), *_run(waiting, own, device_ns, self._slots))
 
     def plan(self, split: _Split) -> LayerPlan:
-        """What it means for every expert."""
+        """Return the plan of a split."""
         actions = {}
         for load in self._loads:
             if load.is_resident and load.index not in split.moved:
@@ -244,5 +283,5 @@ class _Layer:
 
 
 def _counts(most: int) -> list[int]:
-    """Numbers from 0 to most, both there, at most _MAX_TRIALS of them between."""
+    """Return about _MAX_TRIALS evenly spaced numbers from 0 to most, both included."""
     return [*range(0, most, -(-most // _MAX_TRIALS) or 1), most]

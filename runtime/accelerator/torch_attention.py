@@ -1,9 +1,10 @@
 """Attention of one layer on a torch device, with its keys and values there.
 
 The specification is `runtime/layers/attention.py`.
-
-Weights are unpacked once, to the kernels' own float32 values; activations are rounded as the kernels round them. Sums
-have another order. Shapes are those of the specification; E: positions up to the last that a query sees, B: sequences.
+Weights are unpacked once, to the float32 values of the kernels. Activations are rounded as in the kernels.
+Sums are added in another order. Shapes are those of the specification.
+E: positions up to the last one that a query sees.
+B: sequences.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from .torch_weights import round_activations, unpack
 
 
 def unpacked(matrix: PackedMatrix, device: torch.device) -> torch.Tensor:
-    """The weights of a matrix on the device, float32 [N, K]."""
+    """Return the weights of a matrix on the device, float32 [N, K]."""
     weights = torch.empty((matrix.rows, matrix.columns), dtype=torch.float32, device=device)
     unpack_into(weights, matrix)
     return weights
 
 
 def unpack_into(weights: torch.Tensor, matrix: PackedMatrix) -> None:
-    """The weights of a matrix, to a tensor [N, K] of their size; some row blocks at a time."""
+    """Unpack a matrix into a tensor [N, K], some row blocks at a time."""
     blocks = round_up(matrix.rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK
     block_bytes = len(matrix.data) // blocks
     step = max(1, UNPACKED_AT_ONCE // (ROWS_PER_BLOCK * matrix.columns))
@@ -45,14 +46,14 @@ def unpack_into(weights: torch.Tensor, matrix: PackedMatrix) -> None:
 
 
 def rounded_as_read(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    """Rows [..., K] as a matrix reads them: 16-bit weights read them as they are."""
+    """Return rows [..., K] with the rounding that a matrix reads. 16-bit weights read rows without rounding."""
     if matrix.spec.bitwidth == 16:
         return x
     return round_activations(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 class TorchLinear:
-    """x W^T for some matrices that read the same rows, each with its bias where there is one."""
+    """x W^T for matrices that read the same rows, each with its bias if there is one."""
 
     def __init__(
         self, matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
@@ -73,7 +74,7 @@ class TorchLinear:
             self._bias = torch.from_numpy(np.concatenate(whole)).to(device)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """float32 [T, K] -> [T, N] of each matrix."""
+        """Multiply rows, float32 [T, K]. Returns [T, N] for each matrix."""
         rows = round_activations(x) if self._is_rounded else x
         out = rows @ self._weight.T
         if self._bias is not None:
@@ -84,14 +85,14 @@ class TorchLinear:
 def together(
     matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
 ) -> list[TorchLinear]:
-    """Matrices in order, neighbours in one product where they read the same rows."""
-    found, first = list[TorchLinear](), 0
-    for last in range(1, len(matrices) + 1):
-        is_end = last == len(matrices)
-        if is_end or (matrices[last].spec.bitwidth == 16) != (matrices[first].spec.bitwidth == 16):
-            found.append(TorchLinear(matrices[first:last], biases[first:last], device))
-            first = last
-    return found
+    """Combine adjacent matrices that read the same rows into one product each, in order."""
+    linears, start = list[TorchLinear](), 0
+    for end in range(1, len(matrices) + 1):
+        is_last = end == len(matrices)
+        if is_last or (matrices[end].spec.bitwidth == 16) != (matrices[start].spec.bitwidth == 16):
+            linears.append(TorchLinear(matrices[start:end], biases[start:end], device))
+            start = end
+    return linears
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -100,14 +101,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class TorchRotary:
-    """Cosines and sines of a `RotaryTables`, and what it does with them."""
+    """Cosines and sines of a `RotaryTables` on a device, and the rotation."""
 
     def __init__(self, tables: RotaryTables, device: torch.device) -> None:
         self._rope = tables.rope
         self._cos, self._sin = torch.from_numpy(tables.cos).to(device), torch.from_numpy(tables.sin).to(device)
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T, H, Dh] -> the same with its first features rotated; positions int64 [T]."""
+        """Rotate the first features of heads [T, H, Dh]. Returns the same shape.
+
+        positions: int64 [T].
+        """
         half = self._rope.rotary_size // 2
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         if self._rope.interleaved:
@@ -119,10 +123,12 @@ class TorchRotary:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens that attention takes together: of one slot, or each of its own, in order of rows.
+    """Tokens that attention computes together: all of one slot, or one token of each slot; in the order of rows.
 
-    rows: of the pass, int64 [n]. slots: a slice of neighbours, whose cache need not be copied, or int64 [n] of any.
-    end: positions that the furthest sees. is_even: whether all see as many.
+    rows: rows of the pass, int64 [n].
+    slots: a slice of adjacent slots, whose cache need not be copied, or any slots, int64 [n].
+    end: positions up to the last one that a token sees.
+    is_even: whether all tokens see the same number of positions.
     """
 
     rows: torch.Tensor
@@ -132,7 +138,7 @@ class Part:
 
 
 class PlacesOnDevice:
-    """Where the tokens of a pass stand, brought to the device once for all layers."""
+    """Slots and positions of a pass's tokens, uploaded to the device once for all layers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -141,7 +147,7 @@ class PlacesOnDevice:
         self.parts: list[Part] = []
 
     def take(self, places: TokenPlaces) -> None:
-        """The pass whose layers follow."""
+        """Set the pass whose layers follow."""
         if places is self._places:
             return
         self._places = places
@@ -157,7 +163,7 @@ class PlacesOnDevice:
             self.parts.append(Part(self._upload(rows), slice(slot, slot + 1), end))
 
     def _side_by_side(self, places: TokenPlaces) -> Part:
-        """One token each of some slots."""
+        """Return the part for a pass with one token in each of its slots."""
         slots, positions = places.slots, places.positions
         first, end, is_even = int(slots[0]), int(positions.max()) + 1, len(set(positions.tolist())) == 1
         is_run = np.array_equal(slots, np.arange(first, first + len(slots)))
@@ -177,33 +183,39 @@ def attend(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token over the cache of its slot, as `kernels.attention`. query [T, H, Dh]; keys, values [S, Hkv, C, Dh].
+    """Attend from each token to the cache of its slot, like `kernels.attention`. Returns [T, H, Dv].
 
-    window 0: none; sinks: [H]. Returns [T, H, Dv].
+    query: [T, H, Dh].
+    keys, values: [S, Hkv, C, Dh].
+    window: sliding window in positions, or 0 for none.
+    sinks: [H], or None.
     """
     out = torch.empty((*query.shape[:2], values.shape[3]), dtype=torch.float32, device=query.device)
     for part in places.parts:
         for rows, slots in _chunks(part, _rows_at_once(part, query, keys, values)):
-            asked = query[rows]
-            is_one = isinstance(slots, slice) and slots.stop == slots.start + 1
-            asked = asked.unsqueeze(0) if is_one else asked.unsqueeze(1)
-            positions = places.positions[rows].view(asked.shape[:2])
+            queries = query[rows]
+            is_one_slot = isinstance(slots, slice) and slots.stop == slots.start + 1
+            queries = queries.unsqueeze(0) if is_one_slot else queries.unsqueeze(1)
+            positions = places.positions[rows].view(queries.shape[:2])
             seen = (keys[slots, :, : part.end], values[slots, :, : part.end])
-            mixed = _mix(asked, *seen, positions, scale, window, sinks, part.is_even)
+            mixed = _mix(queries, *seen, positions, scale, window, sinks, part.is_even)
             out[rows] = mixed.reshape(len(rows), *out.shape[1:])
-            del seen, mixed  # before the next ones are made
+            del seen, mixed  # free them before the next ones are made
     return out
 
 
 def _rows_at_once(part: Part, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Queries whose scores, and copies of what they see where those are made, are CHUNK_FLOATS together."""
+    """Return the number of queries whose temporary values fit in CHUNK_FLOATS.
+
+    These are the scores, and copies of keys and values where copies are made.
+    """
     is_copied = isinstance(part.slots, torch.Tensor) or not part.is_even
     copied = keys.shape[1] * (keys.shape[3] + 2 * values.shape[3]) if is_copied else 0
     return max(1, CHUNK_FLOATS // (part.end * (3 * query.shape[1] + copied)))
 
 
 def _chunks(part: Part, step: int) -> Iterator[tuple[torch.Tensor, slice | torch.Tensor]]:
-    """So many rows of a part at a time, with their slots."""
+    """Yield the rows of a part, `step` at a time, with their slots."""
     slots = part.slots
     for first in range(0, len(part.rows), step):
         rows = part.rows[first : first + step]
@@ -225,10 +237,13 @@ def _mix(
     sinks: torch.Tensor | None,
     is_even: bool,
 ) -> torch.Tensor:
-    """query [B, t, H, Dh]; keys, values [B, Hkv, E, Dh]; positions [B, t]. Returns [B, t, H, Dv].
+    """Attend from some tokens of each sequence to its keys and values. Returns [B, t, H, Dv].
 
-    is_even: whether all sequences are of E positions. What lies behind the end of another has no weight, but may be
-    what an earlier sequence left there: not a number, perhaps, which no weight takes away.
+    query: [B, t, H, Dh].
+    keys, values: [B, Hkv, E, Dh].
+    positions: position of each token, [B, t].
+    is_even: whether all sequences have E positions. If not, values after the end of a sequence are set to 0.
+    An earlier sequence may have left NaN there, and a weight of 0 does not remove a NaN.
     """
     batch, count, heads, size = query.shape
     groups, end = keys.shape[1], keys.shape[2]
@@ -272,7 +287,10 @@ class TorchHeadAttention:
         self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """As `torch_dense.Attention`; keys, values: tensors of this device."""
+        """Compute `torch_dense.Attention`.
+
+        keys, values: tensors of this device.
+        """
         spec, count, where = self._spec, len(normed), self._places
         where.take(places)
         x = torch.from_numpy(normed).to(self._device)
@@ -290,7 +308,7 @@ class TorchHeadAttention:
         return np.asarray(out.cpu().numpy())
 
     def _normed(self, name: str, heads: torch.Tensor) -> torch.Tensor:
-        """Over a head, or over all of them."""
+        """Normalise each head, or all heads of a token together."""
         rows = heads.flatten(1) if self._spec.query_key_norm == "full" else heads
         return rms_norm(rows, self._vectors[name], self._norm_eps).view(heads.shape)
 
@@ -317,7 +335,11 @@ class TorchLatentAttention:
         self._value_up = unpacked(weights["value_up"], device).view(spec.num_heads, latent.value_size, latent.rank)
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """As `torch_dense.Attention`; keys: a tensor of this device, values the same one."""
+        """Compute `torch_dense.Attention`.
+
+        keys: a tensor of this device.
+        values: the same tensor.
+        """
         spec, rank, plain, where = self._spec, self._latent.rank, self._latent.plain_size, self._places
         where.take(places)
         x = torch.from_numpy(normed).to(self._device)

@@ -1,4 +1,4 @@
-"""A model's attention, keys and values, and head on a torch device."""
+"""Attention, keys and values, and head of a model on a torch device."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .torch_attention import PlacesOnDevice, TorchHeadAttention, TorchLatentAtte
 
 
 class Attention(Protocol):
-    """Attention of one layer between the norm in front of it and the sum behind it."""
+    """Attention of one layer, without the norm before it and the sum after it."""
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """As an AttentionBlock, but what tokens see is returned. normed [T, D] -> [T, D]."""
+        """Compute an AttentionBlock, but return the result instead of adding it. normed: [T, D]. Returns [T, D]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NormedAttention:
-    """The block around an attention that has neither norm nor sum."""
+    """Norm, attention and sum of one layer, for an attention that has neither norm nor sum."""
 
     norm: Norm
     attention: Attention
@@ -43,29 +43,29 @@ class NormedAttention:
 
 
 class TorchKVCache(KVCache):
-    """Keys and values on a device. Of models without an encoder."""
+    """Keys and values on a device, for models without an encoder."""
 
     def __init__(self, model: ModelSpec, slots: int, context: int, device: torch.device) -> None:
         self._device = device
         super().__init__(model, slots, context)
 
     def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory of the device."""
+        """Allocate device memory."""
         return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
     def copied(self, part: torch.Tensor) -> torch.Tensor:
-        """A part of its own."""
+        """Return a copy of a part."""
         return part.clone()
 
 
 class TorchHead:
-    """The head's product on a device."""
+    """The product of the head on a device."""
 
     def __init__(self, matrix: PackedMatrix, device: torch.device) -> None:
         self._linear, self._rows, self._device = TorchLinear([matrix], [None], device), matrix.rows, device
 
     def __call__(self, normed: np.ndarray) -> np.ndarray:
-        """float32 [n, D] -> [n, V], some rows at a time."""
+        """Multiply float32 [n, D], some rows at a time. Returns logits, float32 [n, V]."""
         out = np.empty((len(normed), self._rows), np.float32)
         for first in range(0, len(normed), HEAD_ROWS):
             part = torch.from_numpy(normed[first : first + HEAD_ROWS]).to(self._device)
@@ -74,7 +74,7 @@ class TorchHead:
 
 
 def give_back(device: torch.device) -> None:
-    """Return to the device what torch keeps of memory that nobody has any more."""
+    """Return to the device the memory that torch caches and no tensor uses."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -82,9 +82,11 @@ def give_back(device: torch.device) -> None:
 def dense_on(
     device: torch.device, model: ModelSpec, dense: Mapping[str, Any], slots: int, context: int, size_bytes: int
 ) -> DenseOnDevice:
-    """Bring a model's attention and head to a device, and make room for keys and values there.
+    """Bring attention and head of a model to a device, and allocate keys and values there.
 
-    dense: all dense weights by name. size_bytes: see DenseOnDevice. Raises torch's own errors where the device is full.
+    dense: all dense weights by name.
+    size_bytes: see DenseOnDevice.
+    Raises torch's own errors if the device is full.
     """
     ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
     rotary = {rope: TorchRotary(RotaryTables(rope, context), device) for rope in ropes}

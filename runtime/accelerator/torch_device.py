@@ -1,7 +1,7 @@
-"""Experts on a torch device: packed bytes in its memory, unpacked there for each use, products in float32.
+"""Experts on a torch device. They stay packed in its memory and are unpacked for each use; products are float32.
 
-`cuda` copies through pinned buffers on a stream of its own, beside what is computed; `torch-cpu` runs the same code on
-torch's CPU device, which shows that it is right and is of no other use.
+`cuda` copies through pinned buffers on its own stream, while it computes.
+`torch-cpu` runs the same code on torch's CPU device. It serves only to test the code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .torch_weights import round_activations, unpack
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Where a packed matrix lies in an expert's image, and what it is."""
+    """A packed matrix in an expert's image: its first and last byte, its shape and format."""
 
     start: int
     end: int
@@ -34,7 +34,11 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a device must know of an expert besides its bytes. gate: None without one; biases: first and last byte."""
+    """Data that a device needs to compute an expert, apart from its bytes.
+
+    gate: None without one.
+    biases: first and last byte of each in the image.
+    """
 
     gate: _Matrix | None
     up: _Matrix
@@ -45,15 +49,15 @@ class _Form:
 
 
 def _form(expert: kernels.Expert) -> _Form:
-    at, found = 0, list[_Matrix | None]()
+    at, matrices = 0, list[_Matrix | None]()
     for matrix in (expert.gate, expert.up, expert.down):
-        found.append(None if matrix is None else _place(matrix, at))
+        matrices.append(None if matrix is None else _place(matrix, at))
         at = at if matrix is None else round_up(at + matrix.data.nbytes, UNIT_ALIGNMENT_BYTES)
     biases = []
     for bias in expert.biases:
         biases.append((at, at + bias.nbytes))
         at = round_up(at + bias.nbytes, UNIT_ALIGNMENT_BYTES)
-    gate, up, down = found
+    gate, up, down = matrices
     if up is None or down is None:
         raise ValueError("an expert has up and down")
     return _Form(gate, up, down, tuple(biases), expert.activation, expert.limit)
@@ -65,7 +69,11 @@ def _place(matrix: PackedMatrix, at: int) -> _Matrix:
 
 @dataclass(slots=True, eq=False)
 class TorchExpert:
-    """An expert on the device. slot: of a copy. arrived: event of its copy, on cuda."""
+    """An expert on the device.
+
+    slot: copy slot, None for a resident.
+    arrived: event at the end of its copy, on cuda.
+    """
 
     image: torch.Tensor
     form: _Form
@@ -74,9 +82,11 @@ class TorchExpert:
 
 
 class TorchDevice:
-    """A device of torch. memory_bytes: of the arena that residents and copies share; copy_bytes: of the largest copy.
+    """A device of torch.
 
-    Raises torch's own errors where the device has less.
+    resident_bytes: size of the memory for residents.
+    copy_bytes: size of the largest copy; there are COPY_SLOTS buffers of this size.
+    Raises torch's own errors if the device has less memory.
     """
 
     host_bytes = 0
@@ -87,7 +97,7 @@ class TorchDevice:
         self._arena = torch.empty(resident_bytes, dtype=torch.uint8, device=device)
         self._taken = 0
         self._slots = [torch.empty(copy_bytes, dtype=torch.uint8, device=device) for _ in range(COPY_SLOTS)]
-        # On the CPU a copy is in its place as soon as it is written.
+        # On the CPU a copy is complete as soon as it is written.
         self._staging = [
             torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=True) if self._is_cuda else slot
             for slot in self._slots
@@ -101,13 +111,13 @@ class TorchDevice:
 
     @property
     def used_bytes(self) -> int:
-        """On cuda the most that torch ever allocated there; on the CPU residents and slots."""
+        """Largest amount of memory taken: on cuda torch's peak, on the CPU residents and copy slots. Bytes."""
         if self._is_cuda:
             return int(torch.cuda.max_memory_allocated(self._device))
         return self._arena.nbytes + sum(slot.nbytes for slot in self._slots)
 
     def keep(self, expert: kernels.Expert) -> TorchExpert:
-        """Upload an expert that stays. Raises ValueError if the arena is full."""
+        """Upload an expert that stays on the device. Raises ValueError if the memory for residents is full."""
         size = expert_bytes(expert)
         image = self._arena[self._taken : self._taken + size]
         if self._is_cuda:
@@ -120,7 +130,7 @@ class TorchDevice:
         return TorchExpert(image, _form(expert))
 
     def copy(self, expert: kernels.Expert) -> TorchExpert:
-        """Begin to copy an expert for one `run`; waits while its slot is in use."""
+        """Begin to copy an expert for one `run`. Waits while its slot is in use."""
         slot, self._next_slot = self._next_slot, (self._next_slot + 1) % COPY_SLOTS
         done = self._done[slot]
         if done is not None:
@@ -133,20 +143,23 @@ class TorchDevice:
                 image.copy_(self._staging[slot][:size], non_blocking=True)
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record(self._copies)
-            self._done[slot] = arrived  # until a run takes longer
+            self._done[slot] = arrived  # `run` replaces it by an event at the end of its computation
         return TorchExpert(image, _form(expert), slot, arrived)
 
     def drop(self, expert: TorchExpert) -> None:
-        """Its slot is free when the copy has arrived."""
+        """Do nothing: its slot is free when the copy has arrived."""
 
     def begin(self, hidden_states: np.ndarray) -> None:
-        """Take the rows of a layer, float32 [T, D]; results that were not collected are dropped."""
+        """Set the rows of a layer, float32 [T, D]. Drops results that were not collected."""
         self._results = []
         self._rows = torch.from_numpy(hidden_states).to(self._device)
         self._rounded = None
 
     def run(self, expert: TorchExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
-        """Begin to compute an expert. tokens, ranks: int32 [n]."""
+        """Begin to compute an expert.
+
+        tokens, ranks: where its results go, int32 [n] each.
+        """
         if expert.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(expert.arrived)
         at = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
@@ -158,12 +171,16 @@ class TorchDevice:
         self._results.append((tokens, ranks, out))
 
     def _compute(self, expert: TorchExpert, at: torch.Tensor) -> torch.Tensor:
-        """down(activation(gate x, up x)), each with its bias. at: int64 [n], rows of the layer. Returns [n, D]."""
+        """down(activation(gate x, up x)), each with its bias.
+
+        at: rows of the layer, int64 [n].
+        Returns [n, D].
+        """
         form = expert.form
         products = []
         biases = [expert.image[start:end].view(torch.float32) for start, end in form.biases]
         for number, matrix in enumerate((form.gate or form.up, form.up)):
-            if form.gate is None and number == 0:  # relu reads up alone
+            if form.gate is None and number == 0:  # relu uses up alone
                 continue
             product = self._inputs(matrix).index_select(0, at) @ self._weights(expert, matrix).T
             products.append(product + biases[number] if biases else product)
@@ -174,7 +191,7 @@ class TorchDevice:
         return out + biases[2] if biases else out
 
     def _inputs(self, matrix: _Matrix) -> torch.Tensor:
-        """The rows of the layer as a matrix reads them; rounded once for all experts."""
+        """Return the rows of the layer as a matrix reads them. They are rounded once for all experts."""
         if matrix.spec.bitwidth == 16:
             return self._rows
         if self._rounded is None:
@@ -185,7 +202,7 @@ class TorchDevice:
         return unpack(expert.image[matrix.start : matrix.end], matrix.rows, matrix.columns, matrix.spec)
 
     def collect(self, parts: np.ndarray) -> None:
-        """Wait for the results and write them to their places in float32 [T, K, D]."""
+        """Wait for the results and write them into parts, float32 [T, K, D]."""
         if not self._results:
             return
         rows = torch.cat([out for _, _, out in self._results]).cpu().numpy()
@@ -195,12 +212,12 @@ class TorchDevice:
         self._results = []
 
     def synchronize(self) -> None:
-        """Wait for everything that was begun."""
+        """Wait for all work that was begun."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.synchronize()
         self._arena = self._rows = torch.empty(0)
         self._rounded = None
@@ -210,7 +227,10 @@ class TorchDevice:
 
 
 def _activate(products: list[torch.Tensor], activation: str, limit: float) -> torch.Tensor:
-    """What down reads, see `kernels.reference.gated`. products: of gate and up, or of up alone."""
+    """Return the input of down; see `kernels.reference.gated`.
+
+    products: of gate and up, or of up alone.
+    """
     if activation == "relu":
         return products[-1].clamp_min(0)
     gate, up = products

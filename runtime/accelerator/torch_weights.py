@@ -1,7 +1,7 @@
-"""Packed matrices unpacked by torch, on any of its devices: the bits of `kernels.packed_matrix.unpack`.
+"""Unpack packed matrices with torch, on any of its devices, to the same bits as `kernels.packed_matrix.unpack`.
 
-scale * code is exact in float32 (11 and at most 8 significant bits), so the one rounding is that of the sum, as in the
-kernels. The layout is that of docs/format.md, Packing; the sizes are those of `manifests.quant`.
+scale * code is exact in float32 (11 and at most 8 significant bits). So only the sum rounds, as in the kernels.
+The layout is that of docs/format.md, Packing; the sizes are those of `manifests.quant`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SMALLEST_ROUNDED = 2.0**-110  # as in the kernels: 127 divided by less could ov
 
 @lru_cache
 def _shifts(bits: int, device: torch.device) -> torch.Tensor:
-    """Where the fields of a byte begin, uint8 [8 / bits, 1]; kept, because making it would wait for the device."""
+    """First bit of each field of a byte, uint8 [8 / bits, 1]. Cached: making it would wait for the device."""
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).unsqueeze(-1)
 
 
@@ -33,13 +33,17 @@ def _mxfp4_levels(device: torch.device) -> torch.Tensor:
 
 
 def _fields(planes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes as fields of so many bits, lowest first: uint8 [n, planes, 64] -> uint8 [n, planes x 8 / bits, 64]."""
+    """Split bytes into fields of `bits` bits, lowest first.
+
+    planes: uint8 [n, planes, 64].
+    Returns uint8 [n, planes x 8 / bits, 64].
+    """
     fields: torch.Tensor = (planes.unsqueeze(2) >> _shifts(bits, planes.device)) & (2**bits - 1)
     return fields.reshape(len(planes), -1, _PLANE_BYTES)
 
 
 def _ternary_lanes(tiles: torch.Tensor) -> torch.Tensor:
-    """Codes of tiles of three values, uint8 [n, 208] -> uint8 [n, 16, 64]."""
+    """Return the codes of tiles of ternary values: uint8 [n, 208] -> uint8 [n, 16, 64]."""
     digits, split = [], _TERNARY_PLANES * _PLANE_BYTES
     fractions = tiles[:, :split].reshape(-1, _TERNARY_PLANES, 1, _PLANE_BYTES).to(torch.int16)
     for _ in range(_TERNARY_DIGITS):
@@ -52,7 +56,10 @@ def _ternary_lanes(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def _lanes(tiles: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Codes of tiles, uint8 [n, bytes] -> uint8 [n, q, 64]: byte 4 r + c of lane q is row r, column 4 q + c."""
+    """Return the codes of tiles: uint8 [n, bytes] -> uint8 [n, q, 64].
+
+    Byte 4 r + c of lane q is row r, column 4 q + c.
+    """
     if spec.is_ternary:
         return _ternary_lanes(tiles)
     planes = tiles.reshape(len(tiles), -1, _PLANE_BYTES)
@@ -65,12 +72,12 @@ def _lanes(tiles: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:
-    """Half-precision floats as bytes [blocks, G, 32] -> float32 [blocks, 16, G, 1]."""
+    """Convert half-precision floats, stored as bytes [blocks, G, 32], to float32 [blocks, 16, G, 1]."""
     return data.contiguous().view(torch.float16).float().permute(0, 2, 1).unsqueeze(-1)
 
 
 def _scales(records: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Scales and minima of the groups, float32 [blocks, 16, G, 1] each, and where a group's codes begin."""
+    """Return scales and minima of the groups, float32 [blocks, 16, G, 1] each, and the offset of a group's codes."""
     if spec.is_mxfp4:
         # 2^(e - 128) is the float whose exponent field is e - 1; the format has e from 2 to 254.
         fields = (records[:, :, :ROWS_PER_BLOCK].to(torch.int32) - 1) << _FRACTION_BITS
@@ -84,7 +91,10 @@ def _scales(records: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch
 
 
 def _byte_scales(exponents: torch.Tensor, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """`_scales` of bytes: multiples of powers of two, whose exponents are uint8 [blocks, 32]."""
+    """Return `_scales` for byte scales, which are multiples of powers of two.
+
+    exponents: exponents of the powers, uint8 [blocks, 32].
+    """
     steps = (exponents.to(torch.int32) << _FRACTION_BITS).view(torch.float32)
     header = 2 * ROWS_PER_BLOCK
     values = (records[:, :, :header] * steps.unsqueeze(1)).permute(0, 2, 1).unsqueeze(-1)
@@ -92,10 +102,11 @@ def _byte_scales(exponents: torch.Tensor, records: torch.Tensor) -> tuple[torch.
 
 
 def unpack(data: torch.Tensor, rows: int, columns: int, spec: QuantSpec) -> torch.Tensor:
-    """The weights of a packed matrix, each rounded once.
+    """Return the weights of a packed matrix, each rounded once, float32 [rows, columns], on the same device.
 
-    data: uint8 [packed_bytes], contiguous and starting at an even address. Returns float32 [rows, columns] on the same
-    device. Raises ValueError for another size. Source: docs/format.md, Packing.
+    data: uint8 [packed_bytes], contiguous, starting at an even address.
+    Raises ValueError for another size or dtype.
+    Source: docs/format.md, Packing.
     """
     expected = spec.packed_bytes(rows, columns)
     if data.dtype != torch.uint8 or data.numel() != expected:
@@ -111,16 +122,16 @@ def unpack(data: torch.Tensor, rows: int, columns: int, spec: QuantSpec) -> torc
     lanes = _lanes(tiles, spec).reshape(blocks, columns // spec.tile_columns, -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
     by_row = lanes.permute(0, 3, 1, 2, 4)
     weights = torch.empty(by_row.shape, dtype=torch.float32, device=data.device).copy_(by_row)
-    # In place: for a moment this is the largest thing that the device holds.
+    # In place: at this moment it is the largest tensor on the device.
     grouped = weights.view(blocks, ROWS_PER_BLOCK, groups, -1).mul_(scales).add_(minima)
     return grouped.view(-1, columns)[:rows]
 
 
 def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """Rows rounded to 8 bits per 32 columns, as every quantized matrix reads them on the CPU; float32 [T, K]."""
+    """Round rows, float32 [T, K], to 8 bits per 32 columns, as every quantized matrix reads them on the CPU."""
     tiles = x.reshape(len(x), -1, COLUMNS_PER_TILE)
     largest = tiles.abs().amax(dim=-1, keepdim=True)
-    # A tensor, not a number: torch divides by a number, or a number by a tensor, with a reciprocal, which rounds twice.
+    # Divide by a tensor, not by a number. For a number torch multiplies by its reciprocal, which rounds twice.
     most = torch.full_like(largest, 127.0)
     inverse = torch.where(largest >= _SMALLEST_ROUNDED, most / largest, 0.0)
     codes = torch.round((tiles * inverse).clamp_(-127, 127))

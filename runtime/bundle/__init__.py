@@ -1,1 +1,1 @@
-"""What is on disk: the files of a bundle, and bundles packed into one file."""
+"""Bundles on disk: their files, and bundles packed into one file."""

@@ -1,5 +1,6 @@
-"""Files of a bundle, opened once: what is read later comes from the files that were checked, whatever their names
-stand for by then.
+"""Files of a bundle, opened once.
+
+Later reads use the descriptors of the files that were checked, whatever their names refer to by then.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ from moec.manifests.files.input_file import UnreadableFile, open_input, read_des
 
 COPY_AGAIN = "copy the bundle again"
 _OTHER_FILES = 256
-"""Open files that a process has next to those of bundles: libraries, sockets, pipes. A bound, not a count."""
+"""Open files of a process in addition to those of bundles: libraries, sockets, pipes. An upper bound."""
 _WRONG_KINDS = (None, errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
-"""Reasons why a file cannot be opened that say something about the bundle; None: it is of another kind."""
+"""Errors of opening that mean a wrong bundle; None: the file is of another kind."""
 
 
 FileIdentity = tuple[int, int, int]
-"""What changes whenever a file's content does: size in bytes, times of the last change of content and of anything, ns.
+"""Values that change with a file's content: size in bytes, time of the last content change, time of any change, ns.
 
-A change of content can leave the second alone, as `touch` sets it, but never the third.
+A content change may leave the second value unchanged, because `touch` can set it. It always changes the third one.
 """
 
 
 class BundleFile:
-    """One regular file, open for reading. It is closed when the last reference to it is gone.
+    """One regular file, open for reading. It is closed with the last reference to it.
 
-    path: its name, for messages. descriptor: of the file. size_bytes: when it was opened.
+    path: its name, for messages.
+    descriptor: its file descriptor.
+    size_bytes: its size when it was opened.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -41,24 +44,27 @@ class BundleFile:
         self.size_bytes = os.fstat(descriptor).st_size
 
     def identity(self) -> FileIdentity:
-        """Return the identity of the content as of now."""
+        """Return the current identity of the content."""
         now = os.fstat(self.descriptor)
         return now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
     def reopened(self, flags: int) -> BundleFile:
-        """Open the same file once more, with other flags. Raises OSError where the system has no `/proc`, too."""
+        """Open the same file again with other flags. Raises OSError, also if the system has no `/proc`."""
         again = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
         return BundleFile(self.path, again)
 
     def read(self, limit_bytes: int) -> bytes:
-        """Return the whole content. Raises BundleIncomplete if it is more than `limit_bytes`, StorageReadFailed."""
+        """Return the whole content.
+
+        Raises BundleIncomplete if it has more than `limit_bytes`. Raises StorageReadFailed.
+        """
         try:
             return read_descriptor(self.descriptor, limit_bytes)
         except UnreadableFile as error:
             raise _refusal(self.path, error) from error
 
     def read_into(self, buffers: Sequence[memoryview], offset_bytes: int) -> int:
-        """Fill buffers, one after the other, from an offset on. Returns the bytes there were. Raises OSError."""
+        """Fill buffers, one after the other, from an offset on. Returns the number of bytes read. Raises OSError."""
         waiting, done = list(buffers), 0
         while waiting:
             count = os.preadv(self.descriptor, waiting, offset_bytes + done)
@@ -73,13 +79,13 @@ class BundleFile:
 
 
 class BundleFiles:
-    """The opened files of one bundle by name.
+    """The opened files of one bundle, by name.
 
-    Names are looked up in the folder that was opened, so the folder cannot be swapped either.
+    Names are resolved in the folder that was opened, so the folder cannot be swapped either.
     """
 
     def __init__(self, path: Path) -> None:
-        """path: the folder. Raises BundleIncomplete."""
+        """path: the folder. Raises BundleIncomplete, StorageReadFailed."""
         self.path = path
         try:
             folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NONBLOCK)
@@ -93,7 +99,7 @@ class BundleFiles:
         self._files: dict[str, BundleFile] = {}
 
     def names(self) -> list[str]:
-        """Names in the folder, in no order."""
+        """Return the names in the folder, in no order."""
         try:
             return os.listdir(self._opened_folder())
         except OSError as error:
@@ -102,10 +108,11 @@ class BundleFiles:
     def open(self, names: Iterable[str]) -> None:
         """Open regular files of the folder.
 
-        Raises BundleIncomplete if one is missing or of another kind, StorageReadFailed if the system refuses.
+        Raises BundleIncomplete if one is missing or of another kind.
+        Raises StorageReadFailed if the system refuses.
         """
         new = [name for name in names if name not in self._files]
-        _allow_open_files(2 * len(new))  # experts are opened a second time for direct reads
+        _allow_open_files(2 * len(new))  # files with experts are opened a second time for direct reads
         for name in new:
             path = self.path / name
             try:
@@ -121,14 +128,18 @@ class BundleFiles:
         return name in self._files
 
     def __getitem__(self, name: str) -> BundleFile:
-        """Raises BundleIncomplete for a file that the bundle does not have, ExecutionError after `close`."""
+        """Return an opened file.
+
+        Raises BundleIncomplete for a file that the bundle does not have.
+        Raises ExecutionError after `close`.
+        """
         self._opened_folder()
         if name not in self._files:
             raise BundleIncomplete(f"`{self.path / name}` is missing", COPY_AGAIN)
         return self._files[name]
 
     def close(self) -> None:
-        """Give the files up; those that something else refers to stay open until it does not."""
+        """Drop the files. A file with other references stays open until they end."""
         self._folder = None
         self._close_folder()
         self._files = {}
@@ -140,7 +151,7 @@ class BundleFiles:
 
 
 def _allow_open_files(more: int) -> None:
-    """Raise this process's limit of open files as far as it may, if so many more would pass it."""
+    """Raise this process's limit of open files, as far as allowed, if `more` files would exceed it."""
     try:
         already = len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -159,7 +170,7 @@ def _no_manifest(path: Path) -> BundleIncomplete:
 
 
 def _refusal(path: Path, error: UnreadableFile) -> MoecError:
-    """Return the error of a file that cannot be opened or read: of the bundle, or of the system."""
+    """Return the error for a file that cannot be opened or read: an error of the bundle or of the system."""
     cause = error.__cause__
     if getattr(cause, "errno", None) in _WRONG_KINDS:
         return BundleIncomplete(f"`{path}` {error}", COPY_AGAIN)

@@ -1,7 +1,7 @@
 """Attention of one layer over its cache of keys and values.
 
-Shapes: T tokens of any sequences, D hidden, H heads, Hkv key and value heads, Dh head size, S slots, C context, Q
-features of the latent vector that keys and values share, R rotated features.
+Shapes: T tokens of any sequences, D hidden, H heads, Hkv key and value heads, Dh head size, S slots, C context.
+Q features of the latent vector that keys and values share, R rotated features.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from .norms import Norm
 from .rotary import RotaryTables
 
 Weights = Mapping[str, Any]
-"""Of one layer by the last part of their names: kernels.PackedMatrix, or a vector as float32."""
+"""Weights of one layer by the last part of their names: kernels.PackedMatrix, or a vector as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where the T tokens of a pass stand. slots, positions: int32 [T].
+    """Slots and positions of the T tokens of a pass.
 
-    ends: int32 [T], of an encoder: where the token's sequence ends, all of which it sees; None: what is behind it.
+    slots, positions: int32 [T].
+    ends: for an encoder, end of each token's sequence, int32 [T]. A token sees its whole sequence.
+    None: a token sees the positions up to its own.
     """
 
     slots: np.ndarray
@@ -38,22 +40,27 @@ class AttentionBlock(Protocol):
     """Attention of one layer, from the residual stream to the residual stream."""
 
     def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> None:
-        """Store what T tokens leave in the cache, and add what they see to the residual stream [T, D].
+        """Store keys and values of T tokens, and add the attention output to the residual stream.
 
-        keys, values: [S, cache heads, C, cache size], arrays of where this attention is computed.
+        hidden: residual stream, float32 [T, D], changed in place.
+        keys, values: [S, cache heads, C, cache size], arrays of the device that computes this attention.
         """
         ...
 
 
 def layer_weights(dense: Weights, index: int) -> dict[str, Any]:
-    """The dense weights of one layer by the last part of their names."""
+    """Return the dense weights of one layer by the last part of their names."""
     prefix = f"layers.{index}."
     return {name.removeprefix(prefix): weight for name, weight in dense.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True, slots=True)
 class DensePart:
-    """What may be computed elsewhere: attention by layer, and the head's product, float32 [n, D] -> [n, V]."""
+    """Computations that a device can take over.
+
+    blocks: attention of each layer.
+    head: product of the head, float32 [n, D] -> [n, V].
+    """
 
     blocks: Sequence[AttentionBlock]
     head: Callable[[np.ndarray], np.ndarray]
@@ -67,7 +74,10 @@ def make_block(
     rotary: RotaryTables | None = None,
     bias: np.ndarray | None = None,
 ) -> AttentionBlock:
-    """The attention that a layer asks for. bias: [H, 2 C - 1], see relative_bias.bias_by_distance."""
+    """Return the attention of a layer.
+
+    bias: [H, 2 C - 1], see relative_bias.bias_by_distance.
+    """
     if spec.latent is None:
         return HeadAttention(model, spec, weights, norm, rotary, bias)
     if rotary is None:
@@ -76,7 +86,7 @@ def make_block(
 
 
 def linear_rows(matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """x W^T, with the bias where there is one. [T, K] -> [T, N]."""
+    """Return x W^T, with the bias if there is one. [T, K] -> [T, N]."""
     out = np.empty((len(x), matrix.rows), np.float32)
     kernels.linear(matrix, x, out)
     if bias is not None:
@@ -85,7 +95,10 @@ def linear_rows(matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> n
 
 
 class HeadAttention:
-    """Grouped heads with their own keys and values; biases and norms of queries and keys where the model has them."""
+    """Attention with separate keys and values for each head group.
+
+    Biases and norms of queries and keys are used if the model has them.
+    """
 
     def __init__(
         self,
@@ -96,7 +109,7 @@ class HeadAttention:
         rotary: RotaryTables | None,
         bias: np.ndarray | None = None,
     ) -> None:
-        """bias: as of `make_block`."""
+        """bias: as in `make_block`."""
         self._layer = kernels.AttentionLayer(
             norm=norm.weight,
             norm_bias=norm.bias,
@@ -121,7 +134,7 @@ class HeadAttention:
 
 
 class LatentAttention:
-    """Keys and values of all heads from one vector per position, [Q + R]: `kernels.LatentLayer`."""
+    """Attention with keys and values of all heads from one vector per position, [Q + R]: `kernels.LatentLayer`."""
 
     def __init__(
         self,
@@ -155,7 +168,7 @@ class LatentAttention:
 
 
 def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMatrix, ...]:
-    """One matrix per head over the same memory: rows come in blocks, of which a head has a whole number."""
+    """Return one matrix per head over the same memory. Rows are stored in blocks, and a head has whole blocks."""
     rows, size = matrix.rows // heads, len(matrix.data) // heads
     parts = [matrix.data[head * size : (head + 1) * size] for head in range(heads)]
     return tuple(kernels.PackedMatrix(part, rows, matrix.columns, matrix.spec) for part in parts)

@@ -1,6 +1,6 @@
-"""Attention of a decoder's layer over what the encoder made of the prompt.
+"""Attention of a decoder layer over the encoder's states of the prompt.
 
-Keys and values of the prompt are made once, when the encoder has run, and stay in the cache of the slot.
+Keys and values of the prompt are computed once, after the encoder, and stay in the cache of the slot.
 Shapes: T tokens, D hidden, H heads, Dh head size, S slots, C context.
 """
 
@@ -15,7 +15,7 @@ from .attention import Weights, linear_rows
 
 
 class CrossAttention:
-    """Grouped heads over another sequence: no positions, no norms, no biases."""
+    """Attention to another sequence: no positions, no norms, no biases."""
 
     def __init__(self, spec: AttentionSpec, weights: Weights) -> None:
         self._spec, self._weights = spec, weights
@@ -23,16 +23,26 @@ class CrossAttention:
     def store(
         self, states: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
     ) -> None:
-        """Keep what later tokens will see of the encoder's states [T, D]. slots, positions: int32 [T]."""
-        made = [np.empty((len(states), self._spec.num_kv_heads, self._spec.head_size), np.float32) for _ in range(2)]
+        """Store keys and values of the encoder's states.
+
+        states: [T, D].
+        slots, positions: int32 [T].
+        """
+        projected = [
+            np.empty((len(states), self._spec.num_kv_heads, self._spec.head_size), np.float32) for _ in range(2)
+        ]
         matrices = [self._weights[f"cross_{name}"] for name in ("key", "value")]
-        kernels.linears(matrices, states, [rows.reshape(len(states), -1) for rows in made])
-        kernels.store_kv(made[0], made[1], keys, values, slots, positions)
+        kernels.linears(matrices, states, [rows.reshape(len(states), -1) for rows in projected])
+        kernels.store_kv(projected[0], projected[1], keys, values, slots, positions)
 
     def __call__(
         self, normed: np.ndarray, slots: np.ndarray, ends: np.ndarray, keys: np.ndarray, values: np.ndarray
     ) -> np.ndarray:
-        """What tokens see of the prompts of their slots. normed [T, D] -> [T, D]; ends: int32 [T], prompt lengths."""
+        """Attend from each token to the prompt of its slot. Returns [T, D].
+
+        normed: [T, D].
+        ends: lengths of the prompts, int32 [T].
+        """
         spec = self._spec
         query = linear_rows(self._weights["cross_query"], normed).reshape(-1, spec.num_heads, spec.head_size)
         mixed = np.empty_like(query)

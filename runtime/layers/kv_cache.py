@@ -17,12 +17,13 @@ KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float1
 
 
 class KVCache:
-    """[S, Hkv, C, Dh] keys and values per layer, float32 or float16; S slots (sequences), C context positions.
+    """Keys and values [S, Hkv, C, Dh] of each layer, float32 or float16; S slots (sequences), C context positions.
 
-    What one head reads is one run of memory. Positions become resident as they are written. Latent attention has one
-    array for both: its values are the first features of its keys. The layers of an encoder take turns with one pair.
-    cross_keys, cross_values: of the prompt, for each layer of a decoder behind an encoder; prompt_lengths: int32 [S],
-    how many positions of them each slot has.
+    The values that one head reads are contiguous. Positions become resident when they are written.
+    Latent attention has one array for both: its values are the first features of its keys.
+    All layers of an encoder share one pair of arrays.
+    cross_keys, cross_values: keys and values of the prompt, by layer of a decoder with an encoder.
+    prompt_lengths: positions of each slot's prompt, int32 [S].
     """
 
     def __init__(self, model: ModelSpec, slots: int, context: int, kv: KvType = "float32") -> None:
@@ -48,12 +49,12 @@ class KVCache:
                 self.cross_keys[index], self.cross_values[index] = self.zeros(shape), self.zeros(shape)
 
     def begin_prompt(self, slot: int, length: int) -> None:
-        """The slot's prompt is another one, of so many tokens."""
+        """Set the length of the slot's new prompt."""
         self._known_prompts += 1
         self._prompts[slot], self.prompt_lengths[slot] = self._known_prompts, length
 
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
-        """Slot i takes the first positions of slot parents[i], and its prompt; all at once."""
+        """Copy to each slot i the first positions of slot parents[i], and its prompt; all at once."""
         steps = _copies(parents)
         for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True) if steps else ():
             self._copy_runs(keys, steps, positions)
@@ -67,7 +68,7 @@ class KVCache:
             self._prompts, self.prompt_lengths = self._prompts[order], self.prompt_lengths[order]
 
     def _copy_runs(self, array: Any, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
-        """Take the steps of `_copies` with the first positions of [S, H, C, Dh]."""
+        """Do the steps of `_copies` with the first positions of an array [S, H, C, Dh]."""
         kept = array[0, :, :0]
         for source, target in steps:
             if target is None:
@@ -76,20 +77,20 @@ class KVCache:
                 array[target, :, :positions] = kept if source is None else array[source, :, :positions]
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
-        """Memory that becomes resident as it is written."""
+        """Allocate zeroed memory that becomes resident when it is written."""
         size_bytes = np.dtype(self._type).itemsize * math.prod(shape)
         _, memory = map_anonymous(size_bytes, "keys and values", huge_pages=False)
         return memory.view(self._type).reshape(shape)
 
     def copied(self, part: Any) -> Any:
-        """A part of its own."""
+        """Return a copy of a part."""
         return part.copy()
 
 
 def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:
-    """Copies from slot to slot, one after the other, that together are the one of all at once; None: a slot put aside.
+    """Return copies from slot to slot. Done in order, they have the effect of copying all slots at once.
 
-    At most one slot is put aside at a time.
+    (source, None) puts a copy of a slot aside, (None, target) stores it. At most one slot is put aside at a time.
     """
     waiting = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
     steps: list[tuple[int | None, int | None]] = []

@@ -17,19 +17,22 @@ from ..kernels.stream_layer import norm_stream
 
 
 class Norm:
-    """An RMS norm, or with a bias a layer norm: the mean is subtracted first, the bias added last."""
+    """An RMS norm, or with a bias a layer norm: the mean is subtracted first, the bias is added last."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> None:
         """weight, bias: float32 [D]."""
         self.weight, self.bias, self.eps = weight, bias, eps
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
-        """Float32 [T, D] -> [T, D], a new array."""
+        """Normalise float32 [T, D] into a new array [T, D]."""
         return norm_stream(kernels, hidden, self.weight, self.bias, self.eps)
 
 
 def stream_norms(model: ModelSpec, dense: Mapping[str, Any]) -> dict[str, Norm]:
-    """Every norm of the residual stream by the name of its weight. dense: all dense weights by name."""
+    """Return the norms of the residual stream by the name of their weights.
+
+    dense: all dense weights by name.
+    """
     kinds = ("attention_norm", "experts_norm", "encoder_norm", "final_norm")
     return {
         name: Norm(dense[name], dense[f"{name}_bias"] if model.norm == "layer" else None, model.norm_eps)

@@ -1,6 +1,7 @@
-"""Biases of scores by distance: from a learned table of buckets to a number for every distance.
+"""Biases of attention scores by distance. A learned table of buckets gives a number for each distance.
 
-Shapes: B buckets, H heads, C context. Source: T5, section 2.1; transformers, models/switch_transformers.
+Shapes: B buckets, H heads, C context.
+Source: T5, section 2.1; transformers, models/switch_transformers.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from moec.manifests.model import RelativeBiasSpec
 
 
 def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: bool) -> np.ndarray:
-    """The bucket of each distance, key position - query position, int64 in and out.
+    """Return the bucket of each distance, int64. A distance is key position - query position, int64.
 
-    sees_ahead: of an encoder, half of the buckets for keys behind the query; otherwise such keys count as distance 0.
-    Logarithms in float32, as reference models take them: where a distance falls on the edge of a bucket, they decide.
+    sees_ahead: True in an encoder: half of the buckets are for keys after the query. Otherwise such keys have distance
+        0.
+    Logarithms are float32, as in reference models. They decide for a distance at the edge of a bucket.
     """
     buckets, first = spec.buckets, np.zeros_like(distances)
     if sees_ahead:
@@ -33,7 +35,10 @@ def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: 
 
 
 def bias_by_distance(table: np.ndarray, spec: RelativeBiasSpec, context: int, sees_ahead: bool) -> np.ndarray:
-    """What `kernels.attention` adds to scores: float32 [H, 2 C - 1], the distance 0 at C - 1. table: float32 [B H]."""
+    """Return the bias that `kernels.attention` adds to scores: float32 [H, 2 C - 1]; index C - 1 is distance 0.
+
+    table: float32 [B H].
+    """
     distances = np.arange(1 - context, context, dtype=np.int64)
     heads = table.reshape(spec.buckets, -1)
     return np.ascontiguousarray(heads[distance_buckets(distances, spec, sees_ahead)].T, dtype=np.float32)

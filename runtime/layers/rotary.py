@@ -8,9 +8,9 @@ from moec.manifests.model import RopeSpec
 
 
 class RotaryTables:
-    """cos and sin of every position, float32 [C, R/2]; angles in float32, as reference models take them.
+    """cos and sin of every position, float32 [C, R/2]. Angles are float32, as in reference models.
 
-    A context longer than the original one takes the long form, from its first position on.
+    A context longer than the original one uses the long form, for all positions.
     """
 
     def __init__(self, rope: RopeSpec, context: int) -> None:

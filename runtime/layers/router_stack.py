@@ -1,4 +1,4 @@
-"""The routers of several layers asked at once, for one token."""
+"""Evaluate the routers of several layers at once, for one token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .routing import Router
 
 @dataclass(frozen=True, slots=True)
 class RouterStack:
-    """Softmax routers of E experts each, every one behind the RMS norm of its own layer.
+    """Softmax routers of E experts each, each after the RMS norm of its own layer.
 
-    One input for all, as HOBBIT has it, would leave out the norms of the layers ahead.
+    HOBBIT uses one input for all, which leaves out the norms of the layers ahead.
     Source: HOBBIT, layer-level prediction, stacked gating.
     """
 
@@ -26,14 +26,14 @@ class RouterStack:
     eps: float
 
     def shares(self, hidden: np.ndarray) -> np.ndarray:
-        """The share of every expert. float32 [1, D] -> [M, E]."""
+        """Return the softmax share of each expert. float32 [1, D] -> [M, E]."""
         out = np.empty((len(self.matrices), self.matrices[0].rows), np.float32)
         kernels.router_shares(self.matrices, self.norms, self.eps, hidden, out, self.biases)
         return out
 
 
 def stack_routers(routers: Sequence[Router], norms: Sequence[Norm]) -> RouterStack | None:
-    """Routers and the norms in front of them as one, where they are of that kind; None where they are not."""
+    """Combine routers with the norms before them. Returns None unless all are plain softmax routers of one size."""
     matrices = [matrix for router in routers if (matrix := router.matrix) is not None]
     is_plain = all(router.rule.is_softmax for router in routers)
     is_plain = is_plain and all(norm.bias is None and norm.eps == norms[0].eps for norm in norms)

@@ -1,4 +1,4 @@
-"""From router logits to experts and their weights.
+"""Turn router logits into experts and their weights.
 
 Shapes: T tokens, E experts, K top-k, G groups.
 """
@@ -15,14 +15,14 @@ from moec.manifests.model import ExpertsSpec, RouterSpec
 from .. import kernels
 
 NO_EXPERT = -1
-"""In the place of a chosen expert: none computes this rank of the token."""
+"""Value instead of a chosen expert: this rank of the token is not computed."""
 
 
 class RoutingRule:
-    """How a layer's logits become experts: what its ExpertsSpec asks for, made ready once."""
+    """The rule that turns a layer's logits into experts, prepared from its ExpertsSpec."""
 
     def __init__(self, experts: ExpertsSpec, pruned: Sequence[int] = ()) -> None:
-        """pruned: experts that are left out, and never chosen."""
+        """pruned: experts that are never chosen."""
         self._experts = experts
         self._kept: np.ndarray | None = None
         if pruned:
@@ -33,23 +33,27 @@ class RoutingRule:
         self._is_plain = router.is_plain
         self._correction = np.array(router.correction, np.float32) if router.correction else None
         self.static: np.ndarray | None = None
-        """Of every token its experts, int32 [V, K], where nothing else decides."""
+        """Experts of each token id, int32 [V, K]; set only for static routing."""
         if router.static is not None:
             self.static = np.array(router.static.experts, np.int32).reshape(-1, experts.top_k)
 
     def route(
         self, logits: np.ndarray, tokens: np.ndarray | None = None, top_k: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The top-k of each token, best first, and their weights. logits: [T, E] -> int32 [T, K], float32 [T, K].
+        """Choose the top-k experts of each token, best first.
 
-        tokens: int64 [T], needed where they alone decide (ValueError). top_k: so many in the place of the layer's own;
-        where two are weighed as a pair, of the pair. Equal scores: the lowest expert wins.
+        Returns experts, int32 [T, K], and weights, float32 [T, K].
+        logits: [T, E].
+        tokens: token ids, int64 [T]; needed for static routing.
+        top_k: experts per token, if not the layer's own number. For sparsemixer the weights remain those of the pair.
+        Equal scores: the lowest expert wins.
+        Raises ValueError for static routing without tokens.
         """
         router, top_k = self._experts.router, top_k or self._experts.top_k
         logits = self._among_kept(logits)
         if router.scoring == "sparsemixer":
             chosen, weights = sparsemixer(logits, router.margin)
-            # Parts of both, each in one piece: kernels take no strides.
+            # The kernels take no strides, so both are copied.
             return np.ascontiguousarray(chosen[:, :top_k]), np.ascontiguousarray(weights[:, :top_k])
         if self._is_plain:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
@@ -62,7 +66,7 @@ class RoutingRule:
         return chosen, weights
 
     def _by_score(self, logits: np.ndarray, tokens: np.ndarray | None, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-        """`route` without the scale of the router, step by step."""
+        """Compute `route` without the scale of the router, step by step."""
         router, scores = self._experts.router, expert_scores(logits, self._experts.router)
         if self.static is None:
             chosen = self._best(self._ranked(scores), top_k)
@@ -78,7 +82,10 @@ class RoutingRule:
         return chosen, weights
 
     def _best(self, ranked: np.ndarray, top_k: int) -> np.ndarray:
-        """The top-k of each token among the experts that are kept, NaN after every number. [T, E] -> int32 [T, K]."""
+        """Return the top-k of each token among the experts that are not pruned: [T, E] -> int32 [T, K].
+
+        NaN is ordered after every number.
+        """
         if self._kept is None:
             return np.argsort(-ranked, axis=1, kind="stable")[:, :top_k].astype(np.int32)
         order = np.argsort(-ranked[:, self._kept_experts], axis=1, kind="stable")[:, :top_k]
@@ -86,10 +93,12 @@ class RoutingRule:
         return best
 
     def _replace_pruned(self, kept: np.ndarray, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> None:
-        """Choose again for tokens that got an expert without bytes: what they keep has logits of NaN or -inf.
+        """Choose again for tokens that got a pruned expert, because the logits of the others are NaN or -inf.
 
-        Their weights are NaN or 0. NaN reaches the logits of the model, where it is refused by name.
-        kept: bool [E]; logits: [T, E]; chosen, weights: [T, K], changed in place.
+        Weights of such tokens are NaN or 0. NaN reaches the logits of the model, where an error names it.
+        kept: experts that are not pruned, bool [E].
+        logits: [T, E].
+        chosen, weights: [T, K], changed in place.
         """
         is_kept = kept[chosen]
         if not is_kept.all():
@@ -97,33 +106,34 @@ class RoutingRule:
             chosen[is_wrong], weights[is_wrong] = self._by_score(logits[is_wrong], None, chosen.shape[1])
 
     def demand(self, logits: np.ndarray) -> np.ndarray:
-        """How much tokens ask for each expert, all together, float32 [E]; for predictions."""
+        """Return how much all tokens together demand each expert, float32 [E]; for predictions."""
         ranked = self._ranked(self.scores(logits))
         return np.asarray(ranked.clip(min=0).sum(axis=0), np.float32)
 
     def scores(self, logits: np.ndarray) -> np.ndarray:
-        """The score of every expert, which its weight is made of. [T, E] -> float32 [T, E]."""
+        """Return the score of each expert, from which its weight is computed: [T, E] -> float32 [T, E]."""
         return expert_scores(self._among_kept(logits), self._experts.router)
 
     def allowed(self, scores: np.ndarray) -> np.ndarray:
-        """Which experts a token may choose: those of its best groups. scores: [E] -> bool [E]."""
+        """Return which experts a token may choose, those of its best groups: scores [E] -> bool [E]."""
         allowed: np.ndarray = self._ranked(scores[None])[0] > -np.inf
         return allowed
 
     @property
     def is_softmax(self) -> bool:
-        """Whether the score of every expert is its share of a softmax over all, and nothing else is asked."""
+        """Whether the score of an expert is its softmax share over all experts, without any other rule."""
         return self._is_plain and self._kept is None
 
     @property
     def can_weigh(self) -> bool:
-        """Whether a choice that is not the router's own has weights: a score of its own for every expert."""
+        """Whether a choice that differs from the router's own can be weighed: each expert has a score of its own."""
         return self.static is None and self._experts.router.scoring != "sparsemixer"
 
     def weigh(self, scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """Weights, float32 [T, K], of a choice that is not the router's own, as the router would give them.
+        """Return the weights, float32 [T, K], that the router would give to another choice than its own.
 
-        scores: [T, E]; chosen: int32 [T, K], negative for nobody, whose weight is 0.
+        scores: [T, E].
+        chosen: int32 [T, K]; negative for no expert, whose weight is 0.
         """
         weights = np.where(chosen >= 0, np.take_along_axis(scores, np.maximum(chosen, 0), axis=1), np.float32(0))
         if self._experts.router.renormalize:
@@ -131,25 +141,25 @@ class RoutingRule:
         return np.asarray(weights * np.float32(self._experts.router.scale), np.float32)
 
     def _among_kept(self, logits: np.ndarray) -> np.ndarray:
-        """Logits with those of experts that are left out at -inf. [T, E] -> [T, E]."""
+        """Return the logits [T, E] with those of pruned experts set to -inf."""
         return logits if self._kept is None else np.where(self._kept, logits, np.float32(-np.inf))
 
     def _ranked(self, scores: np.ndarray) -> np.ndarray:
         corrected = scores if self._correction is None else scores + self._correction
-        if self._kept is not None:  # a score of 0 is none: sigmoids underflow
+        if self._kept is not None:  # a score of 0 does not exclude a pruned expert: sigmoids underflow
             corrected = np.where(self._kept, corrected, np.float32(-np.inf))
         return _without_other_groups(corrected, self._experts.router)
 
 
 def sparsemixer(logits: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
-    """The two largest logits of each token, and what each weighs: see RouterSpec. [T, E] -> int32, float32 [T, 2].
+    """Return the two largest logits of each token and their weights, see RouterSpec: [T, E] -> int32, float32 [T, 2].
 
-    The second is weighed without the first, so weights need not sum to 1. Equal logits: the lowest expert wins.
+    The second is weighed without the first, so the weights need not sum to 1. Equal logits: the lowest expert wins.
     Source: GRIN, SparseMixer-v2, without its sampling, which is for training.
     """
     rows = np.arange(len(logits))
     chosen = np.empty((len(logits), 2), np.int32)
-    left = np.empty((2, *logits.shape), np.float32)  # for the first choice all, for the second all but the first
+    left = np.empty((2, *logits.shape), np.float32)  # for the first choice all logits, for the second all but the first
     left[:] = logits
     chosen[:, 0] = logits.argmax(axis=1)
     left[1, rows, chosen[:, 0]] = -np.inf
@@ -159,30 +169,32 @@ def sparsemixer(logits: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarr
         is_far = (largest - logits) / np.maximum(np.abs(logits), largest) > np.float32(margin)
     shares = np.exp(left - largest)
     shares[is_far] = 0
-    # Added in the order of experts, whatever the batch; the largest has the share exp(0).
+    # The sum follows the order of experts, whatever the batch. The largest logit has the share exp(0).
     weights = np.float32(1) / np.add.accumulate(shares, axis=2)[:, :, -1]
     return chosen, np.ascontiguousarray(weights.T)
 
 
 def within_capacity(chosen: np.ndarray, sequences: np.ndarray, capacity: int) -> np.ndarray:
-    """Whether each choice is among the first `capacity` of its sequence for that expert, bool [T, K].
+    """Return whether each choice is among the first `capacity` ones of its expert in its sequence, bool [T, K].
 
-    chosen: int32 [T, K]; sequences: int [T], tokens of one in their order. Source: Switch Transformers, section 2.2.
+    chosen: int32 [T, K].
+    sequences: sequence of each token, int [T]; tokens of a sequence are in order.
+    Source: Switch Transformers, section 2.2.
     """
     keys = (sequences.astype(np.int64)[:, None] * (int(chosen.max(initial=0)) + 1) + chosen).reshape(-1)
     order = np.argsort(keys, kind="stable")
     _, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
-    places = np.empty(len(keys), np.int64)
-    places[order] = np.arange(len(keys)) - np.repeat(first, counts)
-    return np.asarray(places < capacity).reshape(chosen.shape)
+    ranks = np.empty(len(keys), np.int64)
+    ranks[order] = np.arange(len(keys)) - np.repeat(first, counts)
+    return np.asarray(ranks < capacity).reshape(chosen.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What the router of a layer chose for the tokens of a pass.
+    """The router's choice for the tokens of a pass in one layer.
 
     layer: its number.
-    rule: how its logits become experts.
+    rule: the rule of its router.
     logits: float32 [T, E].
     chosen: experts, int32 [T, K].
     weights: float32 [T, K].
@@ -196,7 +208,7 @@ class Routed:
 
 
 class Router:
-    """From a layer's normed residual stream to the logits of its experts, and the rule that these go by."""
+    """Computes the logits of a layer's experts from its normed residual stream, and holds the rule for them."""
 
     def __init__(
         self,
@@ -205,12 +217,17 @@ class Router:
         bias: np.ndarray | None,
         pruned: Sequence[int] = (),
     ) -> None:
-        """matrix: [E, D], None where all experts are alike; bias: float32 [E]; pruned: as in RoutingRule."""
+        """Create a router.
+
+        matrix: [E, D]; None if all experts are alike.
+        bias: float32 [E].
+        pruned: as in RoutingRule.
+        """
         self.rule = RoutingRule(experts, pruned)
         self.matrix, self.bias, self._count = matrix, bias, experts.count
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
-        """float32 [T, D] -> [T, E]."""
+        """Return the logits of rows: float32 [T, D] -> [T, E]."""
         if self.matrix is None:
             return np.zeros((len(normed), self._count), np.float32)
         logits = np.empty((len(normed), self.matrix.rows), np.float32)
@@ -221,7 +238,7 @@ class Router:
 
 
 def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
-    """The score of every expert, float32 [T, E], before any correction."""
+    """Return the score of each expert, float32 [T, E], before any correction."""
     if router.scoring == "uniform":
         return np.ones_like(logits)
     if router.scoring == "sigmoid":
@@ -232,7 +249,7 @@ def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
 
 
 def _without_other_groups(scores: np.ndarray, router: RouterSpec) -> np.ndarray:
-    """Scores with those of experts outside the best groups at -inf. [T, E] -> [T, E]."""
+    """Return the scores [T, E] with those of experts outside the best groups set to -inf."""
     if router.groups == 1:
         return scores
     grouped = scores.reshape(len(scores), router.groups, -1)

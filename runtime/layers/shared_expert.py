@@ -1,6 +1,8 @@
-"""The expert of a layer that every token passes: resident with the dense weights, one more rank behind the routed ones.
+"""The shared expert of a layer, which every token uses.
 
-Also the plain feed-forward of a layer without routed experts. Shapes: T tokens, K ranks, the shared one last, D hidden.
+It is resident with the dense weights, and is one more rank after the routed experts.
+A layer without routed experts uses it as its feed-forward.
+Shapes: T tokens, K ranks, the shared expert last, D hidden.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from .. import kernels
 
 
 class SharedExpert:
-    """One shared expert; with a router of its own, its output is weighed by a sigmoid."""
+    """One shared expert. If it has a router of its own, a sigmoid weighs its output."""
 
     def __init__(self, weights: Mapping[str, Any], activation: str) -> None:
-        """weights: `shared_gate`, `shared_up`, `shared_down`, and `shared_router` where there is one.
+        """Create the expert.
 
-        activation: as of kernels.Expert; `relu` has no gate.
+        weights: `shared_gate`, `shared_up`, `shared_down`, and `shared_router` if there is one.
+        activation: as in kernels.Expert; `relu` has no gate.
         """
         gate, up, down = weights.get("shared_gate"), weights["shared_up"], weights["shared_down"]
         self.expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
@@ -31,7 +34,7 @@ class SharedExpert:
         return self._router is not None
 
     def weights(self, normed: np.ndarray) -> np.ndarray:
-        """What its output is multiplied with, [T, 1]."""
+        """Return the weight of its output for each token, [T, 1]."""
         if self._router is None:
             return np.ones((len(normed), 1), np.float32)
         logits = np.empty((len(normed), 1), np.float32)
@@ -40,6 +43,6 @@ class SharedExpert:
             return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)
 
     def __call__(self, normed: np.ndarray, parts: np.ndarray) -> None:
-        """Compute all tokens [T, D] into the last rank of [T, K, D]."""
+        """Compute all tokens [T, D] into the last rank of parts, [T, K, D]."""
         tokens = np.arange(len(normed), dtype=np.int32)
         kernels.expert_ffn(self.expert, normed, tokens, np.full_like(tokens, parts.shape[1] - 1), parts)

@@ -1,1 +1,1 @@
-"""Lossy modes: what may change a result, each opt-in by name. All read the logical cache, so that a run repeats."""
+"""Lossy modes. Each is off unless the user names it. All decide from the logical cache, so that runs are repeatable."""

@@ -1,8 +1,8 @@
-"""What the experts of a pass become under the lossy modes: cached ones in their place, low versions, none.
+"""Change the experts of a pass under the lossy modes: use a cached expert instead, a low version, or none.
 
-Shapes: T tokens, E experts, K ranks. A chosen expert is its number in the layer, plus E where its low version is
-meant, or NO_EXPERT. A token's best expert is the one with the largest weight; a router that corrects its scores may
-rank another first.
+Shapes: T tokens, E experts, K ranks. A chosen expert is its number in the layer.
+E is added to the number for its low version. NO_EXPERT stands for no expert.
+The best expert of a token has the largest weight. A router that corrects its scores may rank another expert first.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ from ..options.lossy import CacheRouting, DynamicPrecision, LossyModes
 from .logical_cache import LogicalCache
 
 FLAT_SHARE = 1 / 3
-"""Of a flat router the lower-ranked half of a token's experts has more than this share of the weight: leaving one out,
-or another in its place, costs more than its rank tells. An even router has half.
+"""A router is flat if the lower-ranked half of a token's experts has more than this share of the weight.
+
+Then leaving out or replacing an expert costs more than its rank suggests. Equal weights have a share of 0.5.
 """
 ABSENT = -1
 
 
 @dataclass(slots=True)
 class ModeCounts:
-    """What the modes decided so far. ranks: experts that decode passes chose, over all tokens and layers.
+    """Decisions of the modes so far.
 
-    missed: of these the ones that the logical cache lacked, where a mode reads it.
-    replaced, dropped: by cache routing. low, skipped: by dynamic precision; low counts low versions that were cached as
-    well. tokens: decoded; fallback_tokens: computed again with all experts. foretold: experts of passes done again that
-    the discarded pass had chosen; foretold_right: of these, those that were chosen again. routings: tokens x layers;
-    lower_half: summed over them, the share of the weight that the lower-ranked half of the experts has.
+    ranks: experts that decode passes chose, over all tokens and layers.
+    missed: ranks that the logical cache lacked, if a mode reads it.
+    replaced, dropped: ranks that cache routing replaced or dropped.
+    low, skipped: ranks that dynamic precision changed; low includes low versions that were cached as well.
+    tokens: decoded tokens.
+    fallback_tokens: tokens computed again with all experts.
+    foretold: experts that a discarded pass had chosen for a pass computed again.
+    foretold_right: foretold experts that were chosen again.
+    routings: tokens x layers.
+    lower_half: sum over routings of the weight share of the lower-ranked half of the experts.
     """
 
     ranks: int = 0
@@ -51,13 +57,13 @@ class ModeCounts:
     lower_half: float = 0.0
 
     def count_weights(self, weights: np.ndarray) -> None:
-        """Weights [T, K] that a router gave."""
+        """Add the weights [T, K] of a router."""
         ranked, total = np.sort(weights, axis=1), weights.sum(axis=1)
         self.routings += len(weights)
         self.lower_half += float((ranked[:, : weights.shape[1] // 2].sum(axis=1) / np.maximum(total, 1e-20)).sum())
 
     def to_plain(self) -> dict[str, int | float | None]:
-        """For `--json`: the counts, and their shares."""
+        """Return the counts and their shares for `--json`."""
         plain: dict[str, int | float | None] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("missed", "replaced", "dropped", "low", "skipped"):
             plain[f"{name}_share"] = getattr(self, name) / self.ranks if self.ranks else None
@@ -68,22 +74,22 @@ class ModeCounts:
 
 
 class Versions:
-    """Where the versions of a layer's experts lie among all that are stored.
+    """Stored indices of the high and low versions of experts.
 
-    first_expert: [L + 1], where each layer's experts begin. low: int [N], the index of each expert's low version,
-    ABSENT where it has none.
+    first_expert: stored index at which each layer's experts begin, [L + 1].
+    low: stored index of each expert's low version, ABSENT without one, int [N].
     """
 
     def __init__(self, first_expert: Sequence[int], low: np.ndarray) -> None:
         self._first, self._low = first_expert, low
 
     def index(self, layer: int, expert: int) -> int:
-        """Of a chosen expert, high or low."""
+        """Return the stored index of a chosen expert, high or low."""
         first, count = self._first[layer], self._count(layer)
         return first + expert if expert < count else int(self._low[first + expert - count])
 
     def low(self, layer: int, expert: int) -> int | None:
-        """The low version of an expert, as a chosen one; None where it has none."""
+        """Return the low version of an expert as a chosen expert; None without one."""
         return expert + self._count(layer) if self._low[self._first[layer] + expert] != ABSENT else None
 
     def _count(self, layer: int) -> int:
@@ -91,7 +97,7 @@ class Versions:
 
 
 def low_version_indices(manifest: BundleManifest) -> np.ndarray:
-    """Where the low version of every expert lies among all that are stored, int [N]; ABSENT where it has none."""
+    """Return the stored index of each expert's low version, int [N]; ABSENT without one."""
     place = {entry.key: at for at, entry in enumerate(manifest.low_experts, len(manifest.experts))}
     return np.array([place.get(entry.key, ABSENT) for entry in manifest.experts], np.int64)
 
@@ -99,7 +105,12 @@ def low_version_indices(manifest: BundleManifest) -> np.ndarray:
 def best_cached(
     is_cached: Callable[[int], bool], scores: np.ndarray, row: np.ndarray, experts: np.ndarray
 ) -> int | None:
-    """Of some experts the cached one with the best score that the token has not chosen. scores: [E]; row: [K]."""
+    """Return the cached expert with the best score that the token has not chosen, or None.
+
+    scores: [E].
+    row: experts that the token has chosen, [K].
+    experts: experts to consider.
+    """
     for expert in experts[np.argsort(-scores[experts], kind="stable")].tolist():
         if expert not in row and is_cached(expert):
             return int(expert)
@@ -107,11 +118,12 @@ def best_cached(
 
 
 class PassChoice:
-    """Of one kind of pass: how many experts a token has, and which of them are computed.
+    """Changes to the choice in one kind of pass: how many experts a token has, and which are computed.
 
-    decides: false for prefill, which is lossless and only tells the logical cache what it asks for. is_little: with as
-    many experts as the little model has. recorded: takes the logits [T, E] of every layer that routes. foretold: the
-    experts [T, K] of every layer that a discarded pass would have chosen with all K.
+    decides: False for prefill, which is lossless and only reports its requests to the logical cache.
+    is_little: whether the pass uses the number of experts of the little model.
+    recorded: receives the logits [T, E] of every layer that routes.
+    foretold: experts [T, K] of each layer that the discarded pass would have chosen with all K.
     """
 
     def __init__(
@@ -130,15 +142,15 @@ class PassChoice:
         self._recorded, self._foretold = recorded, foretold
 
     def top_k(self, top_k: int) -> int:
-        """Experts per token in a layer of so many."""
+        """Return the experts per token in a layer whose own number is top_k."""
         if self._is_little and self._modes.big_little is not None:
             return self._modes.big_little.little_top_k(top_k)
         return top_k
 
     def select(self, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
-        """What is computed of the experts that the router chose, [T, K], and with which weights, [T, K].
+        """Return the experts to compute, [T, K], and their weights, [T, K].
 
-        Weights are those that the router gives a choice of just these experts.
+        Weights are those that the router gives to a choice of just these experts.
         """
         if self._recorded is not None:
             self._recorded[routed.layer] = routed.logits
@@ -151,8 +163,8 @@ class PassChoice:
             self._count_foretold(self._foretold[routed.layer], routed.chosen)
         if self._cache is None:
             return routed.chosen, routed.weights
-        asked = routed.chosen.reshape(-1).tolist()
-        self._counts.missed += sum(not self._holds(routed.layer, expert) for expert in asked)
+        all_chosen = routed.chosen.reshape(-1).tolist()
+        self._counts.missed += sum(not self._holds(routed.layer, expert) for expert in all_chosen)
         if self._modes.cache_routing is not None:
             routed = self._with_cached(routed)
         if self._modes.dynamic_precision is not None:
@@ -160,47 +172,52 @@ class PassChoice:
         return routed.chosen, routed.weights
 
     def requested(self, layer: int, experts: Sequence[int], advice: Sequence[int]) -> None:
-        """Tell the logical cache what a layer asks for, as stored indices, and what is read ahead behind it."""
+        """Report to the logical cache the stored experts that a layer requests, and those that are read ahead after
+        them.
+        """
         if self._cache is not None:
             self._cache.request(layer, experts, advice)
 
     def index(self, layer: int, expert: int) -> int:
-        """The stored index of a chosen expert."""
+        """Return the stored index of a chosen expert."""
         return self._versions.index(layer, expert)
 
     def advised(self, layer: int, scores: np.ndarray, experts: Sequence[int], top_k: int) -> list[int]:
-        """Stored indices of the versions that predicted experts ask for, likeliest first; none where a skip is likely.
+        """Return the stored versions that predicted experts need, likeliest first.
 
-        scores: [E] of the layer; experts: the likeliest, best first. Source: HOBBIT, layer-level prediction.
+        Experts that will be skipped are left out.
+        scores: scores of the layer, [E].
+        experts: the likeliest experts, best first.
+        Source: HOBBIT, layer-level prediction.
         """
         dynamic = self._modes.dynamic_precision
         if dynamic is None or not self._decides:
             return [self._versions.index(layer, expert) for expert in experts]
-        total, found = float(np.sort(scores)[-top_k:].sum()) or 1.0, list[int]()
+        total, stored = float(np.sort(scores)[-top_k:].sum()) or 1.0, list[int]()
         unimportance = 0.0
         for expert in experts:
             version = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
             if version != NO_EXPERT:
-                found.append(self._versions.index(layer, version))
+                stored.append(self._versions.index(layer, version))
             unimportance += float(scores[expert]) / total
-        return found
+        return stored
 
     # -- cache routing -----------------------------------------------------------------------------------------------
 
     def _with_cached(self, routed: Routed) -> Routed:
-        """Misses, but for a token's best expert, replaced by cached experts within the margin, or dropped."""
+        """Replace misses by cached experts within the margin, or drop them. The best expert of a token stays."""
         layer, rule, weights = routed.layer, routed.rule, routed.weights
-        found, scores = routed.chosen.copy(), rule.scores(routed.logits)
-        for token, row in enumerate(found):
+        chosen, scores = routed.chosen.copy(), rule.scores(routed.logits)
+        for token, row in enumerate(chosen):
             shares, unimportance = weights[token] / (weights[token].sum() or np.float32(1)), 0.0
             for rank in np.argsort(-shares, kind="stable").tolist():
                 is_cached = partial(self._is_cached, layer, unimportance)
                 if unimportance and not is_cached(int(row[rank])):
                     row[rank] = self._in_place_of(is_cached, rule, scores[token], row, rank, float(shares[rank]))
                 unimportance += float(shares[rank])
-        if np.array_equal(found, routed.chosen):
+        if np.array_equal(chosen, routed.chosen):
             return routed
-        return replace(routed, chosen=found, weights=rule.weigh(scores, found))
+        return replace(routed, chosen=chosen, weights=rule.weigh(scores, chosen))
 
     def _in_place_of(
         self,
@@ -211,7 +228,7 @@ class PassChoice:
         rank: int,
         share: float,
     ) -> int:
-        """What a miss becomes: a cached expert, nobody, or what it was."""
+        """Return what replaces a missed expert: a cached expert, NO_EXPERT, or the expert itself."""
         routing, missed = self._modes.cache_routing or CacheRouting(0, 0), int(row[rank])
         stand_in = self.stand_in(is_cached, rule, scores, row, missed, routing.margin)
         if stand_in is not None:
@@ -231,7 +248,9 @@ class PassChoice:
         missed: int,
         margin: float,
     ) -> int | None:
-        """The best cached expert that the token has not chosen, within the margin of the one that is missed."""
+        """Return the best cached expert that the token has not chosen and whose score is within the margin of the
+        missed one.
+        """
         least = (1 - margin) * float(scores[missed])
         if not margin or least <= 0:
             return None
@@ -239,11 +258,14 @@ class PassChoice:
         return best_cached(is_cached, scores, row, near)
 
     def is_dropped(self, share: float, drop: float) -> bool:
-        """Whether a missed expert of this share of the token's weight is left out."""
+        """Return whether a missed expert with this share of the token's weight is dropped."""
         return share < drop
 
     def _is_cached(self, layer: int, unimportance: float, expert: int) -> bool:
-        """Whether an expert of this unimportance can be computed without a read: high, or low where low will do."""
+        """Return whether an expert is computed without a read: as high version, or as low version if that is enough.
+
+        unimportance: weight share of the experts ranked before it.
+        """
         if self._holds(layer, expert):
             return True
         dynamic = self._modes.dynamic_precision
@@ -258,10 +280,12 @@ class PassChoice:
     # -- dynamic precision -------------------------------------------------------------------------------------------
 
     def _with_versions(self, routed: Routed, dynamic: DynamicPrecision) -> Routed:
-        """High, low or no version of each, by how much weight the experts ranked before it have."""
+        """Choose the high version, the low one or none for each expert, by the weight share of the experts ranked
+        before it.
+        """
         layer, chosen = routed.layer, routed.chosen
-        found = chosen.copy()
-        for row, weights in zip(found, routed.weights, strict=True):
+        versions = chosen.copy()
+        for row, weights in zip(versions, routed.weights, strict=True):
             shares = weights / (weights.sum() or np.float32(1))
             unimportance = 0.0
             for rank in np.argsort(-shares, kind="stable").tolist():
@@ -269,18 +293,19 @@ class PassChoice:
                     expert = int(row[rank])
                     row[rank] = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
                 unimportance += float(shares[rank])
-        is_skipped = (found == NO_EXPERT) & (chosen != NO_EXPERT)
-        self._counts.low += int((found >= routed.logits.shape[1]).sum())
+        is_skipped = (versions == NO_EXPERT) & (chosen != NO_EXPERT)
+        self._counts.low += int((versions >= routed.logits.shape[1]).sum())
         self._counts.skipped += int(is_skipped.sum())
         if not is_skipped.any() or not routed.rule.can_weigh:
-            return replace(routed, chosen=found)
-        kept = np.where(found == NO_EXPERT, np.int32(NO_EXPERT), chosen)
-        return replace(routed, chosen=found, weights=routed.rule.weigh(routed.rule.scores(routed.logits), kept))
+            return replace(routed, chosen=versions)
+        kept = np.where(versions == NO_EXPERT, np.int32(NO_EXPERT), chosen)
+        return replace(routed, chosen=versions, weights=routed.rule.weigh(routed.rule.scores(routed.logits), kept))
 
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
-        """Source: HOBBIT, token-level dynamic loading: on a miss, high up to T1, low up to T2, else nothing.
+        """Return the version of an expert: on a miss high up to T1, low up to T2, else none.
 
-        A low version that is there costs nothing to take, so that nothing cached is skipped.
+        A cached low version needs no read, so it is used instead of a skip.
+        Source: HOBBIT, token-level dynamic loading.
         """
         if not is_missed or unimportance <= dynamic.low_above:
             return expert

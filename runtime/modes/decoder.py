@@ -1,4 +1,4 @@
-"""LossyDecoder: decode passes under the lossy modes of one engine, and what the logical cache sees of all passes."""
+"""LossyDecoder: the decode passes of one engine under the lossy modes. All passes update the logical cache."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from .choice import ModeCounts, PassChoice, Versions
 from .logical_cache import LogicalCache
 
 RunPass = Callable[[Sequence[int], Sequence[int], Sequence[int], PassChoice], np.ndarray]
-"""Tokens, slots, positions and how experts are chosen -> residual stream [T, D]."""
+"""Maps tokens, slots, positions and the choice of experts to the residual stream [T, D]."""
 MakeChoice = Callable[..., PassChoice]
 
 
 class DecodingModel(Protocol):
-    """What the decoder asks of a model, or of a trace that stands in for one."""
+    """Interface of a model to the decoder. A trace can replace the model."""
 
     spec: ModelSpec
     advisor: Advisor
 
     def routers(self) -> list[Router | None]:
-        """Of every layer; None where it routes nothing."""
+        """Return the router of each layer, or None for a layer that does not route."""
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Residual streams [n, D] to logits float32 [n, V]."""
+        """Turn residual streams [n, D] into logits, float32 [n, V]."""
 
     def prefetch(self, experts: Sequence[int]) -> None:
         """Read stored experts ahead, likeliest first."""
 
 
 class ForetoldPredictor(Predictor):
-    """The routers of a discarded pass over the same tokens. Source: MoBiLE, prefetching on fallback."""
+    """Predicts with the router outputs of a discarded pass over the same tokens.
+
+    Source: MoBiLE, prefetching on fallback.
+    """
 
     def __init__(self, model: DecodingModel, recorded: dict[int, np.ndarray]) -> None:
         self._spec, self._routers, self._recorded = model.spec, model.routers(), recorded
@@ -55,9 +58,11 @@ class ForetoldPredictor(Predictor):
 
 
 class LossyDecoder:
-    """Decode passes of one engine. prefill: the choice of passes that decide nothing.
+    """Decode passes of one engine.
 
-    counts: what decode passes decided. choices: PassChoice, or what decides in its place.
+    choices: PassChoice, or a replacement that makes the decisions.
+    counts: decisions of decode passes.
+    prefill: the choice for passes that decide nothing.
     """
 
     def __init__(
@@ -74,12 +79,12 @@ class LossyDecoder:
         self.prefill = self._choice(decides=False)
 
     def begin_sequence(self) -> None:
-        """What the policy of the logical cache counts within a sequence counts from here."""
+        """Start the per-sequence counts of the logical cache's policy anew."""
         if self.cache is not None:
             self.cache.begin_sequence()
 
     def decode(self, run: RunPass, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Logits [T, V] behind one token each of some sequences."""
+        """Decode one token of each sequence. Returns the logits of the next tokens, float32 [T, V]."""
         self.counts.tokens += len(tokens)
         big_little = self.modes.big_little
         if big_little is None:
@@ -90,13 +95,16 @@ class LossyDecoder:
         unsure = np.flatnonzero(self.is_unsure(logits, big_little.gamma)).tolist()
         if unsure:
             self.counts.fallback_tokens += len(unsure)
-            kept = {layer: found[unsure] for layer, found in recorded.items()}
+            recorded_unsure = {layer: rows[unsure] for layer, rows in recorded.items()}
             again = ([row[at] for at in unsure] for row in (tokens, slots, positions))
-            logits[unsure] = self.model.logits(self._again(run, kept, *again))
+            logits[unsure] = self.model.logits(self._again(run, recorded_unsure, *again))
         return logits
 
     def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
-        """Which rows [T, V] are to be computed again, bool [T]: no token has a probability of gamma."""
+        """Return the rows to compute again, bool [T]: those in which no token has a probability of gamma.
+
+        logits: [T, V].
+        """
         unsure: np.ndarray = confidence(logits) < gamma
         return unsure
 
@@ -108,7 +116,10 @@ class LossyDecoder:
         slots: Sequence[int],
         positions: Sequence[int],
     ) -> np.ndarray:
-        """With all K experts, which overwrites keys and values; experts are read ahead as the first pass routed."""
+        """Compute tokens with all K experts and overwrite their keys and values.
+
+        Reads ahead as the first pass routed.
+        """
         model, advisor = self.model, self.model.advisor
         routers, spec = model.routers(), model.spec
         foretold = {layer: router.rule.route(recorded[layer])[0] for layer in recorded if (router := routers[layer])}
@@ -131,15 +142,18 @@ class LossyDecoder:
 
 
 def confidence(logits: np.ndarray) -> np.ndarray:
-    """The greatest probability of each row, before any temperature. float32 [T, V] -> [T]."""
-    with np.errstate(invalid="ignore"):  # infinite logits: refused where a token is taken from them
+    """Return the greatest probability of each row, before any temperature: float32 [T, V] -> [T]."""
+    with np.errstate(invalid="ignore"):  # sampling raises for infinite logits
         shifted = logits - logits.max(axis=1, keepdims=True)
         greatest: np.ndarray = 1 / np.exp(shifted).sum(axis=1)
     return greatest
 
 
 def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:
-    """Refuse modes that mean nothing for a model. low_versions: experts that have one. Raises OptionError."""
+    """Refuse modes that have no meaning for a model. Raises OptionError.
+
+    low_versions: number of experts that have a low version.
+    """
     if modes.is_lossless:
         return
     if model.encoder is not None:

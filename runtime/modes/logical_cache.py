@@ -1,7 +1,7 @@
-"""LogicalCache: what would be in memory if every read took no time.
+"""LogicalCache: the experts that would be in memory if every read took no time.
 
-Lossy decisions read this and never the cache itself, where arrival is a matter of luck: the same requests in the same
-order give the same decisions on every machine.
+Lossy decisions use this cache, not the real one, whose state depends on the timing of reads.
+Equal requests in equal order therefore give equal decisions on every machine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from ..expert_cache.instant_cache import InstantCache
 
 
 class LogicalCache:
-    """Residency of N experts, all their versions counted, as demand and advice would have it.
+    """Residency of N experts, with all their versions, as demand and advice determine it.
 
-    sizes: bytes, int64 [N]. records: layers and calibration frequencies; counts of its own. warm: what it starts with,
-    as far as that fits, first index first. The capacity is that of a full context: what a short sequence leaves free
-    is not counted. on_device: experts that stay on an accelerator, which are there and take nothing of the capacity.
+    sizes: int64 [N], bytes.
+    capacity_bytes: capacity for a full context. Memory that a short sequence leaves free does not count.
+    records: layers and calibration frequencies; its counts are not shared with the real cache.
+    warm: experts in the cache at the start, in order, as far as they fit.
+    on_device: experts that stay on an accelerator. They are resident and use no capacity.
     """
 
     def __init__(
@@ -38,27 +40,27 @@ class LogicalCache:
 
     @property
     def bytes_read(self) -> int:
-        """So far, the warm start left out."""
+        """Bytes read so far, without the warm start."""
         return self._cache.stats.bytes_read
 
     def holds(self, index: int) -> bool:
-        """Whether an expert is there."""
+        """Return whether an expert is resident."""
         return index in self._on_device or self._cache.holds(index)
 
     def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
-        """One layer of one pass asks for experts, and behind them for others that may be needed next.
+        """Request experts for one layer of one pass, then advice for experts that may be needed next.
 
-        Raises MemoryBudgetExceeded if one does not fit.
+        Raises MemoryBudgetExceeded if an expert does not fit.
         """
         self._cache.request(layer, self._absent(experts), self._absent(advice))
 
     def advise(self, advice: Sequence[int]) -> None:
-        """Experts that are read ahead, likeliest first."""
+        """Read experts ahead, likeliest first."""
         if absent := self._absent(advice):
             self._cache.prefetch(absent)
 
     def begin_sequence(self) -> None:
-        """What the policy counts within a sequence counts from here."""
+        """Start the per-sequence counts of the policy anew."""
         self._cache.begin_sequence()
 
     def _absent(self, experts: Sequence[int]) -> list[int]:

@@ -1,1 +1,1 @@
-"""Which experts to read ahead."""
+"""Choose the experts to read ahead."""

@@ -1,4 +1,4 @@
-"""From a predictor's scores to experts that are read ahead. They advise; results never depend on them."""
+"""Turn the scores of a predictor into experts that are read ahead. Results never depend on this advice."""
 
 from __future__ import annotations
 
@@ -17,26 +17,35 @@ from .pass_state import PassState
 from .predictors import Predictor
 
 CHOICES_FOR_ALL = 8
-"""Choices per expert from which on a pass is taken to ask for all of a layer: 64 tokens of eight out of 64 experts."""
+"""Choices per expert from which a pass is assumed to need all experts of a layer: 64 tokens of eight out of 64
+experts.
+"""
 
 
 def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
-    """Experts worth reading ahead per token: 3/8 of what it will choose one layer ahead, 1/4 two layers, 1/6 three.
+    """Return the experts worth reading ahead per token: 3/8 of top_k one layer ahead, 1/4 two layers, 1/6 three.
 
-    nearest: so many one layer ahead instead. More is wrong too often to be worth its bytes (docs/experiments.md,
-    Prefetching).
+    nearest: if not 0, the number of experts one layer ahead.
+    A larger number is wrong too often to be worth its bytes (docs/experiments.md, Prefetching).
     """
     return (nearest or -(-3 * top_k // 8)) if ahead == 1 else top_k // (2 * ahead)
 
 
 def candidates(scores: np.ndarray, count: int) -> list[int]:
-    """The likeliest first, at most `count`. Ties: lowest index."""
+    """Return the experts with the largest scores, at most `count`, best first. On ties the lowest index is first."""
     return kernels.largest(scores, count)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """A layer that routes behind a running one: how far ahead, the rank-th of those, and its experts."""
+    """A layer that routes and runs after the running layer.
+
+    ahead: distance from the running layer, in layers.
+    rank: its place among the following layers that route, from 1.
+    layer: its index.
+    count: its experts.
+    top_k: its experts per token.
+    """
 
     ahead: int
     rank: int
@@ -46,19 +55,26 @@ class Following:
 
 
 def _asks_for_all(tokens: int, following: Following) -> bool:
-    """Whether so many tokens will hardly leave an expert of a layer out."""
+    """Return whether this many tokens leave hardly any expert of a layer unused."""
     return tokens * following.top_k >= CHOICES_FOR_ALL * following.count
 
 
 @dataclass(slots=True)
 class Advisor:
-    """Turns a predictor's scores into experts to read ahead. first_expert: [L + 1] offsets over all layers.
+    """Turns the scores of a predictor into experts to read ahead.
 
-    layers: how many of those that route it looks ahead. rule: for a single token `likely` takes what LearnedMargins
-    finds sure enough, `spread` a fixed share of the top-k, `first-miss` the same share, one at least, as far as the
-    first layer that lacks an expert by `holds`, which is asked for stored ones (HOBBIT, layer-level prediction).
-    experts: where not 0, so many of the next layer per token, and `likely` is `spread`.
-    static: of layers whose experts follow from the token, RoutingRule.static; these are known, not predicted.
+    first_expert: offset of each layer's experts among all experts, [L + 1].
+    layers: number of following layers that are looked at; layers without experts do not count.
+    experts: if not 0, the number of experts of the next layer per token. Rule `likely` then behaves like `spread`.
+    rule: how experts are chosen for a single token, see below.
+    holds: returns whether a stored expert need not be read.
+    static: experts of each token in layers where the token alone decides, RoutingRule.static. They are exact.
+
+    Rule `likely` takes the experts that LearnedMargins finds certain enough.
+    Rule `spread` takes a fixed share of top_k.
+    Rule `first-miss` takes the same share, at least one, up to the first layer that misses an expert according to
+    `holds`.
+    Source of `first-miss`: HOBBIT, layer-level prediction.
     """
 
     spec: ModelSpec
@@ -76,26 +92,30 @@ class Advisor:
         self._followings = [self._behind(layer) for layer in range(self.spec.num_layers)]
 
     def _behind(self, running: int) -> list[Following]:
-        found = []
+        followings = []
         for rank, ahead in enumerate(routed_ahead(self.spec, running), 1):
             layer = self.spec.layer_after(running, ahead)
             experts = self.spec.layers[layer].experts
-            found.append(Following(ahead, rank, layer, experts.count, experts.top_k))
-        return found
+            followings.append(Following(ahead, rank, layer, experts.count, experts.top_k))
+        return followings
 
     def set_options(self, options: RuntimeOptions, holds: Callable[[int], bool]) -> None:
-        """How far, how much and by which rule it looks ahead. holds: whether a stored expert need not be read."""
+        """Set how far, how much and by which rule experts are read ahead.
+
+        holds: returns whether a stored expert need not be read.
+        """
         self.layers, self.experts = options.prefetch_layers, options.prefetch_experts
         self.rule, self.holds = options.prefetch_rule, holds
 
     def followings(self, layer: int) -> list[Following]:
-        """What is looked at while a layer runs, nearest first."""
+        """Return the layers that are looked at while a layer runs, nearest first."""
         return self._followings[layer][: max(self.layers, 1)]
 
     def advise(self, state: PassState) -> tuple[list[int] | None, list[int]]:
-        """The candidates predicted for the next layer that routes, and experts to read ahead, the furthest layer last.
+        """Return the candidates predicted for the next layer that routes, and the experts to read ahead.
 
-        More than one layer for a single token, or for so many that each layer will be asked for all it has.
+        The experts of the furthest layer come last. Only a pass of one token, or one that needs nearly all experts,
+        looks further than one layer.
         """
         nearest, advice = None, list[int]()
         self._learn(state)
@@ -115,54 +135,58 @@ class Advisor:
         return nearest, advice
 
     def _learns(self, state: PassState) -> bool:
-        """Whether what is read ahead goes by how sure predictions were before."""
+        """Return whether the learned margins decide what is read ahead."""
         return self.rule == "likely" and not self.experts and len(state.hidden) == 1
 
     def _learn(self, state: PassState) -> None:
-        """What the running layer chose, against what was predicted of it."""
+        """Compare the choices of the running layer with their prediction."""
         if not self._learns(state):
             self.margins.forget_guesses()
         elif self.predictor is not None:
             self.margins.observe(state.layer, state.chosen[state.layer][0].tolist())
 
     def preload(self, tokens: np.ndarray, layers: range) -> list[int]:
-        """Experts that the first of these layers will ask for, known before any of them runs; none without a predictor.
+        """Return experts that the first layers of `layers` will need, known before any of them runs.
 
-        tokens: int64 [T], of the pass.
+        Without a predictor there are none.
+        tokens: tokens of the pass, int64 [T].
         """
         routed = [layer for layer in self.spec.expert_layers if layer in layers][: max(self.layers, 1)]
-        known = [layer for layer in routed if layer in self.static] if self.predictor is not None else []
-        return [expert for layer in known for expert in self._stored(layer, self._known(layer, tokens))]
+        known_layers = [layer for layer in routed if layer in self.static] if self.predictor is not None else []
+        return [expert for layer in known_layers for expert in self._stored(layer, self._known(layer, tokens))]
 
     def _known(self, layer: int, tokens: np.ndarray) -> list[int]:
-        """The experts of a layer that tokens have by themselves, each once."""
+        """Return the experts of a layer that the tokens alone decide, each once."""
         return list(np.unique(self.static[layer][tokens]).tolist())
 
     def _scores(self, state: PassState, followings: Sequence[Following]) -> dict[int, np.ndarray]:
-        """By how far ahead, [E] of the layers of which experts would be advised and there is something to say."""
+        """Return the scores [E] of the layers for which experts would be advised, by distance in layers.
+
+        Layers without a prediction are missing.
+        """
         if self.predictor is None:
             return {}
-        asks = self._learns(state)
-        asked = [
-            each for each in followings if not self._is_known(state, each) and (asks or self._advised(state, each))
+        learns = self._learns(state)
+        scored = [
+            each for each in followings if not self._is_known(state, each) and (learns or self._advised(state, each))
         ]
-        if not asked:
+        if not scored:
             return {}
-        found = self.predictor.scores_ahead(state, [each.ahead for each in asked])
-        # Tables are as wide as the largest layer.
-        return {each.ahead: own[: each.count] for each, own in zip(asked, found, strict=True) if own is not None}
+        scores = self.predictor.scores_ahead(state, [each.ahead for each in scored])
+        # Tables are as wide as the layer with the most experts.
+        return {each.ahead: own[: each.count] for each, own in zip(scored, scores, strict=True) if own is not None}
 
     def _is_known(self, state: PassState, following: Following) -> bool:
-        """Whether the tokens themselves name the layer's experts: not of the next token's."""
+        """Return whether the tokens alone decide the layer's experts. A layer of the next token does not count."""
         is_of_token = following.layer > state.layer >= self.spec.first_decoder_layer
         return state.tokens is not None and is_of_token and following.layer in self.static
 
     def _tokens_in(self, state: PassState, layer: int) -> int:
-        """How many tokens are taken to come to a layer: those of the running pass, or of the next if it is one of its.
+        """Return the number of tokens expected in a layer: those of the running pass, or of the next one.
 
-        Behind a prompt that is one, unless the pass was as long as any: then more of it. Passes of several sequences,
-        evaluations and tokens side by side, are followed by their like; a decoder behind an encoder begins with a token
-        of each.
+        After a pass over a prompt of one sequence, the next pass has one token. The exception is a pass of the greatest
+        length, which more of the prompt follows. Passes of several sequences are followed by passes of the same size.
+        The first decoder pass after an encoder has one token of each sequence.
         """
         count = len(state.hidden)
         if state.layer < self.spec.first_decoder_layer <= layer:
@@ -171,21 +195,21 @@ class Advisor:
         return 1 if is_behind_prompt else count
 
     def _advised(self, state: PassState, following: Following) -> int:
-        """Experts of the layer that are worth reading ahead."""
+        """Return the number of experts of the layer that are worth reading ahead."""
         tokens = self._tokens_in(state, following.layer)
         if tokens == 1 < len(state.hidden) and self.rule == "likely" and not self.experts:
-            return 0  # behind a prompt nothing is known of the token but which experts are popular: right in 6 of 100
+            return 0  # after a prompt only popularity is known of the next token: 6 of 100 experts would be right
         count = advised_experts(state.top_k(following.top_k), following.rank, self.experts)
         return tokens * (max(count, 1) if self.rule == "first-miss" else count)
 
     def _predict(
         self, state: PassState, following: Following, scores: np.ndarray | None
     ) -> tuple[list[int] | None, list[int]]:
-        """Candidates of the layer, and what is stored of them."""
+        """Return the candidates of the layer, and their stored indices."""
         layer = following.layer
         if self.predictor is not None and state.tokens is not None and self._is_known(state, following):
-            known = self._known(layer, state.tokens)
-            return known, self._stored(layer, known)
+            experts_of_tokens = self._known(layer, state.tokens)
+            return experts_of_tokens, self._stored(layer, experts_of_tokens)
         if scores is None:
             return None, []
         top_k = state.top_k(following.top_k)
@@ -203,7 +227,10 @@ class Advisor:
 
 
 def routed_ahead(model: ModelSpec, layer: int) -> list[int]:
-    """How far ahead the layers behind this one lie that route; behind the last of them, the next token's first."""
+    """Return how far ahead the layers lie that route after this one, in layers.
+
+    After the last of them it is the distance to the first layer of the next token.
+    """
     ahead = [following - layer for following in model.expert_layers if following > layer]
     decoder = [following for following in model.expert_layers if following >= model.first_decoder_layer]
     return ahead or [model.num_layers - layer + following - model.first_decoder_layer for following in decoder[:1]]

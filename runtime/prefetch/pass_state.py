@@ -1,4 +1,4 @@
-"""What is known while a layer of a pass runs, and what lossy modes are asked about it.
+"""State of a pass while one of its layers runs, and the interface of lossy modes to a pass.
 
 Shapes: T tokens, D hidden, E experts, K top-k.
 """
@@ -15,10 +15,10 @@ from ..layers.routing import Routed
 
 
 class ExpertChoice(Protocol):
-    """How one pass changes the choice of the routers. `modes/choice.py` implements it for the lossy modes."""
+    """Changes that one pass makes to the choice of the routers. `modes/choice.py` implements it for the lossy modes."""
 
     def top_k(self, top_k: int) -> int:
-        """Return the experts per token in a layer that has so many."""
+        """Return the experts per token in a layer whose own number is top_k."""
         ...
 
     def select(self, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
@@ -30,23 +30,29 @@ class ExpertChoice(Protocol):
         ...
 
     def requested(self, layer: int, experts: Sequence[int], advice: Sequence[int]) -> None:
-        """Note the stored experts that a layer asks for, and those that are read ahead after them."""
+        """Record the stored experts that a layer requests, and those that are read ahead after them."""
         ...
 
     def advised(self, layer: int, scores: np.ndarray, experts: Sequence[int], top_k: int) -> list[int]:
-        """Return the stored experts to read ahead for a layer. scores: [E]; experts: the likeliest, best first."""
+        """Return the stored experts to read ahead for a layer.
+
+        scores: [E].
+        experts: the likeliest experts, best first.
+        """
         ...
 
 
 @dataclass(slots=True)
 class PassState:
-    """What a predictor may look at while layer `layer` of a pass runs.
+    """State that a predictor may read while layer `layer` of a pass runs.
 
-    hidden: [T, D] residual stream at the router's input; chosen: experts int32 [T, K] per layer run so far, as routed.
-    tokens: int64 [T], None where a recorded pass is replayed. choice: how lossy modes change the routers' choice.
-    sequences: how many the tokens belong to.
-    logits: float32 [T, E], of the running layer, None where it routes nothing. foreseen: of the layers ahead that were
-    asked, the scores [E], nearest first.
+    hidden: residual stream at the router's input, float32 [T, D].
+    chosen: experts of each layer that has run, as routed, int32 [T, K].
+    tokens: int64 [T], None in the replay of a recorded pass.
+    choice: how lossy modes change the routers' choice.
+    sequences: number of sequences that the tokens belong to.
+    logits: router logits of the running layer, float32 [T, E], None if it does not route.
+    foreseen: scores [E] of the layers ahead that were predicted, nearest first.
     """
 
     layer: int
@@ -59,5 +65,5 @@ class PassState:
     foreseen: list[np.ndarray] = field(default_factory=list)
 
     def top_k(self, top_k: int) -> int:
-        """Experts per token of this pass in a layer of so many."""
+        """Return this pass's experts per token in a layer whose own number is top_k."""
         return top_k if self.choice is None else self.choice.top_k(top_k)

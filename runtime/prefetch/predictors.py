@@ -1,4 +1,4 @@
-"""Predictors: which experts the layers behind the running one are likely to ask for."""
+"""Predictors of the experts that the layers after the running one will request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..layers.routing import Router
 from ..options.runtime import Prefetch
 from .pass_state import PassState
 
-# Pairs seen less often than this say less than the expert before alone.
+# Pairs seen less often than this predict worse than the last layer's expert alone.
 # Source: EdgeMoE, activation-path dictionary, in the pair form for top-k > 1.
 MINIMUM_PAIR_COUNT = 8
 
@@ -25,15 +25,18 @@ class Predictor(Protocol):
     """Scores the experts of the layers after the running one."""
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        """[E] floats >= 0 of the layer so far ahead, likelier is higher; None: nothing to say."""
+        """Return a score for each expert of the layer `ahead` layers ahead, or None without a prediction.
+
+        Scores are floats [E], not negative; a likelier expert has a higher score.
+        """
 
     def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
-        """`scores` of several layers at once."""
+        """Return `scores` of several layers."""
         return [self.scores(state, ahead) for ahead in aheads]
 
 
 class PopularityPredictor(Predictor):
-    """The experts that calibration saw most often in the layer."""
+    """Predicts the experts that were chosen most often in the layer during calibration."""
 
     def __init__(self, tables: Tables, model: ModelSpec) -> None:
         self._popularity, self._model = tables.popularity.astype(np.float64), model
@@ -42,16 +45,16 @@ class PopularityPredictor(Predictor):
         return self.of_layer(self._model.layer_after(state.layer, ahead))
 
     def of_layer(self, layer: int) -> np.ndarray:
-        """Counts, float64 [E]."""
+        """Return the popularity counts of a layer, float64 [E]."""
         counts: np.ndarray = self._popularity[layer]
         return counts
 
 
 class PathPredictor(Predictor):
-    """EdgeMoE's dictionary: the experts of two layers predict those of the next, with back-off.
+    """Predicts the experts of a layer from those of the two layers before it: the dictionary of EdgeMoE.
 
-    Only layers that route count. score(e) sums over pairs (a two layers back, b one layer back) the counts of e; pairs
-    seen fewer than MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity.
+    Only layers that route count. score(e) sums the counts of e over pairs (a two layers back, b one layer back).
+    Pairs seen fewer than MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity.
     Source: EdgeMoE, activation-path dictionary.
     """
 
@@ -65,7 +68,7 @@ class PathPredictor(Predictor):
         following, routed = self._model.layer_after(state.layer, ahead), self._model.expert_layers
         start = self._model.first_decoder_layer if following >= self._model.first_decoder_layer else 0
         past = [layer for layer in routed if start <= layer <= state.layer]
-        if following <= state.layer or not past:  # the next token's first, or nothing behind it
+        if following <= state.layer or not past:  # the next token's first layer, or no earlier layer that routes
             return self._popularity.scores(state, ahead)
         if any(state.layer < layer < following for layer in routed):
             return None
@@ -76,7 +79,11 @@ class PathPredictor(Predictor):
         return total if total.any() else self._popularity.scores(state, ahead)
 
     def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
-        """Of the experts of layer `following`, for one token that chose these in `layer` and those before it."""
+        """Return scores of the experts of layer `following` for one token.
+
+        before: experts that the token chose in the layer before `layer`.
+        chosen: experts that it chose in `layer`.
+        """
         paths = self._paths
         scores = np.zeros(self._experts)
         for row in paths.rows(following, before, chosen):
@@ -92,10 +99,11 @@ class PathPredictor(Predictor):
 
 
 class LookaheadPredictor(Predictor):
-    """The routers of later layers, applied to this layer's residual stream. Source: HOBBIT, layer-level prediction.
+    """Predicts with the routers of later layers, applied to this layer's residual stream.
 
-    Each reads it through its own layer's norm. The last layer has no next router to ask; there popularity speaks for
-    the first layer of the next token.
+    Each router reads the stream through the norm of its own layer. After the last layer there is no next router.
+    There popularity predicts the first layer of the next token.
+    Source: HOBBIT, layer-level prediction.
     """
 
     def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
@@ -109,15 +117,18 @@ class LookaheadPredictor(Predictor):
 
     def scores_ahead(self, state: PassState, aheads: Sequence[int]) -> list[np.ndarray | None]:
         key = (state.layer, tuple(aheads))
-        asked = self._asked.get(key)  # the same for every token
-        if asked is None:
-            asked = tuple(ahead for ahead in aheads if self.router_ahead(state.layer, ahead) is not None)
-            self._asked[key] = asked
-        found = dict(zip(asked, self._demands(state, asked), strict=True))
-        return [found[ahead] if ahead in found else self._fallback.scores(state, ahead) for ahead in aheads]
+        usable = self._asked.get(key)  # equal for every token
+        if usable is None:
+            usable = tuple(ahead for ahead in aheads if self.router_ahead(state.layer, ahead) is not None)
+            self._asked[key] = usable
+        scores = dict(zip(usable, self._demands(state, usable), strict=True))
+        return [scores[ahead] if ahead in scores else self._fallback.scores(state, ahead) for ahead in aheads]
 
     def _demands(self, state: PassState, aheads: tuple[int, ...]) -> Iterable[np.ndarray]:
-        """Of routers that can be asked, one after the other or, for one token, together."""
+        """Return the scores of the routers of several layers.
+
+        For one token a stack computes them in one call. Otherwise the routers run one after the other.
+        """
         key = (state.layer, aheads)
         if key not in self._stacks:
             layers = [self._model.layer_after(state.layer, ahead) for ahead in aheads]
@@ -136,13 +147,13 @@ class LookaheadPredictor(Predictor):
         return router.rule.demand(router.logits(self._norms[layer](state.hidden)))
 
     def scores_without_router(self, layer: int, ahead: int) -> np.ndarray:
-        """What is said, [E], whatever the stream is, of a layer whose router cannot be asked."""
+        """Return the scores [E] of a layer without a usable router. They do not depend on the stream."""
         return self._fallback.of_layer(self._model.layer_after(layer, ahead))
 
     def router_ahead(self, layer: int, ahead: int) -> Router | None:
-        """Of the layer so far ahead; None where none can be asked."""
+        """Return the router of the layer `ahead` layers ahead, or None if it is not usable."""
         following, first = self._model.layer_after(layer, ahead), self._model.first_decoder_layer
-        if following <= layer or layer < first <= following:  # an encoder's stream says nothing to a decoder
+        if following <= layer or layer < first <= following:  # the stream of an encoder predicts nothing in a decoder
             return None
         return self._routers[following]
 
@@ -154,14 +165,14 @@ def make_predictor(
     norms: list[Norm],
     routers: list[Router | None],
 ) -> Predictor | None:
-    """The predictor of an option; None for `off`."""
+    """Return the predictor of an option, or None for `off`."""
     if kind == "lookahead":
         return LookaheadPredictor(tables, model, norms, routers)
     return table_predictor(kind, tables, model)
 
 
 def table_predictor(kind: Prefetch, tables: Tables, model: ModelSpec) -> Predictor | None:
-    """The predictors that a trace alone can feed; None for `off`. Raises KeyError for `lookahead`."""
+    """Return a predictor that a trace alone can feed, or None for `off`. Raises KeyError for `lookahead`."""
     makers: dict[str, Callable[[Tables, ModelSpec], Predictor | None]] = {
         "path": PathPredictor,
         "popularity": PopularityPredictor,

@@ -1,4 +1,4 @@
-"""What reading ahead was worth: per layer, how many experts were predicted, read and used."""
+"""Quality of reading ahead: how many experts of each layer were predicted, read and used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class LayerAdvice:
-    """Experts of one layer: read ahead, of these used before eviction; demanded, of these predicted."""
+    """Numbers of experts of one layer.
+
+    read: read ahead.
+    used: read ahead and used before eviction.
+    demanded: requested by the layer.
+    predicted: requested by the layer and predicted.
+    """
 
     layer: int
     read: int
@@ -31,13 +37,13 @@ class LayerAdvice:
         return self.predicted / self.demanded if self.demanded else None
 
     def to_plain(self) -> dict[str, float | None]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         return {**asdict(self), "precision": self.precision, "recall": self.recall}
 
 
 @dataclass(slots=True)
 class PrefetchQuality:
-    """Per predicted layer: experts demanded, and of these the ones among the predicted top candidates."""
+    """Demanded experts of each layer, and how many of them were among the predicted candidates."""
 
     demanded: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     predicted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -52,12 +58,16 @@ class PrefetchQuality:
         self.predicted[layer] += predicted
 
     def layers(self, first_expert: Sequence[int], prefetches: np.ndarray) -> list[LayerAdvice]:
-        """What advice was worth, per layer. first_expert: [L + 1]; prefetches: int64 [2, experts], read and used."""
-        found = []
+        """Return the quality of advice for each layer.
+
+        first_expert: offset of each layer's experts, [L + 1].
+        prefetches: experts read ahead and used, int64 [2, experts].
+        """
+        layers = []
         for layer, (start, end) in enumerate(pairwise(first_expert)):
             read, used = prefetches[:, start:end].sum(axis=1).tolist()
-            found.append(LayerAdvice(layer, read, used, self.demanded[layer], self.predicted[layer]))
-        return found
+            layers.append(LayerAdvice(layer, read, used, self.demanded[layer], self.predicted[layer]))
+        return layers
 
     @property
     def recall(self) -> float | None:

@@ -1,1 +1,1 @@
-"""Bytes of experts from disk into memory."""
+"""Read experts from disk into memory."""

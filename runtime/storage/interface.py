@@ -1,4 +1,4 @@
-"""What the expert cache asks of a storage: blocks of expert bytes, loaded and released by index."""
+"""Interface between expert cache and storage: blocks of expert bytes, loaded and released by index."""
 
 from __future__ import annotations
 
@@ -10,55 +10,59 @@ from typing import Protocol
 import numpy as np
 
 Follow = Callable[[int, np.ndarray], None]
-"""An expert and its bytes, uint8 [size_bytes]."""
+"""Function of an expert and its bytes, uint8 [size_bytes]."""
 HandOvers = tuple[list[tuple[int, int]], list[int]]
-"""Experts that gave their place to another of their size, in order, each with the other; experts that left theirs."""
+"""Pairs (expert, heir) of experts that passed their place to another of their size, in order; experts without a
+place.
+"""
 
 
 class ExpertStorage(Protocol):
-    """Blocks of expert bytes; indices count what the manifest's expert files hold, in order.
+    """Blocks of expert bytes. Indices count the contents of the manifest's expert files, in order.
 
-    successors: per expert the one that a read which goes on brings as well, as in `read_runs`.
+    mode: how it reads.
+    successors: for each expert, the one whose bytes follow in the same file, as in `read_runs`.
     """
 
     mode: str
     successors: list[int]
 
     def block(self, index: int) -> np.ndarray:
-        """uint8 view of one expert, [size_bytes]; content is valid between load and release.
+        """Return a view of one expert, uint8 [size_bytes]. Its content is valid between load and release.
 
-        Under a NativeCache only behind `follow_hand_overs`.
+        With a NativeCache, call `follow_hand_overs` first.
         """
 
     def load(self, *run: int) -> None:
-        """Read an expert, or several that follow one another. Thread-safe for different ones.
+        """Read an expert, or several that are adjacent in a file. Thread-safe for different experts.
 
-        Raises StorageReadFailed, ChecksumMismatch: then none of them can be relied on.
+        Raises StorageReadFailed, ChecksumMismatch. After an error the bytes of all of them are invalid.
         """
 
     def release(self, index: int) -> None:
-        """Give up the memory of one expert, if it has any."""
+        """Release the memory of one expert, if it has any."""
 
     def resize(self, capacity_bytes: int) -> None:
-        """Change what experts may take together, at least what those in memory do; the rest goes back to the system."""
+        """Set the most bytes of all experts, at least those in memory. The rest returns to the system."""
 
     def trim(self) -> None:
-        """Give memory that holds no expert back to the system."""
+        """Return memory that holds no expert to the system."""
 
     def made_ready(self, is_wanted: bool) -> AbstractContextManager[None]:
-        """Before the first load: memory is made ready in a `with` block that does something else, if it is wanted.
+        """Prepare memory before the first load, while a `with` block does other work.
 
-        Files are closed if that fails.
+        is_wanted: whether to prepare memory.
+        Files are closed if the block fails.
         """
 
     def on_place(self, follow: Follow) -> None:
-        """Who is told where an expert will be, before it is read."""
+        """Set the function that receives each expert and its memory before the expert is read."""
 
     def end_pass(self) -> None:
-        """After a pass: whether what it computed with was what is in the files. Raises StorageReadFailed."""
+        """Check after a pass that its data are those of the files. Raises StorageReadFailed."""
 
     def close(self) -> None:
-        """Close files; views stay valid until they are dropped."""
+        """Close files. Views stay valid until they are dropped."""
 
 
 @contextmanager
@@ -71,5 +75,5 @@ def closed_on_failure(storage: ExpertStorage) -> Iterator[None]:
 
 
 def page_bytes(size_bytes: int) -> int:
-    """The bytes of the whole pages that hold so many: experts are multiples of 4096, pages may be larger."""
+    """Return the bytes of the pages that hold size_bytes. Experts are multiples of 4096 bytes, pages may be larger."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,9 +1,9 @@
-"""Expert files mapped into memory: the portable way of reading, and the only one in which a file can change later.
+"""Expert files mapped into memory: the portable way of reading.
 
-What kernels compute with are pages of the files themselves. A page that is no longer there (a shorter file, a disk
-that fails) would end the process with SIGBUS, in whichever thread touches it. The extension puts zeros there instead
-and counts it, so that every thread goes on; `end_pass` then refuses what the pass computed. Without the extension the
-system ends the process.
+The kernels compute with pages of the files themselves, so a later change of a file changes the data.
+A missing page (a shorter file, a disk error) would end the process with SIGBUS in the thread that touches it.
+The extension maps zeros there instead and counts the fault, so that every thread continues.
+`end_pass` then refuses the result of the pass. Without the extension the system ends the process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from .read_verifier import ReadVerifier
 
 
 class MappedFile:
-    """One expert file, mapped read-only. The mapping ends with the last view of it."""
+    """One expert file, mapped read-only. The mapping ends with its last view."""
 
     def __init__(self, file: BundleFile) -> None:
-        """Raises StorageReadFailed if the file has another size than when it was opened; OSError, ValueError."""
+        """Map a file.
+
+        Raises StorageReadFailed if the size has changed since the file was opened. Raises OSError, ValueError.
+        """
         self.path, self.identity = file.path, file.identity()
         if self.identity[0] != file.size_bytes:
             raise StorageReadFailed(
@@ -40,7 +43,7 @@ class MappedFile:
                 COPY_AGAIN,
             )
         self.mapping = mmap.mmap(file.descriptor, file.size_bytes, prot=mmap.PROT_READ)
-        # Read-around would bring neighbours in that nobody asked for.
+        # Read-around would load adjacent experts that no token needs.
         self.mapping.madvise(mmap.MADV_RANDOM)
         self.view = np.frombuffer(self.mapping, np.uint8)
         self._extension = kernels.loaded()
@@ -48,11 +51,11 @@ class MappedFile:
         if self._extension is not None:
             address = self.view.__array_interface__["data"][0]
             self._watch = self._extension.watch_mapping(address, page_bytes(self.view.nbytes))
-            # Views of the view refer to it, so this comes before the mapping ends.
+            # Views of the view refer to it, so the watch ends before the mapping does.
             weakref.finalize(self.view, self._extension.forget_mapping, self._watch).atexit = False
 
     def state(self, file: BundleFile) -> tuple[int, ...]:
-        """Row of what the extension's `first_changed` takes."""
+        """Return the row of this file for the extension's `first_changed`."""
         return -1 if self._watch is None else self._watch, file.descriptor, *self.identity
 
     def require_pages(self) -> None:
@@ -65,9 +68,9 @@ class MappedFile:
 
 @contextmanager
 def _missing_pages_first(file: MappedFile) -> Iterator[None]:
-    """Say that a file has shrunk, where its bytes were compared and its missing pages read as zeros.
+    """Report a file that has shrunk instead of a checksum error, because its missing pages read as zeros.
 
-    Raises StorageReadFailed in place of ChecksumMismatch.
+    Raises StorageReadFailed instead of ChecksumMismatch.
     """
     try:
         yield
@@ -83,7 +86,7 @@ class MappedStorage:
 
     def __init__(self, bundle: Bundle, verify: bool) -> None:
         self._entries = bundle.manifest.stored_experts
-        self.successors = [NONE] * len(self._entries)  # the system is asked for each by itself
+        self.successors = [NONE] * len(self._entries)  # each expert is requested separately
         self._files = {entry.file: bundle.files[entry.file] for entry in self._entries}
         self._verifier, self._verifies = ReadVerifier(self._entries, self._files, verify), verify
         self._loaded: set[int] = set()
@@ -113,19 +116,22 @@ class MappedStorage:
             self._loaded.add(index)
 
     def _pages(self, entry: ExpertEntry) -> tuple[int, int]:
-        """Start and length of the whole pages that hold an expert; a neighbour in them is read again if asked for."""
+        """Return start and length of the whole pages that hold an expert.
+
+        An adjacent expert in these pages is read again when it is needed.
+        """
         start = entry.offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         mapped_bytes = len(self._mapped[entry.file].view)
         return start, min(page_bytes(entry.offset_bytes + entry.size_bytes), mapped_bytes) - start
 
     def resize(self, capacity_bytes: int) -> None:
-        """Nothing is held but what is released one by one."""
+        """Do nothing: experts are released one by one, and nothing else is held."""
 
     def made_ready(self, is_wanted: bool) -> AbstractContextManager[None]:
         return closed_on_failure(self)
 
     def on_place(self, follow: Follow) -> None:
-        """They are where their files are mapped."""
+        """Do nothing: experts are where their files are mapped."""
 
     def release(self, index: int) -> None:
         entry = self._entries[index]
@@ -137,12 +143,12 @@ class MappedStorage:
             os.posix_fadvise(opened.descriptor, entry.offset_bytes, entry.size_bytes, os.POSIX_FADV_DONTNEED)
 
     def trim(self) -> None:
-        """Released ranges are gone already."""
+        """Do nothing: released ranges have no memory."""
 
     def end_pass(self) -> None:
-        """Refuse a pass if a file that it may have computed with has changed since it was mapped.
+        """Refuse a pass if a file that it used has changed since it was mapped.
 
-        Where the content may be the same (another name or owner), experts in memory are compared once more.
+        If the content may be unchanged (another name or owner), experts in memory are compared again.
         Raises StorageReadFailed, ChecksumMismatch.
         """
         extension = kernels.loaded()
@@ -163,7 +169,7 @@ class MappedStorage:
             self._states[at] = file.state(opened)
 
     def _compare_loaded(self, name: str) -> None:
-        for index in tuple(self._loaded):  # readers add to it meanwhile
+        for index in tuple(self._loaded):  # readers may add experts at the same time
             if self._entries[index].file == name:
                 with _missing_pages_first(self._mapped[name]):
                     self._verifier.compare(index, self.block(index))
@@ -173,7 +179,7 @@ class MappedStorage:
 
 
 def resident_bytes(view: np.ndarray) -> int:
-    """Bytes of a page-aligned mapped range that are in memory (mincore); -1 where the system cannot tell."""
+    """Return the bytes of a page-aligned mapped range that are in memory (mincore); -1 if the system cannot tell."""
     libc = ctypes.CDLL(None, use_errno=True)
     pages = -(-view.nbytes // mmap.PAGESIZE)
     vector = (ctypes.c_ubyte * pages)()

@@ -1,4 +1,4 @@
-"""Choose how experts are read: `--io`."""
+"""Choose how experts are read: option `--io`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .read_storage import ReadStorage
 
 
 def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> ExpertStorage:
-    """`auto` is direct reads where the file system allows them, else buffered reads that drop what they read.
+    """Open the storage of a bundle.
 
-    capacity_bytes: what experts may take together, at least the largest; None: all of them.
+    `auto` uses direct reads if the file system allows them, otherwise buffered reads that drop the page cache.
+    capacity_bytes: most bytes of all experts in memory, at least the largest expert; None for all experts.
     """
     if io == "mmap":
         from .mapped_storage import MappedStorage

@@ -1,7 +1,7 @@
-"""Where experts lie in a range of addresses, only a part of which has memory behind it.
+"""Places of experts in a range of addresses, of which only a part has memory.
 
-Experts take the places of those that were given up. Where sizes differ and no such place is wide enough, memory of
-several is brought together at addresses that have none. Nothing that is in use ever moves.
+An expert takes the place of one that was removed. If sizes differ and no such place is wide enough, the memory of
+several is moved together, at addresses without memory. Memory in use never moves.
 """
 
 from __future__ import annotations
@@ -12,37 +12,49 @@ from typing import Protocol
 from .ranges import Ranges
 
 MAX_PIECES = 64
-"""Memory in more pieces is given back, and new memory taken: a move costs some 20 us, new memory half a millisecond."""
+"""Most pieces of memory that are moved for one expert. With more, memory is given back and new memory is taken.
+
+A move takes about 20 us, new memory 0.5 ms.
+"""
 
 
 class Memory(Protocol):
-    """What is behind addresses. Ranges are whole pages."""
+    """The memory of addresses. Ranges are whole pages."""
 
     def move(self, source: int, target: int, size_bytes: int) -> None:
-        """Bring memory to addresses that have none; its content is of no interest."""
+        """Move memory to addresses that have none. Its content may be lost."""
 
     def pieces(self, start: int, end: int) -> int:
-        """How many moves a range takes, because its memory came from as many places."""
+        """Return the number of moves that a range needs, one for each place its memory came from."""
 
     def expect(self, start: int, end: int, is_whole: bool) -> None:
-        """Memory will be wanted here. is_whole: all of it, in units that the system hands out best."""
+        """Prepare a range that will be used.
+
+        is_whole: whether the range is a multiple of the unit that the system allocates best.
+        """
 
     def give_back(self, start: int, end: int) -> None:
-        """None is needed here now."""
+        """Give back the memory of a range. The range may be used again."""
 
     def abandon(self, start: int, end: int) -> None:
-        """The same, and none will be wanted until it is expected again."""
+        """Give back the memory of a range that is unused until the next `expect`."""
 
 
 def span_bytes(sizes: Sequence[int]) -> int:
-    """Addresses that always suffice: between and beside N experts that are all placed there is room for the largest."""
+    """Return the number of addresses that always suffices.
+
+    Even with all N experts placed, there is room for the largest one between, before and after them.
+    """
     return sum(sizes) + (len(sizes) + 1) * max(sizes, default=0)
 
 
 class Places:
-    """Experts at addresses from 0 on. sizes: bytes per expert, int [N], whole pages; unit_bytes: of `Memory.expect`.
+    """Experts at addresses from 0 on.
 
-    Invariants: places do not overlap. Memory behind places and gaps, together, never exceeds the capacity.
+    sizes: size of each expert, int [N], bytes, whole pages.
+    memory: the memory of the addresses.
+    unit_bytes: unit of `Memory.expect`.
+    Invariants: places do not overlap. The memory of places and gaps together never exceeds the capacity.
     """
 
     def __init__(self, sizes: Sequence[int], memory: Memory, unit_bytes: int) -> None:
@@ -58,11 +70,14 @@ class Places:
         return self._used_bytes + self._gaps.total
 
     def start(self, index: int) -> int | None:
-        """The first byte of an expert; None if it has no place."""
+        """Return the first byte of an expert; None if it has no place."""
         return self._starts.get(index)
 
     def put(self, index: int) -> int:
-        """Give an expert a place, and return its first byte; those that have one leave room for it in the capacity."""
+        """Give an expert a place, and return its first byte.
+
+        The capacity has room for it next to the placed experts.
+        """
         size = self._sizes[index]
         start = self._gaps.narrowest(size)
         if start is None:
@@ -74,52 +89,53 @@ class Places:
         return start
 
     def remove(self, index: int) -> None:
-        """Give an expert's place up, if it has one; its memory stays for the next."""
+        """Remove an expert's place, if it has one. Its memory stays for the next expert."""
         start = self._starts.pop(index, None)
         if start is not None:
             self._gaps.add(start, start + self._sizes[index])
             self._used_bytes -= self._sizes[index]
 
     def hand_over(self, index: int, heir: int) -> None:
-        """An expert's place is another's of its size now, and where that had one, that is the expert's."""
-        own = self._starts.pop(heir, None)
+        """Give the place of `index` to `heir`, which has the same size. If `heir` already has a place, swap them."""
+        heir_start = self._starts.pop(heir, None)
         self._starts[heir] = self._starts.pop(index)
-        if own is not None:
-            self._starts[index] = own
+        if heir_start is not None:
+            self._starts[index] = heir_start
 
     def resize(self, capacity_bytes: int) -> None:
-        """Change what places and gaps may take; what is placed fits in it."""
+        """Set the most bytes of places and gaps. The placed experts fit in it."""
         self._shed(self.memory_bytes - capacity_bytes)
-        left = capacity_bytes - self.memory_bytes
-        pieces = [left // self._unit_bytes * self._unit_bytes] + [self._unit_bytes] * (left // self._unit_bytes)
-        for piece in pieces:  # all at once, or unit by unit
-            start = self._empty.first(piece, self._unit_bytes) if 0 < piece <= left else None
+        free_bytes, unit_bytes = capacity_bytes - self.memory_bytes, self._unit_bytes
+        pieces = [free_bytes // unit_bytes * unit_bytes] + [unit_bytes] * (free_bytes // unit_bytes)
+        for piece in pieces:  # everything at once, or unit by unit
+            start = self._empty.first(piece, unit_bytes) if 0 < piece <= free_bytes else None
             if start is not None:
                 self._open(start, start + piece, is_whole=True)
-                left -= piece
-        # Behind what is there, if possible: the addresses of all experts of a cache that holds them form one range.
-        fitting = [start for start, end in self._empty if end - start >= left > 0]
-        if fitting:
-            start = next((start for start in fitting if self._gaps.ends_at(start)), fitting[0])
-            self._open(start, start + left, is_whole=False)
+                free_bytes -= piece
+        # The rest goes after existing memory, if possible. Then a cache that holds all experts is one range of
+        # addresses.
+        candidates = [start for start, end in self._empty if end - start >= free_bytes > 0]
+        if candidates:
+            start = next((start for start in candidates if self._gaps.ends_at(start)), candidates[0])
+            self._open(start, start + free_bytes, is_whole=False)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Ranges inside the capacity where nobody is, by address."""
+        """Return the gaps: ranges within the capacity that hold no expert, by address."""
         return list(self._gaps)
 
     def trim(self) -> None:
-        """Give the memory of gaps back; it comes again where it is wanted."""
+        """Give back the memory of gaps. New memory is allocated when it is used."""
         for start, end in self._gaps:
             self._memory.give_back(start, end)
 
     def _open(self, start: int, end: int, is_whole: bool) -> None:
-        """Addresses without memory become a gap."""
+        """Turn addresses without memory into a gap."""
         self._empty.cut(start, end)
         self._memory.expect(start, end, is_whole)
         self._gaps.add(start, end)
 
     def _shed(self, size: int) -> None:
-        """Give the memory of so many bytes of gaps back, the narrowest first: one piece at most is left."""
+        """Give back `size` bytes of gaps, the narrowest first. At most one gap remains in part."""
         for start, end in reversed(self._gaps.widest_first()):
             if size <= 0:
                 return
@@ -130,7 +146,7 @@ class Places:
             size -= end - first
 
     def _bring_together(self, size: int) -> int:
-        """Memory of gaps, the widest first, at addresses that have none; what is missing comes new."""
+        """Move memory of gaps, the widest first, to addresses without memory. The rest is new memory."""
         parts, missing = list[tuple[int, int]](), size
         for start, end in self._gaps.widest_first():
             parts.append((start, min(end, start + missing)))
@@ -152,12 +168,12 @@ class Places:
         return target
 
     def _renew(self, size: int, missing: int) -> int:
-        """New memory instead of what gaps have, at the first whole unit if possible."""
+        """Take new memory instead of that of gaps, aligned to a unit if possible."""
         self._shed(size - missing)
         target = self._empty.first(size, self._unit_bytes)
         if target is None:
             target = self._empty.first(size)
-        if target is None:  # gaps lie between
+        if target is None:  # gaps divide the free addresses
             self._shed(self._gaps.total)
             target = self._empty.first(size)
         if target is None:

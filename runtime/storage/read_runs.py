@@ -1,7 +1,7 @@
-"""Which experts one read brings together: those that lie one behind the other in a file.
+"""Runs of experts that are adjacent in a file and are read together.
 
-A read costs its latency once, however many experts it brings. Long runs are not worth it: storage is at its full rate,
-and the first expert of a run would wait for the last. Nor does one reader take what another could read meanwhile.
+A read has its latency once, however many experts it brings. Long runs do not help: storage is at its full rate, and the
+first expert of a run waits for the last. A reader also leaves work for the other readers.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ MAX_RUN_BYTES = 1 << 20
 
 
 def successors(entries: Sequence[ExpertEntry]) -> list[int]:
-    """Per entry, the index of the one whose bytes begin where its own end, in the same file; NONE where there is none.
+    """Return for each entry the index of the entry whose bytes follow in the same file; NONE without one.
 
-    Experts that are left out have no bytes: they neither follow nor are followed.
+    Experts that are left out have no bytes. They neither follow nor are followed.
     """
-    found = [NONE] * len(entries)
+    following = [NONE] * len(entries)
     starts = {(entry.file, entry.offset_bytes): at for at, entry in enumerate(entries) if entry.size_bytes}
     for at, entry in enumerate(entries):
         if entry.size_bytes:
-            found[at] = starts.get((entry.file, entry.offset_bytes + entry.size_bytes), NONE)
-    return found
+            following[at] = starts.get((entry.file, entry.offset_bytes + entry.size_bytes), NONE)
+    return following
 
 
 def predecessors(following: Sequence[int]) -> list[int]:
-    """The same relation from the other side."""
-    found = [NONE] * len(following)
-    for at, behind in enumerate(following):
-        if behind != NONE:
-            found[behind] = at
-    return found
+    """Return the inverse of `successors`."""
+    before = [NONE] * len(following)
+    for at, after in enumerate(following):
+        if after != NONE:
+            before[after] = at
+    return before
 
 
 class ReadRuns:
-    """Takes reads from a queue, with their neighbours that wait there too.
+    """Takes reads from a queue, together with adjacent experts in the queue.
 
-    sizes: bytes per expert. following: `successors`. readers: how many share what waits.
+    sizes: bytes of each expert.
+    following: result of `successors`.
+    readers: number of readers that share the queue.
     """
 
     def __init__(self, sizes: Sequence[int], following: Sequence[int], readers: int = 1) -> None:
@@ -49,7 +51,7 @@ class ReadRuns:
         self._before = predecessors(self._behind)
 
     def take(self, queue: deque[int]) -> list[int]:
-        """The first of a queue and its neighbours that wait there too, as they lie in the file; all leave the queue."""
+        """Take the first expert of a queue and the queued experts adjacent to it, in file order."""
         most = math.ceil(len(queue) / self._readers)
         first = queue.popleft()
         run, room_bytes = deque([first]), MAX_RUN_BYTES - self._sizes[first]

@@ -1,8 +1,8 @@
 """Read experts from files into anonymous memory.
 
-An expert takes the place of one that was given up (`places`): pages stay where they are, and huge ones hold them. A
-read of 3.4 MiB into pages of 4 KiB is 864 pieces to the system, into huge ones a few, and up to twice as fast
-(docs/experiments.md, Places). Reads land in place: no copy lies between the file and the kernel.
+An expert takes the place of one that was removed (`places`), so pages stay where they are and can be huge.
+For the system, a read of 3.4 MiB into pages of 4 KiB has 864 pieces, into huge pages a few.
+Huge pages make it up to twice as fast (docs/experiments.md, Places). Data is read to its final place, without a copy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.ENOTDIR)  # 
 class ReadStorage:
     """Explicit reads into anonymous memory.
 
-    Direct reads bypass the page cache; where the file system refuses them, buffered reads drop their pages at once,
-    so the page cache never holds a second copy that the budget would have to count.
+    Direct reads bypass the page cache. If the file system refuses them, buffered reads drop their pages at once.
+    So the page cache never holds a second copy, which the budget would have to count.
 
     arena: the memory of the experts.
     """
@@ -45,7 +45,7 @@ class ReadStorage:
         self._sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
         self.arena = Arena(span_bytes(self._sizes), "the experts")
         self._places = Places(self._sizes, self.arena, HUGE_PAGE_BYTES)
-        self._lock = threading.Lock()  # around the places
+        self._lock = threading.Lock()  # guards the places
         self.resize(sum(self._sizes) if capacity_bytes is None else capacity_bytes)
         self._follow: Follow = lambda index, block: None
         opened = {entry.file: bundle.files[entry.file] for entry in self._entries}
@@ -58,13 +58,13 @@ class ReadStorage:
         self._verifier, self.verifies = ReadVerifier(self._entries, self._files, verify), verify
         if direct is None and hasattr(os, "posix_fadvise"):
             for file in opened.values():
-                # What is read ahead of an expert is in no range that is dropped: it would stay in the page cache.
-                # Pages that others have read ahead ask for more, whoever comes to them.
+                # Pages that the system reads ahead are in no range that is dropped, and would stay in the page cache.
+                # Pages that other processes have read ahead cause further read-ahead when they are read.
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def _reopened(self, opened: dict[str, BundleFile], flag: int) -> dict[str, BundleFile] | None:
-        """The files once more, for direct reads; None where they are refused. Raises StorageReadFailed."""
+        """Open the files again for direct reads. Returns None if they are refused. Raises StorageReadFailed."""
         try:
             files = {name: file.reopened(flag) for name, file in opened.items()}
             first = self._entries[0]
@@ -85,7 +85,7 @@ class ReadStorage:
             return self._places.memory_bytes
 
     def block(self, index: int) -> np.ndarray:
-        """Of an expert that has no place, memory that is not its own."""
+        """Return a view of one expert. Without a place, it is a view of other memory."""
         start = self._places.start(index) or 0
         return self.arena.view[start : start + self._entries[index].size_bytes]
 
@@ -122,13 +122,13 @@ class ReadStorage:
             self._places.remove(index)
 
     def source(self, index: int) -> tuple[int, int, int]:
-        """File descriptor, offset and size of an expert; descriptor -1 of one that is left out."""
+        """Return file descriptor, offset and size of an expert. The descriptor of an expert that is left out is -1."""
         entry = self._entries[index]
         file = self._files.get(entry.file)
         return -1 if file is None or not entry.size_bytes else file.descriptor, entry.offset_bytes, entry.size_bytes
 
     def address(self, index: int) -> int:
-        """Of the first byte of an expert that has a place."""
+        """Return the address of the first byte of an expert that has a place."""
         return int(self.block(index).__array_interface__["data"][0])
 
     def check(self, index: int, address: int) -> None:
@@ -137,7 +137,10 @@ class ReadStorage:
         self._verifier.compare(index, self.arena.view[start : start + self._entries[index].size_bytes])
 
     def follow_hand_overs(self, take: Callable[[], HandOvers]) -> None:
-        """Take over what became of places while others than `load` gave them out. take: tells it once."""
+        """Update the places after a native cache has passed them on.
+
+        take: returns these changes, each of them once.
+        """
         with self._lock:
             moved, spare = take()
             for before, index in moved:
@@ -164,7 +167,7 @@ class ReadStorage:
         self._follow = follow
 
     def end_pass(self) -> None:
-        """What was read is in memory of this process: nobody changes it."""
+        """Do nothing: the data are in memory of this process, and cannot change."""
 
     def close(self) -> None:
         self._files.clear()

@@ -1,7 +1,7 @@
-"""Whether experts that were read are the ones of the manifest: compared with their checksums, as often as is needed.
+"""Compare experts that were read with the checksums of the manifest, as often as needed.
 
-An expert is compared when it is first read, and again as soon as anything about its file has changed: one call of
-`fstat` after each read tells, in 0.3 us, where the XXH3 of 4 MiB takes 0.5 ms (docs/architecture.md, Reads).
+An expert is compared when it is first read, and again when anything about its file has changed.
+One call of `fstat` after each read shows that, in 0.3 us; the XXH3 of 4 MiB takes 0.5 ms (docs/architecture.md, Reads).
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from moec.manifests.errors import ChecksumMismatch
 from ..bundle.files import COPY_AGAIN, BundleFile, FileIdentity
 
 SETTLED_NS = 2_000_000_000
-"""Age, ns, from which an identity is trusted: a younger file may change again without another time stamp."""
+"""Age in ns from which an identity is trusted. A younger file may change again without another time stamp."""
 
 
 class ReadVerifier:
-    """Compares experts with their checksums. Used by several reader threads at once.
+    """Compares experts with their checksums. Several reader threads may use it at once.
 
-    An expert is trusted without a comparison if its file had one identity from before a read that was compared until
-    after this one. So nothing was written in between.
+    An expert is trusted without a comparison if its file has kept one identity. It must have kept it from before a read
+    that was compared until after this read. Then no write happened in between.
     """
 
     def __init__(self, entries: Sequence[ExpertEntry], files: Mapping[str, BundleFile], is_enabled: bool) -> None:
-        """files: of the entries, open; emptied by who closes them. is_enabled: whether anything is compared."""
+        """Create a verifier.
+
+        files: open files of the entries; closing the storage empties it.
+        is_enabled: whether anything is compared.
+        """
         self._entries, self._files, self._is_enabled = entries, files, is_enabled
         known = {name: file.identity() for name, file in files.items()} if is_enabled else {}
         self._known: dict[str, FileIdentity] = known
@@ -37,13 +41,15 @@ class ReadVerifier:
         self._verified: list[FileIdentity | None] = [None] * len(entries)
 
     def begin(self, file: str) -> FileIdentity | None:
-        """Before a read: what `end` wants to know."""
+        """Return the state before a read, for `end`."""
         return self._known.get(file)
 
     def end(self, run: Sequence[int], blocks: Sequence[np.ndarray], before: FileIdentity | None) -> None:
-        """After a read of experts of one file: compare them if needed.
+        """Compare experts of one file after a read, if needed.
 
-        blocks: their bytes, uint8 [size_bytes] each. before: from `begin`. Raises ChecksumMismatch.
+        blocks: their bytes, uint8 [size_bytes] each.
+        before: result of `begin`.
+        Raises ChecksumMismatch.
         """
         if not self._is_enabled:
             return
@@ -70,5 +76,5 @@ class ReadVerifier:
 
 
 def is_settled(identity: FileIdentity) -> bool:
-    """Whether a file's last change is so long ago that another one would have another time stamp."""
+    """Return whether a file's last change is so old that another one would have another time stamp."""
     return time.time_ns() - identity[2] > SETTLED_NS

@@ -1,1 +1,1 @@
-"""Tokens to text and back: tokenizer, chat template, sampling."""
+"""Convert between tokens and text: tokenizer, chat template, sampling."""

@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text that a model was trained on, in a process of its own.
+"""Render chat templates: turn messages into the text that a model was trained on, in a separate process.
 
-The template is the checkpoint's own, carried in the bundle and as little trusted as the rest of it. It sees nothing but
-the messages and the names of the special tokens. jinja2's sandbox keeps it from everything else; time and memory are
-bounded by limits of the system on the process that renders it (template_child.py).
+The template comes from the checkpoint. The bundle carries it, and it is not trusted.
+It sees only the messages and the names of the special tokens. The sandbox of jinja2 keeps it from everything else.
+Limits of the system bound the time and memory of the process that renders it (template_child.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ..bundle.opening import Bundle
 
 TEMPLATE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
-# What rendering takes for each byte of the messages, at most: they are there as JSON, as texts, in parts and joined.
+# Most memory that rendering needs for each byte of the messages. They exist as JSON, as texts, in parts and joined.
 _MEMORY_PER_MESSAGE_BYTE = 16
-# A template may repeat the messages so often.
+# Most times that a template may repeat the messages.
 _TEXT_PER_MESSAGE_BYTE = 4
 _COPY_AGAIN = "copy the bundle again"
 
@@ -43,9 +43,9 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TemplateFiles:
-    """What a folder says about its chat template.
+    """Files of a folder that define its chat template.
 
-    folder: for messages.
+    folder: the folder, for messages.
     config: content of `tokenizer_config.json`, None without one.
     template: content of `chat_template.jinja`, None without one.
     """
@@ -56,8 +56,9 @@ class TemplateFiles:
 
 
 def template_files(bundle: Bundle, verify: bool) -> TemplateFiles:
-    """Read the files of an opened bundle. verify: compare what is read with its digest.
+    """Read the files of an opened bundle.
 
+    verify: whether to compare each file with its digest.
     Raises BundleIncomplete, ChecksumMismatch, StorageReadFailed.
     """
 
@@ -73,16 +74,20 @@ def folder_files(folder: Path) -> TemplateFiles:
 
 
 def render_chat(folder: Path, messages: Sequence[Message]) -> str:
-    """Return the text before the assistant's next message by the template of a folder. Raises as ChatRenderer."""
+    """Return the text before the assistant's next message, by the template of a folder.
+
+    Raises the errors of ChatRenderer.
+    """
     with ChatRenderer() as renderer:
         return renderer.render(folder_files(folder), messages)
 
 
 class ChatRenderer:
-    """A process that renders one chat template. Leave the `with` block to end it.
+    """A process that renders one chat template. Leaving the `with` block ends it.
 
-    It starts at once and imports jinja2, so that this costs no time where the caller has other work before `render`.
-    process: the process; its `returncode` is None until `close` or `render` has collected it.
+    The process starts at once and imports jinja2. This costs no time if the caller has other work before `render`.
+
+    process: the process. Its `returncode` is None until `close` or `render` has collected it.
     Raises ExecutionError if it cannot be started, MissingDependency without jinja2.
     """
 
@@ -105,19 +110,20 @@ class ChatRenderer:
         self.close()
 
     def close(self) -> None:
-        """End the process, whatever it does, and collect it."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # what was not sent is of no use any more
+            with contextlib.suppress(BrokenPipeError):  # data that was not sent is no longer needed
                 if pipe is not None:
                     pipe.close()
 
     def render(self, files: TemplateFiles, messages: Sequence[Message]) -> str:
-        """Return the text before the assistant's next message; its special tokens are in it. May be called once.
+        """Return the text before the assistant's next message, with special tokens. May be called once.
 
-        Raises OptionError where the bundle has no template, ManifestInvalid for one that is damaged or takes more time
-        or memory than the limits, InputError where it refuses the messages.
+        Raises OptionError if the bundle has no template.
+        Raises ManifestInvalid for a damaged template, or one that needs more time or memory than the limits.
+        Raises InputError if the template refuses the messages.
         """
         config, template = files.config, files.template
         plain = json.dumps([dict(message) for message in messages])
@@ -142,7 +148,7 @@ class ChatRenderer:
                 target.write(part)
             target.close()
         except BrokenPipeError:
-            pass  # it has ended, and its status says why
+            pass  # the process has ended; its status is checked below
         answer = source.read(limit_bytes + 1)
         if len(answer) > limit_bytes:
             self.process.kill()
@@ -153,7 +159,7 @@ class ChatRenderer:
 
 
 def _text_of(answer: bytes, folder: Path) -> str:
-    """Return the text of an answer. Raises the error that its word stands for."""
+    """Return the text of an answer. Raises the error that its first word names."""
     word, _, rest = answer.partition(b"\n")
     text = rest.decode("utf-8", errors="surrogatepass")
     if word == b"text":
@@ -176,7 +182,10 @@ def _text_of(answer: bytes, folder: Path) -> str:
 
 
 def _end_reason(status: int) -> str:
-    """Return why the process ended, as the end of a sentence. status: as of subprocess."""
+    """Return why the process ended, as the end of a sentence.
+
+    status: exit status, as in subprocess.
+    """
     if status == -signal.SIGXCPU:
         return f"takes more than {MAX_TEMPLATE_CPU_S} s of processor time"
     if status < 0:
@@ -199,10 +208,10 @@ def _package_folders(*names: str) -> list[str]:
     """Return the folders that packages are imported from, without importing them. Raises MissingDependency."""
     folders = list[str]()
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
             _refuse_without(name)
-        folder = str(Path(found.origin).parent.parent)
+        folder = str(Path(spec.origin).parent.parent)
         if folder not in folders:
             folders.append(folder)
     return folders

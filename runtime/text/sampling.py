@@ -1,4 +1,4 @@
-"""From logits to a token."""
+"""Choose a token from logits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from moec.manifests.errors import ExecutionError, OptionError
 from ..options.field_types import check_field_types
 
 LEAST_PENALTY, MOST_PENALTY = 0.01, 100.0
-"""Bounds of the repetition penalty: far beyond what is of use, and no finite logit of a sound model overflows."""
+"""Bounds of the repetition penalty. They exceed all useful values, and within them no finite logit of a sound model
+overflows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 keep every token. Raises OptionError outside the ranges.
+    """Options of sampling. Raises OptionError outside the ranges.
 
-    min_p: tokens less likely than this share of the likeliest are left out. repetition_penalty: logits of tokens that
-    are in the text already are divided by it where positive, multiplied where negative; at any temperature.
-    The order is transformers': penalty, temperature, top-k, top-p, min-p.
+    temperature: 0 is greedy.
+    top_k: number of likeliest tokens to keep; 0 keeps all.
+    top_p: probability of the likeliest tokens to keep; 1 keeps all.
+    min_p: least probability of a token, as a share of the likeliest one; 0 keeps all.
+    repetition_penalty: positive logits of tokens in the text are divided by it, negative ones multiplied.
+    seed: seed of the random generator.
+
+    The penalty applies at any temperature.
+    The order is that of transformers: penalty, temperature, top-k, top-p, min-p.
     """
 
     temperature: float = 0.0
@@ -52,18 +60,21 @@ class SamplingOptions:
 
 
 class Sampler:
-    """Owns its random generator: one seed, one sequence."""
+    """Draws tokens. It owns its random generator: one seed gives one sequence."""
 
     def __init__(self, options: SamplingOptions) -> None:
         self._options = options
         self._generator = np.random.default_rng(options.seed)
 
     def __call__(self, logits: np.ndarray, tokens: Sequence[int] = ()) -> int:
-        """Pick a token. logits: [V] float32; tokens: prompt and answer so far. Greedy ties: lowest id.
+        """Pick a token. For equal logits, greedy takes the lowest id.
 
-        Raises ExecutionError on NaN.
+        logits: float32 [V].
+        tokens: tokens of the prompt and of the answer so far.
+        Raises ExecutionError on NaN or infinity.
         """
-        logits = penalised(logits, tokens, self._options.repetition_penalty)  # first: it may overflow
+        # Before the check, because it may overflow
+        logits = penalised(logits, tokens, self._options.repetition_penalty)
         if not np.isfinite(logits.max()):
             raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
         if self._options.temperature == 0:
@@ -72,7 +83,7 @@ class Sampler:
         return int(self._generator.choice(order, p=weights))
 
     def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that may be drawn, likeliest first, and their probabilities, which sum to 1."""
+        """Return the tokens that may be drawn, likeliest first, and their probabilities, which sum to 1."""
         options = self._options
         with np.errstate(over="ignore"):  # at a tiny temperature all but the largest become -inf
             scaled = (logits.astype(np.float64) - logits.max()) / options.temperature
@@ -92,11 +103,11 @@ class Sampler:
 
 
 def penalised(logits: np.ndarray, tokens: Sequence[int], penalty: float) -> np.ndarray:
-    """Logits [V] with those of the tokens of a text made less likely. Source: CTRL, section 4.1."""
+    """Return logits [V] in which the tokens of a text are less likely. Source: CTRL, section 4.1."""
     if penalty == 1.0 or not len(tokens):
         return logits
     seen, changed = np.unique(tokens), logits.copy()
     own = changed[seen]
-    with np.errstate(over="ignore"):  # the sampler refuses what is infinite then
+    with np.errstate(over="ignore"):  # the sampler raises for infinite logits
         changed[seen] = np.where(own > 0, own / np.float32(penalty), own * np.float32(penalty))
     return np.asarray(changed)

@@ -1,4 +1,4 @@
-"""Text that streams without ever splitting a character."""
+"""Stream text without splitting a character."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CONTEXT_TOKENS = 8
 
 
 class Decoder(Protocol):
-    """What turns tokens into text: a BundleTokenizer, or a tokenizer of the tokenizers library."""
+    """Turns tokens into text: a BundleTokenizer, or a tokenizer of the tokenizers library."""
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Return the text of tokens, without special ones."""
 
 
 class StopTexts:
-    """Ends a streamed text in front of whichever of some texts is complete first; what may begin one waits.
+    """Ends a streamed text before the first complete stop text. Text that may begin a stop text is held back.
 
-    Where two are complete with the same character the longer one counts, so that how the text was cut into pieces
-    never shows.
+    If two stop texts are complete with the same character, the longer one counts.
+    So the result does not depend on the pieces in which the text arrives.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -31,51 +31,54 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """What can be shown now, and whether the text has ended."""
+        """Add a piece. Returns the text that can be shown now, and whether the text has ended."""
         text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
             self._held = ""
-            return text[: min(found)[1]], True
+            return text[: min(matches)[1]], True
         kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept], False
 
     def flush(self) -> str:
-        """What was held back, once no more comes."""
+        """Return the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of the text that is the beginning of the stop text, in characters."""
+    """Return the length of the longest end of text that is a beginning of stop, in characters."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class TextStream:
-    """Feeds tokens in, gives finished text out; bytes of an unfinished character wait for the rest."""
+    """Turns tokens into finished text. Bytes of an unfinished character wait for the rest."""
 
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int] = ()) -> None:
-        """prompt: tokens in front; some tokenizers drop the space of a text's first word, so the text must not begin
-        with what is generated."""
+        """prompt: tokens before the generated ones.
+
+        Some tokenizers drop the space of a text's first word, so the decoded text
+        must begin before the generated part.
+        """
         self._tokenizer = tokenizer
         self._tokens: list[int] = list(prompt[-CONTEXT_TOKENS:])
         self._start = 0
         self._shown = len(self._tokens)
 
     def push(self, token: int) -> str:
-        """Text that this token completes; may be empty."""
+        """Add a token and return the text that it completes; may be empty."""
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._start : self._shown])
         now = self._tokenizer.decode(self._tokens[self._start :])
         if now.endswith(_REPLACEMENT) or len(now) <= len(before):
             return ""
-        # Decode from the last shown piece on, so that the cost per token stays constant.
+        # Decode from the last shown piece, so that the cost per token stays constant.
         self._start, self._shown = self._shown, len(self._tokens)
         return now[len(before) :]
 
     def flush(self) -> str:
-        """What is left at the end, replacement characters included."""
+        """Return the rest of the text at the end, with replacement characters."""
         before = self._tokenizer.decode(self._tokens[self._start : self._shown])
         now = self._tokenizer.decode(self._tokens[self._start :])
         self._start = self._shown = len(self._tokens)

@@ -1,10 +1,11 @@
-"""The process that renders a chat template: started by chat.py, fed by a pipe, held by limits of the system.
+"""The process that renders a chat template. chat.py starts it, sends a request through a pipe, and limits it.
 
-It imports the standard library and jinja2 alone, because it is started with `python -I -S`. The request on standard
-input is one line of JSON (`messages`, `config_bytes`, `template_bytes`, `memory_bytes`, `cpu_s`, `text_characters`),
-then the bytes of `tokenizer_config.json` and those of the template file; -1 stands for a file that is missing. The
-answer on standard output is one word on a line, then a text in UTF-8. A file of a stranger is parsed here alone, under
-the limits.
+It imports only the standard library and jinja2, because it is started with `python -I -S`.
+The request on standard input is one line of JSON with `messages`, `config_bytes`, `template_bytes`, `memory_bytes`,
+`cpu_s` and `text_characters`.
+The bytes of `tokenizer_config.json` and of the template file follow. A size of -1 means that a file is missing.
+The answer on standard output is one word on a line, then a text in UTF-8.
+Untrusted files are parsed only here, under the limits.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ _MAX_REASON_CHARACTERS = 300
 Answer = tuple[str, str]
 """One word and a text.
 
-`text`: the rendered text. `no-json`: the settings are not JSON, the reason. `missing`: there is no template. `damaged`:
-the template is no template, the reason. `refused`: it refuses the messages, the reason. `endless`: it calls itself
-without end. `memory`: it asks for more memory than it may have. `long`: its text is too long.
+- `text`: the rendered text.
+- `no-json`: the settings are not JSON; the reason.
+- `missing`: there is no template.
+- `damaged`: the template has an error; the reason.
+- `refused`: the template refuses the messages; the reason.
+- `endless`: the template calls itself without end.
+- `memory`: the template needs more memory than the limit.
+- `long`: the text is too long.
 """
 
 
@@ -32,7 +38,8 @@ def render(messages: list[dict[str, str]], config: bytes | None, template: bytes
     """Render the template of a bundle. Raises nothing but KeyboardInterrupt.
 
     messages: objects with `role` and `content`.
-    config: content of `tokenizer_config.json`. template: content of the template file. None: the file is missing.
+    config: content of `tokenizer_config.json`; None if the file is missing.
+    template: content of the template file; None if the file is missing.
     characters: most characters of the text.
     """
     try:
@@ -68,19 +75,19 @@ def _render_source(source: str, settings: Mapping[str, Any], messages: list[dict
     except RecursionError:
         return "endless", ""
     except Exception as error:
-        # jinja2 lets errors of Python's own compiler through, and its code for a constant may name what is undefined.
+        # jinja2 passes on errors of Python's own compiler, and its code for a constant may use an undefined name.
         is_refusal = is_compiled and isinstance(error, refusals) and not isinstance(error, jinja2.TemplateSyntaxError)
         return "refused" if is_refusal else "damaged", _reason(error)
 
 
 def _environment() -> Any:
-    """Return the sandbox, with what templates of transformers may use (utils/chat_template_utils.py)."""
+    """Return the sandbox with the extensions of transformers (utils/chat_template_utils.py)."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag that marks the assistant's own text for training; only the text inside counts here."""
+        """The tag that marks the assistant's own text for training. Only the text inside is used."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -97,18 +104,18 @@ def _environment() -> Any:
 
 
 def _variables(messages: list[dict[str, str]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template may ask for; there are no tools and no documents."""
+    """Return the variables of a template. There are no tools and no documents."""
     tokens = {name: _token_text(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
     return {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
 
 
 def _template_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the template in the tokenizer's settings, where there may be several by name; None if there is none."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
-        found = named[-1].get("template") if named else None
-    return found if isinstance(found, str) else None
+    """Return the template in the tokenizer's settings, or None. Of several named templates it is `default`."""
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    return template if isinstance(template, str) else None
 
 
 def _token_text(token: Any) -> str:
@@ -122,7 +129,7 @@ def _to_json(
 
 
 def _now(form: str) -> str:
-    from datetime import datetime  # few templates ask, and its import takes 3 ms
+    from datetime import datetime  # few templates use it, and its import takes 3 ms
 
     return datetime.now().strftime(form)
 
@@ -136,21 +143,23 @@ def _reason(error: BaseException) -> str:
 
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Limit what this process may still take.
+    """Limit the resources of this process.
 
-    memory_bytes: address space beyond what it has. cpu_s: processor time beyond what it used, whole seconds.
+    memory_bytes: address space in addition to what it has.
+    cpu_s: processor time in addition to what it used, whole seconds.
     """
     with open("/proc/self/statm", encoding="ascii") as file:
         held_bytes = int(file.read().split()[0]) * resource.getpagesize()
     _lower(resource.RLIMIT_AS, held_bytes + memory_bytes, held_bytes + memory_bytes)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used_s = int(usage.ru_utime + usage.ru_stime) + 1
-    _lower(resource.RLIMIT_CPU, used_s + cpu_s, used_s + cpu_s + 1)  # at the first SIGXCPU ends it, else SIGKILL
+    # The soft limit sends SIGXCPU, the hard limit SIGKILL
+    _lower(resource.RLIMIT_CPU, used_s + cpu_s, used_s + cpu_s + 1)
     _lower(resource.RLIMIT_CORE, 0, 0)
 
 
 def _lower(kind: int, soft: int, hard: int) -> None:
-    """Set a limit, but never above one that holds already."""
+    """Set a limit, but not above the current one."""
     limits = []
     for wanted, held in zip((soft, hard), resource.getrlimit(kind), strict=True):
         limits.append(wanted if held == resource.RLIM_INFINITY else min(wanted, held))
@@ -160,12 +169,12 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 def _main() -> None:
     """Answer one request.
 
-    What jinja2 does once (imports, its lexer) comes before the request, and so while the caller opens the bundle.
+    The one-time work of jinja2 (imports, its lexer) is done before the request, while the caller opens the bundle.
     """
     render([], None, b"{{ '' | trim }}", 1)
     source = sys.stdin.buffer
     if not (line := source.readline()):
-        return  # the caller has changed its mind
+        return  # the caller has ended without a request
     request = json.loads(line)
     files = []
     for name in ("config_bytes", "template_bytes"):
@@ -175,7 +184,7 @@ def _main() -> None:
     sys.stdout.buffer.write(word.encode() + b"\n")
     sys.stdout.buffer.write(text.encode("utf-8", errors="surrogatepass"))
     sys.stdout.buffer.flush()
-    os._exit(0)  # without the interpreter's clean-up, which takes time and may run out of memory
+    os._exit(0)  # skip the clean-up of the interpreter: it takes time and may run out of memory
 
 
 if __name__ == "__main__":

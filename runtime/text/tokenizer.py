@@ -1,4 +1,4 @@
-"""The tokenizer of a bundle: checked before it is loaded, bounded in time and memory, its faults told as errors."""
+"""The tokenizer of a bundle. It is checked before it is loaded, and bounded in time and memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 from ..bundle.opening import Bundle
 from ..memory.budget import MemoryPlan
 
-# Growth of a text that ENCODING_BYTES_PER_BYTE has in it: bytes written as letters, spaces as marks.
+# Text growth that ENCODING_BYTES_PER_BYTE includes: bytes written as letters, spaces as marks.
 _USUAL_GROWTH = 4
 _PART_CHARACTERS = 1024
-# Texts from this size on leave much to the allocator, which keeps it for the thread that has ended.
+# Texts from this size leave much memory to the allocator, which keeps it for the thread that has ended.
 _TRIM_BYTES = 64 << 10
 _COPY_AGAIN = "copy the bundle again"
 
 
 def load_tokenizer(bundle: Bundle, verify: bool = False) -> BundleTokenizer:
-    """Read `tokenizer.json` of an opened bundle. verify: compare what is read with its digest.
+    """Read `tokenizer.json` of an opened bundle.
 
+    verify: whether to compare the file with its digest.
     Raises BundleIncomplete, ManifestInvalid, ChecksumMismatch, StorageReadFailed.
     """
     path = bundle.path / TOKENIZER_NAME
@@ -45,7 +46,10 @@ def load_tokenizer(bundle: Bundle, verify: bool = False) -> BundleTokenizer:
 
 
 def parse_tokenizer(data: bytes, path: Path) -> BundleTokenizer:
-    """Return the tokenizer that a file holds. path: the file, for messages. Raises ManifestInvalid."""
+    """Return the tokenizer in a file. Raises ManifestInvalid.
+
+    path: the file, for messages.
+    """
     try:
         bounds = check_tokenizer(data)
         tokenizer = Tokenizer.from_buffer(data)
@@ -55,7 +59,7 @@ def parse_tokenizer(data: bytes, path: Path) -> BundleTokenizer:
         if not _is_fault(error):
             raise
         raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", _COPY_AGAIN) from error
-    # What a training run left in the file must neither cut a prompt nor fill it up.
+    # Padding and truncation left from training must not change a prompt.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return BundleTokenizer(tokenizer, bounds)
@@ -69,7 +73,7 @@ class EncodedText:
 
 
 class BundleTokenizer:
-    """Turns texts into tokens and back. Raises ExecutionError where the tokenizer's own library fails."""
+    """Turns texts into tokens and back. Raises ExecutionError if the tokenizers library fails."""
 
     def __init__(self, tokenizer: Tokenizer, bounds: TokenizerBounds) -> None:
         self._tokenizer, self._bounds = tokenizer, bounds
@@ -98,9 +102,9 @@ class BundleTokenizer:
         return text
 
     def check_size(self, text: str, plan: MemoryPlan) -> None:
-        """Refuse a text whose tokens would take more memory to make than keys, values and a pass may have later.
+        """Refuse a text whose encoding would need more memory than keys, values and a pass will have later.
 
-        Raises ContextOverflow, or InputError for what is not Unicode.
+        Raises ContextOverflow, or InputError for text that is not Unicode.
         """
         try:
             size = len(text.encode("utf-8"))
@@ -117,7 +121,7 @@ class BundleTokenizer:
             )
 
     def _grown_bytes(self, text: str, limit: int) -> int:
-        """Return how long the normalizer makes a text, bytes; it may stop counting beyond the limit."""
+        """Return the length of the normalized text, bytes. Counting may stop beyond the limit."""
         normalizer = self._tokenizer.normalizer
         if normalizer is None:
             return 0
@@ -130,10 +134,10 @@ class BundleTokenizer:
 
 
 class _Encoding(threading.Thread):
-    """Encodes texts in a thread, so that the caller can stop waiting: the library cannot be interrupted.
+    """Encodes texts in a thread, so that the caller can stop waiting. The library cannot be interrupted.
 
-    `encode_batch` lets other threads run, `encode` does not. Texts go in one by one, or the library would start
-    threads of its own, whose time is not counted here.
+    `encode_batch` lets other threads run, `encode` does not. Texts are passed one at a time.
+    With several, the library would start its own threads, whose time is not counted here.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], adds_special_tokens: bool) -> None:
@@ -157,9 +161,10 @@ class _Encoding(threading.Thread):
             self._error = error
 
     def run_for(self, cpu_s: float) -> None:
-        """Start, and wait for the end. Raises ExecutionError.
+        """Start the thread and wait for its end.
 
-        cpu_s: most processor time, seconds. A thread that takes longer goes on until the process ends.
+        cpu_s: most processor time, seconds. A thread that takes longer runs until the process ends.
+        Raises ExecutionError.
         """
         self.start()
         try:
@@ -180,7 +185,7 @@ class _Encoding(threading.Thread):
         raise self._error
 
     def _used_s(self) -> float:
-        """Return the processor time of the thread, 0 where it has just ended."""
+        """Return the processor time of the thread, seconds; 0 if it has just ended."""
         try:
             return 0.0 if self._clock is None else time.clock_gettime(self._clock)
         except OSError:
@@ -188,12 +193,12 @@ class _Encoding(threading.Thread):
 
 
 def _is_fault(error: BaseException) -> bool:
-    """Whether an exception is of the tokenizers library: bare Exception, or a panic, which is no Exception."""
+    """Return whether the tokenizers library raised this: Exception, or a panic, which is not an Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _return_memory() -> None:
-    """Give what the allocator keeps back to the system, where its library can."""
+    """Return the allocator's free memory to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

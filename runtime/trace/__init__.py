@@ -1,1 +1,1 @@
-"""What a run did: statistics and routing traces."""
+"""Records of a run: statistics and routing traces."""

@@ -1,4 +1,4 @@
-"""What one run did: times per token, cache counts, bytes read, peak memory. Collected step by step, cheaply."""
+"""Statistics of one run: times per token, cache counts, bytes read, peak memory. Collecting them is cheap."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..expert_cache.counts import CacheStats
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident set of this process so far, file mappings included.
+    """Return the largest resident set of this process so far, bytes, including file mappings.
 
-    VmHWM where the kernel tells it: the peak of `getrusage` can be inherited from the process that started this one.
+    It is VmHWM if the kernel reports it. The peak of `getrusage` may be inherited from the parent process.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -26,7 +26,7 @@ def peak_memory_bytes() -> int:
 
 
 def reset_peak_memory() -> bool:
-    """Let `peak_memory_bytes` count from now on; False where the system does not offer that."""
+    """Restart the count of `peak_memory_bytes`. Returns False if the system does not offer that."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -35,7 +35,7 @@ def reset_peak_memory() -> bool:
 
 
 def quantile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that `share` of the values do not exceed; None without values."""
+    """Return the smallest value that `share` of the values do not exceed; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -44,9 +44,11 @@ def quantile(values: Sequence[int], share: float) -> int | None:
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """Time inside kernels, Python around them included: attention, norms, routers and head; routed experts.
+    """Time inside kernels in ns, including the Python code around them.
 
-    shared_ns: the part of dense_ns that shared experts took.
+    dense_ns: attention, norms, routers, shared experts and head.
+    experts_ns: routed experts.
+    shared_ns: the part of dense_ns for shared experts.
     """
 
     dense_ns: int = 0
@@ -54,11 +56,11 @@ class PhaseTimes:
     shared_ns: int = 0
 
     def copy(self) -> PhaseTimes:
-        """The same times, apart."""
+        """Return a copy."""
         return PhaseTimes(self.dense_ns, self.experts_ns, self.shared_ns)
 
     def since(self, before: PhaseTimes) -> PhaseTimes:
-        """What came on top."""
+        """Return the difference to earlier times."""
         return PhaseTimes(
             self.dense_ns - before.dense_ns, self.experts_ns - before.experts_ns, self.shared_ns - before.shared_ns
         )
@@ -66,9 +68,13 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShares:
-    """Where the time of the tokens after the first went; the first four add up to 1.
+    """Shares of the time of the tokens after the first one. The first four sum to 1.
 
-    other: routing, the cache, advice. storage_busy: share in which a read was under way, whatever else ran.
+    stall: waiting for reads.
+    experts: routed experts.
+    dense: dense weights, shared experts included.
+    other: routing, the cache and advice.
+    storage_busy: share of the time in which a read was in progress, whatever else ran.
     """
 
     stall: float
@@ -80,10 +86,11 @@ class DecodeShares:
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """One generation. Times in nanoseconds; TPOT covers the tokens after the first; None: nothing to tell.
+    """Statistics of one generation. Times are in nanoseconds; None means that there is no value.
 
-    bytes_read_per_token counts padded expert bytes from storage over all passes, prefill and prefetches included,
-    per emitted token; decode_bytes_read_per_token those of the tokens after the first. tokens_per_s is their rate.
+    TPOT values and tokens_per_s cover the tokens after the first one.
+    bytes_read_per_token: padded expert bytes read over all passes, prefill and prefetches included, per emitted token.
+    decode_bytes_read_per_token: the same for the tokens after the first one.
     """
 
     prompt_tokens: int
@@ -110,13 +117,13 @@ class RunStatistics:
     decode_bytes_read_per_token: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class RunRecorder:
-    """Takes the time and the cache counts of each emitted token, and the times of the phases where they are told."""
+    """Collects time and cache counts of each emitted token, and phase times if they are given."""
 
     prompt_tokens: int
     elapsed_ns: list[int] = field(default_factory=list)
@@ -127,7 +134,11 @@ class RunRecorder:
     _phases: PhaseTimes | None = None
 
     def add(self, elapsed_ns: int, cache: CacheStats, phases: PhaseTimes | None = None) -> None:
-        """One emitted token: time since the one before, and what the cache and the phases did meanwhile."""
+        """Add one emitted token.
+
+        elapsed_ns: time since the previous token.
+        cache, phases: what the cache and the phases counted during that time.
+        """
         if self.elapsed_ns:
             self._decode_bytes += cache.bytes_read
         if self.elapsed_ns and phases is not None:
@@ -146,7 +157,7 @@ class RunRecorder:
         return DecodeShares(stall, experts, dense, 1 - stall - experts - dense, self._busy_ns / total)
 
     def finish(self, prefetch_recall: float | None = None) -> RunStatistics:
-        """Sum up; peak memory is taken now."""
+        """Sum up. The peak memory is that of the time of this call."""
         later, cache, tokens = self.elapsed_ns[1:], self.cache, len(self.elapsed_ns)
         return RunStatistics(
             prompt_tokens=self.prompt_tokens,

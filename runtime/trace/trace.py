@@ -1,6 +1,6 @@
-"""A routing trace: which experts every token of a run chose, what was advised, and how long computing took.
+"""A routing trace: the experts chosen by each token of a run, the advice given, and the computing times.
 
-`TraceRecorder` makes one while a model runs, `trace_file.py` keeps it, `simulation/` replays it.
+`TraceRecorder` records one while a model runs, `trace_file.py` stores it, `simulation/` replays it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from ..expert_cache.counts import CacheStats
 from ..options.runtime import Prefetch, PrefetchRule
 from .statistics import PhaseTimes
 
-# Less than this says little of a storage's rate.
+# Fewer bytes do not give a reliable storage rate.
 LEAST_READ_BYTES = 64 << 20
 Access = tuple[int, tuple[int, ...]]
-"""One layer of one pass: the layer, and the experts it asked for, counted over all layers."""
+"""One layer of one pass: the layer, and the experts it requests, as indices over all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """Where a trace comes from.
+    """Origin of a trace.
 
-    bundle: SHA-256 of the bundle's manifest file. experts, top_k: per layer. prompt_tokens: of the first passes, after
-    which every pass is one token. prefetch: whose advice was recorded; `prefetch_layers` and so on: how far, how much
-    and by which rule, as in RuntimeOptions. first_decoder_layer: layers below are an encoder's, whose one pass comes
-    first, over the whole prompt; 0: there is none.
-    little_experts: of the little model that scores speak of, per token and layer; 0: half of each layer's.
-    memory_bytes_per_s, storage_bytes_per_s, storage_latency_ns: of the recording machine, as a device profile has them;
-    the second is what the reads of the run reached, where they were many.
+    bundle: SHA-256 of the bundle's manifest file.
+    experts, top_k: of each layer.
+    prompt_tokens: tokens of the first passes. Every pass after them has one token.
+    prefetch: the predictor whose advice was recorded.
+    prefetch_layers, prefetch_experts, prefetch_rule: how far, how much and by which rule, as in RuntimeOptions.
+    threads: computing threads of the run.
+    first_decoder_layer: layers below it belong to the encoder, whose single pass over the prompt is first; 0 without
+        one.
+    little_experts: experts of the little model per token and layer; 0 stands for half of each layer's.
+    memory_bytes_per_s, storage_latency_ns: of the recording machine, as in a device profile.
+    storage_bytes_per_s: rate that the reads of the run reached, if there were many, else that of the device profile.
     """
 
     bundle: str
@@ -52,18 +56,19 @@ class TraceHeader:
 
     @property
     def first_expert(self) -> list[int]:
-        """[L + 1]: where each layer's experts begin when they are counted over all layers."""
+        """Index over all experts at which each layer's experts begin, [L + 1]."""
         return [0, *np.cumsum(self.experts).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class PassScores:
-    """What routers said of one token: what lossy modes and lookahead decide by. Bytes are little-endian float32.
+    """Router outputs of one token, from which lossy modes and lookahead decide. Bytes are little-endian float32.
 
-    logits: of all layers that route, one after the other, [sum of E]. ahead: per layer the scores [E] that lookahead
-    found for the layers ahead, nearest first. little_logits, confidence: of the same token computed by the little model
-    behind a text computed with all, its logits and its greatest output probability; empty and None where that
-    was not recorded.
+    logits: logits of all layers that route, concatenated, [sum of E].
+    ahead: for each layer, the scores [E] of the lookahead for the layers ahead, nearest first.
+    little_logits: logits of the little model for this token, after a text computed with all experts; empty if not
+        recorded.
+    confidence: greatest output probability of the little model; None if not recorded.
     """
 
     logits: bytes
@@ -76,12 +81,19 @@ class PassScores:
 class TracedPass:
     """One pass over all layers. Times of each layer are int nanoseconds [L].
 
-    chosen: per layer T x K experts of that layer, token by token, best first. advice: per layer the experts that were
-    to be read ahead, likeliest first, counted over all layers. dense_ns: what a layer computed in front of its routed
-    experts; shared_ns: its shared expert; experts_ns: its routed experts. head_ns: behind the last layer.
-    elapsed_ns: the whole pass; stall_ns: the part in which it waited for reads. first_layer: where it began, which is 0
-    but for decoders behind an encoder; a pass of the encoder ends there. Layers above are counted from it.
-    scores: of passes of one token, where routers decided; None in files of version 1.
+    Fields with one entry per layer begin with first_layer.
+    chosen: T x K experts of each layer, token by token, best first.
+    advice: experts to read ahead, for each layer, likeliest first, as indices over all layers.
+    dense_ns: time of each layer before its routed experts.
+    shared_ns: time of each layer's shared expert.
+    experts_ns: time of each layer's routed experts.
+    head_ns: time after the last layer.
+    elapsed_ns: time of the whole pass.
+    stall_ns: the part of elapsed_ns spent waiting for reads.
+    first_layer: first layer of the pass. It is 0, or first_decoder_layer for a decoder pass of a model with an encoder.
+    scores: for passes of one token in which routers decided; None in files of version 1.
+
+    The pass of an encoder ends before first_decoder_layer.
     """
 
     tokens: int
@@ -98,23 +110,24 @@ class TracedPass:
 
     @property
     def other_ns(self) -> int:
-        """What is neither a kernel nor a stall: routing, the cache, advice."""
+        """Time outside kernels and stalls: routing, the cache, advice."""
         kernels_ns = sum(self.dense_ns) + sum(self.experts_ns) + sum(self.shared_ns) + self.head_ns
         return max(0, self.elapsed_ns - self.stall_ns - kernels_ns)
 
     def accesses(self, first_expert: Sequence[int]) -> list[Access]:
-        """What each layer asked the cache for, in the order in which the model asks."""
-        asked = []
+        """Return the requests of each layer to the cache, in the order in which the model makes them."""
+        accesses = []
         for layer, chosen in enumerate(self.chosen, self.first_layer):
             experts = chosen if self.tokens == 1 else sorted(set(chosen))
-            asked.append((layer, tuple(first_expert[layer] + expert for expert in experts)))
-        return asked
+            accesses.append((layer, tuple(first_expert[layer] + expert for expert in experts)))
+        return accesses
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Passes in order: the prompt's, then one per further token. With an encoder its pass over the prompt, then one of
-    the decoder per token.
+    """Passes in order: those of the prompt, then one for each further token.
+
+    With an encoder: one pass of the encoder over the prompt, then one pass of the decoder for each token.
     """
 
     header: TraceHeader
@@ -122,9 +135,10 @@ class Trace:
 
     @property
     def prompt_passes(self) -> int:
-        """How many passes come before the first token: with an encoder its own and the decoder's first.
+        """Number of passes before the first token; with an encoder, its pass and the first one of the decoder.
 
-        Raises ValueError if no pass ends where the prompt ends, or passes of an encoder are not as they must be.
+        Raises ValueError if no pass ends at the end of the prompt.
+        Raises ValueError if a trace with an encoder has other passes than expected.
         """
         if self.header.first_decoder_layer:
             return self._passes_with_encoder()
@@ -147,14 +161,17 @@ class Trace:
         return 2
 
     def accesses(self) -> list[Access]:
-        """What the cache was asked for, pass by pass and layer by layer."""
+        """Return the requests to the cache, pass by pass and layer by layer."""
         first = self.header.first_expert
         return [access for each in self.passes for access in each.accesses(first)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of the pass under way. logits, ahead: as in PassScores."""
+    """One layer of the pass in progress.
+
+    logits, ahead: as in PassScores.
+    """
 
     index: int
     chosen: np.ndarray
@@ -169,15 +186,20 @@ def _float_bytes(values: np.ndarray) -> bytes:
 
 
 def _scores_of(layers: Sequence[_Layer]) -> PassScores | None:
-    """None for passes of many tokens, of models with an encoder, and where tokens alone decide."""
+    """Return the scores of a pass, or None without router logits.
+
+    There are none for passes of several tokens, models with an encoder, and layers where tokens alone decide.
+    """
     logits = b"".join(each.logits for each in layers)
     return PassScores(logits, tuple(each.ahead for each in layers)) if logits else None
 
 
 class TraceRecorder:
-    """Notes passes while they run. times: of the running model, which go on counting. cache: tells its cache's.
+    """Records passes while they run.
 
-    first_decoder_layer: the passes of an encoder end there.
+    times: phase times of the running model, which keep counting.
+    cache: returns the statistics of its cache.
+    first_decoder_layer: layer at which the passes of an encoder end.
     """
 
     def __init__(self, times: PhaseTimes, cache: Callable[[], CacheStats], first_decoder_layer: int = 0) -> None:
@@ -190,14 +212,14 @@ class TraceRecorder:
 
     @property
     def read_bytes_per_s(self) -> int | None:
-        """What storage gave while it was reading, latency included; None where too little was read to tell."""
+        """Rate of storage while it was reading, bytes per s, latency included; None if too little was read."""
         since = self._cache().since(self._before)
         if since.bytes_read < LEAST_READ_BYTES or not since.busy_ns:
             return None
         return since.bytes_read * 10**9 // since.busy_ns
 
     def begin(self) -> None:
-        """A pass begins; what was recorded of one that did not end is dropped."""
+        """Begin a pass. A pass that did not end is dropped."""
         self._layers.clear()
         self._started_ns, self._stall_ns = time.perf_counter_ns(), self._cache().stall_ns
         self._start_times = self._times.copy()
@@ -211,10 +233,12 @@ class TraceRecorder:
         foreseen: Sequence[np.ndarray] = (),
         times: PhaseTimes | None = None,
     ) -> None:
-        """The next layer has chosen its experts, int32 [T, K]. A first layer ends the pass under way, if any.
+        """Add the next layer, which has chosen its experts. A first layer ends the pass in progress, if any.
 
-        logits: [T, E], what it chose by; foreseen: [E] each, what was found for layers ahead, nearest first. times: the
-        counters before any of its experts was computed; None: they are so now.
+        chosen: int32 [T, K].
+        logits: router logits of the choice, [T, E].
+        foreseen: predicted scores of layers ahead, [E] each, nearest first.
+        times: phase times before any of its experts was computed; None for the current ones.
         """
         if layer in self._first_layers and self._layers:
             self.end()
@@ -224,12 +248,13 @@ class TraceRecorder:
         self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), own, ahead))
 
     def end(self) -> None:
-        """The pass is over, the head included where it ran."""
+        """End the pass, including the head if it ran."""
         if not self._layers:
             return
         layers = self._layers
         marks = [*(each.times for each in layers), self._times.copy()]
-        # Between two marks: the experts of the first layer, its shared expert, and what is dense of the second.
+        # Between two marks lie the routed experts and the shared expert of one layer, and the dense part of the next
+        # one.
         gained = [later.since(earlier) for earlier, later in pairwise(marks)]
         dense = [marks[0].since(self._start_times).dense_ns, *(each.dense_ns - each.shared_ns for each in gained)]
         self.passes.append(

@@ -1,4 +1,4 @@
-"""A trace as a file: JSON Lines, the header first, then one object per pass. Strict on the way in.
+"""Trace files: JSON Lines with the header first, then one object per pass. Reading is strict.
 
 Source: docs/format.md, Routing traces.
 """
@@ -31,15 +31,17 @@ _MAX_NUMBER = 1 << 60
 _RATES = ("memory_bytes_per_s", "storage_bytes_per_s", "storage_latency_ns")
 _HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader))}
 _PASS_KEYS = {item.name for item in fields(TracedPass)}
-# Of models with an encoder alone.
+# Only in traces of models with an encoder.
 _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY = "first_decoder_layer", "first_layer"
 _SINCE_2 = {"prefetch_layers", "prefetch_experts", "prefetch_rule", "scores"}
 _SINCE_3 = {"little_experts"}
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, whole or not at all. Raises as `output_file`; ValueError on passes that begin behind an encoder
-    where the header has none.
+    """Write a trace atomically.
+
+    Raises the errors of `output_file`.
+    Raises ValueError if passes begin at a decoder but the header has no encoder.
     """
     has_encoder = trace.header.first_decoder_layer > 0
     if not has_encoder and any(each.first_layer for each in trace.passes):
@@ -54,7 +56,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace. Raises InputError with file, line, what was expected and what was found."""
+    """Read a trace. Raises InputError with the file, the line, and what was expected and found."""
     line = read_bytes = 0
     try:
         if path.stat().st_size > MAX_TRACE_BYTES:
@@ -66,7 +68,7 @@ def read_trace(path: Path) -> Trace:
             while data := file.readline(MAX_TRACE_LINE_BYTES + 1):
                 line += 1
                 read_bytes += len(data)
-                if read_bytes > MAX_TRACE_BYTES:  # of a pipe, which tells no size
+                if read_bytes > MAX_TRACE_BYTES:  # a pipe reports no size
                     raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes")
                 passes.append(_pass(_object(data), header, plain["version"]))
         trace = Trace(header, tuple(passes))

@@ -1,4 +1,4 @@
-"""What routers said, as text of a trace file: base64 of little-endian float32. Strict on the way in.
+"""Router outputs as text of a trace file: base64 of little-endian float32. Reading is strict.
 
 Source: docs/format.md, Routing traces.
 """
@@ -21,7 +21,7 @@ _FLOAT_BYTES = 4
 
 
 def scores_plain(scores: PassScores) -> dict[str, Any]:
-    """For JSON."""
+    """Return the scores as values for JSON."""
     return {
         "logits": _text(scores.logits),
         "ahead": [[_text(each) for each in layer] for layer in scores.ahead],
@@ -31,7 +31,11 @@ def scores_plain(scores: PassScores) -> dict[str, Any]:
 
 
 def read_scores(plain: object, experts: Sequence[int]) -> PassScores:
-    """The scores of one pass. experts: of each layer. Raises ValueError with what was expected and what was found."""
+    """Read the scores of one pass.
+
+    experts: number of experts of each layer.
+    Raises ValueError with what was expected and found.
+    """
     if not isinstance(plain, dict) or set(plain) != _FIELDS:
         raise ValueError(f"`scores`: expected null or an object of {', '.join(sorted(_FIELDS))}")
     total, confidence = sum(experts), plain["confidence"]
@@ -50,17 +54,23 @@ def read_scores(plain: object, experts: Sequence[int]) -> PassScores:
 
 
 def layer_logits(data: bytes, experts: Sequence[int]) -> list[np.ndarray]:
-    """Logits [E] of each layer, float32, from those of all that route. experts: of each layer."""
+    """Split the logits of all layers that route into float32 [E] of each layer.
+
+    experts: number of experts of each layer.
+    """
     return np.split(as_floats(data), np.cumsum(experts)[:-1])
 
 
 def as_floats(data: bytes) -> np.ndarray:
-    """Little-endian float32 as an array."""
+    """Return little-endian float32 bytes as an array."""
     return np.frombuffer(data, "<f4").astype(np.float32)
 
 
 def _layers_ahead(layer: int, found: object, experts: Sequence[int]) -> tuple[bytes, ...]:
-    """Of the layers behind this one that route, nearest first; behind the last of them, of the next token's first."""
+    """Read the scores of the layers after this one that route, nearest first.
+
+    After the last of them they are the scores of the next token's first layer.
+    """
     routed = [at for at, count in enumerate(experts) if count]
     following = [at for at in routed if at > layer] or routed[:1]
     if not isinstance(found, list) or len(found) > len(following):

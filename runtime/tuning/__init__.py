@@ -1,1 +1,1 @@
-"""Files that are kept next to a bundle: tuned options, and what lossy modes cost."""
+"""Files next to a bundle: tuned options, and the measured loss of lossy modes."""

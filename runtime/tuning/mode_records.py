@@ -1,6 +1,7 @@
-"""What lossy modes were measured to cost: `modes` of quality.json, and `NAME.modes.json` beside a bundle.
+"""Measured losses of lossy modes: `modes` in quality.json, and `NAME.modes.json` next to a bundle.
 
-A record holds the task, the conditions, and a row per setting; rows of the second kind count where both have one.
+A record has the task, the conditions, and a row for each setting. A row of `NAME.modes.json` replaces the row of
+quality.json with the same setting.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
 
 
 def record_path(bundle: Path) -> Path:
-    """Where the record beside a bundle is."""
+    """Return the path of the record next to a bundle."""
     return file_next_to(bundle, SUFFIX)
 
 
 def write_record(bundle: Path, record: dict[str, Any]) -> Path:
-    """Write the record beside a bundle, whole or not at all. Raises as `output_file`.
+    """Write the record next to a bundle atomically. Raises the errors of `output_file`.
 
-    What was measured of the same bundle before, of other settings, stays, each row with its conditions.
+    Earlier rows of the same bundle with other settings are kept, each with its conditions.
     """
     path = record_path(bundle)
     measured = {row["mode"] for row in record["rows"]}
@@ -43,67 +44,74 @@ def write_record(bundle: Path, record: dict[str, Any]) -> Path:
 
 
 def measured_rows(bundle: Path) -> list[dict[str, Any]]:
-    """Rows of all settings that were measured on this bundle, each with `options`, `loss` and its conditions.
+    """Return the rows of all settings measured on this bundle, each with `options`, `loss` and its conditions.
 
-    A record that cannot be read, or is of another bundle, has none.
+    A record that cannot be read, or belongs to another bundle, has no rows.
     """
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for record in (_load(bundle / QUALITY_NAME).get("modes"), _beside(bundle)):
         for row in _rows(record):
-            found[row["mode"]] = row
-    return list(found.values())
+            rows[row["mode"]] = row
+    return list(rows.values())
 
 
 def _beside(bundle: Path) -> dict[str, Any]:
-    """The record beside a bundle; empty if it is of another one."""
-    found = _load(record_path(bundle))
-    is_its = found.get("bundle") == bundle_sha256(bundle) and found.get("format_version") == FORMAT_VERSION
-    return found if is_its else {}
+    """Return the record next to a bundle; empty if it belongs to another bundle."""
+    record = _load(record_path(bundle))
+    is_of_bundle = record.get("bundle") == bundle_sha256(bundle) and record.get("format_version") == FORMAT_VERSION
+    return record if is_of_bundle else {}
 
 
 def calibrated_lower_half(bundle: Path) -> float | None:
-    """Share of a token's weight that the lower-ranked half of its experts had in calibration, the mean over layers.
+    """Return the weight share of the lower-ranked half of a token's experts in calibration, mean over layers.
 
-    None where nothing was calibrated, or what `quality.json` says cannot be read.
+    None if there was no calibration, or `quality.json` cannot be read.
     """
-    # Zero: a layer that does not route, or has one expert a token.
+    # A share of 0 means that the layer does not route, or has one expert per token.
     routed = [share for share in _calibrated(bundle, "lower_half_share") if share > 0]
     return sum(routed) / len(routed) if routed else None
 
 
 def calibrated_deciles(bundle: Path) -> list[float]:
-    """The nine deciles of experts' unimportance in calibration, as HOBBIT's thresholds mean it; empty where unknown."""
-    found = _calibrated(bundle, "unimportance_deciles")
-    return found if len(found) == 9 and all(0 <= share <= 1 for share in found) and found == sorted(found) else []
+    """Return the nine deciles of the experts' unimportance in calibration, as HOBBIT's thresholds define it.
+
+    Empty if they are unknown.
+    """
+    deciles = _calibrated(bundle, "unimportance_deciles")
+    return (
+        deciles
+        if len(deciles) == 9 and all(0 <= share <= 1 for share in deciles) and deciles == sorted(deciles)
+        else []
+    )
 
 
 def _calibrated(bundle: Path, name: str) -> list[float]:
-    """Numbers of `quality.json` by their name; empty where it has none."""
+    """Return a list of numbers from the statistics of `quality.json`; empty if it is missing."""
     statistics = _load(bundle / QUALITY_NAME).get("statistics")
-    found = statistics.get(name) if isinstance(statistics, dict) else None
-    is_numbers = isinstance(found, list) and all(isinstance(share, int | float) for share in found)
-    return [float(share) for share in found] if is_numbers and found is not None else []
+    numbers = statistics.get(name) if isinstance(statistics, dict) else None
+    is_numbers = isinstance(numbers, list) and all(isinstance(share, int | float) for share in numbers)
+    return [float(share) for share in numbers] if is_numbers and numbers is not None else []
 
 
 def modes_of_row(row: dict[str, Any]) -> LossyModes:
-    """The modes of a row. Raises OptionError."""
+    """Return the modes of a row. Raises OptionError."""
     return parse_modes(*(row["options"].get(name) for name in OPTION_NAMES))
 
 
 def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_bytes_share: float) -> str | None:
-    """The `T1,T2` of dynamic precision, alone, that leave most bytes unread at a loss of at most `loss`, in the upper
-    bound of its interval; None if none was measured to.
+    """Return the `T1,T2` of dynamic precision that leave the most bytes unread within a loss; None without one.
 
-    low_bytes_share: what a low version takes of a high one.
+    Only rows with dynamic precision alone count, whose upper bound of the loss is at most `loss`.
+    low_bytes_share: size of a low version, as a share of the high version.
     """
     option = "dynamic_precision"
-    fitting = [row for row in rows if set(row["options"]) == {option} and row["loss"]["upper95"] <= loss]
+    candidates = [row for row in rows if set(row["options"]) == {option} and row["loss"]["upper95"] <= loss]
 
     def saved(row: dict[str, Any]) -> float:
         shares = row["decisions"]
         return float(shares["skipped_share"] + shares["low_share"] * (1 - low_bytes_share))
 
-    best = max(fitting, key=saved, default=None)
+    best = max(candidates, key=saved, default=None)
     return None if best is None else str(best["options"][option])
 
 
@@ -116,7 +124,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _rows(record: Any) -> list[dict[str, Any]]:
-    """The rows that say what a run would ask of them."""
+    """Return the valid rows of a record, each with the conditions of the record."""
     rows = record.get("rows") if isinstance(record, dict) else None
     conditions = {name: record.get(name) for name in ("task", "n", "expert_cache", "cache_state")} if rows else {}
     return [{**conditions, **row} for row in rows if _is_row(row)] if isinstance(rows, list) else []

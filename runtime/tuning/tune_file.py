@@ -1,6 +1,6 @@
-"""`NAME.tune.json`: options measured to pay for one bundle on one machine, its storage, and one size of expert cache.
+"""`NAME.tune.json`: options measured to be faster for one bundle, machine, storage and size of the expert cache.
 
-It lies beside the bundle, never inside.
+The file is next to the bundle, never inside.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..options.runtime import (
 SUFFIX = ".tune.json"
 FORMAT_VERSION = 1
 CACHE_TOLERANCE = 0.2
-"""What pays depends on how often experts are missed: options hold for caches that differ by no more than this share."""
-# What may be tuned, and what each may be. All of it is lossless.
+"""Largest relative difference of cache sizes for which options are used. Their benefit depends on the miss rate."""
+# Options that may be tuned, and their limits. All are lossless.
 _NUMBERS = {
     "readers": MAX_READERS,
     "threads": MAX_THREADS,
@@ -45,11 +45,14 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """options: those that differ from the defaults and paid. trials: every comparison that was made.
+    """Tuned options and what they were measured on.
 
-    machine: digest of the machine (profiles.probe.machine_sha256). storage: of what the bundle lies on
-    (profiles.storage_identity.storage_sha256). bundle: SHA-256 of the bundle's manifest file. expert_cache_bytes: the
-    capacity of the cache that it was measured with, while a short text is decoded.
+    machine: digest of the machine (profiles.probe.machine_sha256).
+    storage: digest of the storage that holds the bundle (profiles.storage_identity.storage_sha256).
+    bundle: SHA-256 of the bundle's manifest file.
+    expert_cache_bytes: capacity of the measured cache, while a short text is decoded.
+    options: options that differ from the defaults and were faster.
+    trials: every comparison that was made.
     """
 
     machine: str
@@ -60,23 +63,26 @@ class Tuning:
     trials: list[dict[str, Any]] = field(default_factory=list)
 
     def fits_cache(self, cache_bytes: int) -> bool:
-        """Whether a cache of that capacity is near enough to the measured one."""
+        """Return whether a cache of this capacity is close enough to the measured one."""
         return abs(cache_bytes - self.expert_cache_bytes) <= CACHE_TOLERANCE * self.expert_cache_bytes
 
 
 def tuning_path(bundle: Path) -> Path:
-    """Where the file of a bundle is."""
+    """Return the path of a bundle's file."""
     return file_next_to(bundle, SUFFIX)
 
 
 def file_next_to(bundle: Path, suffix: str) -> Path:
-    """The path of a file next to a bundle's folder: the name of the folder, links followed, and a suffix."""
+    """Return the path of a file next to a bundle's folder: the folder's name, links followed, and a suffix."""
     folder = bundle.resolve()
     return folder.parent / (folder.name + suffix)
 
 
 def bundle_sha256(bundle: Path) -> str:
-    """Digest of a bundle's manifest file, which names the digests of all others. Raises BundleIncomplete."""
+    """Return the digest of a bundle's manifest file, which contains the digests of all others.
+
+    Raises BundleIncomplete.
+    """
     path = bundle / MANIFEST_NAME
     try:
         return hashlib.sha256(read_input(path, MAX_MANIFEST_BYTES)).hexdigest()
@@ -85,7 +91,7 @@ def bundle_sha256(bundle: Path) -> str:
 
 
 def write_tuning(bundle: Path, tuning: Tuning) -> Path:
-    """Write the file, whole or not at all. Raises as `output_file`."""
+    """Write the file atomically. Raises the errors of `output_file`."""
     path = tuning_path(bundle)
     plain = {"format_version": FORMAT_VERSION, **asdict(tuning)}
     write_output(path, (json.dumps(plain, indent=1) + "\n").encode())
@@ -93,7 +99,7 @@ def write_tuning(bundle: Path, tuning: Tuning) -> Path:
 
 
 def read_tuning(bundle: Path) -> Tuning | None:
-    """The tuning beside a bundle; None if there is none. Raises ValueError, with what is wrong with the file."""
+    """Return the tuning next to a bundle, or None if there is none. Raises ValueError with the error in the file."""
     path = tuning_path(bundle)
     try:
         data = read_input(path, MAX_TUNE_BYTES, follow_links=True)

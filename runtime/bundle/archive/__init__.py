@@ -1,6 +1,6 @@
-"""One file to ship a bundle in: `pack_bundle` writes it, `unpack_bundle` gives back the same bytes; both resume.
+"""One file that contains a bundle. `pack_bundle` writes it, `unpack_bundle` restores the same bytes; both can resume.
 
-Expert reads at run time never come through here; a bundle is unpacked before it runs.
+A bundle is unpacked before it runs. Reads of experts at run time do not use this package.
 """
 
 from .pack import Packed, pack_bundle

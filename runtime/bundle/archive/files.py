@@ -1,4 +1,4 @@
-"""Writing archives and unpacked bundles: free space, and what the system refuses in a user's words."""
+"""Write archives and unpacked bundles: check free space, and turn errors of the system into errors for users."""
 
 from __future__ import annotations
 

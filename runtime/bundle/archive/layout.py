@@ -1,14 +1,17 @@
-"""The archive format, version 1: header, index, chunks. All integers are little-endian; a reader trusts none of them.
+"""The archive format, version 1: header, index, chunks. All integers are little-endian and checked on reading.
 
-    offset 0     magic `moecpack` (8), version (4), chunk_bytes (4), chunk count (8), bytes of moec.json (8),
-                 SHA-256 of the 32 bytes before it and of the index (32): 64 bytes
-    offset 64    index: per chunk stored bytes (4), method (1), zero (3), SHA-256 of the raw chunk (32): 40 bytes
-    then         the chunks, one after the other; the last one ends the file
+    offset 0     Header, 64 bytes. Magic `moecpack` (8), version (4), chunk_bytes (4), chunk count (8), bytes of
+                 moec.json (8). SHA-256 of the previous 32 bytes and of the index (32).
+    offset 64    Index, 40 bytes per chunk. Stored bytes (4), method (1), zero (3), SHA-256 of the raw chunk (32).
+    then         Chunks, one after the other. The last one ends the file.
 
-The members are moec.json, then the files it lists, in its order. Each is cut into chunks of chunk_bytes, the last one
-shorter; an empty file has none. Names and raw sizes stand in moec.json alone, so that no second list can contradict it.
-Method 0: the raw bytes. Method 1: one zstandard frame with content size and checksum, shorter than the raw bytes.
-Everything a reader needs comes before what it needs it for, so an archive can be unpacked as it arrives.
+The numbers in parentheses are bytes.
+The members are moec.json, then the files it lists, in its order.
+Each member is cut into chunks of chunk_bytes. Its last chunk may be shorter, and an empty file has none.
+Only moec.json contains names and raw sizes, so no second list can contradict it.
+Method 0: the raw bytes.
+Method 1: one zstandard frame with content size and checksum, shorter than the raw bytes.
+Everything that a reader needs comes before its use, so an archive can be unpacked while it arrives.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestIn
 from moec.manifests.files.limits import MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_MANIFEST_BYTES
 
 MAGIC = b"moecpack"
-# In front of an archive that is still being written, with the digest of the manifest in place of that of the index.
+# Magic of an unfinished archive. Its header has the digest of the manifest instead of that of the index.
 UNFINISHED_MAGIC = b"moecpart"
 VERSION = 1
 CHUNK_BYTES = 8 << 20
@@ -41,7 +44,7 @@ RECORD_BYTES = _RECORD.size
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk as the index lists it: its stored bytes, how they are stored, SHA-256 of the raw bytes."""
+    """One chunk in the index: stored bytes, method, SHA-256 of the raw bytes."""
 
     stored_bytes: int
     method: int
@@ -50,7 +53,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What stands in front of the chunks. records: the index as it lies in the file, checked one by one on reading."""
+    """Header and index of an archive.
+
+    records: the index as in the file; each record is checked when it is read.
+    """
 
     chunk_bytes: int
     manifest_bytes: int
@@ -63,11 +69,11 @@ class Index:
 
     @property
     def data_offset(self) -> int:
-        """Where the first chunk starts."""
+        """Offset of the first chunk."""
         return HEADER_BYTES + len(self.records)
 
     def chunks(self) -> Iterator[Chunk]:
-        """All chunks in order. Raises ManifestInvalid on a method or a padding that version 1 does not know."""
+        """Yield all chunks in order. Raises ManifestInvalid for a method or padding that version 1 does not define."""
         for number, (stored, method, zero, sha256) in enumerate(_RECORD.iter_unpack(self.records)):
             if method not in (STORED, COMPRESSED) or zero != bytes(3):
                 raise ManifestInvalid(f"index of the archive, chunk {number}: unknown method {method}", AGAIN)
@@ -76,25 +82,28 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One file in the archive. sha256: hex digest of the whole file, None for moec.json, which holds its own."""
+    """One file in the archive.
+
+    sha256: hex digest of the whole file; None for moec.json, which contains its own.
+    """
 
     name: str
     size_bytes: int
     sha256: str | None
 
     def chunk_count(self, chunk_bytes: int) -> int:
-        """Number of its chunks."""
+        """Return the number of its chunks."""
         return -(-self.size_bytes // chunk_bytes)
 
     def raw_sizes(self, chunk_bytes: int) -> Iterator[int]:
-        """Raw bytes of each of its chunks. Lazy: the size is what a stranger's manifest claims."""
+        """Yield the raw bytes of each of its chunks. Lazy, because an untrusted manifest states the size."""
         for start in range(0, self.size_bytes, chunk_bytes):
             yield min(chunk_bytes, self.size_bytes - start)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk lies in the archive and how many raw bytes it has."""
+    """Position of a chunk in the archive, and its raw size."""
 
     member: str
     number: int
@@ -104,7 +113,7 @@ class Place:
 
     @property
     def is_possible(self) -> bool:
-        """Whether so many stored bytes can be so many raw ones in the way the index says."""
+        """Whether the method can store this many raw bytes in this many stored bytes."""
         if self.chunk.method == STORED:
             return self.chunk.stored_bytes == self.raw_bytes
         return 0 < self.chunk.stored_bytes < self.raw_bytes
@@ -114,31 +123,31 @@ class Place:
 
 
 def members_of(manifest: BundleManifest, manifest_bytes: int) -> tuple[Member, ...]:
-    """The files of an archive in order."""
+    """Return the files of an archive in order."""
     listed = (Member(entry.name, entry.size_bytes, entry.sha256) for entry in manifest.files)
     return (Member(MANIFEST_NAME, manifest_bytes, None), *listed)
 
 
 def encode_record(chunk: Chunk) -> bytes:
-    """One chunk in the index."""
+    """Encode one record of the index."""
     return _RECORD.pack(chunk.stored_bytes, chunk.method, bytes(3), chunk.sha256)
 
 
 def encode_unfinished(chunk_bytes: int, raw_manifest: bytes, count: int) -> bytes:
-    """The header of an archive in the making: what must agree for it to be gone on with."""
+    """Encode the header of an unfinished archive. A run may continue the archive only if this header agrees."""
     fields = _FIELDS.pack(UNFINISHED_MAGIC, VERSION, chunk_bytes, count, len(raw_manifest))
     return fields + hashlib.sha256(raw_manifest).digest()
 
 
 def encode_index(chunk_bytes: int, manifest_bytes: int, chunks: Sequence[Chunk]) -> bytes:
-    """Header and index."""
+    """Encode header and index."""
     records = b"".join(map(encode_record, chunks))
     fields = _FIELDS.pack(MAGIC, VERSION, chunk_bytes, len(chunks), manifest_bytes)
     return fields + hashlib.sha256(fields + records).digest() + records
 
 
 def read_index(archive: BinaryIO, place: str, file_bytes: int) -> Index:
-    """Header and index, bounded before anything is allocated; leaves the file at the first chunk.
+    """Read header and index, and leave the file at the first chunk. Sizes are checked before memory is allocated.
 
     Raises ManifestInvalid, UnknownFormatVersion, BundleIncomplete, ChecksumMismatch.
     """
@@ -167,7 +176,7 @@ def read_index(archive: BinaryIO, place: str, file_bytes: int) -> Index:
 
 
 def check_file_bytes(index: Index, place: str, file_bytes: int) -> None:
-    """Whether the file ends where its last chunk does. Raises BundleIncomplete, ManifestInvalid."""
+    """Check that the file ends with its last chunk. Raises BundleIncomplete, ManifestInvalid."""
     end = index.data_offset + sum(chunk.stored_bytes for chunk in index.chunks())
     if file_bytes < end:
         raise BundleIncomplete(f"`{place}` has {file_bytes} bytes, its index says {end}", AGAIN)
@@ -176,9 +185,9 @@ def check_file_bytes(index: Index, place: str, file_bytes: int) -> None:
 
 
 def places_of(index: Index, members: Sequence[Member]) -> Iterator[Place]:
-    """Every chunk of the given members, from the first chunk on; the caller has compared counts.
+    """Yield every chunk of the given members, from the first chunk on. The caller has compared the counts.
 
-    Raises ManifestInvalid if a stored size cannot hold the raw one.
+    Raises ManifestInvalid if a stored size is not possible for the raw size.
     """
     chunks, offset = index.chunks(), index.data_offset
     for member in members:
@@ -191,9 +200,10 @@ def places_of(index: Index, members: Sequence[Member]) -> Iterator[Place]:
 
 
 def decode_chunk(stored: bytes, place: Place) -> bytes:
-    """Stored bytes of a chunk to its raw bytes, at most place.raw_bytes of memory beside them.
+    """Decode the stored bytes of a chunk. Needs at most place.raw_bytes of memory in addition.
 
-    Raises BundleIncomplete if the archive ended, ChecksumMismatch if the bytes are not those that were packed.
+    Raises BundleIncomplete if the archive ended.
+    Raises ChecksumMismatch if the bytes differ from those that were packed.
     """
     if len(stored) != place.chunk.stored_bytes:
         raise BundleIncomplete(f"the archive ends inside {place}", AGAIN)

@@ -1,4 +1,4 @@
-"""Bundle folder to one file. Equal bundles give equal archives, for one version of zstandard."""
+"""Pack a bundle folder into one file. Equal bundles give equal archives with equal versions of zstandard."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ from .layout import (
     members_of,
 )
 
-# A member is sampled in a few pieces spread over it; packed codes show in the first that they do not shrink.
+# A sample has a few pieces spread over a member. For packed codes the first piece shows that they do not shrink.
 SAMPLE_PIECES = 4
 SAMPLE_PIECE_BYTES = 256 << 10
 STORE_LEVEL = 0
 LEVELS = (3, 9, 19)
-# Below this saving the time to decompress is better spent reading the bytes as they are.
+# Least saving for compression. Below it, reading the raw bytes is faster than decompressing.
 LEAST_SAVING = 0.02
-# What a stronger level must save over the weaker one, of the raw bytes. On bf16 weights 3 packs 320 MB/s, 9 26 MB/s,
-# 19 2 MB/s, and 19 saves 1.2 % more than 3: not worth it. On packed codes of 4 bits it saves 6 %.
+# Least saving of a stronger level over a weaker one, as a share of the raw bytes. On bf16 weights level 3 packs
+# 320 MB/s, level 9 packs 26 MB/s and level 19 packs 2 MB/s. There level 19 saves 1.2 % more than level 3, which is not
+# enough. On packed codes of 4 bits it saves 6 %.
 LEAST_GAIN = 0.02
-# Bundles up to this size, about two minutes at 2 MB/s, may use it.
+# Largest bundle for the strongest level: about two minutes at 2 MB/s.
 MAX_STRONGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMember:
-    """One file of the archive; level 0: stored as it is."""
+    """One file of the archive; level 0 means stored without compression."""
 
     name: str
     raw_bytes: int
@@ -64,7 +65,10 @@ class PackedMember:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A finished archive. kept_bytes: raw bytes of chunks that an interrupted run had already written."""
+    """A finished archive.
+
+    kept_bytes: raw bytes of chunks that an interrupted run had already written.
+    """
 
     path: Path
     raw_bytes: int
@@ -81,11 +85,13 @@ def pack_bundle(
     overwrite: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Packed:
-    """Write a bundle into one file; every file's digest is checked on the way. progress: raw bytes done, in all.
+    """Write a bundle into one file. The digest of every file is checked on the way.
 
-    The archive takes its name when it is complete and synced. It grows in `ARCHIVE.partial`: a killed run leaves that,
-    and the next one keeps the chunks in it that are whole; a refusal leaves nothing.
-    Raises BundleError (a bundle that does not open or has changed), OptionError, DoesNotFit, InputError.
+    The archive grows in `ARCHIVE.partial` and gets its name when it is complete and synced.
+    After a killed run the next run keeps the complete chunks in it. After an error nothing is left.
+    progress: called with (raw bytes done, raw bytes in all).
+    overwrite: whether an existing archive may be replaced.
+    Raises BundleError for a bundle that does not open or has changed. Raises OptionError, DoesNotFit, InputError.
     """
     bundle, archive = Path(bundle), Path(archive)
     with file_errors(archive), open_bundle(bundle) as opened:
@@ -97,8 +103,8 @@ def pack_bundle(
             raise OptionError(f"`{bundle}` takes {count} chunks, an archive holds {MAX_CHUNKS}", "use larger chunks")
         total = sum(member.size_bytes for member in members)
         unfinished = encode_unfinished(chunk_bytes, raw_manifest, count)
-        beside = archive.with_name(archive.name + PARTIAL_SUFFIX)
-        file = _open_unfinished(beside)
+        partial = archive.with_name(archive.name + PARTIAL_SUFFIX)
+        file = _open_unfinished(partial)
         try:
             with file:
                 there = os.fstat(file.fileno()).st_size
@@ -106,9 +112,9 @@ def pack_bundle(
                 packer = _Packer(file, unfinished, count, total, progress)
                 done = tuple(packer.add(opened.files[member.name], member, chunk_bytes) for member in members)
                 packer.finish(encode_index(chunk_bytes, len(raw_manifest), packer.chunks))
-            put_in_place(beside, archive)
+            put_in_place(partial, archive)
         except (MoecError, OSError):
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
     return Packed(archive, total, archive.stat().st_size, packer.kept_bytes, done)
 
@@ -120,18 +126,21 @@ def _check_target(bundle: Path, archive: Path, overwrite: bool) -> None:
         raise OptionError(f"`{archive}` lies inside the bundle", "choose a file outside it")
 
 
-def _open_unfinished(beside: Path) -> BinaryIO:
-    """The archive in the making, new or left by a killed run. Raises OptionError if it is something else, OSError."""
-    descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+def _open_unfinished(partial: Path) -> BinaryIO:
+    """Open the unfinished archive, new or left by a killed run.
+
+    Raises OptionError if the file is something else. Raises OSError.
+    """
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     file = os.fdopen(descriptor, "r+b")
     if file.read(len(MAGIC)) not in (b"", MAGIC, UNFINISHED_MAGIC):
         file.close()
-        raise OptionError(f"`{beside}` is in the way and no unfinished archive", "remove it or name another file")
+        raise OptionError(f"`{partial}` is in the way and no unfinished archive", "remove it or name another file")
     return file
 
 
 class _Packer:
-    """Appends chunks behind an index that grows with them; what a killed run left is kept as far as it is whole."""
+    """Appends chunks after an index that grows with them. Complete chunks of a killed run are kept."""
 
     def __init__(self, file: BinaryIO, unfinished: bytes, count: int, total_bytes: int, progress: Progress | None):
         self._file = file
@@ -149,7 +158,7 @@ class _Packer:
             file.write(unfinished + bytes(count * RECORD_BYTES))
 
     def add(self, file: BundleFile, member: Member, chunk_bytes: int) -> PackedMember:
-        """Append one opened file. Raises ChecksumMismatch, BundleIncomplete if it is not what the manifest says."""
+        """Append one opened file. Raises ChecksumMismatch, BundleIncomplete if it differs from the manifest."""
         digest, start, path = hashlib.sha256(), self._offset, file.path
         with open(file.descriptor, "rb", closefd=False) as source:
             source.seek(0)
@@ -170,7 +179,10 @@ class _Packer:
         return PackedMember(member.name, member.size_bytes, self._offset - start, level)
 
     def _keep(self, member: str, number: int, raw: bytes) -> bool:
-        """Whether the next chunk is already there; the first that is not ends the search."""
+        """Keep the next chunk if it is already in the file, and return whether it is.
+
+        The first mismatch ends the search.
+        """
         try:
             chunk = next(self._known)
             place = Place(member, number, self._offset, len(raw), chunk)
@@ -186,7 +198,7 @@ class _Packer:
         return True
 
     def _append(self, raw: bytes, level: int) -> None:
-        """Write a chunk, then its record: a record without its chunk is found out by the digest."""
+        """Write a chunk, then its record. The digest detects a record without its chunk."""
         data, method = raw, STORED
         if level != STORE_LEVEL:
             frame = compress(raw, level)
@@ -201,7 +213,7 @@ class _Packer:
         self._offset += len(data)
 
     def finish(self, index: bytes) -> None:
-        """Cut what lies behind, sync, and only then make it an archive by its first bytes."""
+        """Cut the file after the last chunk, write header and index at its start, and sync it."""
         self._file.truncate(self._offset)
         self._file.seek(0)
         self._file.write(index)
@@ -210,12 +222,12 @@ class _Packer:
 
 
 def compress(raw: bytes, level: int) -> bytes:
-    """One zstandard frame with content size and checksum."""
+    """Compress to one zstandard frame with content size and checksum."""
     return zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True).compress(raw)
 
 
 def sample(source: BinaryIO, size_bytes: int) -> bytes:
-    """Up to SAMPLE_PIECES pieces spread evenly over a file; all of a small one."""
+    """Read up to SAMPLE_PIECES pieces spread evenly over a file, or all of a small file."""
     if size_bytes <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
         return source.read(size_bytes)
     pieces = []
@@ -226,10 +238,11 @@ def sample(source: BinaryIO, size_bytes: int) -> bytes:
 
 
 def choose_level(data: bytes, bundle_bytes: int) -> int:
-    """The level for a member, measured on `data`, a sample of it.
+    """Choose the level for a member.
 
     Level 3 must save LEAST_SAVING, else the member is stored. Each stronger level must save another LEAST_GAIN of the
-    raw bytes over the level chosen so far; the strongest is tried only in bundles up to MAX_STRONGEST_BYTES.
+    raw bytes over the level chosen so far. The strongest is tried only in bundles up to MAX_STRONGEST_BYTES.
+    data: a sample of the member.
     """
     weakest, *stronger = LEVELS
     best_bytes = len(compress(data, weakest))

@@ -1,4 +1,4 @@
-"""One file to bundle folder, resumable: chunks that already lie on disk and match their digest are kept."""
+"""Unpack one file into a bundle folder. A resumed run keeps chunks on disk that match their digest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ _MANIFEST_BESIDE = f".{MANIFEST_NAME}.writing"
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """A finished bundle folder. kept_bytes: those that an interrupted run had already written."""
+    """A finished bundle folder.
+
+    kept_bytes: bytes that an interrupted run had already written.
+    """
 
     path: Path
     raw_bytes: int
@@ -57,13 +60,13 @@ def unpack_bundle(
 ) -> Unpacked:
     """Write the bundle in an archive to the new folder `target`.
 
-    The files grow in `TARGET.partial`; `moec.json` comes last, then the folder takes its name. What an interrupted run
-    left there is checked and kept.
+    The files grow in `TARGET.partial`. `moec.json` is written last, then the folder gets its name.
+    Files left there by an interrupted run are checked and kept.
 
     progress: called with (raw bytes done, raw bytes in all).
-    max_bytes: the most that the archive may unpack to. None: what the disk has free.
-    Raises BundleError naming the damaged chunk (what was unpacked stays, for a better copy of the archive),
-    OptionError, DoesNotFit before anything is written, InputError.
+    max_bytes: most bytes that the archive may unpack to; None: the free space of the disk.
+    Raises BundleError with the damaged chunk. Unpacked files stay, for a better copy of the archive.
+    Raises OptionError, DoesNotFit before anything is written. Raises InputError.
     """
     archive, target = Path(archive), Path(target)
     if os.path.lexists(target):
@@ -79,7 +82,7 @@ def unpack_bundle(
             raise ManifestInvalid(f"`{archive}`: its files take {expected} chunks, the index has {index.count}", AGAIN)
         total = sum(member.size_bytes for member in members)
         _check_size(str(archive), total, max_bytes)
-        for _ in places_of(index, members):  # every size is checked before anything is written
+        for _ in places_of(index, members):  # check every size before anything is written
             pass
         kept_on_disk = _look_through(partial, manifest)
         require_free_bytes(target.parent, max(0, total - kept_on_disk))
@@ -94,7 +97,7 @@ def unpack_bundle(
 
 
 def _check_size(place: str, total_bytes: int, max_bytes: int | None) -> None:
-    """Raise DoesNotFit if an archive unpacks to more than it may."""
+    """Raise DoesNotFit if an archive unpacks to more than max_bytes."""
     if max_bytes is not None and total_bytes > max_bytes:
         raise DoesNotFit(
             f"`{place}` unpacks to {total_bytes} bytes, the limit is {max_bytes}",
@@ -103,7 +106,7 @@ def _check_size(place: str, total_bytes: int, max_bytes: int | None) -> None:
 
 
 def _opened(archive: Path) -> BinaryIO:
-    """The archive, if it is a regular file. Raises InputError."""
+    """Open the archive, which must be a regular file. Raises InputError."""
     try:
         return os.fdopen(open_input(archive, follow_links=True), "rb")
     except UnreadableFile as error:
@@ -111,7 +114,10 @@ def _opened(archive: Path) -> BinaryIO:
 
 
 def _read_front(file: BinaryIO, place: str, max_bytes: int | None) -> tuple[Index, bytes, BundleManifest]:
-    """Index and manifest, both checked. Raises BundleError, and DoesNotFit if the manifest alone is too large."""
+    """Read and check index and manifest.
+
+    Raises BundleError. Raises DoesNotFit if the manifest alone is too large.
+    """
     file_bytes = os.fstat(file.fileno()).st_size
     index = read_index(file, place, file_bytes)
     _check_size(place, index.manifest_bytes, max_bytes)
@@ -123,7 +129,7 @@ def _read_front(file: BinaryIO, place: str, max_bytes: int | None) -> tuple[Inde
 
 
 def _read_at(file: BinaryIO, place: Place) -> bytes:
-    # A seek to where the file already stands is none, so an archive that is read from the start streams.
+    # Seek only when needed, so that an archive that is read from the start can be a stream.
     if file.tell() != place.offset:
         file.seek(place.offset)
     return file.read(place.chunk.stored_bytes)
@@ -132,7 +138,7 @@ def _read_at(file: BinaryIO, place: Place) -> bytes:
 def _look_through(partial: Path, manifest: BundleManifest) -> int:
     """Return the bytes that an interrupted run left in the folder, 0 if there is none.
 
-    Raises OptionError if the folder holds anything this archive would not put there.
+    Raises OptionError if the folder holds a file that is not part of this archive.
     """
     if not os.path.lexists(partial):
         return 0
@@ -148,14 +154,14 @@ def _look_through(partial: Path, manifest: BundleManifest) -> int:
 
 
 def _prepare(partial: Path) -> None:
-    """Make the folder. Until the end it has no manifest, so nothing takes it for a bundle."""
+    """Make the folder. It has no manifest until the end, so it is not a valid bundle."""
     partial.mkdir(exist_ok=True)
     for name in (MANIFEST_NAME, _MANIFEST_BESIDE):
         (partial / name).unlink(missing_ok=True)
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Check the whole as a runtime would, then give it its name. A bundle that does not open is removed."""
+    """Check the folder as a runtime would, then give it its name. A bundle that does not open is removed."""
     try:
         open_bundle(partial, allow_partial=True).close()
     except BundleError:
@@ -166,7 +172,7 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 class _Unpacker:
-    """Writes members into a folder, chunk by chunk, each checked before it is written."""
+    """Writes members into a folder, chunk by chunk. Each chunk is checked before it is written."""
 
     def __init__(
         self, archive: BinaryIO, chunk_bytes: int, partial: Path, total_bytes: int, progress: Progress | None
@@ -176,7 +182,7 @@ class _Unpacker:
         self.kept_bytes = 0
 
     def write(self, member: Member, places: Iterator[Place]) -> None:
-        """One file, taking its chunks from `places`; synced at the end. Raises BundleError, OSError."""
+        """Write and sync one file with the next chunks of `places`. Raises BundleError, OSError."""
         digest, path = hashlib.sha256(), self._partial / member.name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         with os.fdopen(descriptor, "r+b") as file:
@@ -204,7 +210,7 @@ class _Unpacker:
         return raw
 
     def finish(self, raw_manifest: bytes) -> None:
-        """Write `moec.json`: all other files are on disk."""
+        """Write `moec.json`, after all other files are on disk."""
         FileSystem().sync_directory(self._partial)
         with AtomicFile(self._partial / MANIFEST_NAME, self._partial / _MANIFEST_BESIDE, FileSystem()) as file:
             file.write(raw_manifest)
