@@ -78,7 +78,7 @@ class LogicalCache:
         self._read()
 
     def begin_sequence(self) -> None:
-        """Start the per-sequence counts of the policy anew."""
+        """Restart the per-sequence counts of the policy."""
         self._cache.begin_sequence()
 
     def _absent(self, experts: Sequence[int]) -> list[int]:
