@@ -111,8 +111,8 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
     A folder has train.jsonl, validation.jsonl and test.jsonl, or a folder with these files named after the task.
     One JSONL file is divided by `split_of`.
     A hub name is `owner/set` or `owner/set:configuration`. Its own splits are used. Splits that it lacks, or whose
-    answers it hides, are shares of its train split, or of its validation split if there is no train split. An input
-    that occurs in several splits stays in the split that is held out longest.
+    answers it hides, are shares of its train split. Without a train split they are shares of its validation split. An
+    input that occurs in several splits stays in the split that is held out longest.
     Raises DataError (with file and line if there is one), OptionError, MissingDependency.
     """
     hidden = list[str]()

@@ -178,9 +178,9 @@ def judge(estimate: LossEstimate, target: float) -> Verdict:
     """Judge an estimate against a target (relative, 0.02 = 2 %).
 
     Identical answers on few items would give an interval of width 0, so support needs a least number of items.
-    It is the number on which a loss of the target's size, in the largest possible pieces, would show with a probability
-    of 1 - error. This is 1 - error^(1/n), the exact form of the rule of three. At least MIN_ITEMS are needed in any
-    case.
+    A loss of the target's size, in the largest possible pieces, must show on them with a probability of 1 - error.
+    On n items the least share that shows is 1 - error^(1/n), the exact form of the rule of three.
+    At least MIN_ITEMS are needed in any case.
     """
     lower, upper = estimate.deciding
     floor = _items_to_support(estimate, target)
@@ -305,7 +305,10 @@ def _undefined_as(draws: Array, value: float) -> Array:
 
 
 def _quantile(draws: Array, q: float) -> float:
-    """Return the smallest draw that a share q of the draws does not exceed. Infinite draws are not interpolated."""
+    """Return the smallest draw that a share q of the draws does not exceed.
+
+    Without interpolation, infinite draws stay infinite.
+    """
     at = max(0, math.ceil(q * len(draws)) - 1)
     return float(np.partition(draws, at)[at])
 
@@ -345,8 +348,8 @@ def _corrected_bounds(loss: float, low: Array, high: Array, error: float, influe
     """Return the one-sided bounds, lower and upper, corrected for the bias of the draws and for skew.
 
     A certificate that tests several times gives each test a part of the error, so its bounds are far out in the tail.
-    There plain percentiles of a loss that few items carry are too close to it: a loss of ten items in 500 would be
-    decided too early.
+    There plain percentiles are too close to a loss that few items carry. A loss of ten items in 500 would be decided
+    too early.
     Source: Efron, Better Bootstrap Confidence Intervals (BCa), section 4.
     """
     cubes, squares = float(np.sum(influence**3)), float(np.sum(influence**2))

@@ -238,7 +238,7 @@ class ModelSpec:
 
     @property
     def original_positions(self) -> int:
-        """Longest context in which no rotary embedding uses its long form. It is the default limit of a run."""
+        """Longest context in which no rotary embedding uses its long form. A run exceeds it only on request."""
         ropes = [layer.attention.rope for layer in self.layers]
         longs = [rope.long.original_positions for rope in ropes if rope is not None and rope.long is not None]
         return min([self.max_positions, *longs])

@@ -46,9 +46,8 @@ class RouterSpec:
     static: experts chosen by the token alone; scores only weigh them.
 
     Scoring `uniform`: there is no router, and all chosen experts have equal weights. It is for static routing.
-    Scoring `sparsemixer`: the two largest logits are chosen one after the other. Each is weighed by a softmax over
-    those remaining logits x that are near the largest remaining one m: (m - x) / max(|x|, m) <= margin. No other field
-    applies.
+    Scoring `sparsemixer`: the two largest logits are chosen one after the other. Each is weighed by a softmax over the
+    remaining logits x near the largest remaining logit m: (m - x) / max(|x|, m) <= margin. No other field applies.
     Source of capacity: Switch Transformers, section 2.2.
     Source of sparsemixer: GRIN, SparseMixer-v2.
     """
@@ -87,7 +86,7 @@ class RouterSpec:
     def is_by_logits(self) -> bool:
         """Whether the order of the logits alone decides the choice.
 
-        Then an expert with an infinite logit is never chosen.
+        Then an expert with a logit of -inf is never chosen.
         """
         is_alone = not self.correction and self.groups == 1 and self.static is None and not self.capacity
         return is_alone and self.scoring in ("softmax", "sigmoid")

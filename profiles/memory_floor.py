@@ -37,7 +37,10 @@ EXPERT_ENTRY_BYTES = 5 << 10
 """Manifest, header and cache entries of one stored expert. Measured with engines of 256 and 8,192 experts: 4.2 KiB."""
 
 STATIC_CHOICE_BYTES = 160
-"""One number of static routing while the manifest is read, which is the peak. Measured for 4,000,000 numbers: 140."""
+"""One number of static routing while the manifest is read, which is the peak.
+
+Measured for 4,000,000 numbers: 140 bytes.
+"""
 
 TOKENIZER_FACTOR = 13
 """Memory of a tokenizer for each byte of `tokenizer.json`.

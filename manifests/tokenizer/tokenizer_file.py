@@ -116,7 +116,7 @@ def _has_plain_vocabulary(data: bytes, start: int) -> bool:
 
     start: the byte after the name `vocab`.
     The name of a member ends in a letter or a digit, a quote and a colon. A quote inside a text follows a backslash.
-    A quote that begins a text follows none of them.
+    A quote that begins a text follows neither a letter, a digit nor a backslash.
     """
     opening = data.find(b"{", start)
     merges = len(data)

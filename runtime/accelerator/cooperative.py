@@ -188,8 +188,9 @@ class LayerSplit:
 
     @property
     def comes_together(self) -> bool:
-        """Whether all copies fit in the copy slots, so that experts can be taken in one call without waiting for a
-        slot.
+        """Whether all copies fit in the copy slots.
+
+        Then all experts can be taken in one call, without a wait for a slot.
         """
         return len(self._copied) <= COPY_SLOTS
 

@@ -52,8 +52,8 @@ def row_floats(layer: LayerSpec, positions: int) -> int:
 def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int) -> int:
     """Return an upper bound of the device bytes for dense weights and for passes of this many tokens.
 
-    Weights are kept as float32. Every pass uses them, and unpacking them in each pass would take longer than the CPU
-    does. Keys and values are counted for all slots and positions.
+    Weights are kept as float32. Every pass uses them, and unpacking them in each pass would take longer than computing
+    on the CPU. Keys and values are counted for all slots and positions.
     """
     model = manifest.model
     attention = sum(prod(shape) for layer in model.layers for shape in _shapes(model, layer).values())

@@ -167,7 +167,7 @@ def _job(load: ExpertLoad, latency: LatencyModel) -> _Job:
 def _run(
     copies: Sequence[_Job], computed: Sequence[_Job], device_ns: float, slots: int
 ) -> tuple[tuple[int, ...], float]:
-    """Return the schedule of `schedule`."""
+    """Compute `schedule` for jobs."""
     order, ends = list[int](), list[float]()
     cpu_ns = link_ns = 0.0
     copied = done = 0
@@ -241,7 +241,7 @@ class _Layer:
     def _better(self, best: _Split, trials: Sequence[tuple[int, int]]) -> _Split:
         """Return the fastest of a split and some trials.
 
-        Trials are tried in the order of their lower bounds, so most of them need no schedule.
+        Trials are computed in the order of their lower bounds, so most of them need no schedule.
         """
         for least_ns, copies, moved in sorted((self._least_ns(*trial), *trial) for trial in trials):
             if least_ns >= best.makespan_ns:

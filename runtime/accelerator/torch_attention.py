@@ -287,7 +287,7 @@ class TorchHeadAttention:
         self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """Compute `torch_dense.Attention`.
+        """Implement `torch_dense.Attention`.
 
         keys, values: tensors of this device.
         """
@@ -335,7 +335,7 @@ class TorchLatentAttention:
         self._value_up = unpacked(weights["value_up"], device).view(spec.num_heads, latent.value_size, latent.rank)
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """Compute `torch_dense.Attention`.
+        """Implement `torch_dense.Attention`.
 
         keys: a tensor of this device.
         values: the same tensor.

@@ -24,7 +24,10 @@ class Attention(Protocol):
     """Attention of one layer, without the norm before it and the sum after it."""
 
     def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
-        """Compute an AttentionBlock, but return the result instead of adding it. normed: [T, D]. Returns [T, D]."""
+        """Compute attention like an AttentionBlock, but return the result, [T, D], instead of adding it.
+
+        normed: [T, D].
+        """
         ...
 
 

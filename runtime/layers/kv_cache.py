@@ -19,7 +19,7 @@ KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float1
 class KVCache:
     """Keys and values [S, Hkv, C, Dh] of each layer, float32 or float16; S slots (sequences), C context positions.
 
-    The values that one head reads are contiguous. Positions become resident when they are written.
+    The data that one head reads is contiguous. Positions become resident when they are written.
     Latent attention has one array for both: its values are the first features of its keys.
     All layers of an encoder share one pair of arrays.
     cross_keys, cross_values: keys and values of the prompt, by layer of a decoder with an encoder.

@@ -32,9 +32,10 @@ class ModeCounts:
     """Decisions of the modes so far.
 
     ranks: experts that decode passes chose, over all tokens and layers.
-    missed: ranks that the logical cache lacked, if a mode reads it.
-    replaced, dropped: ranks that cache routing replaced or dropped.
-    low, skipped: ranks that dynamic precision changed; low includes low versions that were cached as well.
+    missed: chosen experts that the logical cache lacked, if a mode reads it.
+    replaced, dropped: chosen experts that cache routing replaced or dropped.
+    low, skipped: chosen experts computed as low version or skipped by dynamic precision. low includes experts whose low
+        version was already cached.
     tokens: decoded tokens.
     fallback_tokens: tokens computed again with all experts.
     foretold: experts that a discarded pass had chosen for a pass computed again.
@@ -172,9 +173,7 @@ class PassChoice:
         return routed.chosen, routed.weights
 
     def requested(self, layer: int, experts: Sequence[int], advice: Sequence[int]) -> None:
-        """Report to the logical cache the stored experts that a layer requests, and those that are read ahead after
-        them.
-        """
+        """Report a layer's requested stored experts to the logical cache, and the experts read ahead after them."""
         if self._cache is not None:
             self._cache.request(layer, experts, advice)
 
@@ -248,9 +247,7 @@ class PassChoice:
         missed: int,
         margin: float,
     ) -> int | None:
-        """Return the best cached expert that the token has not chosen and whose score is within the margin of the
-        missed one.
-        """
+        """Return the best cached expert within the margin of the missed one that the token has not chosen."""
         least = (1 - margin) * float(scores[missed])
         if not margin or least <= 0:
             return None
@@ -280,9 +277,7 @@ class PassChoice:
     # -- dynamic precision -------------------------------------------------------------------------------------------
 
     def _with_versions(self, routed: Routed, dynamic: DynamicPrecision) -> Routed:
-        """Choose the high version, the low one or none for each expert, by the weight share of the experts ranked
-        before it.
-        """
+        """Choose high, low or no version of each expert, by the weight share of the experts ranked before it."""
         layer, chosen = routed.layer, routed.chosen
         versions = chosen.copy()
         for row, weights in zip(versions, routed.weights, strict=True):

@@ -79,7 +79,7 @@ class LossyDecoder:
         self.prefill = self._choice(decides=False)
 
     def begin_sequence(self) -> None:
-        """Start the per-sequence counts of the logical cache's policy anew."""
+        """Restart the per-sequence counts of the logical cache's policy."""
         if self.cache is not None:
             self.cache.begin_sequence()
 

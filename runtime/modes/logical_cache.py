@@ -60,7 +60,7 @@ class LogicalCache:
             self._cache.prefetch(absent)
 
     def begin_sequence(self) -> None:
-        """Start the per-sequence counts of the policy anew."""
+        """Restart the per-sequence counts of the policy."""
         self._cache.begin_sequence()
 
     def _absent(self, experts: Sequence[int]) -> list[int]:

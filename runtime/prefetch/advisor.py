@@ -17,9 +17,7 @@ from .pass_state import PassState
 from .predictors import Predictor
 
 CHOICES_FOR_ALL = 8
-"""Choices per expert from which a pass is assumed to need all experts of a layer: 64 tokens of eight out of 64
-experts.
-"""
+"""Choices per expert from which a pass is assumed to need all experts: 64 tokens of eight out of 64 experts."""
 
 
 def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
@@ -184,9 +182,9 @@ class Advisor:
     def _tokens_in(self, state: PassState, layer: int) -> int:
         """Return the number of tokens expected in a layer: those of the running pass, or of the next one.
 
-        After a pass over a prompt of one sequence, the next pass has one token. The exception is a pass of the greatest
-        length, which more of the prompt follows. Passes of several sequences are followed by passes of the same size.
-        The first decoder pass after an encoder has one token of each sequence.
+        After a pass over a prompt of one sequence, the next pass has one token. After a pass of MAX_PASS_TOKENS more of
+        the prompt may follow, so the next pass counts as equally long. Passes of several sequences are followed by
+        passes of the same size. The first decoder pass after an encoder has one token of each sequence.
         """
         count = len(state.hidden)
         if state.layer < self.spec.first_decoder_layer <= layer:

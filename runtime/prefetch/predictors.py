@@ -53,8 +53,9 @@ class PopularityPredictor(Predictor):
 class PathPredictor(Predictor):
     """Predicts the experts of a layer from those of the two layers before it: the dictionary of EdgeMoE.
 
-    Only layers that route count. score(e) sums the counts of e over pairs (a two layers back, b one layer back).
-    Pairs seen fewer than MINIMUM_PAIR_COUNT times fall back to b alone, then to popularity.
+    Only layers that route count. score(e) sums the share of e in the counts of each pair (a two layers back, b one
+    layer back). Pairs seen fewer than MINIMUM_PAIR_COUNT times are left out. Without a pair b alone predicts, without b
+    popularity.
     Source: EdgeMoE, activation-path dictionary.
     """
 

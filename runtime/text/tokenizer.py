@@ -1,4 +1,7 @@
-"""The tokenizer of a bundle. It is checked before it is loaded, and bounded in time and memory."""
+"""The tokenizer of a bundle. It is checked before it is loaded, and bounded in time and memory.
+
+Failures of the tokenizers library become errors of moec.
+"""
 
 from __future__ import annotations
 
