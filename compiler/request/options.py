@@ -32,7 +32,10 @@ UNIFORM_GROUP_SIZE = 64
 MAX_SEED = (1 << 63) - 1
 """Largest seed of torch's generators."""
 TERNARY_GROUP_SIZES = (0, 128)
-"""Group sizes of three values. Wide groups lose little: with GPTQ 1 to 3 % of the error (docs/experiments.md)."""
+"""Group sizes of three values. Wide groups lose little: with GPTQ 1 to 3 % of the error.
+
+Source: docs/experiments/2026-11-21-group-size-of-three-values.md.
+"""
 # Options that have an effect only with task data or only in a search, with their defaults.
 _OF_DATA: dict[str, object] = {
     "tasks": (),
@@ -214,8 +217,8 @@ class CompileOptions:
         """Whether a uniform target has no minima.
 
         Without a request: 1.6 bits, and 4 and 8 bits in groups of 32. In these groups a minimum costs half a bit per
-        weight.
-        It gains less than groups of 64 with minima lose (docs/experiments.md, Quantizers).
+        weight. Without minima they have the size and about the output error of groups of 64 with minima
+        (at 4 bits: docs/experiments/2026-11-21-groups-at-4.5-bits.md).
         """
         if self.symmetric is not None or self.target.kind != "uniform":
             return bool(self.symmetric)
@@ -230,7 +233,8 @@ class CompileOptions:
 
         - 8 bits use the widest group that divides a width. Narrower groups add bytes and no measurable quality.
         - 1 bit has no groups of 32, which take nearly the bytes of 2 bits.
-        - Groups of up to 4 bits have byte scales and minima: equal output error for fewer bytes (docs/experiments.md).
+        - Groups of up to 4 bits have byte scales and minima: equal output error for fewer bytes
+          (docs/experiments/2026-11-22-byte-scales.md).
         - optimum-quanto has no bitwidth below 2, and no byte scales.
 
         bitwidths: bitwidths with a kernel.

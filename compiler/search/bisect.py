@@ -34,7 +34,8 @@ CALIBRATING_KL, CALIBRATED = 4, 1.5
 # predicted losses then depends on the formats: 8 % at 2 bits per weight, 2 % at 1.25 bits per weight.
 CLOSE_COSTS = 1.01
 # The factor for a loss. On the example's 2,000 items one standard error equals 6 % of the cost. Further bisection
-# picks the luckiest of equal plans, and the certificate then refuses it (docs/experiments.md, Swaps at equal bytes).
+# picks the luckiest of equal plans, and the certificate then refuses it
+# (docs/experiments/2026-11-22-where-bisection-stops.md).
 CLOSE_COSTS_OF_LOSSES = 1.035
 # Corrections hold for plans whose costs differ by at most this share.
 SWAPPED_NEAR = 0.01

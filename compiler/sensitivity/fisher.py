@@ -230,7 +230,7 @@ def ranks_well(model: ModelSpec) -> bool:
     """Return whether gradients capture the effect of rounding.
 
     They do not if a small change of logits changes a router's weights abruptly (sparsemixer). Gradients then predict a
-    sixth to a quarter of the measured KL (docs/experiments.md, Sensitivity).
+    sixth to a quarter of the measured KL (docs/experiments/2026-11-21-sensitivity-with-sparsemixer.md).
     """
     return can_predict(model) and all(layer.experts.router.scoring != "sparsemixer" for layer in model.layers)
 

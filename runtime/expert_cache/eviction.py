@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from ..bundle.opening import Bundle, Tables
 
 # After so many tokens a use counts half. Misses on 600 tokens of the yardstick, 50 % of the experts: 8 tokens 22,905,
-# 32 20,920, 64 20,700, 128 20,739; LRU 26,132, LFU 20,842 (docs/experiments.md, Eviction).
+# 32 20,920, 64 20,700, 128 20,739; LRU 26,132, LFU 20,842
+# (docs/experiments/2026-11-21-eviction-half-life.md).
 HALF_LIFE_TOKENS = 64
 # Of `hobbit` where nothing was fitted: those of the example at 75 % of its experts. On held-out texts they read .997,
-# .983, .967 and .939 of the best of LRU, LFU and EdgeMoE at 10, 25, 50 and 75 % (docs/experiments.md, Multidimensional
-# eviction).
+# .983, .967 and .939 of the best of LRU, LFU and EdgeMoE at 10, 25, 50 and 75 %
+# (docs/experiments/2026-11-21-hobbit-eviction-on-the-example.md).
 DEFAULT_WEIGHTS = EvictionWeights(lru=0.0625, lfu=0.75, lhu=0.0, fld=0.1875)
 
 
@@ -117,8 +118,8 @@ class ExpertRecords:
         """What goes first whatever the policy, int [N]: 0 an encoder's layer that is over, of no use before the next
         prompt; 1 one that is still to come, which can be read ahead in order; 2 the decoder's, which every token needs.
 
-        Source: EdgeMoE, expert buffer management: the encoder's experts go first (docs/experiments.md, Eviction with an
-        encoder).
+        Source: EdgeMoE, expert buffer management: the encoder's experts go first
+        (docs/experiments/2026-11-21-eviction-with-an-encoder.md).
         """
         is_ahead = self.layer > running_layer
         return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 1, 0), 2)

@@ -24,7 +24,8 @@ def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
     """Return the experts worth reading ahead per token: 3/8 of top_k one layer ahead, 1/4 two layers, 1/6 three.
 
     nearest: if not 0, the number of experts one layer ahead.
-    A larger number is wrong too often to be worth its bytes (docs/experiments.md, Prefetching).
+    A larger number is wrong too often to be worth its bytes
+    (docs/experiments/2026-11-21-prefetch-count.md and 2026-11-21-prefetch-two-layers.md).
     """
     return (nearest or -(-3 * top_k // 8)) if ahead == 1 else top_k // (2 * ahead)
 
