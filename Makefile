@@ -116,7 +116,7 @@ docs: $(READY)  ## Write docs/cli.md from the commands
 	mv build/cli.md docs/cli.md
 
 figures: $(READY)  ## Draw docs/pictures from bench/results
-	$(BIN)/python bench/figures.py
+	$(BIN)/python -m bench.figures
 
 clean:  ## Remove what was built, .venv included
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""Pictures of measured results, as SVG files in docs/pictures: `python bench/figures.py`.
+"""Pictures of measured results, as SVG files in docs/pictures: `python -m bench.figures`.
 
 `make figures` runs it. Each picture holds its numbers and the path of their source as JSON, in its description. The
 same results and the same matplotlib give the same bytes.
