@@ -13,7 +13,7 @@ ROOMS := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs clean links
+.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,9 @@ docs: $(READY)  ## Write docs/cli.md from the commands
 	@mkdir -p build
 	$(BIN)/python -m moec.cli.documents commands > build/cli.md
 	mv build/cli.md docs/cli.md
+
+figures: $(READY)  ## Draw docs/pictures from bench/results
+	$(BIN)/python -m bench.figures
 
 clean:  ## Remove what was built, .venv included
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
