@@ -318,6 +318,11 @@ class ModelSpec:
         """Return all projections of all routed experts in storage order."""
         return tuple(unit for key in self.expert_keys() for unit in self.units_of(key))
 
+    def units_of_layer(self, layer: int) -> tuple[UnitKey, ...]:
+        """Return all projections of the routed experts of a layer in storage order."""
+        experts = range(self.layers[layer].experts.count)
+        return tuple(unit for expert in experts for unit in self.units_of(ExpertKey(layer, expert)))
+
     @property
     def head_name(self) -> str:
         """Name of the dense weight that makes logits."""

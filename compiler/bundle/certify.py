@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
 from moec.evaluation.data import ItemSet
-from moec.evaluation.divergence import divergence, log_softmax, summarise_divergence
+from moec.evaluation.divergence import divergence as token_divergences
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import compare, evaluate, joined
@@ -29,16 +28,11 @@ from moec.evaluation.statistics import (
 from moec.evaluation.tasks import Item, Task
 
 from ..request.options import Talk
-from ..request.ports import BundleEngine, DivergingEngine
+from ..request.ports import BundleEngine
 from ..request.targets import Target
-from ..sensitivity.trials import Reference
+from ..walker.memory import LOGITS_AT_ONCE
 
-# KL and agreement are means over tokens, so they need fewer items than a task metric.
-KL_ITEMS = 500
 LOOKS = (500, 1000, 2000, 4000)
-LOGITS_AT_ONCE = 1 << 25
-"""Logits that a certificate holds at once on both sides, in addition to those of one answer."""
-
 
 MODES_ITEMS = 500
 """Held-out items for the measurement of lossy modes, one sequence at a time."""
@@ -115,7 +109,7 @@ def certify_divergence(
             held += rows[end - start]
             end += 1
         logits, own = engine.forced_logits(pairs[start:end]), reference_log_probs(start, end)
-        parts += [divergence(log_p, found) for log_p, found in zip(own, logits, strict=True)]
+        parts += [token_divergences(log_p, found) for log_p, found in zip(own, logits, strict=True)]
         del logits, own  # free them before the next ones are made
         progress(end, len(pairs))
     items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
@@ -139,15 +133,14 @@ def certify_task(
     engine: BundleEngine,
     target: Target,
     talk: Talk,
+    divergence: DistributionSummary,
     confidence: float | None = None,
-    divergence: DistributionSummary | None = None,
 ) -> TaskCertificate:
     """Evaluate both engines, compare item by item, and judge the loss against the target.
 
+    divergence: KL and agreement on held-out answers.
     confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
-        the
-        error. None: one look at all items, at 95 %.
-    divergence: KL and agreement measured elsewhere. None: measured on KL_ITEMS answers, which needs a Reference.
+        the error. None: one look at all items, at 95 %.
     """
     counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
     error = ERROR if confidence is None else (1 - confidence) / len(counts)
@@ -166,22 +159,9 @@ def certify_task(
         verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
         if verdict is not None and (verdict.supported or verdict.refuted):
             break
-    if divergence is None:
-        own_reference, asked = cast(Reference, reference), items.items[: min(count, KL_ITEMS)]
-        pairs = [own_reference.encode_pair(task.prompt(item, shots), task.answer(item)) for item in asked]
-        divergence = _divergence(own_reference, engine, pairs)
     return TaskCertificate(baseline, value, loss, verdict, divergence)
 
 
 def look_counts(items: int) -> list[int]:
     """Return the numbers of items after which a certificate looks. The last look is at all items."""
     return [*(count for count in LOOKS if count < items), items]
-
-
-def _divergence(
-    reference: Reference, engine: BundleEngine, pairs: Sequence[tuple[list[int], list[int]]]
-) -> DistributionSummary:
-    if isinstance(engine, DivergingEngine):
-        return engine.divergence(pairs)
-    log_p = [log_softmax(rows) for rows in reference.forced_logits(pairs)]
-    return summarise_divergence(log_p, engine.forced_logits(pairs))

@@ -6,6 +6,7 @@ Shapes: n tokens, D hidden, F expert width, E experts, K top-k.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,22 +55,47 @@ def projection_of(module: Any, expert: int, projection: str) -> Tensor:
     return fused[:width] if projection == "gate" else fused[width:]
 
 
-def gated(module: Any, expert: int, gate: Tensor, up: Tensor) -> Tensor:
+def activated(module: Any, expert: int, products: Mapping[str, Tensor]) -> Tensor:
     """Return the input of down, [n, F].
 
-    gate, up: products of gate and up, [n, F]. Biases are added here.
+    products: products of gate and up, or of up alone, [n, F] each. Biases are added here.
     """
-    takes_turns = module.is_transposed
-    together = torch.stack([gate, up], dim=2).flatten(1) if takes_turns else torch.cat([gate, up], dim=1)
+    if isinstance(module, SeparateExperts):
+        return torch.relu(products["up"])
+    gate, up = products["gate"], products["up"]
+    joint = torch.stack([gate, up], dim=2).flatten(1) if module.is_transposed else torch.cat([gate, up], dim=1)
     if module.has_bias:
-        together = together + module.gate_up_proj_bias[expert]
-    found: Tensor = module._apply_gate(together)
-    return found
+        joint = joint + module.gate_up_proj_bias[expert]
+    out: Tensor = module._apply_gate(joint)
+    return out
+
+
+def projections_of(module: Any, expert: int) -> dict[str, Tensor]:
+    """Return views of all projections of an expert by name, as `projection_of` gives them."""
+    names = ("up", "down") if isinstance(module, SeparateExperts) else ("gate", "up", "down")
+    return {name: projection_of(module, expert, name) for name in names}
+
+
+def first_products(module: Any, expert: int, rows: Tensor) -> dict[str, Tensor]:
+    """Return the products of the expert's inputs [n, D] with gate and up, or with up alone, [n, F] each."""
+    names = ("up",) if isinstance(module, SeparateExperts) else ("gate", "up")
+    return {name: rows @ projection_of(module, expert, name).T for name in names}
 
 
 def intermediate(module: Any, expert: int, rows: Tensor) -> Tensor:
     """Return the input of down for the expert's inputs: [n, D] -> [n, F]."""
-    if isinstance(module, SeparateExperts):
-        return torch.relu(rows @ module.projection(expert, "up").T)
-    gate, up = (rows @ projection_of(module, expert, name).T for name in ("gate", "up"))
-    return gated(module, expert, gate, up)
+    return activated(module, expert, first_products(module, expert, rows))
+
+
+def summed_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute routed experts with operations that have gradients: hidden [N, D], index and weights [N, K] -> [N, D]."""
+    total = torch.zeros_like(hidden)
+    for expert in range(int(module.num_experts)):
+        tokens, rank = torch.where(chosen == expert)
+        if not len(tokens):
+            continue
+        out = intermediate(module, expert, hidden[tokens]) @ projection_of(module, expert, "down").T
+        if module.has_bias:
+            out = out + module.down_proj_bias[expert]
+        total = total.index_add(0, tokens, out * weights[tokens, rank].unsqueeze(1))
+    return total

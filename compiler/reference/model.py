@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
-from moec.manifests.errors import ContextOverflow, InputError
+from moec.manifests.errors import ContextOverflow
 from moec.manifests.model import ModelSpec
 from moec.manifests.progress import Progress
 
@@ -25,10 +25,10 @@ from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.stand_ins import is_stood_in
 from ..checkpoint.tokenizer import load_tokenizer
 from ..families import Lowering, lower
-from ..workspace.parallel import one_torch_thread, workers
+from ..workspace.parallel import workers
 from .decode import Continuation, GreedyDecoder
-from .network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network, padded
-from .seq2seq import load_seq2seq_network
+from .network import TOKENS_PER_FORWARD, TORCH_TYPES, Network, length_batches, load_network
+from .seq2seq import divided_pairs, load_seq2seq_network
 from .stand_in import load_stand_in
 from .weights import WeightName, WeightStore
 
@@ -78,14 +78,8 @@ class ReferenceModel:
         Without an encoder its tokens are empty, and the pairs do not change.
         Raises InputError if an encoder's prompt is empty.
         """
-        if self.model.encoder is None:
-            return [[] for _ in pairs], list(pairs)
-        if not all(prompt for prompt, _ in pairs):
-            raise InputError(
-                "a prompt is empty, and the model has an encoder that reads it", "take a task with prompts"
-            )
-        start = self.model.encoder.start_token_id
-        return [prompt for prompt, _ in pairs], [([start], answer) for _, answer in pairs]
+        prompts, decoded = divided_pairs(self.model, pairs)
+        return prompts or [[] for _ in pairs], decoded
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
@@ -207,29 +201,6 @@ class ReferenceModel:
                 yield indices, counts, result
                 done += len(indices)
                 progress(done, len(pairs))
-
-    def hidden_batches(
-        self,
-        rows: Sequence[Sequence[int]],
-        before: Callable[[Tensor, Tensor], None],
-        prompts: Sequence[Sequence[int]] = (),
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield final hidden states [B, T, D] of token rows, longest rows first. Passes run in sequence on one thread.
-
-        Rows are padded on the right.
-        prompts: tokens of each row for an encoder.
-        before: called before each pass with the masks of real tokens, of rows and of prompts, bool [B * T] each.
-        Raises ContextOverflow.
-        """
-        sources = list(prompts) or [[] for _ in rows]
-        self._check_context([*rows, *sources])
-        lengths = [len(row) + len(source) for row, source in zip(rows, sources, strict=True)]
-        for indices in length_batches(lengths, TOKENS_PER_FORWARD):
-            batch, read = [rows[index] for index in indices], [sources[index] for index in indices]
-            before(padded(batch)[1].reshape(-1).bool(), padded(read)[1].reshape(-1).bool())
-            with torch.inference_mode(), one_torch_thread():
-                hidden = self.network.hidden(batch, prompts=read)
-            yield indices, hidden
 
     @property
     def _context_name(self) -> str:

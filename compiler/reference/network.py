@@ -24,7 +24,6 @@ from transformers.utils import logging as transformers_logging
 
 from moec.manifests.errors import CheckpointError
 
-from ..checkpoint.stand_ins import build_model, read_config
 from ..families import Lowering
 from ..families.lowering import TensorSource
 
@@ -71,11 +70,6 @@ class Network:
         prompts: tokens of each row for an encoder, if the model has one.
         """
         return self._states(cache, input_ids=padded(rows)[0], use_cache=cache is not None)
-
-    def hidden_with_graph(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Return `hidden` with a graph, so that gradients reach everything after the embeddings."""
-        embedded = self.model.get_input_embeddings()(padded(rows)[0]).detach().requires_grad_()
-        return self._states(None, inputs_embeds=embedded, use_cache=False)
 
     def new_cache(self) -> Any:
         """Return a cache for `hidden` to fill."""
@@ -208,14 +202,6 @@ def load_model(lowering: Lowering, loader: Any) -> Any:
     return model
 
 
-# Keys of transformers' configurations that decide which layers are routed, with values that make layer 0 routed.
-_ROUTED = {
-    "mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0, "moe_layer_interval": 1,
-    "moe_layer_start_index": 0, "moe_layer_end_index": 0,
-}  # fmt: skip
-_PLAIN = {**_ROUTED, "mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_start_index": 1}
-
-
 def _unpacking(lowering: Lowering) -> dict[str, Any]:
     """Return the arguments that make transformers unpack MXFP4 weights.
 
@@ -226,29 +212,6 @@ def _unpacking(lowering: Lowering) -> dict[str, Any]:
     from transformers.utils.quantization_config import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)}
-
-
-def build_single_layer(lowering: Lowering, layer: int = 0) -> Network:
-    """Build a decoder layer like this one in float32, with unset weights and a vocabulary of one token.
-
-    Its backbone takes `inputs_embeds` and returns the output of the layer. The final norm and the scale of the
-    embeddings
-    are left out.
-    Raises CheckpointError if transformers cannot build the model.
-    """
-    with quiet_transformers(lowering.checkpoint.root, "build a layer of the model"):
-        config = read_config(lowering.checkpoint)
-        config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        kind = _ROUTED if lowering.model.layers[layer].experts.count else _PLAIN
-        changes = {**kind, "layer_types": (getattr(config, "layer_types", None) or [None])[layer:][:1]}
-        for name, value in {**changes, "embedding_multiplier": 1.0}.items():
-            if getattr(config, name, None) is not None:
-                setattr(config, name, value)
-        model = build_model(config, lowering.checkpoint)
-    model.get_decoder().norm = torch.nn.Identity()
-    return network_of(model, lowering, [0] if lowering.model.layers[layer].experts.count else [])
 
 
 def network_of(model: Any, lowering: Lowering, expected: list[int]) -> Network:

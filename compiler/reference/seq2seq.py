@@ -18,7 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSeq2SeqLM, Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
-from moec.manifests.errors import CheckpointError
+from moec.evaluation.text_pairs import TokenPair
+from moec.manifests.errors import CheckpointError, InputError
+from moec.manifests.model import ModelSpec
 
 from ..families import Lowering
 from .expert_module import SeparateExperts
@@ -26,6 +28,20 @@ from .network import Network, RowStates, kept_states, load_model, padded
 
 _ROUTED = re.compile(r"^(encoder|decoder)\.block\.(\d+)\.layer\.\d+\.mlp$")
 _NO_CAPACITY = 1 << 62
+
+
+def divided_pairs(model: ModelSpec, pairs: Sequence[TokenPair]) -> tuple[list[list[int]], list[TokenPair]]:
+    """Split each pair into the tokens for an encoder and the pair for the decoder.
+
+    Without an encoder its tokens are empty, and the pairs do not change.
+    Raises InputError if an encoder's prompt is empty.
+    """
+    if model.encoder is None:
+        return [], list(pairs)
+    if not all(prompt for prompt, _ in pairs):
+        raise InputError("a prompt is empty, and the model has an encoder that reads it", "take a task with prompts")
+    start = model.encoder.start_token_id
+    return [prompt for prompt, _ in pairs], [([start], answer) for _, answer in pairs]
 
 
 class RoutedLayer(torch.nn.Module):
@@ -114,7 +130,15 @@ class Seq2SeqNetwork(Network):
 
 def load_seq2seq_network(lowering: Lowering) -> Network:
     """Load a model with an encoder; see load_network. Raises CheckpointError."""
-    model = load_model(lowering, AutoModelForSeq2SeqLM)
+    return seq2seq_network(load_model(lowering, AutoModelForSeq2SeqLM), lowering)
+
+
+def seq2seq_network(model: Any, lowering: Lowering, layer: int | None = None) -> Network:
+    """Return the model with `RoutedLayer` in place of the routed feed-forwards of transformers.
+
+    layer: the model has one layer of each stack, and this layer of the checkpoint is its layer 0. None: all layers.
+    Raises CheckpointError if other layers hold experts than the checkpoint's.
+    """
     model.eval().requires_grad_(False)
     model.set_input_embeddings(model.get_input_embeddings())  # one embedding for encoder and decoder
     spec, experts = lowering.model, dict[int, Any]()
@@ -122,16 +146,23 @@ def load_seq2seq_network(lowering: Lowering) -> Network:
         match = _ROUTED.match(name)
         if match is None or not hasattr(module, "experts"):
             continue
-        layer = int(match[2]) + (spec.first_decoder_layer if match[1] == "decoder" else 0)
+        is_decoder = match[1] == "decoder"
+        if layer is not None and is_decoder != (layer >= spec.first_decoder_layer):
+            continue
+        number = int(match[2]) + (spec.first_decoder_layer if is_decoder else 0) if layer is None else 0
         routed = RoutedLayer(module)
-        if not spec.layers[layer].experts.router.capacity:
+        if not spec.layers[number if layer is None else layer].experts.router.capacity:
             routed.router.expert_capacity = _NO_CAPACITY
         model.get_submodule(name.rpartition(".")[0]).mlp = routed
-        experts[layer] = routed.experts
-    if tuple(sorted(experts)) != spec.expert_layers:
+        experts[number] = routed.experts
+    if layer is None:
+        expected = spec.expert_layers
+    else:
+        expected = (0,) if spec.layers[layer].experts.count else ()
+    if tuple(sorted(experts)) != expected:
         raise CheckpointError(
             f"`{lowering.checkpoint.root}`: {len(experts)} layers of `{type(model).__name__}` hold routed experts, not "
-            f"the {len(spec.expert_layers)} that are expected",
+            f"the {len(expected)} that are expected",
             "install a release of transformers that pyproject.toml allows",
         )
     parameters = {name: (lowering.loaded[name], source) for name, source in lowering.dense.items()}

@@ -83,3 +83,9 @@ class CompilePlan:
     def bits_per_weight(self) -> float:
         """Mean stored bits of a routed-expert weight, scales included."""
         return 8 * self.expert_packed_bytes / self.expert_weights
+
+
+def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> CompilePlan:
+    """Return the plan with all weights at the checkpoint's own 16 bits."""
+    units = dict.fromkeys(model.unit_keys(), spec_16bit)
+    return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)

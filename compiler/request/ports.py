@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
 from moec.evaluation.engine import TextEngine
-from moec.evaluation.statistics import DistributionSummary
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.model import ModelSpec
 
@@ -21,15 +20,6 @@ class BundleEngine(TextEngine, Protocol):
 
     def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
         """Return the logits [A, V] that predict each answer token, the end token included."""
-        ...
-
-
-@runtime_checkable
-class DivergingEngine(Protocol):
-    """An engine that compares itself with the reference, so that no logits are transferred."""
-
-    def divergence(self, pairs: Sequence[tuple[list[int], list[int]]]) -> DistributionSummary:
-        """Return KL and agreement over the answer tokens of the pairs."""
         ...
 
 

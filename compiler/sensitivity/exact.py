@@ -27,13 +27,10 @@ def importance_list(
     Source: EdgeMoE, expert-wise bitwidth adaptation: one expert at INT2, the rest at INT4.
     """
     base = uniform_like(plan, high, store.quantizer)
-    before = trials.answer_nll(base, store, EXACT_ITEMS)
-    keys, losses = plan.model.expert_keys(), {}
-    plans = (with_lowered_experts(base, [key], low) for key in keys)
-    for key, after in zip(keys, trials.answer_nll_each(plans, store, EXACT_ITEMS), strict=True):
-        losses[key] = after - before
-        progress(len(losses), len(keys))
-    return losses
+    keys = plan.model.expert_keys()
+    plans = [base, *(with_lowered_experts(base, [key], low) for key in keys)]
+    before, *after = trials.answer_nll_each(plans, store, EXACT_ITEMS, progress)
+    return {key: nll - before for key, nll in zip(keys, after, strict=True)}
 
 
 def with_lowered_experts(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:

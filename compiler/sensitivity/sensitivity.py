@@ -1,14 +1,14 @@
 """Sensitivity of each unit to each format: predicted KL.
 
 - fisher: KL of a unit in a format to second order, from gradients (fisher.py).
-- proxy: routing-weighted squared output error of the unit, times a gain. The gain is measured per layer and projection:
-  KL at a probe format over the error there. Dense weights always use this, per group.
+- proxy: output error of the unit, times a gain. The gain is measured per layer: KL at a probe format over the error
+  there (stages/sweep.py). Dense weights always use this, per group.
 - exact: EdgeMoE's measurement, one expert at a time. It corrects the prediction of each expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,11 +19,10 @@ from moec.manifests.progress import Progress
 from moec.manifests.quant import FloatType, QuantSpec
 
 from ..quantization.unit_store import UnitStore
-from ..request.options import Sensitivity, Talk
 from ..request.plan import CompilePlan
 from ..request.uniform import dense_spec, fits_all
 from .exact import importance_list
-from .fisher import asks_gradients, ranks_well
+from .fisher import ranks_well
 from .trials import Trials
 
 # At 3 bits the KL of one projection of one layer exceeds rounding, and is still proportional to the error.
@@ -81,86 +80,44 @@ def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
     return tuple(groups)
 
 
-def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> CompilePlan:
-    """Return the plan with all weights at the checkpoint's own 16 bits."""
-    units = dict.fromkeys(model.unit_keys(), spec_16bit)
-    return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)
-
-
-def measure_gains(
-    trials: Trials, plain: CompilePlan, unit_specs: Sequence[QuantSpec], progress: Progress
-) -> np.ndarray:
-    """Return KL over output error of every projection of a layer at a probe format, [L, 3], with one measurement each.
-
-    A projection without a fitting format below 16 bits has the gain 0.
-    """
-    model, store = plain.model, trials.store
-    probes = {place: probed(plain, *place, unit_specs) for place in _places(model)}
-    fitting = {place: (own, probe) for place, (own, probe) in probes.items() if probe is not None}
-
-    def plans() -> Iterator[tuple[CompilePlan, str]]:
-        for (layer, projection), (own, probe) in fitting.items():
-            changed = replace(plain, units={**plain.units, **dict.fromkeys(own, probe)})
-            yield changed, f"sensitivity of layer {layer}, {projection}"
-
-    gains = np.zeros((model.num_layers, len(PROJECTIONS)))
-    measured = zip(fitting.items(), trials.kl_each(plans()), strict=True)
-    for done, (((layer, projection), (own, probe)), summary) in enumerate(measured, 1):
-        error = sum(store.error(unit, probe) for unit in own)
-        gains[layer, PROJECTIONS.index(projection)] = summary.mean / error if error > 0 else 0.0
-        progress(done, len(fitting))
-    return gains
-
-
-def predicted_gains(
-    plain: CompilePlan,
-    store: UnitStore,
-    unit_specs: Sequence[QuantSpec],
-    predicted: Mapping[tuple[UnitKey, QuantSpec], float],
-) -> np.ndarray:
-    """Return the result of `measure_gains` if predictions were measurements, [L, 3]."""
-    gains = np.zeros((plain.model.num_layers, len(PROJECTIONS)))
-    for layer, projection in _places(plain.model):
-        own, probe = probed(plain, layer, projection, unit_specs)
-        if probe is not None:
-            error, kl = sum(store.error(unit, probe) for unit in own), sum(predicted[(unit, probe)] for unit in own)
-            gains[layer, PROJECTIONS.index(projection)] = kl / error if error > 0 else 0.0
-    return gains
-
-
-def _places(model: ModelSpec) -> list[tuple[int, str]]:
-    """Return every projection of every routed layer. Experts without a gate have no gate here."""
-    return [(layer, name) for layer in model.expert_layers for name in model.layers[layer].experts.projections]
-
-
 def probed(
-    plain: CompilePlan, layer: int, projection: str, unit_specs: Sequence[QuantSpec]
+    model: ModelSpec, layer: int, projection: str, unit_specs: Sequence[QuantSpec]
 ) -> tuple[list[UnitKey], QuantSpec | None]:
     """Return the units of one projection of a layer, and their probe format, None if no format below 16 bits fits."""
-    own = [unit for unit in plain.units if unit.layer == layer and unit.projection == projection]
-    columns = plain.model.unit_shape(layer, projection)[1]
+    own = [unit for unit in model.units_of_layer(layer) if unit.projection == projection]
+    columns = model.unit_shape(layer, projection)[1]
     fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
     return own, nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
 
 
-def measure_dense_gains(
-    trials: Trials, plain: CompilePlan, dense_probe: Mapping[str, QuantSpec], progress: Progress
-) -> dict[str, float]:
-    """Return KL over weight error of every dense group that `dense_probe` puts below 16 bits, one measurement each."""
-    store, groups = trials.store, dense_groups(plain.model)
-    gains = {group.name: 0.0 for group in groups}
-    low = [group for group in groups if any(dense_probe[name].bitwidth < 16 for name in group.tensors)]
+def with_gradients(
+    table: SensitivityTable,
+    store: UnitStore,
+    specs: Sequence[QuantSpec],
+    predicted: Mapping[tuple[UnitKey, QuantSpec], float],
+) -> SensitivityTable:
+    """Return a sweep's table with units priced by gradients, on the scale of its dense weights.
 
-    def plans() -> Iterator[tuple[CompilePlan, str]]:
-        for group in low:
-            changed = replace(plain, dense={**plain.dense, **{name: dense_probe[name] for name in group.tensors}})
-            yield changed, f"sensitivity of {group.name}"
-
-    for done, (group, summary) in enumerate(zip(low, trials.kl_each(plans()), strict=True), 1):
-        error = sum(store.dense_error(name, dense_probe[name]) for name in group.tensors)
-        gains[group.name] = summary.mean / error if error > 0 else 0.0
-        progress(done, len(low))
-    return gains
+    The sweep measures KL on all tokens of its probe texts, and gradients predict it on answers. Predictions are
+    therefore multiplied by a ratio: the measured cost of all experts in their probe format, over the predicted cost.
+    Units of experts that no token chose keep the price of their errors, and such experts are not pruned.
+    specs: formats below 16 bits.
+    """
+    measured = foreseen = 0.0
+    for layer in store.model.expert_layers:
+        for name in store.model.layers[layer].experts.projections:
+            own, probe = probed(store.model, layer, name, specs)
+            known = [unit for unit in own if (unit, probe) in predicted]
+            if probe is not None:
+                measured += sum(table.unit_loss(store, unit, probe) for unit in known)
+                foreseen += sum(predicted[(unit, probe)] for unit in known)
+    factor = measured / foreseen if measured > 0 and foreseen > 0 else 1.0
+    priced = {key: factor * kl for key, kl in predicted.items()}
+    for unit in store.model.unit_keys():
+        for spec in specs:
+            if (unit, spec) not in priced and spec.fits(store.model.unit_shape(unit.layer, unit.projection)[1]):
+                priced[(unit, spec)] = table.unit_loss(store, unit, spec)
+    return replace(table, predicted=priced)
 
 
 def correct_by_expert(
@@ -197,41 +154,14 @@ def dense_formats(
     )
 
 
-Predict = Callable[[Progress], Mapping[tuple[UnitKey, QuantSpec], float]]
-
-
-def measure_sensitivity(
-    trials: Trials,
-    plain: CompilePlan,
-    unit_specs: Sequence[QuantSpec],
-    dense_options: Sequence[Mapping[str, QuantSpec]],
-    kind: Sensitivity,
-    predict: Predict,
-    talk: Talk,
+def corrected_by_measurement(
+    table: SensitivityTable, trials: Trials, plain: CompilePlan, unit_specs: Sequence[QuantSpec], progress: Progress
 ) -> SensitivityTable:
-    """Return the sensitivity table of this search.
+    """Return the table with EdgeMoE's measurement of each expert. Raises OptionError without a format that fits all.
 
-    Without data nothing is measured: all gains are 1, so plain weight errors decide.
-    kind: `auto` is `fisher`, or `proxy` where that ranks better. `exact` corrects the table by expert.
-    predict: fisher.predict_units.
+    unit_specs: formats on offer.
+    progress: called with (plans done, plans in all).
     """
-    counts = max(layer.experts.count for layer in plain.model.layers)
-    corrections = np.ones((plain.model.num_layers, counts))
-    if not trials.has_data:
-        ones = np.ones((plain.model.num_layers, len(PROJECTIONS)))
-        return SensitivityTable(ones, {group.name: 1.0 for group in dense_groups(plain.model)}, corrections)
-    predicted = None
-    if not asks_gradients(kind, plain.model):
-        gains = measure_gains(trials, plain, unit_specs, talk.progress("measuring sensitivity"))
-    else:
-        predicted = predict(talk.progress("predicting what each unit costs"))
-        gains = predicted_gains(plain, trials.store, unit_specs, predicted)
-    lowest = min(dense_options, key=lambda specs: min(spec.bitwidth for spec in specs.values()))
-    progress = talk.progress("measuring sensitivity of dense weights")
-    dense_gains = measure_dense_gains(trials, plain, lowest, progress)
-    table = SensitivityTable(gains, dense_gains, corrections, predicted)
-    if kind != "exact":
-        return table
     fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and fits_all(plain, spec)]
     if not fitting:
         raise OptionError(
@@ -240,10 +170,8 @@ def measure_sensitivity(
             "and `--group-size`",
         )
     low, high = nearest_format(fitting, 2), nearest_format(fitting, 4)
-    progress = talk.progress("measuring each expert alone")
-    return correct_by_expert(
-        table, trials.store, importance_list(plain, low, high, trials, trials.store, progress), low, high
-    )
+    losses = importance_list(plain, low, high, trials, trials.store, progress)
+    return correct_by_expert(table, trials.store, losses, low, high)
 
 
 def nearest_format(specs: Sequence[QuantSpec], bitwidth: float) -> QuantSpec:

@@ -1,26 +1,25 @@
-"""Trials: a plan is applied to the reference model and measured. Nothing here predicts.
+"""Trials: a plan is measured. Nothing here predicts.
 
 There are two measurements:
-- mean KL to the unquantized model on the answer tokens of a few validation items, in seconds;
-- the task metric on generated answers, which a loss target is about.
+- mean KL to the unquantized model on the answer tokens of a few validation items, layer by layer;
+- the task metric on answers that the runtime generates from a temporary bundle, which a loss target is about.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from moec.evaluation.data import ItemSet
-from moec.evaluation.divergence import log_softmax, summarise_divergence
-from moec.evaluation.engine import TextEngine
+from moec.evaluation.engine import TextEngine, no_progress
 from moec.evaluation.results import EvaluationResult
-from moec.evaluation.run import answer_scores, evaluate
+from moec.evaluation.run import evaluate
 from moec.evaluation.statistics import (
     ONE_SIDED_95,
     DistributionSummary,
@@ -30,12 +29,12 @@ from moec.evaluation.statistics import (
 )
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.errors import OptionError
-from moec.manifests.model import UnitKey
 from moec.manifests.progress import Progress
 
 from ..quantization.unit_store import UnitStore
-from ..request.plan import CompilePlan
+from ..request.plan import CompilePlan, plain_plan
 from ..workspace.journal import Journal
+from .answer_walk import AnswerMeasures, MeasureAnswers
 
 # A measurement on generated answers looks after these numbers of items, and stops if the result is already clear.
 LOOKS = (500, 1000)
@@ -44,14 +43,15 @@ CLEAR_STANDARD_ERRORS = 3.0
 TRIAL_RESAMPLES = 2000
 
 
-class Reference(TextEngine, Protocol):
-    """Methods of the reference model that a trial needs (compiler.reference.ReferenceModel)."""
+class OpenPlans(Protocol):
+    """Opens the runtime on the bundle of a plan."""
 
-    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]: ...
+    def opened(self, plan: CompilePlan, store: UnitStore | None) -> AbstractContextManager[TextEngine]:
+        """Return an engine that answers like the plan.
 
-    def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]: ...
-
-    def weights(self, mapping: Mapping[UnitKey | str, Any]) -> AbstractContextManager[None]: ...
+        store: quantized units. None for a plan without any.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,35 +97,25 @@ class Trial:
 
 @dataclass(eq=False)
 class Trials:
-    """Applies plans to one reference model, and records every measurement in `log`.
+    """Measures plans of one model, and records every measurement in `log`.
 
-    model: the reference model, or None without data.
+    walk: measures answers; None without data.
+    bundles: opens the runtime on plans.
     store: quantized units.
     tasks: the tasks.
-    kl_items: validation items for the KL, over all tasks.
     progress: called with (items done, items in all).
     journal: stores the results.
     """
 
-    model: Reference | None
+    walk: MeasureAnswers | None
+    bundles: OpenPlans
     store: UnitStore
     tasks: Sequence[TaskData]
-    kl_items: int
     progress: Progress
     journal: Journal
     log: list[Trial] = field(init=False, default_factory=list)
     _items: dict[str, int] = field(init=False, default_factory=dict)
-    _pairs: list[tuple[list[int], list[int]]] = field(init=False, default_factory=list)
-    _reference_log_p: list[np.ndarray] = field(init=False, default_factory=list)
     _baselines: dict[str, EvaluationResult] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            self._pairs = [
-                self.model.encode_pair(data.task.prompt(item, data.shots), data.task.answer(item))
-                for data in self.tasks
-                for item in data.validation.items[: max(1, self.kl_items // len(self.tasks))]
-            ]
 
     @property
     def measured_items(self) -> int:
@@ -135,12 +125,12 @@ class Trials:
     @property
     def kl_texts(self) -> int:
         """Number of items of one KL."""
-        return len(self._pairs)
+        return 0 if self.walk is None else len(self.walk.answers.counts)
 
     @property
     def tokens_per_text(self) -> float:
         """Mean length of the texts for the KL, in tokens."""
-        return sum(len(prompt) + len(answer) for prompt, answer in self._pairs) / max(len(self._pairs), 1)
+        return 0.0 if self.walk is None else self.walk.answers.texts.num_tokens / max(self.kl_texts, 1)
 
     @property
     def certification_items(self) -> dict[str, int]:
@@ -161,66 +151,69 @@ class Trials:
     @property
     def has_data(self) -> bool:
         """Whether anything can be measured."""
-        return bool(self._pairs)
+        return self.walk is not None
 
-    @property
-    def reference(self) -> Reference:
-        """The model of the trials. Raises OptionError without data."""
-        if self.model is None:
+    def _measures(self) -> MeasureAnswers:
+        """Return what measures answers. Raises OptionError without data."""
+        if self.walk is None:
             raise OptionError("this measurement needs task data", "add `--data`, or take `--size` or `--uniform`")
-        return self.model
-
-    def weights_of(self, plan: CompilePlan, store: UnitStore | None = None) -> Mapping[UnitKey | str, Any]:
-        """Return dequantized weights of everything below 16 bits in the plan, in the form of `reference.weights`."""
-        source = store or self.store
-        weights: dict[UnitKey | str, torch.Tensor] = {
-            unit: source.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16
-        }
-        weights.update({name: source.dense_weight(name, s) for name, s in plan.dense.items() if s.bitwidth < 16})
-        return weights
+        return self.walk
 
     def kl(self, plan: CompilePlan, purpose: str, store: UnitStore | None = None) -> DistributionSummary:
-        """Return the mean KL to the reference on answer tokens, nats per token."""
-        stage = f"kl-{plan.digest}"
-        plain = self.journal.json(stage, lambda: self._measure_kl(plan, store).to_json())
-        self._items[stage] = len(self._pairs)
-        summary = DistributionSummary(**{**plain, "standard_error": _told(plain["standard_error"], math.inf)})
-        self._log(plan, purpose, kl=summary)
-        return summary
+        """Return the mean KL to the unquantized model on answer tokens, nats per token.
 
-    def _measure_kl(self, plan: CompilePlan, store: UnitStore | None) -> DistributionSummary:
-        if not self._reference_log_p:
-            self._reference_log_p = [log_softmax(rows) for rows in self.reference.forced_logits(self._pairs)]
-        with self.reference.weights(self.weights_of(plan, store)):
-            return summarise_divergence(self._reference_log_p, self.reference.forced_logits(self._pairs))
+        store: quantized units, or None for those of this object.
+        """
+        return self.kl_each([plan], [purpose], store)[0]
 
-    def answer_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
-        """Return the mean NLL of the reference answers of the first validation items, nats per token."""
+    def kl_each(
+        self, plans: Sequence[CompilePlan], purposes: Sequence[str], store: UnitStore | None = None
+    ) -> list[DistributionSummary]:
+        """Return `kl` of each plan. The journal's missing measurements may run at the same time."""
+        walk = self._measures()
+        counts = walk.answers.counts
+        stages = [f"kl-{plan.digest}" for plan in plans]
+        plain = self._journaled(stages, plans, store, None, lambda found: found.summary(counts).to_json())
+        summaries = []
+        for plan, purpose, stage, values in zip(plans, purposes, stages, plain, strict=True):
+            self._items[stage] = len(counts)
+            error = _told(values["standard_error"], math.inf)
+            summaries.append(DistributionSummary(**{**values, "standard_error": error}))
+            self._log(plan, purpose, kl=summaries[-1])
+        return summaries
 
-        stage = f"nll-{plan.digest}-{items}"
-        self._items[stage] = min(items, len(self.tasks[0].validation.items))
-        return float(self.journal.json(stage, lambda: self._measure_nll(plan, store, items)))
+    def answer_nll_each(
+        self, plans: Sequence[CompilePlan], store: UnitStore, items: int, progress: Progress
+    ) -> list[float]:
+        """Return the mean NLL of the answers of the first validation items of the first task, nats per token.
 
-    def _measure_nll(self, plan: CompilePlan, store: UnitStore, items: int) -> float:
-        with self.reference.weights(self.weights_of(plan, store)):
-            return self._mean_nll(self.reference, items)
+        progress: called with (plans done, plans in all).
+        """
+        count = min(items, self._measures().answers.tasks[0])
+        stages = [f"nll-{plan.digest}-{items}" for plan in plans]
+        self._items.update(dict.fromkeys(stages, count))
+        return self._journaled(stages, plans, store, count, lambda found: float(found.nll.mean()), progress)
 
-    def _mean_nll(self, engine: TextEngine, items: int) -> float:
-        data = self.tasks[0]
-        scores = answer_scores(data.task, data.validation.items[:items], engine, shots=data.shots)
-        return sum(score.nll for score in scores) / max(sum(score.tokens for score in scores), 1)
-
-    # Independent measurements: one after the other here, in parallel on a cluster.
-
-    def kl_each(self, plans: Iterable[tuple[CompilePlan, str]]) -> Iterator[DistributionSummary]:
-        """Yield `kl` of each plan with its purpose, in order."""
-        for plan, purpose in plans:
-            yield self.kl(plan, purpose)
-
-    def answer_nll_each(self, plans: Iterable[CompilePlan], store: UnitStore, items: int) -> Iterator[float]:
-        """Yield `answer_nll` of each plan, in order."""
-        for plan in plans:
-            yield self.answer_nll(plan, store, items)
+    def _journaled(
+        self,
+        stages: Sequence[str],
+        plans: Sequence[CompilePlan],
+        store: UnitStore | None,
+        items: int | None,
+        value: Callable[[AnswerMeasures], Any],
+        progress: Progress = no_progress,
+    ) -> list[Any]:
+        """Return a value of each plan from the journal, after the missing ones are measured."""
+        missing = {
+            stage: plan for stage, plan in zip(stages, plans, strict=True) if self.journal.get(stage) is None
+        }
+        jobs = ((plan, store or self.store) for plan in missing.values())
+        done = len(plans) - len(missing)
+        for stage, measures in zip(missing, self._measures().measure_each(jobs, items), strict=True):
+            self.journal.json(stage, partial(value, measures))
+            done += 1
+            progress(done, len(plans))
+        return [self.journal.json(stage, _not_measured) for stage in stages]
 
     def baseline(self, data: TaskData) -> EvaluationResult:
         """Return the result of the unquantized model on the validation items of one task."""
@@ -236,22 +229,24 @@ class Trials:
         with self.unquantized() as engine:
             return evaluate(data.task, data.validation.items, engine, shots=data.shots, progress=self.progress)
 
-    @contextmanager
-    def unquantized(self) -> Iterator[TextEngine]:
-        """Yield an engine that answers like the checkpoint."""
-        yield self.reference
+    def unquantized(self) -> AbstractContextManager[TextEngine]:
+        """Return an engine that answers like the checkpoint."""
+        self.release()
+        lowering = self.store.lowering
+        return self.bundles.opened(plain_plan(lowering.model, lowering.spec_16bit, self.store.quantizer), None)
 
-    @contextmanager
-    def planned(self, plan: CompilePlan, store: UnitStore | None = None) -> Iterator[TextEngine]:
-        """Yield an engine that answers like a plan.
+    def planned(self, plan: CompilePlan, store: UnitStore | None = None) -> AbstractContextManager[TextEngine]:
+        """Return an engine that answers like a plan.
 
         store: quantized units, or None for those of this object.
         """
-        with self.reference.weights(self.weights_of(plan, store)):
-            yield self.reference
+        self.release()
+        return self.bundles.opened(plan, store or self.store)
 
-    def close(self) -> None:
-        """Release resources that only measurements need. No measurement may follow."""
+    def release(self) -> None:
+        """Give back memory that only measurements of answers need."""
+        if self.walk is not None:
+            self.walk.release()
 
     def require_baselines(self) -> None:
         """Measure the unquantized model on every task.
@@ -321,6 +316,10 @@ class Trials:
                 accepted,
             )
         )  # fmt: skip
+
+
+def _not_measured() -> Any:
+    raise RuntimeError("the journal lost a result that it has just stored")
 
 
 def _told(value: float | None, otherwise: float) -> float:

@@ -1,6 +1,6 @@
-"""What a compile takes of memory, said before it starts: all at once, or one layer at a time.
+"""The memory of a compile, known before it starts, for one loaded layer.
 
-Estimates from shapes alone, in bytes; tests hold them against a control group's count.
+Estimates in bytes, from shapes alone. Tests compare them with the count of a control group.
 """
 
 from __future__ import annotations
@@ -13,56 +13,50 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..reference.network import TOKENS_PER_FORWARD
-from ..sensitivity.fisher import SKETCHES, TOKENS_PER_BACKWARD, gradient_bytes
-from .gradients import GRADIENT_TOKENS
-from .sweep import PROBE_TOKENS
 
+SKETCHES = 2
+"""Gaussian vectors per text. Each needs one more backward pass. A quarter less variance would double the time."""
+TOKENS_PER_BACKWARD = 512
+"""Tokens of one pass with gradients. They bound its graph."""
 PROCESS_BYTES = 700 << 20
-"""Python with torch, transformers, datasets and matplotlib loaded: 0.45 GiB measured, and what allocators keep."""
+"""Python with torch, transformers, datasets and matplotlib loaded: 0.45 GiB measured, and the reserve of allocators."""
+LOGITS_AT_ONCE = 1 << 25
+"""Logits that a certificate holds at once on both sides, in addition to those of one answer."""
 _FLOAT = 4
 _HALF = 2
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:
-    """Weights of one decoder layer."""
+    """Return the number of weights of one layer."""
     dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(f"layers.{layer}."))
-    return dense + _expert_weights(model, layer) * model.layers[layer].experts.count
+    return dense + expert_weights(model, layer) * model.layers[layer].experts.count
 
 
-def _expert_weights(model: ModelSpec, layer: int) -> int:
+def expert_weights(model: ModelSpec, layer: int) -> int:
+    """Return the number of weights of one routed expert of a layer."""
     return sum(prod(model.unit_shape(layer, projection)) for projection in model.layers[layer].experts.projections)
 
 
 def moment_values(model: ModelSpec, layer: int) -> int:
-    """Values of the second moments of a layer."""
+    """Return the number of values of the second moments of a layer."""
     experts = model.layers[layer].experts
     return experts.count * (model.hidden_size**2 + experts.width**2)
 
 
 def variant_count(model: ModelSpec) -> int:
-    """Variants that a sweep carries at most: of each layer its attention, its experts, a shared one where it has it."""
+    """Return the maximum number of variants of a sweep: attention, experts, and a shared expert of each layer."""
     return sum(3 if layer.shared is not None else 2 for layer in model.layers)
 
 
-def whole_bytes(model: ModelSpec, specs: Sequence[QuantSpec], threads: int) -> int:
-    """Peak of a compile that holds the model in float32, its moments, a code per weight and format, and graphs."""
-    weights = sum(layer_weights(model, layer) for layer in range(model.num_layers))
-    outside = sum(prod(shape) for name, shape in model.dense_shapes().items() if not name.startswith("layers."))
-    experts = sum(
-        _expert_weights(model, layer) * model.layers[layer].experts.count for layer in range(model.num_layers)
-    )
-    moments = sum(moment_values(model, layer) for layer in range(model.num_layers))
-    formats = sum(spec.bitwidth < 16 for spec in specs)
-    fixed = PROCESS_BYTES + _FLOAT * (weights + outside + moments + experts) + formats * experts
-    return fixed + gradient_bytes(model, threads)
+def sweep_bytes(model: ModelSpec, tokens: int, probe_tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
+    """Return the peak of a sweep.
 
-
-def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
-    """Peak of a compile that holds one layer. tokens: of calibration and of scored texts."""
+    tokens: of calibration and of scored texts.
+    probe_tokens: of the texts of each variant.
+    """
     hidden, layers = model.hidden_size, model.num_layers
     moments = _FLOAT * max(moment_values(model, layer) for layer in range(layers))
-    variants = variant_count(model)
-    states = _FLOAT * hidden * (tokens + PROBE_TOKENS * (variants + 2))
+    states = _FLOAT * hidden * (tokens + probe_tokens * (variant_count(model) + 2))
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
     # A batch: attention and experts of its tokens.
     widest = max(model.layers[layer].experts.width * model.layers[layer].experts.top_k for layer in range(layers))
@@ -71,13 +65,16 @@ def streamed_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], th
     return PROCESS_BYTES + _slot_bytes(model) + states + max(vocabulary, at_work)
 
 
-def gradients_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
-    """Peak while gradients go back through one layer, the texts' residual streams and gradients held beside it.
+def gradients_bytes(
+    model: ModelSpec, tokens: int, scored_tokens: int, specs: Sequence[QuantSpec], threads: int
+) -> int:
+    """Return the peak while gradients go back through one layer.
 
-    tokens: of scored texts, whose streams wait to be measured.
+    tokens: of the texts of the gradients.
+    scored_tokens: of scored texts, whose residual streams are kept for later measurements.
     """
     hidden, layers = model.hidden_size, range(model.num_layers)
-    streams = _FLOAT * hidden * (GRADIENT_TOKENS * (3 + 2 * SKETCHES) + tokens)
+    streams = _FLOAT * hidden * (tokens * (3 + 2 * SKETCHES) + scored_tokens)
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
     widest = max(model.layers[at].experts.top_k * (2 * hidden + 4 * model.layers[at].experts.width) for at in layers)
     graph = _FLOAT * TOKENS_PER_BACKWARD * (12 * hidden + widest + 4 * model.vocab_size)
@@ -87,28 +84,39 @@ def gradients_bytes(model: ModelSpec, tokens: int, specs: Sequence[QuantSpec], t
 
 
 def _slot_bytes(model: ModelSpec) -> int:
-    """A layer of every kind stays loaded, see slot.py."""
-    kinds: dict[tuple[bool, int], int] = {}
+    """Return the memory of loaded layers in float32: one of every kind, see slot.py."""
+    kinds: dict[tuple[bool, bool, int], int] = {}
     for at, layer in enumerate(model.layers):
-        kind = bool(layer.experts.count), layer.attention.sliding_window
+        kind = bool(layer.experts.count), at >= model.first_decoder_layer, layer.attention.sliding_window
         kinds[kind] = max(kinds.get(kind, 0), layer_weights(model, at))
     return _FLOAT * sum(kinds.values())
 
 
 def quantizing_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
-    """What one expert takes while it is quantized: float copies, codes of every format, factors of its moments."""
-    expert = max(_expert_weights(model, layer) for layer in range(model.num_layers)) * (6 * _FLOAT + 2 * len(specs))
+    """Return the memory of quantizing one expert: float copies, codes of every format, factors of its moments."""
+    expert = max(expert_weights(model, layer) for layer in range(model.num_layers)) * (6 * _FLOAT + 2 * len(specs))
     return expert + 5 * _FLOAT * max(model.hidden_size, *(layer.experts.width for layer in model.layers)) ** 2
 
 
-def certifying_bytes(model: ModelSpec, tokens: int) -> int:
-    """The least that the runtime needs to certify, and the compile around it. tokens: of scored texts.
+def certifying_bytes(model: ModelSpec, scored_tokens: int) -> int:
+    """Return the least memory of the runtime that certifies, with the compile around it.
 
-    Dense weights and the experts of one token at 16 bits, keys and values of the runtime's default context, its passes.
+    It consists of dense weights and the experts of one token at 16 bits, keys and values of the default context, and
+    the runtime's passes.
+    scored_tokens: of scored texts.
     """
     dense = sum(prod(shape) for shape in model.dense_shapes().values())
-    experts = max(_expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
+    experts = max(expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
     cache = model.kv_bytes_per_position * model.default_context
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
     scratch = _FLOAT * (MAX_PASS_TOKENS * (9 * model.hidden_size + widest) + 64 * model.vocab_size)
-    return PROCESS_BYTES + _FLOAT * model.hidden_size * tokens + _HALF * (dense + experts) + cache + scratch
+    return PROCESS_BYTES + _FLOAT * model.hidden_size * scored_tokens + _HALF * (dense + experts) + cache + scratch
+
+
+def certificate_bytes(model: ModelSpec, answer_tokens: int) -> int:
+    """Return what a certificate holds in addition to the runtime: the output matrix, and logits of both sides.
+
+    answer_tokens: maximum number of scored tokens of one text.
+    """
+    held = max(LOGITS_AT_ONCE, answer_tokens * model.vocab_size)
+    return 4 * _FLOAT * held + _HALF * model.vocab_size * model.hidden_size + (64 << 20)

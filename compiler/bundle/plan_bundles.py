@@ -33,12 +33,12 @@ TRIAL, UNQUANTIZED = "trial", "unquantized"
 
 
 def trial_folder(output: Path, name: str) -> Path:
-    """Where a bundle in passing lies: beside the output, under a name that no output has."""
+    """Return the folder of a temporary bundle: next to the output, under a name that no output has."""
     return output.with_name(f"{output.name}{WORK_SUFFIX}-{name}{PARTIAL_SUFFIX}")
 
 
 def clear_trials(output: Path, disk: Disk) -> None:
-    """Remove what a killed compile left of its bundles in passing. Raises OptionError for what is not ours."""
+    """Remove the temporary bundles of a killed compile. Raises OptionError if a folder was not left by a compile."""
     for name in (TRIAL, UNQUANTIZED):
         check_partial(trial_folder(output, name))
     with disk_errors(output.parent):
@@ -47,9 +47,10 @@ def clear_trials(output: Path, disk: Disk) -> None:
 
 
 def require_trials(request: CompileRequest, model: ModelSpec) -> None:
-    """Before any work for a loss: whether bundles in passing can be written, the checkpoint's own weights among them.
+    """Check, before any work for a loss, that temporary bundles can be written, one of them with 16-bit weights.
 
-    Raises OptionError where there is no folder to write to, DoesNotFit without room for them.
+    Raises OptionError if there is no folder to write to.
+    Raises DoesNotFit without room for them.
     """
     if request.options.target.kind != "loss":
         return
@@ -62,41 +63,53 @@ def require_trials(request: CompileRequest, model: ModelSpec) -> None:
 
 @dataclass(frozen=True)
 class PlanBundles:
-    """request: beside whose output bundles lie. store: of quantized units. open_runtime: who answers.
+    """Writes plans as temporary bundles and opens the runtime on them.
 
-    room_bytes: what a runtime may take of this machine.
+    request: its output names the bundles, which lie next to it.
+    room_bytes: memory of the runtime.
+    open_runtime: opens a bundle.
     """
 
     request: CompileRequest
-    checkpoint: Checkpoint
     lowering: Lowering
-    statistics: ActivationStatistics
-    store: UnitStore
     room_bytes: int
     open_runtime: OpenRuntime
 
     @contextmanager
-    def opened(self, plan: CompilePlan, name: str = TRIAL, share: int = 1) -> Iterator[BundleEngine]:
-        """The runtime on the bundle of a plan, which is gone afterwards. share: a part of the room, one of so many.
+    def opened(
+        self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL, share: int = 1
+    ) -> Iterator[BundleEngine]:
+        """Open the runtime on the bundle of a plan. The bundle is removed afterwards.
 
-        Raises as emit does, and as the runtime where it does not fit into the room.
+        store: quantized units. None for a plan without any.
+        share: the runtime gets the room divided by this number.
+        Raises the errors of emit, and those of the runtime if it does not fit into the room.
         """
-        partial, disk = trial_folder(self.request.output, name), self.request.disk
-        check_partial(partial)
-        try:
+        with self._folder(name) as partial:
             emit(
-                self.checkpoint,
+                self.lowering.checkpoint,
                 self.lowering,
                 plan,
                 partial,
                 device=_NO_DEVICE,
-                disk=disk,
-                statistics=self.statistics,
-                packed_units=self.store.for_bundle,
+                disk=self.request.disk,
+                packed_units=None if store is None else store.for_bundle,
                 progress=self.request.talk.progress(f"writing a bundle of {plan.bits_per_weight:.3f} bits per weight"),
             )
             with self.open_runtime(partial, self.room_bytes // share) as engine:
                 yield engine
+
+    @contextmanager
+    def _folder(self, name: str) -> Iterator[Path]:
+        """Return where a temporary bundle is written, and remove it afterwards. A plan alone writes nothing near it."""
+        if self.request.plan_only:
+            with tempfile.TemporaryDirectory(prefix="moec-plan-") as folder:
+                yield trial_folder(Path(folder) / self.request.output.name, name)
+            return
+        partial, disk = trial_folder(self.request.output, name), self.request.disk
+        check_partial(partial)
+        try:
+            yield partial
         finally:
             with disk_errors(partial):
                 disk.remove_tree(partial)

@@ -1,0 +1,102 @@
+"""The certificate of a compile: KL on held-out answers, and for a loss target the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.evaluation.data import SplitData
+from moec.profiles.probe import resident_set_bytes
+
+from ..families import Lowering
+from ..request.options import Talk
+from ..request.plan import plain_plan
+from ..request.ports import BundleEngine
+from ..request.request import CompileRequest
+from ..request.task_data import Shots
+from ..walker.output_head import output_head
+from ..walker.texts import AnswerTexts
+from ..workspace.parallel import one_torch_thread
+from .certify import DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
+from .plan_bundles import UNQUANTIZED, PlanBundles
+
+Certificates = tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Held-out answers of one task.
+
+    texts: the answers.
+    states: normed residual stream of the unquantized model at the scored tokens, [A, D].
+    """
+
+    texts: AnswerTexts
+    states: Tensor
+
+
+def certify_bundle_of(
+    request: CompileRequest,
+    partial: Path,
+    bundles: PlanBundles,
+    held_out: Mapping[str, HeldOut],
+    splits: Sequence[SplitData],
+    shots: Shots,
+    with_tasks: bool,
+) -> Certificates:
+    """Measure the KL of the bundle on each task's held-out answers, then the tasks.
+
+    For the tasks the checkpoint answers as well, from a temporary bundle of its own weights. Each of the two runtimes
+    has half of the memory. A runtime counts all memory of its process, so the second is told what the first has taken.
+    Other machines of a cluster may generate answers. The KL always comes from this machine.
+    with_tasks: measure the tasks.
+    """
+    with request.open_runtime(partial, bundles.room_bytes) as engine:
+        divergences = {
+            task: _certify_answers(bundles.lowering, task, own, engine, request.talk) for task, own in held_out.items()
+        }
+    if not with_tasks:
+        return {}, divergences
+    certificates = {}
+    plain = plain_plan(bundles.lowering.model, bundles.lowering.spec_16bit, request.options.quantizer)
+    with ExitStack() as opened:
+        before = resident_set_bytes()
+        reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, share=2))
+        taken = max(resident_set_bytes() - before, 0)
+        engine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes // 2 + taken))
+        for split in splits:
+            name = split.task.name
+            certificates[name] = certify_task(
+                split.task,
+                split.test,
+                shots[name],
+                reference,
+                engine,
+                request.options.target,
+                request.talk,
+                divergences[name].divergence,
+                request.options.confidence,
+            )
+    return certificates, {}
+
+
+def _certify_answers(
+    lowering: Lowering, task: str, held_out: HeldOut, engine: BundleEngine, talk: Talk
+) -> DivergenceCertificate:
+    """Measure the KL of the bundle, run by the shipped runtime, on one task's held-out answers."""
+    head, texts = output_head(lowering), held_out.texts
+    starts = [0, *np.cumsum(texts.counts).tolist()]
+
+    def reference(first: int, last: int) -> list[np.ndarray]:
+        with one_torch_thread():  # the same bits for any number of processors
+            log_p = head.logits(held_out.states[starts[first] : starts[last]])
+            log_p -= log_p.logsumexp(-1, keepdim=True)
+        return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
+
+    return certify_divergence(task, texts.pairs, reference, lowering.model.vocab_size, engine, talk)

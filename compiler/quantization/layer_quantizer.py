@@ -1,0 +1,140 @@
+"""The experts of a layer in every format on offer, and what each format costs.
+
+The cost of a format is the routing-weighted squared error that it causes at the layer's output, while the other
+projections stay as they are: sum over tokens of g^2 |y' - y|^2, with the router weight g. It is measured on a sample of
+each expert's tokens and scaled to all of them. Without texts it is the squared error of the weights.
+Source: Optimal Brain Compression, section 3 (the layer-wise problem), taken at the output of the expert.
+Shapes: n tokens of an expert, D hidden, F expert width, N rows, K columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..calibration.layer_inputs import LayerInputs
+from ..reference.expert_module import activated, first_products, projections_of
+from ..workspace.parallel import Workers
+from .quantized import LEFT_OUT, QuantizedMatrix
+from .quantizers import quantizer as find_quantizer
+from .quantizers.gptq import prepare_inputs, quantize_gptq_batch
+
+Costs = dict[tuple[UnitKey, QuantSpec], float]
+Matrices = dict[tuple[UnitKey, QuantSpec], QuantizedMatrix]
+Moments = tuple[Tensor, Tensor]
+"""Second moments of the inputs of gate and up [1, D, D], and of down [1, F, F]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertQuantizer:
+    """How every expert of a layer is quantized.
+
+    quantizer: name of the quantizer.
+    specs: formats below 16 bits. A projection gets each format that fits it.
+    """
+
+    layer: int
+    quantizer: str
+    specs: tuple[QuantSpec, ...]
+
+    def run(self, expert: int, weights: Mapping[str, Tensor], moments: Moments | None, tokens: int) -> Matrices:
+        """Return all projections of an expert in every format.
+
+        weights: by projection, [N, K] float32.
+        moments: of the expert's inputs, or None. Quantizers other than gptq ignore them.
+        tokens: number of tokens in the moments.
+        """
+        matrices: Matrices = {}
+        for group, at in ((("gate", "up"), 0), (("down",), 1)):
+            own = [name for name in group if name in weights]
+            fitting = [spec for spec in self.specs if spec.fits(weights[own[0]].shape[1])]
+            moment, prepared = None if moments is None else moments[at], None
+            if self.quantizer == "gptq" and moment is not None and tokens and fitting:
+                prepared = prepare_inputs(moment, [tokens])  # shared by gate and up, and by every format
+            for projection in own:
+                weight = weights[projection].contiguous()
+                for spec in fitting:
+                    key = (UnitKey(self.layer, expert, projection), spec)
+                    if self.quantizer == "gptq" and not spec.is_mxfp4:
+                        counts = torch.tensor([tokens])
+                        matrices[key] = quantize_gptq_batch(weight.unsqueeze(0), spec, moment, counts, prepared)[0]
+                    else:
+                        matrices[key] = find_quantizer(self.quantizer)(weight, spec, None, 0)
+        return matrices
+
+
+QuantizeElsewhere = Callable[[ExpertQuantizer, LayerInputs | None, Sequence[int]], Iterator[Matrices]]
+"""Quantizes experts of a layer on other machines, in order, with the bits of `ExpertQuantizer.run`."""
+
+
+class LayerQuantizer:
+    """Quantizes the experts of a loaded layer, one expert at a time.
+
+    module: the experts of the layer.
+    quantizer: how each is quantized.
+    elsewhere: other machines that quantize, or None for the threads of this process.
+    """
+
+    def __init__(self, module: Any, quantizer: ExpertQuantizer, elsewhere: QuantizeElsewhere | None = None) -> None:
+        self._module, self._quantizer, self._elsewhere = module, quantizer, elsewhere
+
+    def run(
+        self, inputs: LayerInputs | None, pool: Workers, only: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Matrices, Costs]]:
+        """Yield each expert, in order: its projections in every format that fits them, and the cost of each.
+
+        inputs: what texts hand to the experts; None without texts.
+        only: these experts, or None for all.
+        """
+        experts = range(int(self._module.num_experts)) if only is None else only
+        if self._elsewhere is None:
+            made = pool.in_order(lambda expert: self._quantized_here(expert, inputs), experts)
+        else:
+            jobs = zip(experts, self._elsewhere(self._quantizer, inputs, experts), strict=True)
+            made = pool.in_order(lambda job: (job[1], self._costs(*job, inputs)), jobs)
+        for expert, (matrices, costs) in zip(experts, made, strict=True):
+            yield expert, matrices, costs
+
+    def _quantized_here(self, expert: int, inputs: LayerInputs | None) -> tuple[Matrices, Costs]:
+        moments, tokens = (None, 0) if inputs is None else inputs.moments_of(expert)
+        with torch.inference_mode():
+            matrices = self._quantizer.run(expert, projections_of(self._module, expert), moments, tokens)
+        return matrices, self._costs(expert, matrices, inputs)
+
+    @torch.inference_mode()
+    def _costs(self, expert: int, matrices: Matrices, inputs: LayerInputs | None) -> Costs:
+        """Return the cost of every format, and of a down projection without weights: that of pruning the expert."""
+        weights = projections_of(self._module, expert)
+        if inputs is None:
+            return {
+                (unit, spec): float((matrix.dequantize() - weights[unit.projection]).square().sum())
+                for (unit, spec), matrix in matrices.items()
+            } | {(self._down(expert), LEFT_OUT): float(weights["down"].square().sum())}
+        rows, share, scale = inputs.sample(expert)
+        products = first_products(self._module, expert, rows)
+        middle = activated(self._module, expert, products)
+        costs: Costs = {}
+
+        def add(unit: UnitKey, spec: QuantSpec, error: Tensor) -> None:
+            costs[(unit, spec)] = float((error * share).square().sum(dtype=torch.float64)) * scale
+
+        for (unit, spec), matrix in matrices.items():
+            other = matrix.dequantize()
+            if unit.projection == "down":
+                error = middle @ (other - weights["down"]).T
+            else:
+                moved = activated(self._module, expert, {**products, unit.projection: rows @ other.T})
+                error = (moved - middle) @ weights["down"].T
+            add(unit, spec, error)
+        add(self._down(expert), LEFT_OUT, middle @ weights["down"].T)
+        return costs
+
+    def _down(self, expert: int) -> UnitKey:
+        return UnitKey(self._quantizer.layer, expert, "down")

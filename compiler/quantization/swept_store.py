@@ -1,0 +1,99 @@
+"""Quantized experts of all layers on disk, packed, with the cost of every format: what the search and emit ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..families import Lowering
+from ..workspace.journal import Journal, StoredBytes
+from .packing import pack, unpack
+from .quantized import LEFT_OUT, QuantizedMatrix, left_out
+from .unit_store import UnitStore
+
+
+def stage_name(layer: int, spec: QuantSpec) -> str:
+    """Return the journal's name for the units of a layer in one format."""
+    return f"units-{layer}-{spec}"
+
+
+class SweptStore(UnitStore):
+    """The units of a sweep in the journal's folder, one file for each layer and format.
+
+    specs: formats below 16 bits.
+    """
+
+    def __init__(self, lowering: Lowering, quantizer: str, specs: Sequence[QuantSpec], journal: Journal) -> None:
+        super().__init__(lowering, quantizer)
+        self.specs = tuple(spec for spec in specs if spec.bitwidth < 16)
+        self._columns = {spec: at for at, spec in enumerate((*self.specs, LEFT_OUT))}
+        self._rows = {unit: at for layer in range(self.model.num_layers) for at, unit in _numbered(self.model, layer)}
+        self._starts: dict[QuantSpec, dict[UnitKey, int]] = {spec: {} for spec in self.specs}
+        for spec in self.specs:
+            for layer in range(self.model.num_layers):
+                self._starts[spec].update(_starts(self.model, layer, spec))
+        self._journal = journal
+        self._costs: dict[int, np.ndarray] = {}
+        self._files: dict[tuple[int, QuantSpec], StoredBytes] = {}
+
+    @property
+    def priced_specs(self) -> tuple[QuantSpec, ...]:
+        """Formats that have a cost: those below 16 bits, then pruning."""
+        return (*self.specs, LEFT_OUT)
+
+    def add_layer(self, layer: int, costs: np.ndarray) -> bool:
+        """Take over a layer that has been quantized. Returns False if a file is missing or damaged, or costs are.
+
+        costs: float64 [units, priced_specs], infinite where a format does not fit. Pruning is priced for down alone.
+        """
+        units = self.model.units_of_layer(layer)
+        if costs.shape != (len(units), len(self.specs) + 1):
+            return False
+        stored = {spec: self._journal.read_stream(stage_name(layer, spec)) for spec in self.specs} if units else {}
+        files = {(layer, spec): file for spec, file in stored.items() if file is not None}
+        if len(files) < len(stored):
+            return False
+        self._costs[layer] = costs
+        self._files.update(files)
+        return True
+
+    def error(self, unit: UnitKey, spec: QuantSpec) -> float:
+        return 0.0 if spec.bitwidth == 16 else float(self._costs[unit.layer][self._rows[unit], self._columns[spec]])
+
+    def for_bundle(self, unit: UnitKey, spec: QuantSpec) -> np.ndarray:
+        if spec.is_pruned:
+            return np.empty(0, np.uint8)
+        size = spec.packed_bytes(*self.model.unit_shape(unit.layer, unit.projection))
+        return self._files[(unit.layer, spec)].read(self._starts[spec][unit], size)
+
+    def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
+        if spec.is_pruned:
+            return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
+        return unpack(self.for_bundle(unit, spec), *self.model.unit_shape(unit.layer, unit.projection), spec)
+
+
+def _numbered(model: ModelSpec, layer: int) -> list[tuple[int, UnitKey]]:
+    return list(enumerate(model.units_of_layer(layer)))
+
+
+def _starts(model: ModelSpec, layer: int, spec: QuantSpec) -> dict[UnitKey, int]:
+    """Return where each unit of a layer that fits a format begins in the file of that format."""
+    starts, end = {}, 0
+    for unit in model.units_of_layer(layer):
+        rows, columns = model.unit_shape(layer, unit.projection)
+        if spec.fits(columns):
+            starts[unit] = end
+            end += spec.packed_bytes(rows, columns)
+    return starts
+
+
+def packed_unit(
+    matrices: Mapping[tuple[UnitKey, QuantSpec], QuantizedMatrix], unit: UnitKey, spec: QuantSpec
+) -> bytes:
+    """Return the bytes of one unit in one format, none where the format does not fit."""
+    matrix = matrices.get((unit, spec))
+    return b"" if matrix is None else pack(matrix).tobytes()

@@ -1,0 +1,179 @@
+"""Answers under the weights of a plan, one layer at a time: how far they are from those of the unquantized model.
+
+Shapes: A scored tokens of all texts, a of some of them, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moec.evaluation.statistics import DistributionSummary, distribution_summary
+from moec.manifests.model import UnitKey
+from moec.manifests.progress import Progress
+
+from ..quantization.unit_store import UnitStore
+from ..reference.weights import WeightName
+from ..request.plan import CompilePlan
+from ..walker.output_head import OutputHead, divergence
+from ..walker.slot import LayerSlot, Replaced, embedded
+from ..walker.texts import AnswerTexts, TextStates
+from ..workspace.parallel import one_torch_thread, workers
+
+KEPT_LOG_PROBS = 1 << 25
+"""Log-probabilities of the unquantized model that are kept between plans. If there are more, they are made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMeasures:
+    """Scored tokens under the weights of a plan, text after text.
+
+    kl: to the unquantized model in nats, float64 [A].
+    agrees: whether the most likely token is the unquantized model's, bool [A].
+    nll: -log p of the answer's own token in nats, float64 [A].
+    """
+
+    kl: NDArray[np.float64]
+    agrees: NDArray[np.bool_]
+    nll: NDArray[np.float64]
+
+    def summary(self, counts: list[int]) -> DistributionSummary:
+        """Return mean KL and agreement.
+
+        counts: scored tokens of each text.
+        """
+        return distribution_summary(self.kl, self.agrees, np.repeat(np.arange(len(counts)), counts))
+
+
+def joined_measures(parts: Iterable[AnswerMeasures]) -> AnswerMeasures:
+    """Return the measures of several parts of the texts as one."""
+    kl, agrees, nll = zip(*((part.kl, part.agrees, part.nll) for part in parts), strict=True)
+    return AnswerMeasures(np.concatenate(kl), np.concatenate(agrees), np.concatenate(nll))
+
+
+def planned_weights(plan: CompilePlan, store: UnitStore) -> Replaced:
+    """Return the weights that a plan stores below 16 bits. One is made at a time."""
+
+    def weight(name: WeightName) -> Tensor | None:
+        if isinstance(name, UnitKey):
+            spec = plan.units[name]
+            return None if spec.bitwidth == 16 else store.weight(name, spec)
+        spec = plan.dense[name]
+        return None if spec.bitwidth == 16 else store.dense_weight(name, spec)
+
+    return weight
+
+
+class MeasureAnswers(Protocol):
+    """Measures answers under the weights of plans, on this machine or on others.
+
+    answers: the texts.
+    """
+
+    answers: AnswerTexts
+
+    def measure_each(
+        self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
+    ) -> Iterator[AnswerMeasures]:
+        """Yield the measures of each plan, in order.
+
+        items: number of texts, from the first. None: all.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give back memory that a runtime needs now."""
+        ...
+
+
+class AnswerWalk:
+    """Passes answers through the layers of one model.
+
+    make_slot: opens the slot of the layers.
+    answers: the texts.
+    progress: called with (layers done, layers in all) of each plan.
+    own_states: normed states of the unquantized model at the scored tokens, [A, D]; None: they are computed when first
+        needed.
+    keeps_slot: the loaded layers stay in memory after `release`.
+    """
+
+    def __init__(
+        self,
+        make_slot: Callable[[], LayerSlot],
+        answers: AnswerTexts,
+        threads: int,
+        progress: Progress,
+        own_states: Tensor | None = None,
+        keeps_slot: bool = True,
+    ) -> None:
+        self._make_slot, self.answers, self._threads, self._progress = make_slot, answers, threads, progress
+        self._own_states, self._keeps_slot = own_states, keeps_slot
+        self._slot: LayerSlot | None = None
+        self._own_log_probs: list[Tensor] = []
+
+    def release(self) -> None:
+        """Give back the memory of the layers, unless they stay."""
+        if not self._keeps_slot:
+            self._slot = None
+
+    def measure_each(
+        self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
+    ) -> Iterator[AnswerMeasures]:
+        """See MeasureAnswers."""
+        for plan, store in plans:
+            yield self.measure(planned_weights(plan, store), items)
+
+    def measure(self, weights: Replaced, items: int | None = None) -> AnswerMeasures:
+        """Return the measures under these weights.
+
+        items: number of texts, from the first. None: all.
+        """
+        slot = self._slot = self._slot or self._make_slot()
+        if self._own_states is None:
+            self._own_states = self._states(slot, lambda name: None, self.answers)
+        answers = self.answers if items is None else self.answers.first(items)
+        states, own_head = self._states(slot, weights, answers), slot.head()
+        matrix = weights(slot.model.head_name)
+        head = own_head if matrix is None else replace(own_head, matrix=matrix)
+        targets = torch.tensor([token for row in answers.targets for token in row])
+        parts = []
+        with one_torch_thread():  # the same bits for any number of processors
+            for tokens, log_p in self._own(own_head, len(states)):
+                log_q = head.logits(states[tokens]).log_softmax(-1)
+                kl, agrees = divergence(log_p, log_q)
+                nll = -log_q.gather(1, targets[tokens].unsqueeze(1)).squeeze(1)
+                parts.append(AnswerMeasures(kl.double().numpy(), agrees.numpy(), nll.double().numpy()))
+        return joined_measures(parts)
+
+    def _states(self, slot: LayerSlot, weights: Replaced, answers: AnswerTexts) -> Tensor:
+        """Return the normed states at the scored tokens under these weights, [A, D]."""
+        table, layers, scale = weights("embedding"), slot.model.num_layers, slot.model.embedding_scale
+        texts = TextStates.begin(answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale))
+        with workers(self._threads) as pool:
+            for layer in range(layers):
+                slot.load(layer, weights)
+                slot.run([texts], pool)
+                self._progress(layer + 1, layers)
+        return slot.normed(texts.answers(answers.counts))
+
+    def _own(self, head: OutputHead, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the unquantized model's log-probabilities of the first tokens, and which tokens they are of."""
+        states = self._own_states
+        if states is None:
+            raise RuntimeError("the states of the unquantized model are computed first")
+        if len(states) * len(head) > KEPT_LOG_PROBS:
+            yield from head.log_probs(states[:count])
+            return
+        if not self._own_log_probs:
+            self._own_log_probs = [log_p for _, log_p in head.log_probs(states)]
+        start = 0
+        for log_p in self._own_log_probs:
+            if start < count:
+                yield slice(start, min(start + len(log_p), count)), log_p[: count - start]
+            start += len(log_p)

@@ -1,0 +1,303 @@
+"""One sweep over the layers: calibration, quantization, and the effect of each layer's errors on the model's answers.
+
+While a layer is loaded:
+1. The calibration texts pass it. They leave routes, second moments and samples.
+2. Its experts are quantized in every format.
+3. Probe texts pass it once more: with the attention in a probe format, then with all experts in one.
+
+These variants go on through the later layers, next to the unchanged texts. After the last layer, their KL is what the
+errors of that layer cost: gain = KL / cost. After each layer, everything that a resumed run needs is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.manifests.progress import Progress
+from moec.manifests.quant import QuantSpec
+from moec.profiles.freed_memory import give_back_freed_memory
+
+from ..calibration.collect import ActivationStatistics, count_statistics
+from ..calibration.layer_inputs import LayerInputs, calibrate_layer
+from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
+from ..quantization.swept_store import SweptStore, packed_unit, stage_name
+from ..sensitivity.sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
+from ..walker.output_head import divergence
+from ..walker.slot import LayerSlot, embedded
+from ..walker.texts import TextStates
+from ..workspace.journal import Journal
+from ..workspace.parallel import Workers, workers
+from .texts import CompileTexts
+
+_DENSE_PARTS = ("attention", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Results of a sweep.
+
+    statistics: counts of calibration; None without texts.
+    sensitivity: measured gains; ones without texts.
+    answers, held_out: normed residual stream of the unchanged model at scored tokens, [A, D].
+    """
+
+    statistics: ActivationStatistics | None
+    sensitivity: SensitivityTable
+    answers: Tensor
+    held_out: Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Travellers:
+    """All texts that pass the layers, and the variants of the probe texts by name."""
+
+    calibration: TextStates
+    answers: TextStates
+    held_out: dict[str, TextStates]
+    probe: TextStates
+    variants: dict[str, TextStates] = field(default_factory=dict)
+
+    def all(self) -> list[TextStates]:
+        return [self.calibration, *self.unchanged(), *self.variants.values()]
+
+    def unchanged(self) -> list[TextStates]:
+        """Texts that pass the checkpoint's own weights, and of which nothing is counted."""
+        return [self.answers, *self.held_out.values(), self.probe]
+
+
+class Sweep:
+    """Runs the sweep, see the head of this file.
+
+    slot: loads the layers.
+    store: takes the quantized units.
+    dense_probe: format of each dense weight in which its gain is measured.
+    seed: seed of the choice of texts.
+    elsewhere: other machines that quantize experts, or None for the threads of this process.
+    """
+
+    def __init__(
+        self,
+        slot: LayerSlot,
+        store: SweptStore,
+        journal: Journal,
+        dense_probe: Mapping[str, QuantSpec],
+        seed: int,
+        elsewhere: QuantizeElsewhere | None = None,
+    ) -> None:
+        self._slot, self._store, self._journal, self._elsewhere = slot, store, journal, elsewhere
+        self._model, self._dense_probe, self._seed = slot.model, dense_probe, seed
+        self._groups = {group.name: group.tensors for group in dense_groups(self._model)}
+        self._counts: list[dict[str, np.ndarray]] = []
+
+    def run(self, texts: CompileTexts | None, threads: int, progress: Progress) -> Swept:
+        """Pass all layers. Without texts, units are quantized without knowledge of their inputs.
+
+        progress: called with (layers done, layers in all).
+        """
+        total = self._model.num_layers
+        with workers(threads) as pool:
+            done = self._take_over(has_states=texts is not None)
+            travellers = None if texts is None else self._begin(texts, done)
+            progress(done, total)
+            for layer in range(done, total):
+                self._counts.append(self._layer(layer, travellers, pool))
+                self._save(layer, travellers)
+                progress(layer + 1, total)
+            if texts is None or travellers is None:
+                return Swept(None, self._table_of_ones(), torch.empty(0), {})
+            sensitivity = self._sensitivity(travellers)
+        answers = self._slot.normed(travellers.answers.answers(texts.answers.counts))
+        held_out = {
+            task: self._slot.normed(travellers.held_out[task].answers(own.counts))
+            for task, own in texts.held_out.items()
+        }
+        statistics = count_statistics(self._model, texts.calibration, self._seed, self._counts)
+        return Swept(statistics, sensitivity, answers, held_out)
+
+    # -- the remains of a killed run -----------------------------------------------------------------------------------
+
+    def _take_over(self, has_states: bool) -> int:
+        """Return the number of layers that are done. The states after the last of them are stored."""
+        for layer in range(self._model.num_layers):
+            if self._journal.get(f"layer-{layer}") is None:
+                break
+            counts = self._journal.arrays(f"layer-{layer}", dict)
+            if not self._store.add_layer(layer, counts["costs"]):
+                break
+            self._counts.append(counts)
+        while has_states and self._counts and self._journal.read_stream(f"states-{len(self._counts) - 1}") is None:
+            self._counts.pop()
+        return len(self._counts)
+
+    def _begin(self, texts: CompileTexts, done: int) -> _Travellers:
+        """Return the texts before the first layer, or after the last layer that is done."""
+        embed = self._slot.embed
+        travellers = _Travellers(
+            TextStates.begin(texts.calibration, embed),
+            TextStates.begin(texts.answers.texts, embed),
+            {task: TextStates.begin(own.texts, embed) for task, own in texts.held_out.items()},
+            TextStates.begin(texts.probe, embed),
+        )
+        if self._is_probed("embedding"):
+            table = self._store.dense_weight("embedding", self._dense_probe["embedding"])
+            scale = self._model.embedding_scale
+            travellers.variants["embedding"] = TextStates.begin(texts.probe, lambda ids: embedded(ids, table, scale))
+        if not done:
+            return travellers
+        for layer in range(done):
+            travellers.variants.update({name: travellers.probe.copy() for name in self._variant_names(layer)})
+        if done > self._model.first_decoder_layer:
+            for text in travellers.all():
+                if text.is_encoding:
+                    text.begin_decoding(self._slot.encoder_normed)
+        stored, start = self._journal.read_stream(f"states-{done - 1}"), 0
+        if stored is None:
+            raise RuntimeError("the states were checked")
+        for text in travellers.all():
+            for kept, at in text.tensors():
+                size = kept[at].numel() * kept[at].element_size()
+                kept[at] = torch.from_numpy(stored.read(start, size).view(np.float32).copy()).view(kept[at].shape)
+                start += size
+        return travellers
+
+    def _save(self, layer: int, travellers: _Travellers | None) -> None:
+        """Store the states after a layer, then its results. The results mark the layer as done."""
+        if travellers is not None:
+            with self._journal.stream(f"states-{layer}") as file:
+                for text in travellers.all():
+                    for kept, at in text.tensors():
+                        file.write(memoryview(kept[at].contiguous().numpy().tobytes()))
+        self._journal.arrays(f"layer-{layer}", lambda: self._counts[layer])
+        if layer and travellers is not None:
+            self._journal.forget(f"states-{layer - 1}")
+
+    # -- one layer -----------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: int, travellers: _Travellers | None, pool: Workers) -> dict[str, np.ndarray]:
+        """Return the counts of a layer and the costs of its units."""
+        slot, counts = self._slot, dict[str, np.ndarray]()
+        slot.load(layer)
+        if travellers is None:
+            return {"costs": self._quantize(layer, None, pool)}
+        for text in travellers.all():
+            slot.begin_stack(text)
+        before, inputs = travellers.probe.copy(), None
+        if slot.experts is None:
+            slot.run(travellers.all(), pool)
+        else:
+            inputs, counts = calibrate_layer(slot, travellers.calibration, pool, self._store.quantizer == "gptq")
+            slot.run([*travellers.unchanged(), *travellers.variants.values()], pool)
+        groups = [name for name in self._variant_names(layer) if not name.endswith(".experts")]
+        variants = {group: self._with_dense_probe(group, before.copy(), pool) for group in groups}
+        counts["costs"] = self._quantize(layer, inputs, pool)
+        if self._has_probe(layer):
+            slot.run([before], pool)
+            variants[f"layers.{layer}.experts"] = before
+        travellers.variants.update(variants)
+        return counts
+
+    def _with_dense_probe(self, group: str, texts: TextStates, pool: Workers) -> TextStates:
+        """Move texts through the layer with one group of its dense weights in the probe format."""
+        names = self._groups[group]
+        for name in names:
+            self._slot.set(name, self._store.dense_weight(name, self._dense_probe[name]))
+        self._slot.run([texts], pool)
+        for name in names:
+            self._slot.set(name, self._slot.own(name))
+        return texts
+
+    def _quantize(self, layer: int, inputs: LayerInputs | None, pool: Workers) -> np.ndarray:
+        """Quantize the experts of a layer and write them. They stay in the slot in their probe format.
+
+        Returns the costs as SweptStore.add_layer takes them.
+        """
+        units, specs, priced = self._model.units_of_layer(layer), self._store.specs, self._store.priced_specs
+        costs = np.full((len(units), len(priced)), np.inf)
+        if units:
+            row_of = {unit: row for row, unit in enumerate(units)}
+            quantizer = ExpertQuantizer(layer, self._store.quantizer, specs)
+            give_back_freed_memory()
+            with ExitStack() as stack:
+                files = {spec: stack.enter_context(self._journal.stream(stage_name(layer, spec))) for spec in specs}
+                quantized = LayerQuantizer(self._slot.experts, quantizer, self._elsewhere)
+                for expert, matrices, expert_costs in quantized.run(inputs, pool):
+                    for (unit, spec), cost in expert_costs.items():
+                        costs[row_of[unit], priced.index(spec)] = cost
+                    for unit in (unit for unit in units if unit.expert == expert):
+                        for spec, file in files.items():
+                            file.write(packed_unit(matrices, unit, spec))
+                        probe = self._probe_spec(unit)
+                        if probe is not None:
+                            self._slot.set(unit, matrices[(unit, probe)].dequantize())
+                    give_back_freed_memory()
+        if not self._store.add_layer(layer, costs):
+            raise RuntimeError(f"layer {layer} was written and cannot be read")
+        return costs
+
+    def _probe_spec(self, unit: UnitKey) -> QuantSpec | None:
+        columns = self._model.unit_shape(unit.layer, unit.projection)[1]
+        fitting = [spec for spec in self._store.specs if spec.fits(columns)]
+        return nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
+
+    def _has_probe(self, layer: int) -> bool:
+        return any(self._probe_spec(unit) is not None for unit in self._model.units_of_layer(layer))
+
+    def _is_probed(self, group: str) -> bool:
+        return any(self._dense_probe[name].bitwidth < 16 for name in self._groups.get(group, ()))
+
+    def _variant_names(self, layer: int) -> list[str]:
+        """Return the names of the variants that begin in a layer, in their order."""
+        names = [f"layers.{layer}.{part}" for part in _DENSE_PARTS if self._is_probed(f"layers.{layer}.{part}")]
+        return [*names, *([f"layers.{layer}.experts"] if self._has_probe(layer) else [])]
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _table_of_ones(self) -> SensitivityTable:
+        """Return gains of 1, so that plain errors of weights decide."""
+        width = max(layer.experts.count for layer in self._model.layers)
+        gains = np.ones((self._model.num_layers, len(PROJECTIONS)))
+        return SensitivityTable(gains, dict.fromkeys(self._groups, 1.0), np.ones((self._model.num_layers, width)))
+
+    def _sensitivity(self, travellers: _Travellers) -> SensitivityTable:
+        """Return gains from the KL of every variant on the probe texts."""
+        table = self._table_of_ones()
+        gains, dense_gains = np.zeros_like(table.gains), dict.fromkeys(self._groups, 0.0)
+        for name, kl in self._variant_divergences(travellers).items():
+            if name.endswith(".experts"):
+                layer = int(name.split(".")[1])
+                probes = ((unit, self._probe_spec(unit)) for unit in self._model.units_of_layer(layer))
+                cost = sum(self._store.error(unit, spec) for unit, spec in probes if spec is not None)
+                gains[layer, :] = kl / cost if cost > 0 else 0.0
+            else:
+                cost = sum(self._store.dense_error(part, self._dense_probe[part]) for part in self._groups[name])
+                dense_gains[name] = kl / cost if cost > 0 else 0.0
+        return replace(table, gains=gains, dense_gains=dense_gains)
+
+    def _variant_divergences(self, travellers: _Travellers) -> dict[str, float]:
+        """Return the mean KL of every variant to the unchanged model, nats per token. The head is a variant, too."""
+        head, own = self._slot.head(), travellers.probe.tokens()
+        variants = {name: (texts.tokens(), head) for name, texts in travellers.variants.items()}
+        if "lm_head" in self._groups and self._is_probed("lm_head"):
+            matrix = self._store.dense_weight("lm_head", self._dense_probe["lm_head"])
+            variants["lm_head"] = own, replace(head, matrix=matrix)
+        totals = dict.fromkeys(variants, 0.0)
+        for tokens, log_p in head.log_probs(self._slot.normed(own)):
+            for name, (states, other) in variants.items():
+                log_q = other.logits(self._slot.normed(states[tokens])).log_softmax(-1)
+                totals[name] += float(divergence(log_p, log_q)[0].double().sum())
+        return {name: total / len(own) for name, total in totals.items()}
+
+
+def sweep_dense_probe(options: Sequence[Mapping[str, QuantSpec]]) -> Mapping[str, QuantSpec]:
+    """Return the formats of dense weights in which their gains are measured: those of the fewest bits on offer.
+
+    options: formats of all dense weights, one mapping for each bitwidth.
+    """
+    return min(options, key=lambda specs: min(spec.bitwidth for spec in specs.values()))

@@ -1,0 +1,148 @@
+"""The texts that pass through the layers of a compile, as tokens, within the limits of its memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moec.evaluation.data import SplitData
+from moec.evaluation.tasks import Item
+from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
+from moec.manifests.errors import ContextOverflow, DataError
+from moec.manifests.model import ModelSpec
+
+from ..calibration.collect import chosen_texts
+from ..checkpoint.tokenizer import load_tokenizer
+from ..preflight.preparation import KL_ITEMS, Prepared
+from ..reference.seq2seq import divided_pairs
+from ..request.task_data import train_texts
+from ..sensitivity.fisher import TEXTS
+from ..sensitivity.gradients import TOKENS_PER_TEXT
+from ..walker.residency import SCORED_TOKENS
+from ..walker.texts import AnswerTexts, TokenTexts
+
+HELD_OUT_ITEMS = 500
+"""Maximum number of held-out answers for the KL of the certificate. Means over tokens need fewer items than a task."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileTexts:
+    """All texts of a search.
+
+    calibration: train texts that are counted, and whose inputs weigh the errors of units.
+    probe: the first of them, on which the errors of layers are measured.
+    gradients: train texts of the gradients.
+    answers: validation texts on which plans are measured.
+    held_out: texts of the certificate's KL, by task.
+    """
+
+    calibration: TokenTexts
+    probe: TokenTexts
+    gradients: AnswerTexts
+    answers: AnswerTexts
+    held_out: Mapping[str, AnswerTexts]
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens of the texts whose answers are scored."""
+        return self.answers.texts.num_tokens + sum(answers.texts.num_tokens for answers in self.held_out.values())
+
+
+def compile_texts(prepared: Prepared) -> CompileTexts:
+    """Encode the texts of all tasks. Raises ContextOverflow, and DataError where no text is left."""
+    model, limits = prepared.lowering.model, prepared.residency.texts
+    tokenizer = load_tokenizer(prepared.checkpoint.root)
+
+    def encoded(texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
+        return encode_pairs(tokenizer, texts, is_joint=model.encoder is None)
+
+    train = [encoded(train_texts(split, prepared.shots)) for split in prepared.splits]
+    prompts, pairs = divided_pairs(model, [pair for task in train for pair in task])
+    calibration = chosen_texts(
+        TokenTexts([before + answer for before, answer in pairs], prompts),
+        model.original_positions,
+        prepared.request.options.seed,
+        limits.calibration,
+    )
+    held_out, validation = dict[str, AnswerTexts](), list[AnswerTexts]()
+    count, room = max(1, KL_ITEMS // len(prepared.splits)), limits.answers // len(prepared.splits)
+    for split in prepared.splits:
+        name, shots = split.task.name, prepared.shots[split.task.name]
+        own = encoded(_texts(split, split.validation.items[:count], shots))
+        validation.append(_scored_answers(model, name, own, room))
+        test = encoded(_texts(split, split.test.items[:HELD_OUT_ITEMS], shots))
+        held_out[name] = _scored_answers(model, name, test, limits.held_out)
+    gradients = _gradient_texts(model, train, limits.gradients)
+    return CompileTexts(calibration, calibration.first(limits.probe), gradients, _joined(validation), held_out)
+
+
+def _texts(split: SplitData, items: Sequence[Item], shots: Sequence[Item]) -> list[tuple[str, str]]:
+    return [(split.task.prompt(item, tuple(shots)), split.task.answer(item)) for item in items]
+
+
+def _gradient_texts(model: ModelSpec, train: Sequence[Sequence[TokenPair]], room: int) -> AnswerTexts:
+    """Return train texts, alternating between tasks, so that any number of them covers all tasks."""
+    every = itertools.zip_longest(*(task[: -(-TEXTS // len(train))] for task in train))
+    longest = min(TOKENS_PER_TEXT, model.original_positions)
+    return _answers_within(model, [shortened(pair, longest) for row in every for pair in row if pair is not None], room)
+
+
+def shortened(pair: TokenPair, tokens: int) -> TokenPair:
+    """Shorten a pair to `tokens` tokens: the start of the answer, and as much of the prompt's end as fits before it."""
+    prompt, answer = pair[0], pair[1][:tokens]
+    return prompt[max(0, len(prompt) + len(answer) - tokens) :] or prompt[:1], answer
+
+
+def _scored_answers(model: ModelSpec, task: str, pairs: Sequence[TokenPair], room: int) -> AnswerTexts:
+    """Return as many texts, in order, as `room` tokens hold. The last SCORED_TOKENS of an answer are scored.
+
+    Raises ContextOverflow for a text that exceeds the context, DataError if no text is left.
+    """
+    if model.encoder is None:
+        pairs = [_with_longer_prompt(pair) for pair in pairs]
+    answers = _answers_within(model, pairs, room, task)
+    if not answers.counts:
+        raise DataError(f"no text of {task} has an answer within {room} tokens", "hand in shorter texts")
+    return answers
+
+
+def _with_longer_prompt(pair: TokenPair) -> TokenPair:
+    prompt, answer = pair
+    moved = max(len(answer) - SCORED_TOKENS + 1, 0)  # the end token is scored as well
+    return prompt + answer[:moved], answer[moved:]
+
+
+def _answers_within(model: ModelSpec, pairs: Sequence[TokenPair], room: int, task: str = "") -> AnswerTexts:
+    """Return the texts that have an answer and fit into `room` tokens, in order.
+
+    task: name of their task, if each must fit the context. Raises ContextOverflow.
+    """
+    prompts, decoded = divided_pairs(model, pairs)
+    rows, answers, counts = forced_rows(decoded, model.eos_token_ids[:1])
+    every = TokenTexts(rows, prompts)
+    kept = []
+    for at, count in enumerate(counts):
+        longest = max(len(rows[at]), len(prompts[at]) if prompts else 0)
+        if task and longest > model.default_context:
+            raise ContextOverflow(
+                f"a text of {task} has {longest} tokens, the context of a certificate has {model.default_context}",
+                "shorten the text",
+            )
+        if count and every.size(at) <= room:
+            room -= every.size(at)
+            kept.append(at)
+    targets = [answer[len(answer) - count :] for answer, count in zip(answers, counts, strict=True)]
+    return AnswerTexts(every, counts, targets, list(pairs), []).select(kept)
+
+
+def _joined(parts: Sequence[AnswerTexts]) -> AnswerTexts:
+    """Return the texts of several tasks, task after task."""
+
+    def every(name: str) -> list:
+        return [value for part in parts for value in getattr(part, name)]
+
+    rows = [row for part in parts for row in part.texts.rows]
+    prompts = [prompt for part in parts for prompt in part.texts.prompts]
+    sizes = [len(part.counts) for part in parts]
+    return AnswerTexts(TokenTexts(rows, prompts), every("counts"), every("targets"), every("pairs"), sizes)

@@ -1,0 +1,68 @@
+"""From the residual stream after the last layer to logits, and how far the answers of two models differ.
+
+Shapes: D hidden, V vocabulary, A tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..families import Lowering
+from ..reference.network import LOGITS_PER_CHUNK
+
+_ROWS_PER_CHUNK = 4096  # of the vocabulary matrix, converted to float32 at a time
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """The product that turns normed residual streams into logits.
+
+    matrix: [V, D], may have 16 bits.
+    bias: float32 [V], or None.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[A, D] -> [A, V] float32."""
+        out = torch.empty(len(states), len(self))
+        for start in range(0, len(self), _ROWS_PER_CHUNK):
+            piece = self.matrix[start : start + _ROWS_PER_CHUNK]
+            out[:, start : start + len(piece)] = states @ piece.float().T
+        return out if self.bias is None else out.add_(self.bias)
+
+    def back(self, gradients: Tensor) -> Tensor:
+        """Return gradients at normed residual streams [A, D] of gradients at logits [A, V]."""
+        out = torch.zeros(len(gradients), self.matrix.shape[1])
+        for start in range(0, len(self), _ROWS_PER_CHUNK):
+            out += gradients[:, start : start + _ROWS_PER_CHUNK] @ self.matrix[start : start + _ROWS_PER_CHUNK].float()
+        return out
+
+    def log_probs(self, states: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield log-probabilities [a, V] of tokens [A, D], a bounded number at a time, and which tokens they are."""
+        chunk = max(1, LOGITS_PER_CHUNK // len(self))
+        for start in range(0, len(states), chunk):
+            tokens = slice(start, start + chunk)
+            yield tokens, self.logits(states[tokens]).log_softmax(-1)
+
+
+def output_head(lowering: Lowering) -> OutputHead:
+    """Return the checkpoint's own head. Its bias has the scale that `LayerSlot.normed` gives the states."""
+    model = lowering.model
+    matrix = lowering.dense_weight(model.head_name)
+    bias = lowering.dense_weight("lm_head_bias").float() * model.logits_scale if model.has_head_bias else None
+    return OutputHead(matrix, bias)
+
+
+def divergence(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL in nats [a], and whether the most likely token agrees [a], of log-probabilities [a, V]."""
+    kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).clamp_min_(0)
+    return kl, log_p.argmax(-1) == log_q.argmax(-1)

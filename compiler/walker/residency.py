@@ -1,0 +1,74 @@
+"""How much of a model stays in memory while a compile passes through its layers, and how many texts it passes.
+
+One layer at a time is loaded, computed and quantized. The 16-bit weights of the first layers may stay in memory, so
+that later passes read them from there. Which layers stay changes no bit of a result. The size of the texts does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moec.manifests.model import ModelSpec
+
+from .memory import layer_weights
+
+SCORED_TOKENS = 512
+"""Maximum number of scored tokens of one text: its last. It bounds the logits of a certificate."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """Sizes of the texts that pass through the layers, in tokens. They bound the residual streams in memory.
+
+    calibration: of calibration.
+    probe: of the texts on which the layers' errors are measured.
+    gradients: of the texts of the gradients.
+    answers: of the validation texts whose answers are scored, prompts included, over all tasks.
+    held_out: of the held-out texts of the certificate's KL, for each task.
+    """
+
+    calibration: int
+    probe: int
+    gradients: int
+    answers: int
+    held_out: int
+
+    def scored(self, tasks: int) -> int:
+        """Return the tokens of all scored texts."""
+        return self.answers + tasks * self.held_out
+
+
+SMALL_TEXTS = TextLimits(calibration=65_536, probe=512, gradients=16_384, answers=16_384, held_out=16_384)
+"""Texts of a compile whose memory does not hold the model."""
+LARGE_TEXTS = TextLimits(calibration=131_072, probe=2_048, gradients=16_384, answers=65_536, held_out=65_536)
+"""Texts of a compile whose memory holds the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """What stays in memory.
+
+    resident_layers: number of layers, from the first, whose 16-bit weights stay.
+    holds_model: all of them do, with room for LARGE_TEXTS.
+    """
+
+    resident_layers: int
+    holds_model: bool
+
+    @property
+    def texts(self) -> TextLimits:
+        """Sizes of the texts."""
+        return LARGE_TEXTS if self.holds_model else SMALL_TEXTS
+
+
+def resident_bytes(model: ModelSpec, layers: int) -> int:
+    """Return the memory of the 16-bit weights of the first layers."""
+    return 2 * sum(layer_weights(model, layer) for layer in range(layers))
+
+
+def fitting_layers(model: ModelSpec, free_bytes: int) -> int:
+    """Return how many layers, from the first, fit into some memory."""
+    count = 0
+    while count < model.num_layers and resident_bytes(model, count + 1) <= free_bytes:
+        count += 1
+    return count
