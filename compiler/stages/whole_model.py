@@ -11,7 +11,7 @@ from moec.manifests.model import UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
-from ..bundle.certify import certify_task
+from ..bundle.certify import HeldOutTask, certify_task
 from ..calibration.collect import ActivationStatistics, calibrate, unseen_notes
 from ..families import Lowering, TensorSource
 from ..preflight.preparation import KL_ITEMS, Prepared
@@ -76,9 +76,7 @@ def certify_whole(bench: Workbench, measured: WholeModel, partial_bundle: Path) 
         for split in prepared.splits:
             shots, options = prepared.shots[split.task.name], request.options
             tasks[split.task.name] = certify_task(
-                split.task,
-                split.test,
-                shots,
+                HeldOutTask(split.task, split.test, shots),
                 measured.trials.reference,
                 engine,
                 options.target,

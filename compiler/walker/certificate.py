@@ -13,7 +13,7 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.profiles.probe import resident_set_bytes
 
-from ..bundle.certify import DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
+from ..bundle.certify import DivergenceCertificate, HeldOutTask, TaskCertificate, certify_divergence, certify_task
 from ..families import Lowering
 from ..request.options import Talk
 from ..request.ports import BundleEngine
@@ -57,9 +57,7 @@ def certify_layerwise(
         for split in splits:
             name = split.task.name
             found[name] = certify_task(
-                split.task,
-                split.test,
-                shots[name],
+                HeldOutTask(split.task, split.test, shots[name]),
                 reference,
                 engine,
                 options.target,

@@ -15,7 +15,7 @@ from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
-from ..bundle.emit import emit
+from ..bundle.emit import BundleContent, emit
 from ..calibration.collect import ActivationStatistics
 from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
@@ -85,14 +85,11 @@ class PlanBundles:
         check_partial(partial)
         try:
             emit(
-                self.checkpoint,
                 self.lowering,
-                plan,
+                BundleContent(plan, _NO_DEVICE, statistics=self.statistics),
                 partial,
-                device=_NO_DEVICE,
-                disk=disk,
-                statistics=self.statistics,
                 packed_units=self.store.for_bundle,
+                disk=disk,
                 progress=self.request.talk.progress(f"writing a bundle of {plan.bits_per_weight:.3f} bits per weight"),
             )
             with self.open_runtime(partial, self.room_bytes // share) as engine:
