@@ -143,7 +143,7 @@ def relative_loss(
     point = float(_loss(np.array([value_b]), np.array([value_v]), higher_is_better)[0])
     influence = (b * value_v / value_b - v) if higher_is_better else (v - b * value_v / value_b)
     largest = None if score_range is None else score_range / value_b
-    return _estimate(value_b, value_v, point, draws, n, largest, error, influence)
+    return _estimate(value_b, value_v, point, draws, influence, largest, error)
 
 
 def perplexity_loss(
@@ -171,7 +171,7 @@ def perplexity_loss(
     influence = (v_nll - v_tokens * np.log(value_v)) / v_tokens.mean() - (
         b_nll - b_tokens * np.log(value_b)
     ) / b_tokens.mean()
-    return _estimate(value_b, value_v, (value_v - value_b) / value_b, draws, n, None, error, influence)
+    return _estimate(value_b, value_v, (value_v - value_b) / value_b, draws, influence, None, error)
 
 
 def judge(estimate: LossEstimate, target: float) -> Verdict:
@@ -318,15 +318,15 @@ def _estimate(
     value: float,
     loss: float,
     draws: Array,
-    n: int,
+    influence: Array,
     largest_item_loss: float | None,
     error: float,
-    influence: Array,
 ) -> LossEstimate:
     """Build an estimate from the draws.
 
     influence: effect of each item on the loss, up to a common factor, [n]. Its skew corrects the deciding bounds.
     """
+    n = len(influence)
     low, high = _undefined_as(draws, -math.inf), _undefined_as(draws, math.inf)
     defined = draws[np.isfinite(draws)]
     return LossEstimate(

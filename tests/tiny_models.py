@@ -19,12 +19,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk, publish_directory
 from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
+from moec.manifests.quant import QuantSpec
 
 VOCABULARY = 288  # 256 bytes, four special tokens, the rest never produced by the tokenizer
 INITIALIZER_RANGE = (
@@ -124,10 +125,12 @@ def _save(folder: Path, family: Any, settings: Any, seed: int, dtype: str, shard
 
 def compile_uniform(checkpoint: Path, bundle: Path, bits: int = 16, group_size: int = 32, dense_bits: int = 16) -> Path:
     """A published bundle of one format, as `--uniform` makes it, and its path."""
-    opened = open_checkpoint(str(checkpoint))
-    lowering, partial = lower(opened), bundle.with_name(bundle.name + PARTIAL_SUFFIX)
-    plan = uniform_plan(lowering.model, bits, group_size, dense_bits, lowering.float_type)
-    manifest = emit(opened, lowering, plan, partial, device=NO_DEVICE)
+    lowering, partial = lower(open_checkpoint(str(checkpoint))), bundle.with_name(bundle.name + PARTIAL_SUFFIX)
+    experts, dense = (
+        lowering.spec_16bit if width == 16 else QuantSpec(width, group_size) for width in (bits, dense_bits)
+    )
+    plan = uniform_plan(lowering.model, experts, dense, lowering.float_type)
+    manifest = emit(lowering, BundleContent(plan, NO_DEVICE), partial)
     finish(partial, manifest, b"{}\n", b"# A tiny model\n")
     publish_directory(Disk(), partial, bundle)
     return bundle

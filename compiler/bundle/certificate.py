@@ -23,14 +23,14 @@ from ..request.task_data import Shots
 from ..walker.output_head import output_head
 from ..walker.texts import AnswerTexts
 from ..workspace.parallel import one_torch_thread
-from .certify import DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
+from .certify import DivergenceCertificate, HeldOutTask, TaskCertificate, certify_divergence, certify_task
 from .plan_bundles import UNQUANTIZED, PlanBundles
 
 Certificates = tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOutAnswers:
     """Held-out answers of one task.
 
     texts: the answers.
@@ -45,7 +45,7 @@ def certify_bundle_of(
     request: CompileRequest,
     partial: Path,
     bundles: PlanBundles,
-    held_out: Mapping[str, HeldOut],
+    held_out: Mapping[str, HeldOutAnswers],
     splits: Sequence[SplitData],
     shots: Shots,
     with_tasks: bool,
@@ -73,9 +73,7 @@ def certify_bundle_of(
         for split in splits:
             name = split.task.name
             certificates[name] = certify_task(
-                split.task,
-                split.test,
-                shots[name],
+                HeldOutTask(split.task, split.test, shots[name]),
                 reference,
                 engine,
                 request.options.target,
@@ -87,7 +85,7 @@ def certify_bundle_of(
 
 
 def _certify_answers(
-    lowering: Lowering, task: str, held_out: HeldOut, engine: BundleEngine, talk: Talk
+    lowering: Lowering, task: str, held_out: HeldOutAnswers, engine: BundleEngine, talk: Talk
 ) -> DivergenceCertificate:
     """Measure the KL of the bundle, run by the shipped runtime, on one task's held-out answers."""
     head, texts = output_head(lowering), held_out.texts

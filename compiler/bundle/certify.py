@@ -125,10 +125,20 @@ def judge_divergence(summary: DistributionSummary, target: float) -> str:
     return "refuted" if summary.mean - width > target else "missed"
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOutTask:
+    """A task and the items that only its certificate uses.
+
+    shots: solved examples before each item.
+    """
+
+    task: Task
+    items: ItemSet
+    shots: tuple[Item, ...] = ()
+
+
 def certify_task(
-    task: Task,
-    items: ItemSet,
-    shots: tuple[Item, ...],
+    held_out: HeldOutTask,
     reference: TextEngine,
     engine: BundleEngine,
     target: Target,
@@ -142,6 +152,7 @@ def certify_task(
     confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
         the error. None: one look at all items, at 95 %.
     """
+    task, items, shots = held_out.task, held_out.items, held_out.shots
     counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
     error = ERROR if confidence is None else (1 - confidence) / len(counts)
     parts: tuple[list[EvaluationResult], list[EvaluationResult]] = ([], [])

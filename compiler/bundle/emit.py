@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib import metadata
 from pathlib import Path
@@ -47,7 +48,6 @@ from moec.manifests.quant import LAYOUT, ROWS_PER_BLOCK, QuantSpec
 from moec.manifests.safetensors_header import build_header
 
 from ..calibration.tables import Statistics, Tables, encode_tables
-from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.packing import pack, pack_16bit
 from ..quantization.quantizers import Quantizer, quantizer
@@ -57,7 +57,6 @@ from ..workspace.durable import Disk, StreamingFile, disk_errors, require_free_b
 from ..workspace.parallel import Workers, workers
 from ..workspace.work_folder import removed_on_failure
 
-SecondMoments = Callable[[UnitKey], tuple[torch.Tensor | None, int]]
 PackedUnits = Callable[[UnitKey, QuantSpec], np.ndarray | None]
 
 KV_ELEMENT_BYTES = 4  # the runtime keeps keys and values in float32
@@ -67,31 +66,36 @@ _MANIFEST_BASE_BYTES = 1 << 20
 _HEADER_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
+@dataclass(frozen=True, slots=True)
+class BundleContent:
+    """Content of a bundle, in addition to the weights of the checkpoint.
+
+    plan: the format of every weight.
+    device: the device entry of the manifest.
+    options: the options entry of the manifest.
+    calibration: the calibration entry of the manifest, or None.
+    statistics: source of the tables and the expected reads. None: empty tables, equally popular experts.
+    """
+
+    plan: CompilePlan
+    device: DeviceSummary
+    options: Mapping[str, str] = field(default_factory=dict)
+    calibration: CalibrationSummary | None = None
+    statistics: Statistics | None = None
+
+
 def emit(
-    checkpoint: Checkpoint,
     lowering: Lowering,
-    plan: CompilePlan,
+    content: BundleContent,
     partial: Path,
     *,
-    device: DeviceSummary,
-    disk: Disk | None = None,
-    name: str | None = None,
-    options: Mapping[str, str] | None = None,
-    calibration: CalibrationSummary | None = None,
-    statistics: Statistics | None = None,
-    second_moments: SecondMoments | None = None,
     packed_units: PackedUnits | None = None,
+    disk: Disk | None = None,
     progress: Progress | None = None,
 ) -> BundleManifest:
     """Write all files of the bundle into the folder `partial`. The manifest (certified: false) comes last.
 
     partial: `NAME.partial`. The remains of a killed run are removed first.
-    device: the device entry of the manifest.
-    name: name of the model in the manifest, by default the checkpoint's name.
-    options: options for the manifest.
-    calibration: the calibration entry of the manifest.
-    statistics: source of the tables and the expected reads. None: empty tables, equally popular experts.
-    second_moments: returns [K, K] and tokens of a unit, for quantizers that need them.
     packed_units: returns the bytes of units that an earlier stage has quantized, None for others.
     progress: called with (weights done, weights in all).
     On any of these errors the folder is removed:
@@ -102,8 +106,8 @@ def emit(
     """
     if not partial.name.endswith(PARTIAL_SUFFIX):
         raise OptionError(f"`{partial}` does not end in `{PARTIAL_SUFFIX}`, expected the name of an unfinished bundle")
-    disk = disk or Disk()
-    tables = Tables.empty(plan.model) if statistics is None else Tables.of(statistics)
+    disk, plan, checkpoint = disk or Disk(), content.plan, lowering.checkpoint
+    tables = Tables.empty(plan.model) if content.statistics is None else Tables.of(content.statistics)
     tables.check(plan.model)
     small_files = {companion: checkpoint.file_bytes(companion) for companion in checkpoint.companion_files()}
     small_files[TABLES_NAME] = encode_tables(tables)
@@ -115,17 +119,17 @@ def emit(
         with removed_on_failure(disk, partial):
             disk.make_directory(partial)
             dense = emitter.write_dense()
-            written = emitter.write_experts(quantizer(plan.quantizer), second_moments, packed_units)
+            written = emitter.write_experts(quantizer(plan.quantizer), packed_units)
             for file_name, data in small_files.items():
                 emitter.write_small(file_name, data)
             manifest = BundleManifest(
                 certified=False,
-                name=name or checkpoint.name,
-                device=device,
+                name=checkpoint.name,
+                device=content.device,
                 cost=cost_summary(plan, tables.popularity),
-                calibration=calibration,
+                calibration=content.calibration,
                 source=source,
-                options=dict(sorted((options or {}).items())),
+                options=dict(sorted(content.options.items())),
                 dense=tuple(dense),
                 experts=written[0],
                 low_experts=written[1],
@@ -268,7 +272,7 @@ class _Emitter:
         return entries
 
     def write_experts(
-        self, quantize: Quantizer, second_moments: SecondMoments | None, packed_units: PackedUnits | None
+        self, quantize: Quantizer, packed_units: PackedUnits | None
     ) -> tuple[tuple[ExpertEntry, ...], tuple[ExpertEntry, ...]]:
         """Write all expert files, one per layer, then those of low versions. Source: docs/format.md, Expert files."""
 
@@ -278,8 +282,7 @@ class _Emitter:
             known = packed_units(key, spec) if packed_units is not None else None
             if known is not None:
                 return known
-            moment, tokens = second_moments(key) if second_moments is not None else (None, 0)
-            return pack(quantize(self._lowering.unit(key).float(), spec, moment, tokens))
+            return pack(quantize(self._lowering.unit(key).float(), spec, None, 0))
 
         entries, low = list[ExpertEntry](), list[ExpertEntry]()
         # Only one thread reads units of an earlier stage. That takes no time.

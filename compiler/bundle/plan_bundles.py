@@ -1,10 +1,11 @@
-"""Plans as bundles in passing: how a plan answers where the model does not fit in memory.
+"""Plans as temporary bundles: how a plan answers on the runtime that ships.
 
-The bundle lies beside the output while the runtime that ships runs it, within what the compile may take.
+The bundle lies next to the output while the runtime reads it, within the memory of the compile.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,6 @@ from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
-from ..bundle.emit import emit
-from ..calibration.collect import ActivationStatistics
-from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
@@ -25,10 +23,9 @@ from ..request.ports import BundleEngine, OpenRuntime
 from ..request.request import CompileRequest
 from ..workspace.durable import Disk, disk_errors, require_free_bytes
 from ..workspace.work_folder import WORK_SUFFIX, check_partial
+from .emit import BundleContent, emit
 
 _NO_DEVICE = DeviceSummary("trial", "0" * 64, 0, 0)
-
-
 TRIAL, UNQUANTIZED = "trial", "unquantized"
 
 
@@ -54,7 +51,7 @@ def require_trials(request: CompileRequest, model: ModelSpec) -> None:
     """
     if request.options.target.kind != "loss":
         return
-    parent = request.output.parent
+    parent = Path(tempfile.gettempdir()) if request.plan_only else request.output.parent
     if not parent.is_dir():
         raise OptionError(f"there is no folder `{parent}`, where plans are tried", "make it, or name another output")
     experts = sum(prod(model.unit_shape(unit.layer, unit.projection)) for unit in model.unit_keys())
@@ -87,13 +84,11 @@ class PlanBundles:
         """
         with self._folder(name) as partial:
             emit(
-                self.lowering.checkpoint,
                 self.lowering,
-                plan,
+                BundleContent(plan, _NO_DEVICE),
                 partial,
-                device=_NO_DEVICE,
-                disk=self.request.disk,
                 packed_units=None if store is None else store.for_bundle,
+                disk=self.request.disk,
                 progress=self.request.talk.progress(f"writing a bundle of {plan.bits_per_weight:.3f} bits per weight"),
             )
             with self.open_runtime(partial, self.room_bytes // share) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,23 +24,34 @@ from .certify import DivergenceCertificate, TaskCertificate, judge_divergence
 QUALITY_VERSION = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that was measured for one plan.
+
+    certificates: task -> loss and KL on held-out items.
+    divergences: task -> KL on held-out answers, for a reference that generates no answers.
+    comparison: the baselines of the search, or None.
+    trials: every plan that the search measured.
+    sensitivity: predicted losses, or None without a search.
+    statistics: popularity and routes, or None without calibration.
+    modes: cost of the lossy modes of the runtime, or None.
+    """
+
+    certificates: Mapping[str, TaskCertificate] = field(default_factory=dict)
+    divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
+    comparison: Comparison | None = None
+    trials: Sequence[Trial] = ()
+    sensitivity: SensitivityTable | None = None
+    statistics: ActivationStatistics | None = None
+    modes: Mapping[str, Any] | None = None
+
+
 def quality_report(
-    *,
-    plan: CompilePlan,
-    target: Target,
-    cost: CostSummary,
-    certificates: Mapping[str, TaskCertificate],
-    divergences: Mapping[str, DivergenceCertificate] | None = None,
-    comparison: Comparison | None,
-    trials: Sequence[Trial],
-    sensitivity: SensitivityTable | None,
-    statistics: ActivationStatistics | None,
-    confidence: float | None = None,
-    modes: Mapping[str, Any] | None = None,
+    plan: CompilePlan, target: Target, cost: CostSummary, evidence: Evidence, confidence: float | None = None
 ) -> dict[str, Any]:
     """Return the content of quality.json as plain values. Without time, host and path, equal compiles give equal bytes.
 
-    modes: cost of the lossy modes of the runtime.
+    confidence: confidence of a verdict that may come early, see `certify_task`. None: 95 %.
     """
     return {
         "version": QUALITY_VERSION,
@@ -48,18 +60,18 @@ def quality_report(
             "value": target.value,
             **({} if confidence is None else {"confidence": confidence}),
         },
-        "verdict": overall_verdict(target, certificates, divergences),
-        "tasks": {name: certificate.to_json() for name, certificate in certificates.items()},
+        "verdict": overall_verdict(target, evidence.certificates, evidence.divergences),
+        "tasks": {name: certificate.to_json() for name, certificate in evidence.certificates.items()},
         "held_out_kl": {
-            name: {"items": found.items, **found.divergence.to_json()} for name, found in (divergences or {}).items()
+            name: {"items": found.items, **found.divergence.to_json()} for name, found in evidence.divergences.items()
         },
         "sizes": _sizes(plan, cost),
         "bits": _bits(plan),
-        "comparison": None if comparison is None else comparison.to_json(),
-        "sensitivity": None if sensitivity is None else _sensitivity(sensitivity),
-        "statistics": None if statistics is None else _statistics(statistics),
-        "trials": [trial.to_json() for trial in trials],
-        **({} if modes is None else {"modes": dict(modes)}),
+        "comparison": None if evidence.comparison is None else evidence.comparison.to_json(),
+        "sensitivity": None if evidence.sensitivity is None else _sensitivity(evidence.sensitivity),
+        "statistics": None if evidence.statistics is None else _statistics(evidence.statistics),
+        "trials": [trial.to_json() for trial in evidence.trials],
+        **({} if evidence.modes is None else {"modes": dict(evidence.modes)}),
     }
 
 

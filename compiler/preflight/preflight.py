@@ -32,7 +32,6 @@ class PreflightReport:
 
 
 def preflight(
-    checkpoint: Checkpoint,
     lowering: Lowering,
     *,
     required: Sequence[QuantSpec] = (),
@@ -40,7 +39,6 @@ def preflight(
     group_sizes: Sequence[int] = (),
     bits_per_weight: float | None = None,
     size_bytes: int | None = None,
-    needs_tokenizer: bool = True,
     prunes: bool = False,
 ) -> PreflightReport:
     """Check files, shapes, formats and target without reading weights. Return the notes.
@@ -49,14 +47,12 @@ def preflight(
     offered: formats on offer to the search. A unit is not offered the formats that do not fit it.
     group_sizes: group sizes that the user named.
     bits_per_weight, size_bytes: the target, scales included.
-    needs_tokenizer: whether a fast tokenizer must exist.
     prunes: whether experts may be left out.
     Raises TargetUnreachable if only formats and target prevent the compile.
     Raises CheckpointError in all other cases. Both list every problem.
     """
-    model_problems = [*_tensor_problems(checkpoint, lowering)]
-    model_problems += _file_problems(checkpoint, needs_tokenizer)
-    model = lowering.model
+    checkpoint, model = lowering.checkpoint, lowering.model
+    model_problems = [*_tensor_problems(checkpoint, lowering), *_file_problems(checkpoint)]
     plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
     plan_problems += _group_problems(model, group_sizes)
     if not plan_problems:
@@ -102,7 +98,7 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
     return round(least), round(greatest)
 
 
-def _file_problems(checkpoint: Checkpoint, needs_tokenizer: bool) -> list[str]:
+def _file_problems(checkpoint: Checkpoint) -> list[str]:
     """Return problems of files that a bundle copies, and of the tokenizer."""
     problems = list[str]()
     for name in checkpoint.companion_files():
@@ -110,7 +106,7 @@ def _file_problems(checkpoint: Checkpoint, needs_tokenizer: bool) -> list[str]:
             checkpoint.file_bytes(name)
         except CheckpointError as error:
             problems.append(error.message)
-    if not needs_tokenizer or any(TOKENIZER_NAME in problem for problem in problems):
+    if any(TOKENIZER_NAME in problem for problem in problems):
         return problems
     if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
         return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights"]

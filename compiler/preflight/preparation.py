@@ -99,7 +99,6 @@ def prepare(request: CompileRequest) -> Prepared:
     for spec in found.required_specs():
         check_format(options.quantizer, spec)
     report = preflight(
-        checkpoint,
         lowering,
         required=found.required_specs(),
         offered=() if kind == "uniform" else found.specs,

@@ -9,7 +9,7 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
 
 from ..families import Lowering
-from .options import CompileOptions
+from .options import UNIFORM_DENSE_BITS, CompileOptions
 from .plan import CompilePlan
 
 
@@ -31,41 +31,38 @@ def uniform_quantizer(options: CompileOptions) -> str:
     return "rtn" if options.quantizer == "gptq" else options.quantizer
 
 
+def uniform_dense_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
+    """Return the format of attention, embedding and lm_head."""
+    bits = options.dense_bits or UNIFORM_DENSE_BITS
+    if bits == 16:
+        return lowering.spec_16bit
+    is_symmetric = options.is_uniform_symmetric and options.target.value < 16
+    return QuantSpec(bits, options.uniform_group, is_symmetric)
+
+
 def uniform_plan(
-    model: ModelSpec,
-    bitwidth: float,
-    group_size: int,
-    dense_bits: int,
-    float_type: FloatType,
-    quantizer: str = "rtn",
-    symmetric: bool = False,
-    own: QuantSpec | None = None,
+    model: ModelSpec, experts: QuantSpec, dense: QuantSpec, float_type: FloatType, quantizer: str = "rtn"
 ) -> CompilePlan:
     """Return a plan with one format for all experts and another for attention, embedding and lm_head.
 
-    Norms and routers keep 16 bits.
-    group_size: columns per scale. 0 is one scale per row.
+    Norms and routers keep 16 bits. A dense weight that `dense` does not fit has one scale per row, or 16 bits.
     float_type: the 16-bit type of the checkpoint (Lowering.float_type).
-    symmetric: no minima, also in dense weights.
-    own: format of experts that stay as in the checkpoint. It overrides bitwidth and group_size.
     Raises PlanError, which lists the widths, if the format cannot hold the expert matrices.
     """
-    plain = QuantSpec(16, float_type=float_type)
-    spec = own or (plain if bitwidth == 16 else QuantSpec(bitwidth, group_size, symmetric))
-    units = dict.fromkeys(model.unit_keys(), spec)
+    units = dict.fromkeys(model.unit_keys(), experts)
     shapes = {model.unit_shape(unit.layer, unit.projection) for unit in units}
-    wrong = sorted({columns for _, columns in shapes if not spec.fits(columns)})
+    wrong = sorted({columns for _, columns in shapes if not experts.fits(columns)})
     if wrong:
         raise PlanError(
-            f"format {spec} cannot hold expert matrices of {', '.join(map(str, wrong))} columns, expected a multiple "
-            f"of the group size and of {COLUMNS_PER_TILE}",
-            "choose another --group-size" if spec.group_size else "use --uniform 16",
+            f"format {experts} cannot hold expert matrices of {', '.join(map(str, wrong))} columns, "
+            f"expected a multiple of the group size and of {COLUMNS_PER_TILE}",
+            "choose another --group-size" if experts.group_size else "use --uniform 16",
         )
-    dense = {
-        name: dense_spec(name, shape, dense_bits, group_size, float_type, symmetric)
+    dense_formats = {
+        name: dense_spec(name, shape, int(dense.bitwidth), dense.group_size, float_type, dense.symmetric)
         for name, shape in model.dense_shapes().items()
     }
-    return CompilePlan(model, units, dense, quantizer)
+    return CompilePlan(model, units, dense_formats, quantizer)
 
 
 def dense_spec(

@@ -20,7 +20,17 @@ from ..request.uniform import fits_all, uniform_like
 from ..sensitivity.exact import with_lowered_experts
 from ..sensitivity.trials import Trials
 
-Keeps = Callable[[CompilePlan], bool]
+
+@dataclass(frozen=True, slots=True)
+class TargetRule:
+    """The test that a plan must pass to keep the target.
+
+    keeps: whether a plan keeps the target.
+    by_size: the target is in bytes. Otherwise it is a loss or a KL.
+    """
+
+    keeps: Callable[[CompilePlan], bool]
+    by_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +56,27 @@ class BaselineResult:
         }
 
 
-def best_uniform(
-    plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, keeps: Keeps, by_size: bool = False
-) -> BaselineResult:
+def best_uniform(plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, target: TargetRule) -> BaselineResult:
     """Return the uniform format with the fewest bytes that keeps the target.
 
     Formats are ranked by measured KL. Bisection finds the worst format that keeps the target. The smallest format of at
-    most its KL is the result.
-    by_size: the target is in bytes. The result is then the format of least KL that keeps it.
+    most its KL is the result. For a target in bytes, the result is the format of least KL that keeps it.
     """
     offered = [spec for spec in specs if fits_all(plan, spec)]
     plans = [uniform_like(plan, spec) for spec in offered]
     kls = [trials.kl(candidate, f"uniform {spec}").mean for candidate, spec in zip(plans, offered, strict=True)]
     order = np.argsort(kls, kind="stable").tolist()
     frontier = tuple((candidate.expert_packed_bytes, kl) for candidate, kl in zip(plans, kls, strict=True))
-    if by_size:
-        within = [plans[i] for i in order if keeps(plans[i])]
+    if target.by_size:
+        within = [plans[i] for i in order if target.keeps(plans[i])]
         return BaselineResult("best uniform", within[0] if within else None, frontier)
-    good = last_kept([plans[i] for i in order], keeps)
+    good = last_kept([plans[i] for i in order], target.keeps)
     kept = [plans[i] for i in order[: good + 1]]
     best = min(kept, key=lambda candidate: candidate.expert_packed_bytes, default=None)
     return BaselineResult("best uniform", best, frontier)
 
 
-def last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
+def last_kept(ordered: Sequence[CompilePlan], keeps: Callable[[CompilePlan], bool]) -> int:
     """Return the index of the last plan that keeps the target, or -1. Plans must get worse in order. Uses bisection."""
     low, high = -1, len(ordered)
     while high - low > 1:
@@ -81,15 +88,15 @@ def last_kept(ordered: Sequence[CompilePlan], keeps: Keeps) -> int:
     return low
 
 
-def _boundary(ordered: Sequence[CompilePlan], keeps: Keeps, by_size: bool) -> int | None:
+def _boundary(ordered: Sequence[CompilePlan], target: TargetRule) -> int | None:
     """Return the index of the plan to take from ever smaller and worse plans, or None.
 
-    by_size: take the first that keeps the size. Otherwise take the last that keeps the loss.
+    For a target in bytes it is the first that keeps the target. Otherwise it is the last.
     """
-    if by_size:
-        first = last_kept(ordered, lambda plan: not keeps(plan)) + 1
+    if target.by_size:
+        first = last_kept(ordered, lambda plan: not target.keeps(plan)) + 1
         return first if first < len(ordered) else None
-    last = last_kept(ordered, keeps)
+    last = last_kept(ordered, target.keeps)
     return last if last >= 0 else None
 
 
@@ -100,35 +107,37 @@ def edgemoe(
     losses: Mapping[ExpertKey, float],
     trials: Trials,
     store: UnitStore,
-    keeps: Keeps,
-    by_size: bool = False,
+    target: TargetRule,
 ) -> BaselineResult:
-    """EdgeMoE's search: the n least important experts get the lower bitwidth, all others the upper.
+    """Return the plan of EdgeMoE's search: the n least important experts get the lower bitwidth, all others the upper.
 
     First it finds the two bitwidths (bounds), then n (count).
+    For a target in bytes, n is the least number of experts that meets it. Otherwise it is the largest.
+    name: name of the baseline.
+    plan: the plan of the dense weights, which are kept.
     formats: bitwidth -> format, 16 included.
     losses: importance of each expert.
-    by_size: the target is in bytes, so n is the least number of experts that meets it.
     Source: EdgeMoE, expert-wise bitwidth adaptation.
     """
     frontier: list[tuple[int, float]] = []
 
     def measured(candidate: CompilePlan) -> bool:
         frontier.append((candidate.expert_packed_bytes, trials.kl(candidate, name, store).mean))
-        return keeps(candidate)
+        return target.keeps(candidate)
 
+    rule = TargetRule(measured, target.by_size)
     widths = sorted(formats, reverse=True)
     uniform = [uniform_like(plan, formats[width], store.quantizer) for width in widths]
-    kept = _boundary(uniform, measured, by_size)
+    kept = _boundary(uniform, rule)
     if kept is None:
         return BaselineResult(name, None, tuple(frontier))
-    upper = kept - 1 if by_size else kept
+    upper = kept - 1 if target.by_size else kept
     if not 0 <= upper < len(widths) - 1:
         return BaselineResult(name, uniform[kept], tuple(frontier))
     order = sorted(losses, key=lambda key: (losses[key], key))
     lower = formats[widths[upper + 1]]
     counts = [with_lowered_experts(uniform[upper], order[:count], lower) for count in range(len(order) + 1)]
-    best = _boundary(counts, measured, by_size)
+    best = _boundary(counts, rule)
     return BaselineResult(name, uniform[kept] if best is None else counts[best], tuple(frontier))
 
 

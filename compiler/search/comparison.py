@@ -14,7 +14,7 @@ from ..request.targets import Target
 from ..request.uniform import fits_all
 from ..sensitivity.exact import importance_list
 from ..sensitivity.trials import Trials, kl_bound
-from .baselines import BaselineResult, Keeps, best_uniform, bytes_at_kl, edgemoe
+from .baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe
 from .comparison_budget import BY_USE, EDGEMOE_BITWIDTHS, OURS, PUBLISHED, UNIFORM
 
 EVERY = frozenset(BY_USE)
@@ -69,8 +69,12 @@ class Comparison:
         return None if not other_bytes else 1 - self.plan.expert_packed_bytes / other_bytes
 
 
-def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str, store: UnitStore | None) -> Keeps:
-    """Return the acceptance rule of a target for plans of a baseline."""
+def target_rule(trials: Trials, target: Target, budget_bytes: int, purpose: str, store: UnitStore | None) -> TargetRule:
+    """Return the test of a target for plans of a baseline.
+
+    purpose: name of the baseline in the log of the trials.
+    store: quantized units of the plans. None: those of the trials.
+    """
 
     def keeps(plan: CompilePlan) -> bool:
         if target.kind == "loss":
@@ -79,7 +83,12 @@ def keeps_target(trials: Trials, target: Target, budget_bytes: int, purpose: str
             return kl_bound(trials.kl(plan, purpose, store)) <= target.value
         return plan.expert_packed_bytes <= budget_bytes
 
-    return keeps
+    return TargetRule(keeps, is_in_bytes(target))
+
+
+def is_in_bytes(target: Target) -> bool:
+    """Return whether a target limits the bytes of routed experts."""
+    return target.kind in ("size", "bits_per_weight")
 
 
 def budget_bytes(plan: CompilePlan, target: Target) -> int:
@@ -106,19 +115,19 @@ def compare_with_baselines(
     """
     plan_kl = trials.kl(plan, "plan").mean
     size = budget_bytes(plan, target)
-    by_size = target.kind in ("size", "bits_per_weight")
+    by_size = is_in_bytes(target)
     if UNIFORM not in chosen:
         return Comparison(plan, plan_kl, None, None, None, by_size)
     talk.note("comparing with the best uniform format")
-    uniform = best_uniform(plan, specs, trials, keeps_target(trials, target, size, UNIFORM, None), by_size)
+    uniform = best_uniform(plan, specs, trials, target_rule(trials, target, size, UNIFORM, None))
     results: dict[str, BaselineResult] = {}
     for name, (formats, used) in _edgemoe_formats(plan, uniform, specs, store).items():
         if name not in chosen:
             continue
         progress = talk.progress(f"{name}: importance of each expert")
         losses = importance_list(plan, formats[2], formats[4], trials, used, progress)
-        keeps = keeps_target(trials, target, size, name, used)
-        results[name] = edgemoe(name, plan, formats, losses, trials, used, keeps, by_size)
+        rule = target_rule(trials, target, size, name, used)
+        results[name] = edgemoe(name, plan, formats, losses, trials, used, rule)
     return Comparison(plan, plan_kl, uniform, results.get(PUBLISHED), results.get(OURS), by_size)
 
 

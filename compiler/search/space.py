@@ -97,7 +97,12 @@ def build_space(
     costs = np.full((len(units) + len(groups), width), np.inf)
     losses = np.full_like(costs, np.inf)
     for row, unit in enumerate(units):
-        _price_unit(plain, store, sensitivity, weights, unit, unit_specs, costs[row], losses[row])
+        rows, columns = plain.model.unit_shape(unit.layer, unit.projection)
+        byte_weight = weights.experts[unit.layer, unit.expert]
+        for column, spec in enumerate(unit_specs):
+            if spec.fits(columns):
+                costs[row, column] = byte_weight * rows * spec.row_bytes(columns)
+                losses[row, column] = sensitivity.unit_loss(store, unit, spec)
     for row, group in enumerate(groups, len(units)):
         for column, specs in enumerate(dense_options):
             costs[row, column] = weights.dense * dense_bytes(plain, group, specs)
@@ -105,23 +110,6 @@ def build_space(
     # Of two options with exactly equal loss the cheaper wins, so that the choice does not depend on their order.
     table = ChoiceTable(costs, losses)
     return SearchSpace(plain, units, tuple(unit_specs), groups, tuple(dense_options), table)
-
-
-def _price_unit(
-    plain: CompilePlan,
-    store: UnitStore,
-    sensitivity: SensitivityTable,
-    weights: ByteWeights,
-    unit: UnitKey,
-    specs: Sequence[QuantSpec],
-    costs: np.ndarray,
-    losses: np.ndarray,
-) -> None:
-    rows, columns = plain.model.unit_shape(unit.layer, unit.projection)
-    for column, spec in enumerate(specs):
-        if spec.fits(columns):
-            costs[column] = weights.experts[unit.layer, unit.expert] * rows * spec.row_bytes(columns)
-            losses[column] = sensitivity.unit_loss(store, unit, spec)
 
 
 def dense_bytes(plain: CompilePlan, group: DenseGroup, specs: Mapping[str, QuantSpec]) -> float:

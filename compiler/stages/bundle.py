@@ -9,8 +9,8 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 
 from ..bundle.certify import MODES_ITEMS
-from ..bundle.emit import cost_summary, emit, finish
-from ..bundle.quality import model_card, quality_report, unimportance_deciles
+from ..bundle.emit import BundleContent, cost_summary, emit, finish
+from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
@@ -25,17 +25,19 @@ from .workbench import Certified, Planned, Workbench
 def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleManifest:
     """Write the files of the bundle. Returns the manifest, which is written last, by `complete_bundle`."""
     request, plan, statistics = prepared.request, planned.plan, planned.statistics
-    return emit(
-        prepared.checkpoint,
-        prepared.lowering,
-        plan,
-        partial,
+    content = BundleContent(
+        plan=plan,
         device=summarise_device(request.profile, plan, prepared.checkpoint.tokenizer_file_bytes),
-        disk=request.disk,
         options={**request.options.to_plain(), "quantizer": plan.quantizer},
         calibration=None if statistics is None else calibration_summary(statistics, prepared.splits),
         statistics=statistics,
+    )
+    return emit(
+        prepared.lowering,
+        content,
+        partial,
         packed_units=None if planned.searched is None else planned.searched.measured.store.for_bundle,
+        disk=request.disk,
         progress=request.talk.progress("writing the bundle"),
     )
 
@@ -60,19 +62,18 @@ def report(
     """Return the content of quality.json. manifest: None for a plan that was not written."""
     plan, statistics, searched = planned.plan, planned.statistics, planned.searched
     tables = Tables.empty(plan.model) if statistics is None else Tables.of(statistics)
-    return quality_report(
-        plan=plan,
-        target=prepared.request.options.target,
-        cost=cost_summary(plan, tables.popularity) if manifest is None else manifest.cost,
+    evidence = Evidence(
         certificates=certified.tasks,
         divergences=certified.divergences,
         comparison=None if searched is None else searched.comparison,
         trials=[] if searched is None else searched.measured.trials.log,
         sensitivity=None if searched is None else searched.sensitivity,
         statistics=statistics,
-        confidence=prepared.request.options.confidence,
         modes=certified.modes,
     )
+    options = prepared.request.options
+    cost = cost_summary(plan, tables.popularity) if manifest is None else manifest.cost
+    return quality_report(plan, options.target, cost, evidence, options.confidence)
 
 
 def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[str, Any], partial: Path) -> None:

@@ -1,92 +1,124 @@
-"""Measure a model that does not fit in memory: one layer at a time."""
+"""Measure a model: one sweep over its layers, then the prices of its units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from moec.evaluation.text_pairs import encode_pairs
-from moec.manifests.model import UnitKey
-from moec.manifests.quant import QuantSpec
+from moec.evaluation.data import SplitData
+from moec.manifests.progress import Progress
 
+from ..bundle.plan_bundles import PlanBundles
 from ..calibration.collect import unseen_notes
-from ..checkpoint.tokenizer import load_tokenizer
+from ..preflight.preparation import Prepared
+from ..preflight.residency import runtime_bytes
 from ..quantization.quantized import LEFT_OUT
-from ..request.task_data import train_texts
-from ..sensitivity.fisher import TEXTS, asks_gradients, in_turns, predictions
-from ..sensitivity.sensitivity import SensitivityTable
-from ..walker import planning
-from ..walker.certificate import certify_layerwise
-from ..walker.gradients import LayerGradients, with_gradients
-from ..walker.plan_bundles import PlanBundles
-from ..walker.store import StreamedStore
-from ..walker.sweep import Sweep, SweepInputs, SweepResult
-from ..walker.trials import StreamedTrials
-from .whole_model import task_data
-from .workbench import Certified, Measured, Workbench
+from ..quantization.swept_store import SweptStore
+from ..quantization.unit_store import UnitStore
+from ..sensitivity.answer_walk import AnswerWalk, MeasureAnswers
+from ..sensitivity.fisher import asks_gradients, predictions
+from ..sensitivity.gradients import LayerGradients
+from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
+from ..sensitivity.trials import TaskData, Trials
+from ..walker.slot import LayerSlot
+from .sweep import Sweep, Swept, sweep_dense_probe
+from .texts import CompileTexts, compile_texts
+from .workbench import Measured, Workbench
 
 
 @dataclass(frozen=True, slots=True)
-class SweptModel(Measured):
-    """A model that passed through memory layer by layer.
+class _Passes:
+    """What every pass over the layers works with."""
 
-    store: quantized units on disk.
-    inputs, found: texts of the sweep, and its results.
-    sensitivity: predicted KL of every unit in every format.
-    """
-
-    store: StreamedStore
-    trials: StreamedTrials
-    inputs: SweepInputs
-    found: SweepResult
-    sensitivity: SensitivityTable
+    bench: Workbench
+    slot: LayerSlot
+    store: SweptStore
+    texts: CompileTexts | None
+    threads: int
 
 
-def measure_layer_by_layer(bench: Workbench) -> SweptModel:
-    """Calibrate and quantize in one sweep over the layers. A plan is measured by another one."""
-    prepared, talk = bench.prepared, bench.prepared.request.talk
-    request, lowering, threads = prepared.request, prepared.lowering, torch.get_num_threads()
-    inputs = prepared.sweep_inputs()
-    elsewhere = None if bench.cluster is None else bench.cluster.quantize_experts
-    progress = talk.progress("calibrating and quantizing layer by layer")
-    found = Sweep(lowering, inputs, bench.journal, threads, elsewhere).run(progress)
-    sensitivity = found.sensitivity
-    if asks_gradients(request.options.sensitivity, lowering.model):
-        sensitivity = with_gradients(sensitivity, found.store, _predict(bench, found.store))
-    for note in unseen_notes(found.statistics):
-        talk.note(note)
-    progress = talk.progress("measuring layer by layer")
-    room = planning.runtime_bytes(lowering.model, request.memory_limit_bytes)
-    opens = request.open_runtime if bench.cluster is None else bench.cluster.open_runtime
-    bundles = PlanBundles(request, prepared.checkpoint, lowering, found.statistics, found.store, room, opens)
-    tasks = task_data(prepared) if request.options.target.kind == "loss" else ()
-    trials = StreamedTrials(lowering, inputs, found, progress, bench.journal, threads, tasks, bundles)
-    trials.require_baselines()
-    return SweptModel(found.statistics, found.store, trials, inputs, found, sensitivity)
-
-
-def certify_layer_by_layer(bench: Workbench, measured: SweptModel, partial_bundle: Path) -> Certified:
-    """Measure KL on held-out answers, or the task if the target is a loss."""
-    prepared, swept = bench.prepared, (measured.inputs, measured.found)
-    tasks, divergences = certify_layerwise(
-        prepared.request, partial_bundle, measured.trials, swept, prepared.splits, prepared.shots
-    )
-    return Certified(tasks, divergences)
-
-
-def _predict(bench: Workbench, store: StreamedStore) -> Mapping[tuple[UnitKey, QuantSpec], float]:
-    """Predict costs from gradients on train texts, a layer at a time."""
+def measure(bench: Workbench) -> Measured:
+    """Calibrate, quantize every unit in every format, and predict what each format costs."""
     prepared = bench.prepared
-    tokenizer = load_tokenizer(prepared.checkpoint.root)
-    texts = [encode_pairs(tokenizer, train_texts(split, prepared.shots)[:TEXTS]) for split in prepared.splits]
-    specs = (*store.specs, LEFT_OUT) if prepared.prunes else store.specs
-    threads, elsewhere = torch.get_num_threads(), None if bench.cluster is None else bench.cluster.price_experts
-    gradients = LayerGradients(prepared.lowering, store, specs, bench.journal, threads, elsewhere)
+    bundles = plan_bundles(bench)
+    if prepared.request.options.target.kind == "loss":
+        _require_baselines(bench, bundles)
+    slot = LayerSlot(prepared.lowering, prepared.residency.resident_layers)
+    store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, bench.journal)
+    texts = compile_texts(prepared) if prepared.splits else None
+    passes = _Passes(bench, slot, store, texts, torch.get_num_threads())
+    swept = _swept(passes)
+    prices = _with_gradients(passes, swept.sensitivity)
+    progress = prepared.request.talk.progress("measuring layer by layer")
+    walk = None if texts is None else _answer_walk(passes, texts, swept, progress)
+    trials = Trials(walk, bundles, store, task_data(prepared), progress, bench.journal)
+    if texts is not None and prepared.request.options.sensitivity == "exact":
+        exact_progress = prepared.request.talk.progress("measuring each expert alone")
+        prices = corrected_by_measurement(prices, trials, prepared.plain_plan(), prepared.specs, exact_progress)
+    return Measured(swept.statistics, store, trials, prices, texts, swept.held_out)
+
+
+def plan_bundles(bench: Workbench) -> PlanBundles:
+    """Return what opens the runtime on plans, on this machine or on workers."""
+    prepared, request = bench.prepared, bench.prepared.request
+    room = runtime_bytes(prepared.lowering.model, prepared.residency, request.memory_limit_bytes)
+    opens = request.open_runtime if bench.cluster is None else bench.cluster.open_runtime
+    return PlanBundles(request, prepared.lowering, room, opens)
+
+
+def task_data(prepared: Prepared) -> tuple[TaskData, ...]:
+    """Return the validation items of each task, which trials measure."""
+
+    def of(split: SplitData) -> TaskData:
+        return TaskData(split.task, split.validation, len(split.test.items), prepared.shots[split.task.name])
+
+    return tuple(map(of, prepared.splits))
+
+
+def _require_baselines(bench: Workbench, bundles: PlanBundles) -> None:
+    """Measure the unquantized model before the long stages: it may solve no item, so that nothing can be lost."""
+    prepared = bench.prepared
+    progress = prepared.request.talk.progress("measuring the checkpoint on validation items")
+    store = UnitStore(prepared.lowering, prepared.request.options.quantizer)
+    Trials(None, bundles, store, task_data(prepared), progress, bench.journal).require_baselines()
+
+
+def _swept(passes: _Passes) -> Swept:
+    bench, request = passes.bench, passes.bench.prepared.request
+    probe = sweep_dense_probe(bench.prepared.dense_formats())
+    elsewhere = None if bench.cluster is None else bench.cluster.quantize_experts
+    sweep = Sweep(passes.slot, passes.store, bench.journal, probe, request.options.seed, elsewhere)
+    title = "calibrating and quantizing" if passes.texts is not None else "quantizing"
+    swept = sweep.run(passes.texts, passes.threads, request.talk.progress(title))
+    if swept.statistics is not None:
+        for note in unseen_notes(swept.statistics):
+            request.talk.note(note)
+    return swept
+
+
+def _with_gradients(passes: _Passes, table: SensitivityTable) -> SensitivityTable:
+    """Return the table with units priced by gradients on train texts, if the request asks for them."""
+    bench, prepared, store = passes.bench, passes.bench.prepared, passes.store
+    options = prepared.request.options
+    if passes.texts is None or not asks_gradients(options.sensitivity, store.model):
+        return table
+    specs = store.priced_specs if prepared.prunes else store.specs
+    elsewhere = None if bench.cluster is None else bench.cluster.price_experts
+    gradients = LayerGradients(passes.slot, store, passes.texts.gradients, specs, bench.journal, elsewhere)
     progress = prepared.request.talk.progress("predicting what each unit costs")
-    found = gradients.run(in_turns(texts), prepared.request.options.seed, progress)
+    prices = gradients.run(options.seed, passes.threads, progress)
     if bench.cluster is not None:
         bench.cluster.forget_layers()
-    return predictions(found, store.model, specs)
+    return with_gradients(table, store, store.specs, predictions(prices, store.model, specs))
+
+
+def _answer_walk(passes: _Passes, texts: CompileTexts, swept: Swept, progress: Progress) -> MeasureAnswers:
+    """Return what measures answers under the weights of plans, on this machine or on workers."""
+    cluster, residency = passes.bench.cluster, passes.bench.prepared.residency
+    if cluster is not None:
+        return cluster.measure_answers(texts.answers)
+    lowering, layers = passes.bench.prepared.lowering, residency.resident_layers
+    keeps = residency.holds_model
+    make = (lambda: passes.slot) if keeps else (lambda: LayerSlot(lowering, layers))
+    return AnswerWalk(make, texts.answers, passes.threads, progress, swept.answers, keeps)

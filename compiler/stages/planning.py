@@ -10,10 +10,9 @@ from ..preflight.device_fit import choose_objective, summarise_device
 from ..preflight.preparation import Prepared
 from ..request.low_versions import with_low_versions
 from ..request.objective import byte_weights
-from ..request.options import UNIFORM_DENSE_BITS
 from ..request.plan import CompilePlan
 from ..request.result import LossCurve
-from ..request.uniform import uniform_plan, uniform_quantizer, uniform_spec
+from ..request.uniform import uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
 from ..search.bisect import search
 from ..search.comparison import EVERY, Comparison, can_compare, compare_with_baselines, fitting_formats, left_out_note
 from ..search.comparison_budget import affordable_here
@@ -40,11 +39,8 @@ def make_plan(bench: Workbench) -> Planned:
 def plan_uniform(prepared: Prepared) -> CompilePlan:
     """Give all units the format of the request. Nothing is searched."""
     options, lowering = prepared.request.options, prepared.lowering
-    spec, dense = uniform_spec(options, lowering), options.dense_bits or UNIFORM_DENSE_BITS
-    plan = uniform_plan(
-        lowering.model, spec.bitwidth, options.uniform_group, dense, lowering.float_type, uniform_quantizer(options),
-        options.is_uniform_symmetric and spec.bitwidth < 16, spec,
-    )  # fmt: skip
+    experts, dense = uniform_spec(options, lowering), uniform_dense_spec(options, lowering)
+    plan = uniform_plan(lowering.model, experts, dense, lowering.float_type, uniform_quantizer(options))
     check_device(prepared, plan)
     return plan
 

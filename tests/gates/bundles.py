@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.request.low_versions import with_low_versions
@@ -41,17 +41,17 @@ def emit_bundle(
 
     low: format of low versions. pruned: experts that are left out.
     """
-    checkpoint = open_checkpoint(str(checkpoint_folder))
-    lowering = lower(checkpoint)
-    group = 0 if bitwidth == 16 else 32
-    plan = uniform_plan(lowering.model, bitwidth, group, dense_bits, lowering.float_type)
+    lowering = lower(open_checkpoint(str(checkpoint_folder)))
+    experts = lowering.spec_16bit if bitwidth == 16 else QuantSpec(bitwidth, 32)
+    dense = lowering.spec_16bit if dense_bits == 16 else QuantSpec(dense_bits, experts.group_size)
+    plan = uniform_plan(lowering.model, experts, dense, lowering.float_type)
     plan = mixed_formats(plan) if mixed else plan
     left_out = {unit: QuantSpec(PRUNED) for key in pruned for unit in plan.model.units_of(key)}
     plan = replace(plan, units={**plan.units, **left_out})
     if low is not None:
         plan = with_low_versions(plan, QuantSpec.parse(low))
     partial, disk = target.with_name(target.name + ".partial"), Disk()
-    manifest = emit(checkpoint, lowering, plan, partial, device=DEVICE, disk=disk)
+    manifest = emit(lowering, BundleContent(plan, DEVICE), partial, disk=disk)
     finish(partial, manifest, b"{}\n", b"# test\n", disk)
     publish_directory(disk, partial, target)
     return target

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.packing import pack
@@ -144,9 +144,8 @@ def _emit(
     change_plan: Callable[[CompilePlan], CompilePlan] = lambda plan: plan,
 ) -> Path:
     """A checkpoint with its units in one format after the other, dense weights in 2 bits."""
-    checkpoint = open_checkpoint(str(folder))
-    lowering = change(lower(checkpoint))
-    plan = uniform_plan(lowering.model, 4, 32, 2, lowering.float_type)
+    lowering = change(lower(open_checkpoint(str(folder))))
+    plan = uniform_plan(lowering.model, QuantSpec(4, 32), QuantSpec(2, 32), lowering.float_type)
     shapes = {unit: plan.model.unit_shape(unit.layer, unit.projection) for unit in plan.units}
     specs, units = [QuantSpec(16, float_type=lowering.float_type), *map(QuantSpec.parse, _FORMATS)], {}
     for unit, (_, columns) in shapes.items():
@@ -166,7 +165,7 @@ def _emit(
         return pack(QuantizedMatrix(spec, codes, exponents, None))
 
     disk, partial = Disk(), root / "bundle.partial"
-    manifest = emit(checkpoint, lowering, plan, partial, device=DEVICE, disk=disk, packed_units=floats)
+    manifest = emit(lowering, BundleContent(plan, DEVICE), partial, packed_units=floats, disk=disk)
     finish(partial, manifest, b"{}\n", b"# test\n", disk)
     publish_directory(disk, partial, root / "bundle")
     return root / "bundle"

@@ -17,7 +17,7 @@ from moec.cli.commands.simulate import with_prefetch_rule
 from moec.cli.measuring.decode_speed import measure_decode, new_tracer
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.traces import recorded_trace, replayed_bundle
-from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.request.uniform import uniform_plan
@@ -72,12 +72,11 @@ def scoring(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(folder: Path, scoring: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    checkpoint = open_checkpoint(str(folder))
-    lowering, disk = _static(lower(checkpoint), scoring), Disk()
+    lowering, disk = _static(lower(open_checkpoint(str(folder))), scoring), Disk()
     target = tmp_path_factory.mktemp("static") / "bundle"
     partial = target.with_name("bundle.partial")
-    plan = uniform_plan(lowering.model, 16, 0, 16, lowering.float_type)
-    manifest = emit(checkpoint, lowering, plan, partial, device=DEVICE, disk=disk)
+    plan = uniform_plan(lowering.model, lowering.spec_16bit, lowering.spec_16bit, lowering.float_type)
+    manifest = emit(lowering, BundleContent(plan, DEVICE), partial, disk=disk)
     finish(partial, manifest, b"{}\n", b"# test\n", disk)
     publish_directory(disk, partial, target)
     return target

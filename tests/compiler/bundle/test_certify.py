@@ -15,6 +15,7 @@ from moec.cli.terminal.report import verdict_line
 from moec.compiler.bundle.certify import (
     KL_ITEMS,
     DivergenceCertificate,
+    HeldOutTask,
     TaskCertificate,
     certify_task,
     judge_divergence,
@@ -77,7 +78,7 @@ def certify(
 ) -> TaskCertificate:
     task = find_task("perplexity")
     items = ItemSet(task, "made", tuple({"text": text} for text in texts))
-    return certify_task(task, items, (), reference, cast(BundleEngine, engine), target, Talk(), confidence)
+    return certify_task(HeldOutTask(task, items), reference, cast(BundleEngine, engine), target, Talk(), confidence)
 
 
 def test_an_equal_engine_loses_nothing(reference: ReferenceModel) -> None:
@@ -117,11 +118,11 @@ def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target(reference: Ref
     task = find_task("gsm8k")
     items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(2)))
     engine = cast(BundleEngine, Coarse(reference, 1.0))
-    certificate = certify_task(task, items, (), reference, engine, Target("kl", 0.05), Talk())
+    certificate = certify_task(HeldOutTask(task, items), reference, engine, Target("kl", 0.05), Talk())
     assert certificate.baseline.value == 0.0 and certificate.loss is None
     assert certificate.to_json()["loss"] is None
     with pytest.raises(OptionError, match="baseline scores 0"):
-        certify_task(task, items, (), reference, engine, LOSS, Talk())
+        certify_task(HeldOutTask(task, items), reference, engine, LOSS, Talk())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.bundle.emit import cost_summary, emit, finish, packed_pieces
+from moec.compiler.bundle.emit import BundleContent, cost_summary, emit, finish, packed_pieces
 from moec.compiler.calibration.tables import Tables, encode_tables, read_tables
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import Lowering, lower
@@ -59,15 +59,14 @@ def _open(path: Path) -> Lowering:
 
 def _mixed_plan(model: ModelSpec) -> CompilePlan:
     """Another format for nearly every unit, and three for dense weights."""
-    uniform = uniform_plan(model, 4, 32, 8, "bfloat16")
+    uniform = uniform_plan(model, QuantSpec(4, 32), QuantSpec(8, 32), "bfloat16")
     units = {key: SPECS[index % len(SPECS)] for index, key in enumerate(uniform.units)}
     dense = dict(uniform.dense) | {"layers.0.query": QuantSpec(4, 32), "embedding": QuantSpec(3)}
     return CompilePlan(model, units, dense, "rtn")
 
 
-def _emit(lowering: Lowering, partial: Path, plan: CompilePlan | None = None, **options: object) -> BundleManifest:
-    plan = plan or _mixed_plan(lowering.model)
-    return emit(lowering.checkpoint, lowering, plan, partial, **{"device": NO_DEVICE, **options})  # type: ignore[arg-type]
+def _emit(lowering: Lowering, partial: Path, plan: CompilePlan | None = None, **options: Any) -> BundleManifest:
+    return emit(lowering, BundleContent(plan or _mixed_plan(lowering.model), NO_DEVICE), partial, **options)
 
 
 def _contents(path: Path) -> dict[str, bytes]:
@@ -139,7 +138,7 @@ def test_every_dense_weight_is_there(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_sixteen_bits_are_the_checkpoints_own(name: str, tmp_path: Path) -> None:
     lowering = _open(save_tiny_mixtral(tmp_path / name, TINY_MODELS[name]))
-    plan = uniform_plan(lowering.model, 16, 0, 16, lowering.float_type)
+    plan = uniform_plan(lowering.model, lowering.spec_16bit, lowering.spec_16bit, lowering.float_type)
     manifest = _emit(lowering, tmp_path / "out.partial", plan)
     assert manifest.cost.expert_bits_per_weight == 16
     for entry in manifest.experts:
@@ -188,7 +187,7 @@ def test_costs(folder: Path, tmp_path: Path) -> None:
     plan = _mixed_plan(lowering.model)
     tables = Tables.empty(plan.model)
     tables.popularity[0] = [7, 1, 0, 0]
-    cost = _emit(lowering, tmp_path / "out.partial", plan, statistics=tables).cost
+    cost = emit(lowering, BundleContent(plan, NO_DEVICE, statistics=tables), tmp_path / "out.partial").cost
     sizes = [[plan.expert_padded_bytes(ExpertKey(layer, expert)) for expert in range(4)] for layer in range(2)]
     assert cost.expert_padded_bytes == sum(map(sum, sizes))
     assert cost.expected_read_bytes_per_token == round(2 * (7 * sizes[0][0] + sizes[0][1]) / 8 + 2 * sum(sizes[1]) / 4)
@@ -299,7 +298,7 @@ class _FullDisk(Disk):
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     lowering = _open(folder)
-    plan = uniform_plan(lowering.model, 16, 0, 16, "bfloat16")
+    plan = uniform_plan(lowering.model, lowering.spec_16bit, lowering.spec_16bit, "bfloat16")
     for writes in range(100):
         try:
             _emit(lowering, tmp_path / "out.partial", plan, disk=_FullDisk(writes))
@@ -332,7 +331,7 @@ def test_only_unfinished_names_are_written(folder: Path, tmp_path: Path) -> None
 
 def test_a_quantizer_that_breaks_its_promise_is_found(folder: Path, tmp_path: Path) -> None:
     lowering = _open(folder)
-    plan = uniform_plan(lowering.model, 4, 32, 16, "bfloat16")
+    plan = uniform_plan(lowering.model, QuantSpec(4, 32), lowering.spec_16bit, "bfloat16")
 
     def other_format(key: UnitKey, spec: QuantSpec) -> np.ndarray:
         return pack(quantize_rtn(lowering.unit(key), QuantSpec(2, 32)))
@@ -384,7 +383,9 @@ def test_tables_come_back(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_manifest_names_the_source_without_a_path(folder: Path, tmp_path: Path) -> None:
-    _emit(_open(folder), tmp_path / "out.partial", options={"z": "1", "a": "2"})
+    lowering = _open(folder)
+    content = BundleContent(_mixed_plan(lowering.model), NO_DEVICE, options={"z": "1", "a": "2"})
+    emit(lowering, content, tmp_path / "out.partial")
     plain = json.loads((tmp_path / "out.partial" / MANIFEST_NAME).read_text())
     assert (plain["name"], plain["source"]["name"], plain["options"]) == ("tiny", "tiny", {"a": "2", "z": "1"})
     assert WEIGHTS_NAME in {file["name"] for file in plain["source"]["files"]}

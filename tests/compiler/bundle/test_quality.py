@@ -12,7 +12,7 @@ import pytest
 from moec.cli.terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
 from moec.compiler.bundle.certify import TaskCertificate
 from moec.compiler.bundle.emit import cost_summary
-from moec.compiler.bundle.quality import QUALITY_VERSION, quality_report
+from moec.compiler.bundle.quality import QUALITY_VERSION, Evidence, quality_report
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import uniform_like
@@ -57,21 +57,17 @@ def comparison(plan: CompilePlan, uniform: CompilePlan | None) -> Comparison:
     return Comparison(plan, 0.03, *results)
 
 
-def report(**changes: Any) -> dict[str, Any]:
-    plan = mixed_plan()
+def report(plan: CompilePlan | None = None, target: Target = LOSS, **changes: Any) -> dict[str, Any]:
+    plan = plan or mixed_plan()
     table = SensitivityTable(np.ones((2, 3)), {group.name: 0.5 for group in dense_groups(MODEL)}, np.full((2, 4), 1.25))
     trial = Trial("search", 55_000, 90_000, 3.3, DIVERGENCE, {"gsm8k": estimate(0.01, 0.002)}, True)
-    values: dict[str, Any] = {
-        "plan": plan,
-        "target": LOSS,
-        "cost": cost_summary(plan),
-        "certificates": {"gsm8k": certificate()},
-        "comparison": comparison(plan, uniform_like(plan, QuantSpec(4, 64))),
-        "trials": [trial],
-        "sensitivity": table,
-        "statistics": None,
-    }
-    return quality_report(**{**values, **changes})
+    evidence = Evidence(
+        certificates={"gsm8k": certificate()},
+        comparison=comparison(mixed_plan(), uniform_like(mixed_plan(), QuantSpec(4, 64))),
+        trials=[trial],
+        sensitivity=table,
+    )
+    return quality_report(plan, target, cost_summary(plan), replace(evidence, **changes))
 
 
 def test_equal_reports_are_equal_bytes_without_any_time() -> None:
@@ -168,6 +164,6 @@ def test_experts_left_out_are_said() -> None:
     assert "left out" not in plan_heat_map(report())
     out = {unit: QuantSpec(0) for unit in PLAIN.units if unit[:2] in ((0, 2), (1, 3))}
     plan = replace(mixed_plan(), units={**mixed_plan().units, **out})
-    lines = plan_heat_map(report(plan=plan, cost=cost_summary(plan))).splitlines()
+    lines = plan_heat_map(report(plan=plan)).splitlines()
     assert lines[1] == "layer   0  234 888 000 234" and "q0 x6" in lines[-2]
     assert lines[-1] == "left out   2 of 8 experts (`--keep-experts` keeps all)"

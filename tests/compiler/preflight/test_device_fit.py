@@ -12,6 +12,7 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.manifests.errors import DoesNotFit
+from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.profiles.memory_floor import memory_option
@@ -22,7 +23,9 @@ PI = load_profile("raspberry-pi-4b-sd")
 
 
 def uniform(bits: int, dense_bits: int = 16) -> CompilePlan:
-    return uniform_plan(MODEL, bits, 0 if bits == 16 else 64, dense_bits, "bfloat16")
+    experts = BF16 if bits == 16 else QuantSpec(bits, 64)
+    dense = BF16 if dense_bits == 16 else QuantSpec(dense_bits, experts.group_size)
+    return uniform_plan(MODEL, experts, dense, "bfloat16")
 
 
 def with_budget(size_bytes: int) -> DeviceProfile:

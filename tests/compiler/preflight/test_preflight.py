@@ -30,13 +30,12 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
-def _open(path: Path) -> tuple[Checkpoint, Lowering]:
-    checkpoint = open_checkpoint(str(path))
-    return checkpoint, lower(checkpoint)
+def _open(path: Path) -> Lowering:
+    return lower(open_checkpoint(str(path)))
 
 
 def test_a_good_checkpoint_has_no_problems(folder: Path) -> None:
-    report = preflight(*_open(folder), required=OFFERED[:2], offered=OFFERED, bits_per_weight=3.5, size_bytes=60_000)
+    report = preflight(_open(folder), required=OFFERED[:2], offered=OFFERED, bits_per_weight=3.5, size_bytes=60_000)
     assert report.notes == ()
 
 
@@ -47,7 +46,7 @@ def test_no_weight_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("preflight reads shapes alone")
 
     monkeypatch.setattr(Checkpoint, "tensor", refuse)
-    preflight(*opened, offered=OFFERED, bits_per_weight=4)
+    preflight(opened, offered=OFFERED, bits_per_weight=4)
 
 
 def test_notes_say_what_is_rounded_and_what_is_left_out(tmp_path: Path) -> None:
@@ -55,7 +54,7 @@ def test_notes_say_what_is_rounded_and_what_is_left_out(tmp_path: Path) -> None:
     tensors = load_file(path / WEIGHTS_NAME)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, path / WEIGHTS_NAME)
-    notes = preflight(*_open(path)).notes
+    notes = preflight(_open(path)).notes
     assert "rounded to bfloat16" in notes[0]
     assert notes[1] == "1 tensors play no part: `model.layers.0.self_attn.rotary_emb.inv_freq`"
 
@@ -70,7 +69,7 @@ def test_all_problems_come_in_one_report(copy: Path) -> None:
     save_file(tensors, copy / WEIGHTS_NAME)
     (copy / TOKENIZER_NAME).unlink()
     with pytest.raises(CheckpointError) as caught:
-        preflight(*_open(copy), required=[QuantSpec(4, 64), QuantSpec(3, 128), QuantSpec(2, 32)])
+        preflight(_open(copy), required=[QuantSpec(4, 64), QuantSpec(3, 128), QuantSpec(2, 32)])
     lines = str(caught.value).splitlines()
     assert "has 6 problems:" in lines[0]
     assert lines[1:] == [
@@ -89,40 +88,40 @@ def test_all_problems_come_in_one_report(copy: Path) -> None:
 def test_widths_that_only_sixteen_bits_fit(tmp_path: Path) -> None:
     path = save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(width=40))
     with pytest.raises(PlanError, match="does not divide the 40 columns of down; only 16 bits fit"):
-        preflight(*_open(path), required=[QuantSpec(4)])
+        preflight(_open(path), required=[QuantSpec(4)])
     with pytest.raises(PlanError, match=r"none of the offered formats \(q2g32, .*\) holds the 40 columns of down"):
-        preflight(*_open(path), offered=OFFERED)
-    preflight(*_open(path), required=[QuantSpec(16, float_type="bfloat16")], bits_per_weight=16)
+        preflight(_open(path), offered=OFFERED)
+    preflight(_open(path), required=[QuantSpec(16, float_type="bfloat16")], bits_per_weight=16)
 
 
 @pytest.mark.parametrize("bits", [2.0, 2.66, 16.01])
 def test_unreachable_bits_print_the_range(folder: Path, bits: float) -> None:
     # gate and up, 64 columns: 2.5 bits in q2g64; down, 96 columns: 3 bits in q2g32, which 64 does not divide
     opened, offered = _open(folder), [QuantSpec.parse(text) for text in ("q2g32", "q2g64", "q4g64")]
-    assert reachable_bytes(opened[1].model, offered)[0] == 8 * 96 * 64 * (2.5 + 2.5 + 3) / 8
+    assert reachable_bytes(opened.model, offered)[0] == 8 * 96 * 64 * (2.5 + 2.5 + 3) / 8
     with pytest.raises(TargetUnreachable, match=r"bits per weight cannot be had, 2\.667 to 16 can"):
-        preflight(*opened, offered=offered, bits_per_weight=bits)
-    model = opened[1].model
+        preflight(opened, offered=offered, bits_per_weight=bits)
+    model = opened.model
     kept = model.layers[0].experts.top_k / model.layers[0].experts.count
     assert reachable_bytes(model, offered, prunes=True)[0] == kept * reachable_bytes(model, offered)[0]
     for reachable in (2.667, 16.0):
-        preflight(*opened, offered=offered, bits_per_weight=reachable)
+        preflight(opened, offered=offered, bits_per_weight=reachable)
 
 
 @pytest.mark.parametrize("size", [1, 10**9])
 def test_unreachable_sizes_print_the_range(folder: Path, size: int) -> None:
-    least, greatest = reachable_bytes(_open(folder)[1].model, OFFERED)
+    least, greatest = reachable_bytes(_open(folder).model, OFFERED)
     with pytest.raises(TargetUnreachable, match=f"{size} bytes of routed experts cannot be had, {least} to {greatest}"):
-        preflight(*_open(folder), offered=OFFERED, size_bytes=size)
+        preflight(_open(folder), offered=OFFERED, size_bytes=size)
     for reachable in (least, greatest):
-        preflight(*_open(folder), offered=OFFERED, size_bytes=reachable)
+        preflight(_open(folder), offered=OFFERED, size_bytes=reachable)
 
 
 def test_group_sizes_that_fit_nothing_are_refused_and_widths_that_stay_at_16_bits_are_named(tmp_path: Path) -> None:
     plain = QuantSpec(16, float_type="bfloat16")
     opened = _open(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(hidden_size=64, width=96)))
     with pytest.raises(TargetUnreachable, match="group size 128 divides the columns of no routed projection"):
-        preflight(*opened, offered=[QuantSpec(4, 128), plain], group_sizes=[128])
-    assert preflight(*opened, offered=[QuantSpec(4, 32), plain], group_sizes=[32, 64, 0]).notes == ()
-    notes = preflight(*opened, offered=[QuantSpec(4, 64), plain], group_sizes=[64]).notes
+        preflight(opened, offered=[QuantSpec(4, 128), plain], group_sizes=[128])
+    assert preflight(opened, offered=[QuantSpec(4, 32), plain], group_sizes=[32, 64, 0]).notes == ()
+    notes = preflight(opened, offered=[QuantSpec(4, 64), plain], group_sizes=[64]).notes
     assert notes == ("down stay at 16 bits: no format below on offer holds their 96 columns",)

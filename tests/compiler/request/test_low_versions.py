@@ -64,7 +64,7 @@ def test_verify_looks_at_low_versions(bundle: Path, tmp_path: Path) -> None:
 
 def test_experts_that_are_small_already_have_none(checkpoint: Path) -> None:
     lowering = lower(open_checkpoint(str(checkpoint)))
-    plan = uniform_plan(lowering.model, 8, 32, 16, lowering.float_type)
+    plan = uniform_plan(lowering.model, QuantSpec(8, 32), lowering.spec_16bit, lowering.float_type)
     small = {unit: LOW if unit.expert == 1 else spec for unit, spec in plan.units.items()}
     mixed = with_low_versions(dataclasses.replace(plan, units=small), LOW)
     assert [key.expert for key in mixed.low_experts] == [0, 2, 3] * 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_like
-from moec.compiler.search.baselines import BaselineResult, best_uniform, bytes_at_kl, edgemoe, last_kept
+from moec.compiler.search.baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe, last_kept
 from moec.compiler.sensitivity.exact import importance_list
 from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
@@ -43,7 +43,7 @@ def test_best_uniform_is_what_trying_all_formats_finds(kls: list[float], limit: 
         return by_spec[only_spec(plan)] <= limit
 
     trials = ToyTrials(lambda plan: by_spec[only_spec(plan)])
-    found = best_uniform(PLAIN, SPECS, trials.as_trials(), keeps).plan
+    found = best_uniform(PLAIN, SPECS, trials.as_trials(), TargetRule(keeps)).plan
     kept = [spec for spec in SPECS if by_spec[spec] <= limit]
     if not kept:
         assert found is None
@@ -57,7 +57,7 @@ def test_best_uniform_is_what_trying_all_formats_finds(kls: list[float], limit: 
 def test_best_uniform_passes_over_formats_that_do_not_fit() -> None:
     plain = plain_plan(toy_model(width=96), BF16, "gptq")
     trials = ToyTrials(lambda plan: 1 / only_spec(plan).bits_per_weight(64))
-    result = best_uniform(plain, SPECS, trials.as_trials(), lambda plan: True)
+    result = best_uniform(plain, SPECS, trials.as_trials(), TargetRule(lambda plan: True))
     assert {only_spec(plan).group_size for plan in trials.measured} == {0, 32}
     assert result.plan is not None and str(only_spec(result.plan)) == "q2g32"
 
@@ -65,9 +65,11 @@ def test_best_uniform_passes_over_formats_that_do_not_fit() -> None:
 def test_best_uniform_of_a_size_is_the_best_that_is_not_larger() -> None:
     trials = ToyTrials(lambda plan: 4.0 ** -only_spec(plan).bitwidth)
     budget = uniform_like(PLAIN, QuantSpec(4, 32)).expert_packed_bytes
-    result = best_uniform(PLAIN, SPECS, trials.as_trials(), lambda plan: plan.expert_packed_bytes <= budget, True)
+    small = TargetRule(lambda plan: plan.expert_packed_bytes <= budget, by_size=True)
+    result = best_uniform(PLAIN, SPECS, trials.as_trials(), small)
     assert result.plan is not None and only_spec(result.plan).bitwidth == 4
-    assert best_uniform(PLAIN, SPECS, trials.as_trials(), lambda plan: False, True).plan is None
+    never = TargetRule(lambda plan: False, by_size=True)
+    assert best_uniform(PLAIN, SPECS, trials.as_trials(), never).plan is None
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
@@ -109,7 +111,7 @@ def test_edgemoe_lowers_the_least_important_experts(count: int) -> None:
         return share_below(plan, 4) <= count / 8
 
     trials = ToyTrials(lambda plan: 0.01 + share_below(plan, 4))
-    result = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials.as_trials(), STORE, keeps)
+    result = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials.as_trials(), STORE, TargetRule(keeps))
     assert lowered(result, 2) == set(LEAST_IMPORTANT[:count])
     assert lowered(result, 4) == set(LEAST_IMPORTANT[count:])
     assert result.plan is not None and result.plan.dense == PLAIN.dense
@@ -118,10 +120,11 @@ def test_edgemoe_lowers_the_least_important_experts(count: int) -> None:
 
 def test_edgemoe_at_the_ends() -> None:
     trials = ToyTrials(lambda plan: 0.1).as_trials()
-    assert edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, lambda plan: False).plan is None
-    all_low = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, lambda plan: True)
+    assert edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, TargetRule(lambda plan: False)).plan is None
+    all_low = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, TargetRule(lambda plan: True))
     assert len(lowered(all_low, 2)) == 8
-    no_count = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, lambda plan: not share_below(plan, 8))
+    none_below_8 = TargetRule(lambda plan: not share_below(plan, 8))
+    no_count = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, none_below_8)
     assert len(lowered(no_count, 8)) == 8
 
 
@@ -133,11 +136,11 @@ def test_edgemoe_for_a_size_lowers_no_more_than_it_must(experts_at_2: int) -> No
     def keeps(plan: CompilePlan) -> bool:
         return plan.expert_packed_bytes <= budget
 
-    result = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, ToyTrials(lambda plan: 0.1).as_trials(), STORE, keeps, True)
+    trials = ToyTrials(lambda plan: 0.1).as_trials()
+    result = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, TargetRule(keeps, by_size=True))
     assert lowered(result, 2) == set(LEAST_IMPORTANT[:experts_at_2])
-    nothing = edgemoe(
-        "EdgeMoE", PLAIN, FORMATS, LOSSES, ToyTrials(lambda plan: 0.1).as_trials(), STORE, lambda plan: False, True
-    )
+    never = TargetRule(lambda plan: False, by_size=True)
+    nothing = edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, trials, STORE, never)
     assert nothing.plan is None
 
 

@@ -150,7 +150,7 @@ def test_a_plan_measures_as_the_whole_model_does(
     trials = StreamedTrials(lowering, inputs, whole, nothing, journal, 2, (), cast(Any, None))
     plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
     assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
-    plan = uniform_plan(lowering.model, 3, 32, 4, lowering.float_type, "gptq")
+    plan = uniform_plan(lowering.model, QuantSpec(3, 32), QuantSpec(4, 32), lowering.float_type, "gptq")
     measured = trials.kl(plan, "3 bits")
     weights = {unit: whole.store.weight(unit, spec) for unit, spec in plan.units.items()}
     weights |= {n: whole.store.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}  # type: ignore[misc]
