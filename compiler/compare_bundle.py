@@ -6,34 +6,29 @@ The checkpoint and the data are measured again, under the options that the manif
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moec.evaluation.data import SplitData
 from moec.manifests.bundle import BundleManifest
-from moec.manifests.errors import CheckpointError, DataError, DoesNotFit, ManifestInvalid, OptionError
+from moec.manifests.errors import CheckpointError, DataError, ManifestInvalid, OptionError
 from moec.manifests.quant import BITWIDTHS
 from moec.profiles.device import DeviceProfile
 
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
-from .preflight.preparation import Prepared
+from .preflight.preparation import Prepared, with_residency
 from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
 from .request.ports import OpenRuntime
 from .request.request import CompileRequest
 from .request.targets import Target
 from .request.task_data import load_task_data
 from .search.comparison import can_compare, compare_with_baselines
-from .stages.whole_model import measure_whole
+from .stages.measure import measure
 from .stages.workbench import comparing_bench
-from .walker import planning
-from .walker.memory import whole_bytes
 from .workspace.output_lock import hold_output
 
 COMPARISON_SUFFIX = ".comparison"
@@ -48,6 +43,7 @@ class ComparisonRequest:
     source: the checkpoint that it was compiled from.
     data: the task data that it was compiled with.
     profile: the device, whose kernels decide the formats on offer.
+    open_runtime: opens the runtime on plans, whose answers a loss is about.
     resume: whether measurements of an interrupted run are taken up.
     memory_bytes: what the comparison may take; 0: 7/8 of the machine's.
     """
@@ -58,6 +54,7 @@ class ComparisonRequest:
     source: str
     data: str
     profile: DeviceProfile
+    open_runtime: OpenRuntime
     talk: Talk = field(default_factory=Talk)
     resume: bool = False
     memory_bytes: int = 0
@@ -72,15 +69,15 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     options = options_of(request)
     output = request.bundle.with_name(request.bundle.name + COMPARISON_SUFFIX)
     inner = CompileRequest(
-        source=request.source, output=output, options=options, profile=request.profile, open_runtime=_NO_RUNTIME,
-        talk=request.talk, resume=request.resume, memory_bytes=request.memory_bytes,
+        source=request.source, output=output, options=options, profile=request.profile,
+        open_runtime=request.open_runtime, talk=request.talk, resume=request.resume,
+        memory_bytes=request.memory_bytes,
     )  # fmt: skip
     checkpoint = open_checkpoint(request.source)
     lowering = lower(checkpoint)
     splits, shots = load_task_data(options, request.talk.note)
     _check_data(request, splits)
-    prepared = Prepared(inner, checkpoint, lowering, splits, shots)
-    _check_memory(prepared)
+    prepared = with_residency(Prepared(inner, checkpoint, lowering, splits, shots))
     request.talk.note("hashing the checkpoint")
     _check_source(request, checkpoint)
     plan = plan_of(request.manifest)
@@ -91,7 +88,7 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
         )
     identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
     with hold_output(output, inner.disk, request.talk.note), comparing_bench(prepared, output, identity) as bench:
-        trials = measure_whole(bench).trials
+        trials = measure(bench).trials
         specs, target = prepared.specs, options.target
         return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
 
@@ -157,23 +154,3 @@ def _check_source(request: ComparisonRequest, checkpoint: Checkpoint) -> None:
             f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
             "name that checkpoint with `--model`",
         )
-
-
-def _check_memory(prepared: Prepared) -> None:
-    """Refuse a model that does not fit in memory: plans of baselines are measured in one piece."""
-    model, limit, threads = prepared.lowering.model, prepared.request.memory_limit_bytes, torch.get_num_threads()
-    if planning.goes_layer_by_layer(model, prepared.specs, threads, limit):
-        need = whole_bytes(model, prepared.specs, threads)
-        raise DoesNotFit(
-            f"a comparison holds the whole model: {need / 2**30:.1f} GiB, of which {limit / 2**30:.1f} GiB are there",
-            "compare on a larger machine: bundle, checkpoint and data are all that it takes",
-        )
-
-
-@contextmanager
-def _no_runtime(path: Path, memory_bytes: int) -> Iterator[Any]:
-    raise RuntimeError("a comparison opens no bundle")
-    yield
-
-
-_NO_RUNTIME: OpenRuntime = _no_runtime

@@ -77,6 +77,8 @@ def _request(
     from moec.manifests.sizes import parse_bytes
     from moec.profiles.loading import load_profile
 
+    from .compile import open_partial
+
     logged = _logged(bundle)
     source, data = given[0] or logged.get("model"), given[1] or logged.get("data")
     if source is None or data is None:
@@ -90,8 +92,8 @@ def _request(
             "name what `moec compile` was given",
         )
     return ComparisonRequest(
-        bundle, manifest, quality, source, data, load_profile("host", bundle.parent), Talk(log.note, log.progress),
-        resume, 0 if memory is None else parse_bytes(memory, "--memory"),
+        bundle, manifest, quality, source, data, load_profile("host", bundle.parent), open_partial,
+        Talk(log.note, log.progress), resume, 0 if memory is None else parse_bytes(memory, "--memory"),
     )  # fmt: skip
 
 

@@ -41,27 +41,26 @@ class HeldOutAnswers:
     states: Tensor
 
 
-def certify_bundle_of(
+def certify(
     request: CompileRequest,
     partial: Path,
     bundles: PlanBundles,
     held_out: Mapping[str, HeldOutAnswers],
     splits: Sequence[SplitData],
     shots: Shots,
-    with_tasks: bool,
 ) -> Certificates:
     """Measure the KL of the bundle on each task's held-out answers, then the tasks.
 
     For the tasks the checkpoint answers as well, from a temporary bundle of its own weights. Each of the two runtimes
     has half of the memory. A runtime counts all memory of its process, so the second is told what the first has taken.
     Other machines of a cluster may generate answers. The KL always comes from this machine.
-    with_tasks: measure the tasks.
+    splits: the tasks to measure, or none. The KL then stands alone.
     """
     with request.open_runtime(partial, bundles.room_bytes) as engine:
         divergences = {
             task: _certify_answers(bundles.lowering, task, own, engine, request.talk) for task, own in held_out.items()
         }
-    if not with_tasks:
+    if not splits:
         return {}, divergences
     certificates = {}
     plain = plain_plan(bundles.lowering.model, bundles.lowering.spec_16bit, request.options.quantizer)

@@ -1,4 +1,4 @@
-"""What calibration texts hand to the experts of one layer: routes, second moments, and a sample of each expert's tokens.
+"""What texts hand to the experts of one layer: routes, second moments, and a sample of each expert's tokens.
 
 Shapes: N tokens of a batch, n tokens of an expert, D hidden, F expert width, E experts, K top-k.
 """
@@ -121,7 +121,10 @@ def calibrate_layer(
     The counts are routes [T, K], weights [T, 2] and unimportance [UNIMPORTANCE_BINS], see `weight_summary`.
     """
     slot.begin_stack(texts)
-    module, inputs = slot.experts, LayerInputs(slot.model.layers[slot.layer].experts, slot.model.hidden_size, has_moments)
+    module, inputs = (
+        slot.experts,
+        LayerInputs(slot.model.layers[slot.layer].experts, slot.model.hidden_size, has_moments),
+    )
     routes, weights, unimportance = [], [], np.zeros(UNIMPORTANCE_BINS, np.int64)
     with _captured(module) as handed:
 

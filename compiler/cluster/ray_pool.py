@@ -43,17 +43,9 @@ _PACKAGES = ("moec", "torch", "transformers", "numpy")
 class Job(Protocol):
     """What jobs.py describes."""
 
-    def run(self, site: Site) -> tuple[Any, Any]:
-        """The result, and what stays in the cluster."""
+    def run(self, site: Site) -> Any:
+        """Return the result."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a job gave, and the handle of what it kept."""
-
-    result: Any
-    kept: Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +87,8 @@ class Pool:
         """Of that many independent parts, how many make a job: all workers get some, and fill their threads."""
         return max(1, min(2 * self.threads, -(-parts // self.count)))
 
-    def in_order(self, jobs: Iterable[Job]) -> Iterator[Answer]:
-        """Answers in the order of the jobs; a job is taken from `jobs` when a worker is free.
+    def in_order(self, jobs: Iterable[Job]) -> Iterator[Any]:
+        """Yield results in the order of the jobs; a job is taken from `jobs` when a worker is free.
 
         Raises what a job raised; ExecutionError where workers die of a job. One such iteration runs at a time, and none
         after one that was left early: its jobs are still at work.
@@ -104,12 +96,11 @@ class Pool:
         if self._is_busy:
             raise RuntimeError("the workers are at another iteration")
         self._is_busy = True
-        waiting, kept, done = enumerate(jobs), dict[int, Handle](), dict[int, Any]()
+        waiting, done = enumerate(jobs), dict[int, Any]()
         is_all, position = False, 0
 
         def start(actor: Any, item: tuple[int, Job]) -> Handle:
-            result, kept[item[0]] = actor.run.options(num_returns=2).remote(*item)
-            return result
+            return actor.run.remote(*item)
 
         while not is_all or self._pool.has_next():
             while not is_all and self._pool.has_free():
@@ -122,13 +113,13 @@ class Pool:
                 index, result = self._next()
                 done[index] = result
             while position in done:
-                yield Answer(done.pop(position), kept.pop(position))
+                yield done.pop(position)
                 position += 1
         self._is_busy = False
 
     def on_all(self, job: Job) -> None:
         """Have every worker do a job of which nothing comes back; one that has died has nothing to do."""
-        asked = [actor.run.options(num_returns=2).remote(0, job)[0] for actor in self.actors]
+        asked = [actor.run.remote(0, job) for actor in self.actors]
         for answer in asked:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.get(answer)
@@ -191,14 +182,14 @@ class Worker:
             return NodeReport(installed(), instruction_set(), problem=error)
         return NodeReport(installed(), instruction_set(), identity, shutil.disk_usage(tempfile.gettempdir()).free)
 
-    def run(self, index: int, job: Job) -> tuple[tuple[int, Any], Any]:
-        """One job, with its index given back."""
+    def run(self, index: int, job: Job) -> tuple[int, Any]:
+        """Return the index of a job and its result."""
         try:
-            result, kept = job.run(self._site)
+            result = job.run(self._site)
         except MoecError as error:
             error.message = f"{self._where}: {error.message}"
             raise
-        return (index, result), kept
+        return index, result
 
 
 def installed() -> dict[str, str]:

@@ -1,126 +1,73 @@
-"""The reference model and the runtime, computed by workers, behind the protocols that trials and certificate ask for.
+"""Workers in place of this machine: they quantize and price experts, measure answers, and run bundles.
 
-Batches are cut here as the reference model cuts them on one machine: a run of consecutive batches, longest first, is
-cut into the same batches again (reference_network.length_batches), so every product has the same operands anywhere.
+Batches of answers are the same as on one machine: consecutive batches, longest texts first, are divided into the same
+batches again (`text_batches`). So every product has the same operands on any machine.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
-from moec.evaluation.statistics import DistributionSummary, distribution_summary
-from moec.evaluation.text_pairs import TokenPair, forced_rows
-from moec.manifests.model import PROJECTIONS, UnitKey
+from moec.evaluation.text_pairs import TokenPair
+from moec.manifests.model import UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
-from ..quantization.unit_store import QuantizedBatch, UnitBatch, UnitStore
-from ..reference.decode import ROWS_PER_STEP, Continuation
-from ..reference.model import ReferenceModel
-from ..reference.network import TOKENS_PER_FORWARD, length_batches
-from ..walker.gradients import PriceElsewhere
-from ..walker.store import StreamedStore
-from ..walker.unit_prices import HandedTexts
-from ..walker.units import Elsewhere, ExpertQuantizer, LayerInputs, Matrices
+from ..calibration.layer_inputs import LayerInputs
+from ..quantization.layer_quantizer import ExpertQuantizer, Matrices, QuantizeElsewhere
+from ..quantization.unit_store import UnitStore
+from ..request.plan import CompilePlan
+from ..sensitivity.answer_walk import AnswerMeasures
+from ..sensitivity.gradients import PriceElsewhere
+from ..sensitivity.unit_prices import HandedTexts
+from ..walker.texts import AnswerTexts, text_batches
 from ..workspace.parallel import in_parts
-from .jobs import (
-    BundleGenerations,
-    Decode,
-    Divergences,
-    KeepLogProbs,
-    Logits,
-    PriceExperts,
-    QuantizeBatches,
-    QuantizeExperts,
-    Scores,
-    Verify,
-    Weights,
-)
-from .ray_pool import Answer, Job, Pool
-from .wire import BundleFiles, Handle, from_plain
+from .jobs import BundleGenerations, BundleLogits, BundleScores, MeasureTexts, PriceExperts, QuantizeExperts
+from .ray_pool import Job, Pool
+from .wire import BundleFiles, Handle, from_plain, to_plain
 
-T = TypeVar("T")
-Divergence = tuple[np.ndarray, np.ndarray]
-"""KL [A] in nats of each answer token of an item, and whether the top-1 tokens agree [A]."""
 _ITEMS_PER_BUNDLE_JOB = 64
 _PIECE_BYTES = 64 << 20
 
 
-def summarise(found: Sequence[Divergence]) -> DistributionSummary:
-    """What `trials.summarise_divergence` gives, from divergences that were computed elsewhere."""
-    items = np.concatenate([np.full(len(kl), at) for at, (kl, _) in enumerate(found)])
-    return distribution_summary(np.concatenate([kl for kl, _ in found]), np.concatenate([s for _, s in found]), items)
+def experts_quantized_by(pool: Pool) -> QuantizeElsewhere:
+    """Return what quantizes the experts of a layer on workers. Their moments come from the driver."""
 
-
-def quantized_by(pool: Pool) -> Callable[[UnitStore, Sequence[UnitBatch]], Iterator[QuantizedBatch]]:
-    """How `UnitStore.prepare` hands its batches to workers."""
-
-    def quantize(store: UnitStore, batches: Sequence[UnitBatch]) -> Iterator[QuantizedBatch]:
-        for answer in pool.in_order(_quantizing(pool, store, batches)):
-            for batch in answer.result:
-                yield [(from_plain(plain), error) for plain, error in batch]
-
-    return quantize
-
-
-def _quantizing(pool: Pool, store: UnitStore, batches: Sequence[UnitBatch]) -> Iterator[Job]:
-    """Jobs in the order of the batches; second moments of a projection are put where a job first needs them."""
-    moments, held = store.second_moments, dict[tuple[int, str], Handle]()
-    for part in in_parts(batches, min(pool.per_job(len(batches)), pool.threads)):
-        wanted = dict.fromkeys((layer, projection) for layer, projection, _ in part)
-        if moments is None:
-            yield QuantizeBatches(store.quantizer, tuple(part), {}, {})
-            continue
-        # Gate and up share their moments. What no job needs any more is let go.
-        keys = {key: (key[0], "down" if key[1] == "down" else "gate") for key in wanted}
-        held = {
-            key: held[key] if key in held else pool.put(moments.of(*key).numpy())
-            for key in dict.fromkeys(keys.values())
-        }
-        yield QuantizeBatches(
-            store.quantizer,
-            tuple(part),
-            {key: held[keys[key]] for key in wanted},
-            {layer: moments.tokens(layer).numpy() for layer, _ in wanted},
-        )
-
-
-def experts_quantized_by(pool: Pool) -> Elsewhere:
-    """How a sweep over the layers hands a layer's experts to workers: with their moments, which only the driver has."""
-
-    def quantize(quantizer: ExpertQuantizer, inputs: LayerInputs, experts: Sequence[int]) -> Iterator[Matrices]:
+    def quantize(quantizer: ExpertQuantizer, inputs: LayerInputs | None, experts: Sequence[int]) -> Iterator[Matrices]:
         def jobs() -> Iterator[Job]:
             for part in in_parts(experts, min(pool.per_job(len(experts)), pool.threads)):
-                handed = [inputs.of(expert) for expert in part]
+                if inputs is None:
+                    yield QuantizeExperts(quantizer, tuple(part), None, (0,) * len(part))
+                    continue
+                handed = [inputs.moments_of(expert) for expert in part]
                 moments = [tuple(moment.numpy() for moment in moments) for moments, _ in handed]
                 tokens = tuple(count for _, count in handed)
                 yield QuantizeExperts(quantizer, tuple(part), pool.put(moments), tokens)
 
-        for answer in pool.in_order(jobs()):
-            for found in answer.result:
+        for quantized in pool.in_order(jobs()):
+            for found in quantized:
                 yield {(unit, spec): from_plain(plain) for unit, spec, plain in found}
 
     return quantize
 
 
 def experts_priced_by(pool: Pool) -> PriceElsewhere:
-    """How gradients hand a layer's experts to workers: with what its tokens brought, which only the driver has."""
+    """Return what prices the experts of a layer on workers. What its tokens handed to them comes from the driver."""
 
-    def price(
-        store: StreamedStore, layer: int, handed: HandedTexts, specs: Sequence[QuantSpec]
-    ) -> Iterator[np.ndarray]:
-        shapes = {name: store.model.unit_shape(layer, name) for name in PROJECTIONS}
+    def price(store: UnitStore, layer: int, handed: HandedTexts, specs: Sequence[QuantSpec]) -> Iterator[np.ndarray]:
+        projections = store.model.layers[layer].experts.projections
+        shapes = {name: store.model.unit_shape(layer, name) for name in projections}
         arrays, experts = pool.put(handed.to_arrays()), range(store.model.layers[layer].experts.count)
 
         def packed(part: Sequence[int]) -> dict[tuple[UnitKey, QuantSpec], np.ndarray]:
-            units = [UnitKey(layer, expert, name) for expert in part for name in PROJECTIONS]
+            units = [UnitKey(layer, expert, name) for expert in part for name in projections]
             return {
                 (unit, spec): store.for_bundle(unit, spec)
                 for unit in units
@@ -133,154 +80,86 @@ def experts_priced_by(pool: Pool) -> PriceElsewhere:
                 known = (arrays, handed.num_texts, pool.put(packed(part)))
                 yield PriceExperts(layer, tuple(part), tuple(specs), *known)
 
-        for answer in pool.in_order(jobs()):
-            yield from answer.result
+        for priced in pool.in_order(jobs()):
+            yield from priced
 
     return price
 
 
-class RemoteModel:
-    """The reference model on workers. local: the same on this machine, for tokens and calibration."""
+class RemoteAnswers:
+    """Answers whose measures come from workers. Each job passes consecutive batches through the layers.
 
-    def __init__(self, pool: Pool, local: ReferenceModel) -> None:
-        self.pool, self.local = pool, local
-        self._weights: Handle = None
-        self._log_probs: dict[int, tuple[Sequence[TokenPair], list[Handle]]] = {}
+    pool: the workers.
+    answers: the texts.
+    """
 
-    def encode_pair(self, prompt: str, answer: str) -> TokenPair:
-        """Tokens of a prompt and of the answer behind it."""
-        return self.local.encode_pair(prompt, answer)
+    def __init__(self, pool: Pool, answers: AnswerTexts) -> None:
+        self._pool, self.answers = pool, answers
+        self._parts: dict[int | None, list[tuple[list[int], Handle]]] = {}
+        self._held: dict[tuple[int, UnitKey | str, QuantSpec], Handle] = {}
+        self._stores: list[UnitStore] = []
 
-    @contextmanager
-    def weights(self, mapping: Mapping[UnitKey | str, Handle]) -> Iterator[None]:
-        """Compute with these matrices, handles of a PlainMatrix, inside a `with` block."""
-        before, self._weights = self._weights, self.pool.put(Weights(mapping))
-        try:
-            yield
-        finally:
-            self._weights = before
+    def release(self) -> None:
+        """Workers have memory of their own."""
 
-    # -- text -------------------------------------------------------------------------------------------------------
+    def measure_each(
+        self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
+    ) -> Iterator[AnswerMeasures]:
+        """Yield the measures of each plan, in order. Plans run at the same time. See MeasureAnswers."""
+        parts = self._parts.setdefault(items, self._divided(items))
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress = no_progress) -> list[Generation]:
-        """As ReferenceModel.generate: first all drafts are verified, then what goes on is decoded, in its groups."""
-        items = self.local.continuations(requests)
-        started = [item for item in items if item.limit > 0]
-        lengths = [len(item.prompt) + len(item.draft) for item in started]
-        batches = [[started[at] for at in batch] for batch in length_batches(lengths, TOKENS_PER_FORWARD)]
-        parts = list(in_parts(batches, self.pool.per_job(len(batches))))
-        waiting: list[tuple[Continuation, tuple[Handle, int]]] = []
-        done = len(items) - len(started)
-        jobs = (Verify(self._weights, part) for part in parts)
-        for part, answer in zip(parts, self.pool.in_order(jobs), strict=True):
-            verified = [item for batch in part for item in batch]
-            for at, (item, (tokens, is_done)) in enumerate(zip(verified, answer.result, strict=True)):
-                item.tokens, item.done = tokens, is_done
-                if not is_done:
-                    waiting.append((item, (answer.kept, at)))
-            done += sum(item.done for item in verified)
-            progress(done, len(items))
-        self._decode(waiting, lambda count: progress(done + count, len(items)))
-        return self.local.generations(items)
+        def jobs() -> Iterator[Job]:
+            for plan, store in plans:
+                weights = self._pool.put(self._weights(plan, store))
+                yield from (MeasureTexts(answers, weights) for _, answers in parts)
 
-    def _decode(
-        self, waiting: Sequence[tuple[Continuation, tuple[Handle, int]]], progress: Callable[[int], None]
-    ) -> None:
-        groups = list(in_parts(waiting, ROWS_PER_STEP))
-        parts = list(in_parts(groups, min(self.pool.per_job(len(groups)), self.pool.threads)))
-        jobs = (
-            Decode(self._weights, [[item for item, _ in g] for g in part], [[place for _, place in g] for g in part])
-            for part in parts
-        )
-        count = 0
-        for part, answer in zip(parts, self.pool.in_order(jobs), strict=True):
-            for group, found in zip(part, answer.result, strict=True):
-                for (item, _), tokens in zip(group, found, strict=True):
-                    item.tokens, item.done = tokens, True
-                count += len(group)
-            progress(count)
+        results = self._pool.in_order(jobs())
+        for first in results:
+            measures = [first, *(next(results) for _ in parts[1:])]
+            yield _in_text_order(self.answers.counts, [texts for texts, _ in parts], measures)
 
-    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress = no_progress) -> list[AnswerScore]:
-        """As ReferenceModel.answer_log_probs."""
-        (scores,) = self.score_each([self._weights], pairs, progress)
-        return scores
+    def _divided(self, items: int | None) -> list[tuple[list[int], Handle]]:
+        """Return runs of consecutive batches: the indices of their texts, and a handle of the texts."""
+        answers = self.answers if items is None else self.answers.first(items)
+        batches = text_batches(answers.texts)
+        runs = in_parts(batches, self._pool.per_job(len(batches)))
+        indices = [[text for batch in run for text in batch] for run in runs]
+        return [(texts, self._pool.put(answers.select(texts))) for texts in indices]
 
-    def score_each(
-        self, weights: Iterable[Handle], pairs: Sequence[tuple[str, str]], progress: Progress = no_progress
-    ) -> Iterator[list[AnswerScore]]:
-        """The scores of all answers under each of several weights, all at work at once."""
-        runs = self._runs(self.local.encode_pairs(pairs), with_end=False)
-        empty = AnswerScore(0.0, 0)
-        return self._each(
-            weights, runs, len(pairs), empty, progress, lambda w, at, run: Scores(w, [pairs[i] for i in run])
-        )
+    def _weights(self, plan: CompilePlan, store: UnitStore) -> dict[UnitKey | str, Handle]:
+        """Return handles of everything that the plan stores below 16 bits. Each is put into the cluster once."""
+        if not any(known is store for known in self._stores):
+            self._stores.append(store)
+        number = next(at for at, known in enumerate(self._stores) if known is store)
+        handles: dict[UnitKey | str, Handle] = {}
+        for name, spec in itertools.chain[tuple[UnitKey | str, QuantSpec]](plan.units.items(), plan.dense.items()):
+            if spec.bitwidth == 16:
+                continue
+            key = number, name, spec
+            if key not in self._held:
+                matrix = store.matrix(name, spec) if isinstance(name, UnitKey) else store.dense_matrix(name, spec)
+                self._held[key] = self._pool.put(to_plain(matrix))
+            handles[name] = self._held[key]
+        return handles
 
-    # -- tokens -----------------------------------------------------------------------------------------------------
 
-    def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
-        """As ReferenceModel.forced_logits."""
-        runs, empty = self._runs(pairs), np.empty((0, self.local.model.vocab_size), np.float32)
-        (logits,) = self._each(
-            [self._weights], runs, len(pairs), empty, no_progress, lambda w, at, run: Logits(w, [pairs[i] for i in run])
-        )
-        return logits
+def _in_text_order(
+    counts: Sequence[int], parts: Sequence[Sequence[int]], measures: Sequence[AnswerMeasures]
+) -> AnswerMeasures:
+    """Return the measures of all texts, text after text.
 
-    def divergence_each(self, weights: Iterable[Handle], pairs: Sequence[TokenPair]) -> Iterator[DistributionSummary]:
-        """KL to the checkpoint on answer tokens under each of several weights, all at work at once."""
-        return self.summaries(weights, pairs, None)
-
-    def summaries(
-        self, weights: Iterable[Handle], pairs: Sequence[TokenPair], bundle: BundleFiles | None
-    ) -> Iterator[DistributionSummary]:
-        """As divergence_each; bundle: of the runtime on it."""
-        runs, kept = self._runs(pairs), self._kept_log_probs(pairs)
-        empty = np.empty(0), np.empty(0, bool)
-
-        def job(handle: Handle, at: int, run: Sequence[int]) -> Job:
-            return Divergences(handle, [pairs[i] for i in run], kept[at], bundle)
-
-        return map(summarise, self._each(weights, runs, len(pairs), empty, no_progress, job))
-
-    def _kept_log_probs(self, pairs: Sequence[TokenPair]) -> list[Handle]:
-        """Handles of the checkpoint's log probabilities, one for each run of batches; computed once."""
-        if id(pairs) not in self._log_probs:
-            jobs = (KeepLogProbs([pairs[i] for i in run]) for run in self._runs(pairs))
-            self._log_probs = {id(pairs): (pairs, [answer.kept for answer in self.pool.in_order(jobs)])}
-        return self._log_probs[id(pairs)][1]
-
-    def _runs(self, pairs: Sequence[TokenPair], with_end: bool = True) -> list[list[int]]:
-        """Indices of the pairs that have tokens to score: consecutive batches of the reference model, run by run."""
-        rows, _, scored = forced_rows(pairs, self.local.model.eos_token_ids[:1] if with_end else ())
-        usable = [index for index, count in enumerate(scored) if count]
-        batches = length_batches([len(rows[index]) for index in usable], TOKENS_PER_FORWARD)
-        parts = in_parts(batches, self.pool.per_job(len(batches)))
-        return [[usable[at] for batch in part for at in batch] for part in parts]
-
-    def _each(
-        self,
-        weights: Iterable[Handle],
-        runs: Sequence[Sequence[int]],
-        count: int,
-        empty: T,
-        progress: Progress,
-        job: Callable[[Handle, int, Sequence[int]], Job],
-    ) -> Iterator[list[T]]:
-        """For each of the weights, what the jobs over all runs say of `count` items, `empty` of those in no run."""
-        if not runs:
-            yield from ([empty] * count for _ in weights)
-            return
-        answers = self.pool.in_order(job(handle, at, run) for handle in weights for at, run in enumerate(runs))
-        while True:
-            results, done = [empty] * count, 0
-            for run in runs:
-                answer = next(answers, None)
-                if answer is None:
-                    return
-                for index, result in zip(run, answer.result, strict=True):
-                    results[index] = result
-                done += len(run)
-                progress(done, count)
-            yield results
+    counts: scored tokens of each text.
+    parts: the texts of each part.
+    """
+    spans: dict[int, tuple[np.ndarray, ...]] = {}
+    for texts, measured in zip(parts, measures, strict=True):
+        start = 0
+        for text in texts:
+            end = start + counts[text]
+            spans[text] = measured.kl[start:end], measured.agrees[start:end], measured.nll[start:end]
+            start = end
+    kl, agrees, nll = (np.concatenate([spans[text][part] for text in sorted(spans)]) for part in range(3))
+    return AnswerMeasures(kl, agrees, nll)
 
 
 class RemoteEngine:
@@ -305,30 +184,17 @@ class RemoteEngine:
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
         """As the runtime's own engine."""
-        return self._collect(pairs, progress, lambda part: Scores(None, part, self.bundle))
+        return self._collect(pairs, progress, lambda part: BundleScores(self.bundle, part))
 
     def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
         """As the runtime's own engine."""
-        return self._collect(pairs, no_progress, lambda part: Logits(None, part, self.bundle))
+        return self._collect(pairs, no_progress, lambda part: BundleLogits(self.bundle, part))
 
     def _collect(self, items: Sequence[Any], progress: Progress, job: Callable[[Sequence[Any]], Job]) -> list[Any]:
         parts = list(in_parts(items, min(_ITEMS_PER_BUNDLE_JOB, -(-len(items) // self._pool.count))))
-        answers: Iterator[Answer] = self._pool.in_order(job(part) for part in parts)
+        answers = self._pool.in_order(job(part) for part in parts)
         found: list[Any] = []
         for answer in answers:
-            found += answer.result
+            found += answer
             progress(len(found), len(items))
         return found
-
-
-class RemoteBundle(RemoteEngine):
-    """The same beside a reference model on the same workers, to which it is compared there: no logits travel."""
-
-    def __init__(self, model: RemoteModel, folder: Path) -> None:
-        super().__init__(model.pool, folder)
-        self._model = model
-
-    def divergence(self, pairs: Sequence[TokenPair]) -> DistributionSummary:
-        """KL and agreement over the answer tokens of the pairs."""
-        (summary,) = self._model.summaries([None], pairs, self.bundle)
-        return summary

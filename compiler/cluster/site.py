@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moec.evaluation.engine import no_progress
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
@@ -21,10 +22,11 @@ from ..workspace.durable import disk_errors
 from .wire import BundleFiles, Handle, from_plain
 
 if TYPE_CHECKING:
-    from ..reference.model import ReferenceModel
-    from ..walker.slot import LayerSlot
+    from torch import Tensor
 
-_FETCHED_AT_ONCE = 64
+    from ..sensitivity.answer_walk import AnswerWalk
+    from ..walker.slot import LayerSlot, Replaced
+
 _SAMPLE_BYTES = 1 << 16
 
 
@@ -71,8 +73,7 @@ class Site:
         self.threads, self.fetch = threads, fetch
         self._source, self._identity, self._open_runtime = source, identity, open_runtime
         self._lowering: Lowering | None = None
-        self._model: ReferenceModel | None = None
-        self._applied: dict[UnitKey | str, Handle] = {}
+        self._walks: dict[Handle, AnswerWalk] = {}
         self._slot: LayerSlot | None = None
         self._loaded: int | None = None
         self._memory_bytes = memory_bytes
@@ -91,43 +92,56 @@ class Site:
             self._lowering = lower(checkpoint)
         return self._lowering
 
-    def model(self, weights: Handle) -> ReferenceModel:
-        """The reference model with the weights of a plan, or with the checkpoint's own where None.
-
-        Only what differs from the weights it computes with is exchanged.
-        """
-        if self._model is None:
-            # Loads transformers, which a worker that only quantizes does without.
-            from ..reference.model import ReferenceModel
-
-            self._model = ReferenceModel(self.lowering.checkpoint.root, self.threads)
-        wanted = {} if weights is None else self.fetch([weights])[0].matrices
-        for name in [name for name in self._applied if name not in wanted]:
-            self._model.set_weight(name, self._model.original_weight(name))
-            del self._applied[name]
-        changed = [(name, handle) for name, handle in wanted.items() if self._applied.get(name) != handle]
-        for start in range(0, len(changed), _FETCHED_AT_ONCE):
-            part = changed[start : start + _FETCHED_AT_ONCE]
-            for (name, handle), plain in zip(part, self.fetch([handle for _, handle in part]), strict=True):
-                self._model.set_weight(name, from_plain(plain).dequantize())
-                self._applied[name] = handle
-        return self._model
-
-    def layer(self, layer: int) -> LayerSlot:
-        """One layer of the checkpoint with its own weights, in the place of one of its kind."""
+    def slot(self) -> LayerSlot:
+        """Return the slot of the layers."""
         if self._slot is None:
-            from ..walker.slot import LayerSlot  # loads transformers
+            from ..walker.slot import LayerSlot  # loads transformers, which quantizing does not need
 
             self._slot = LayerSlot(self.lowering)
-        if self._loaded != layer:
-            self._loaded = None  # until it is there
-            self._slot.load(layer)
-            self._loaded = layer
         return self._slot
 
+    def answer_walk(self, answers: Handle) -> AnswerWalk:
+        """Return what measures some answers. It keeps the states of the unquantized model."""
+        from ..sensitivity.answer_walk import AnswerWalk
+
+        if answers not in self._walks:
+            (texts,) = self.fetch([answers])
+            self._walks[answers] = AnswerWalk(self.slot, texts, self.threads, no_progress, keeps_slot=False)
+        self._loaded = None  # the passes load other layers
+        for walk in self._walks.values():
+            walk.release()  # all of them use one slot
+        return self._walks[answers]
+
+    def weights(self, handle: Handle) -> Replaced:
+        """Return the weights of a plan. The matrices of a layer are fetched when the first of them is needed."""
+        (handles,) = self.fetch([handle])
+        fetched: dict[UnitKey | str, Any] = {}
+
+        def weight(name: UnitKey | str) -> Tensor | None:
+            if name not in handles:
+                return None
+            if name not in fetched:
+                fetched.clear()
+                names = [other for other in handles if _layer_of(other) == _layer_of(name)]
+                fetched.update(zip(names, self.fetch([handles[other] for other in names]), strict=True))
+            return from_plain(fetched[name]).dequantize()
+
+        return weight
+
+    def layer(self, layer: int) -> LayerSlot:
+        """Return the slot with the checkpoint's own weights of a layer."""
+        slot = self.slot()
+        if self._loaded != layer:
+            self._loaded = None  # until it is loaded
+            slot.load(layer)
+            self._loaded = layer
+        return slot
+
     def forget_layer(self) -> None:
-        """Give its memory back."""
+        """Give the memory of the loaded layer back."""
         self._slot = self._loaded = None
+        for walk in self._walks.values():
+            walk.release()
 
     def engine(self, bundle: BundleFiles) -> BundleEngine:
         """The runtime on a bundle that is sent to this machine and lies there only until it is opened."""
@@ -157,3 +171,10 @@ class Site:
         """Give up the runtime on a bundle, if it is open."""
         if digest in self._engines:
             self._engines.pop(digest)[1].close()
+
+
+def _layer_of(name: UnitKey | str) -> int | str:
+    """Return the layer of a weight, or its name outside the layers."""
+    if isinstance(name, UnitKey):
+        return name.layer
+    return int(name.split(".")[1]) if name.startswith("layers.") else name

@@ -21,17 +21,18 @@ from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
+from ..calibration.layer_inputs import calibrate_layer
 from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
+from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
 from ..quantization.packing import pack, unpack
 from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..reference.decode import ROWS_PER_STEP
 from ..reference.network import TOKENS_PER_FORWARD
 from ..walker.memory import layer_weights
-from ..walker.slot import LayerSlot, TextStates
-from ..walker.sweep import calibrate_layer
-from ..walker.units import LayerQuantizer
+from ..walker.slot import LayerSlot
+from ..walker.texts import TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.parallel import Workers, workers
 
@@ -128,11 +129,11 @@ def measured_layer(model: ModelSpec) -> int:
 
 
 def measure_layer(
-    lowering: Lowering, rows: Sequence[list[int]], specs: Sequence[QuantSpec], quantizer: str, progress: Progress
+    lowering: Lowering, texts: TokenTexts, specs: Sequence[QuantSpec], quantizer: str, progress: Progress
 ) -> LayerRates:
-    """Run every piece once. It takes the memory of a compile layer by layer, and a minute per half a billion weights.
+    """Run every piece once. It takes the memory of a compile, and a minute per half a billion weights.
 
-    rows: calibration texts.
+    texts: calibration texts.
     specs: formats on offer. Those of 16 bits need no work.
     """
     layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
@@ -144,20 +145,20 @@ def measure_layer(
     loaded = clock.seconds
     progress(1, pieces)
     with workers(threads) as pool:
-        few, many = (TextStates.begin(_first(rows, times * threads), slot.embed) for times in (1, 2))
-        slot.run([few.copy()], pool, lambda: None)  # warm-up: starts threads and maps pages
+        few, many = (_states(slot, texts, times * threads * TOKENS_PER_FORWARD) for times in (1, 2))
+        slot.run([few.copy()], pool)  # warm-up: starts threads and maps pages
         with clock.running():
-            slot.run([few], pool, lambda: None)
-        token = clock.seconds / sum(map(len, few.rows))
-        decoded = _decoded_token(slot, [row[0] for row in rows], pool, threads)
+            slot.run([few], pool)
+        token = clock.seconds / few.num_moving
+        decoded = _decoded_token(slot, texts, pool, threads)
         progress(2, pieces)
         with clock.running():
-            inputs, _ = calibrate_layer(slot, layer, many, pool, quantizer == "gptq")
-        calibration_token = clock.seconds / sum(map(len, many.rows))
+            inputs, _ = calibrate_layer(slot, many, pool, quantizer == "gptq")
+        calibration_token = clock.seconds / many.num_moving
         progress(3, pieces)
         chosen = torch.argsort(inputs.tokens, descending=True)[:threads].tolist()
         packed: dict[tuple[UnitKey, QuantSpec], np.ndarray] = {}
-        quantizing = LayerQuantizer(slot.experts, layer, quantizer, formats)
+        quantizing = LayerQuantizer(slot.experts, ExpertQuantizer(layer, quantizer, tuple(formats)))
         for _ in range(2):
             with clock.running():
                 for _, matrices, _ in quantizing.run(inputs, pool, chosen):
@@ -181,16 +182,24 @@ def measure_layer(
     return LayerRates(layer, loaded, token, calibration_token, expert, restored, rounded, logit, decoded)
 
 
-def _decoded_token(slot: LayerSlot, tokens: Sequence[int], pool: Workers, threads: int) -> float:
+def _states(slot: LayerSlot, texts: TokenTexts, tokens: int) -> TextStates:
+    """Return the first texts before the loaded layer. A decoder reads the embeddings of the prompts."""
+    states = TextStates.begin(texts.first(tokens), slot.embed)
+    if states.is_encoding and slot.layer >= slot.model.first_decoder_layer:
+        states.begin_decoding(slot.encoder_normed)
+    return states
+
+
+def _decoded_token(slot: LayerSlot, texts: TokenTexts, pool: Workers, threads: int) -> float:
     """Return the seconds of a token through the layer, while each thread runs a batch of single tokens."""
     clock, count = _Clock(), threads * ROWS_PER_STEP
-    rows = [[token] for token in islice(cycle(tokens), count)]
-    batches = [list(range(at, at + ROWS_PER_STEP)) for at in range(0, count, ROWS_PER_STEP)]
-    embedded = [slot.embed(torch.tensor([rows[index] for index in batch])) for batch in batches]
-    states = TextStates(rows, batches, embedded)
+    chosen = list(islice(cycle(range(len(texts.rows))), count))
+    prompts = [texts.prompts[at][:1] for at in chosen] if texts.prompts else []
+    single = TokenTexts([texts.rows[at][:1] for at in chosen], prompts)
+    states = _states(slot, single, 2 * count)
     for _ in range(2):
         with clock.running():
-            slot.run([states], pool, lambda: None)
+            slot.run([states], pool)
     return clock.seconds / count
 
 
@@ -224,13 +233,3 @@ def _rounded_weight(lowering: Lowering) -> float:
         for _, matrix in rounded_rows(rows, spec):
             pack(matrix)
     return clock.seconds / rows.numel()
-
-
-def _first(rows: Sequence[list[int]], batches: int) -> list[list[int]]:
-    """Return the first texts that fill this number of batches, at least one."""
-    chosen: list[list[int]] = []
-    for row in rows:
-        if chosen and sum(map(len, chosen)) + len(row) > batches * TOKENS_PER_FORWARD:
-            break
-        chosen.append(row)
-    return chosen

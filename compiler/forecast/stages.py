@@ -6,7 +6,7 @@ plans and bytes on disk. The length of generated answers is unknown beforehand. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -18,7 +18,8 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..preflight.preflight import reachable_bytes
-from ..preflight.preparation import KL_ITEMS, Prepared
+from ..preflight.preparation import Prepared
+from ..preflight.residency import MemoryNeed, runtime_bytes
 from ..reference.decode import ROWS_PER_STEP
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
@@ -35,27 +36,22 @@ from ..search.comparison_budget import (
 )
 from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
-from ..sensitivity.fisher import SKETCHES, TEXTS, asks_gradients
-from ..sensitivity.sensitivity import dense_groups
-from ..walker import planning
-from ..walker.gradients import GRADIENT_TOKENS, TOKENS_PER_TEXT
+from ..sensitivity.fisher import asks_gradients
+from ..stages.texts import CompileTexts
 from ..walker.memory import (
     PROCESS_BYTES,
+    SKETCHES,
     gradients_bytes,
     layer_weights,
-    moment_values,
-    streamed_bytes,
+    sweep_bytes,
     variant_count,
-    whole_bytes,
 )
-from ..walker.sweep import SweepInputs
+from ..walker.residency import resident_bytes
 from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
 _FLOAT = 4
 _HALF = 2
-_RESULTS_BYTES = 16 << 20  # statistics and measurements, small compared with second moments
-_PLANS = {"loss": CALIBRATING_KL + MAX_GENERATED, "kl": MAX_KL}  # maximum of measured plans; other targets measure one
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,101 +88,65 @@ def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> l
 
 
 class SearchForecast:
-    """The stages of a compile with a search, layer by layer or with the whole model in memory."""
+    """The stages of a compile with a search.
 
-    def __init__(self, prepared: Prepared, inputs: SweepInputs, disk: DiskRates, rates: LayerRates) -> None:
-        self._prepared, self._inputs, self._disk, self._rates = prepared, inputs, disk, rates
+    texts: the texts of the compile.
+    disk, rates: seconds of the pieces of work.
+    """
+
+    def __init__(self, prepared: Prepared, texts: CompileTexts, disk: DiskRates, rates: LayerRates) -> None:
+        self._prepared, self._texts, self._disk, self._rates = prepared, texts, disk, rates
         self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
-        self._threads = torch.get_num_threads()
-        self._plans = _PLANS.get(self._target, 1)
-        if swaps := prepared.request.options.swaps:  # in addition to the start plan; a KL is bisected twice
-            self._plans += swaps + 1 + (MAX_KL if self._target == "kl" else 0)
-        self._held_out = _count(row for held in inputs.held_out.values() for row in held.rows)
+        self._threads, self._specs = torch.get_num_threads(), formats_below_16_bits(prepared.stored_specs)
+        self._holds_model = prepared.residency.holds_model
+        self._held_out = sum(answers.texts.num_tokens for answers in texts.held_out.values())
         self._bundle = self._bundle_bytes()
         self._validation, self._test = count_answers(prepared)
 
-    def layerwise(self) -> list[StageForecast]:
-        """Return the stages of a compile layer by layer."""
-        inputs, experts = self._inputs, len(self._model.expert_keys())
-        work, answers = self._work_bytes(), _count(inputs.answers.rows)
+    def stages(self) -> list[StageForecast]:
+        """Return the stages, in order."""
+        model, specs, experts = self._model, self._specs, len(self._model.expert_keys())
+        work, calibration = self._work_bytes(), self._texts.calibration.num_tokens
         # For a loss, the disk also holds bundles of the checkpoint and of the tried plan.
-        tried = self._weights() * _HALF + self._bundle if self._target == "loss" else 0
-        options, tasks = self._prepared.request.options, len(self._prepared.splits)
-        memory = planning.need_bytes(self._model, options, inputs.specs, self._threads, tasks)
-        texts = _count(inputs.calibration) + answers + self._held_out
-        passes = streamed_bytes(self._model, texts, inputs.specs, self._threads)
-        stages = [
+        tried = self._weights() * _HALF + self._bundle if self._measures_tasks() else 0
+        resident = resident_bytes(model, self._prepared.residency.resident_layers)
+        need = MemoryNeed(model, self._prepared.request.options, specs, self._threads, len(self._prepared.splits))
+        memory = need.bytes_with(self._prepared.residency.texts) + resident
+        tokens, probe = calibration + self._texts.scored_tokens, self._texts.probe.num_tokens
+        passes = sweep_bytes(model, tokens, probe, specs, self._threads) + resident
+        return [
             _digests(self._prepared, self._disk),
             StageForecast(
-                "calibrating and quantizing layer by layer",
+                "calibrating and quantizing",
                 self._sweep_seconds() + work * self._disk.written_byte,
                 passes,
                 work,
-                f"{_count(inputs.calibration):,} tokens, {experts:,} experts in {len(inputs.specs)} formats",
+                f"{calibration:,} tokens, {experts:,} experts in {len(specs)} formats",
             ),
-            *self._gradients(work),
-            StageForecast(
-                "measuring layer by layer",
-                self._plans * self._plan_seconds(),
-                passes,
-                work,
-                f"{_at_most(self._plans)}, {answers:,} tokens each",
-            ),
-            *([self._answers(memory, work + tried, self._streamed_seconds())] if tried else []),
+            *self._gradients(work, resident),
+            *self._divergences(passes, work),
+            *self._comparisons(passes, work),
             self._writing(passes, work + self._bundle),
-        ]
-        if not tried:
-            seconds = self._held_out * (self._through_layers() + self._rates.logit_token)
-            text = f"{self._held_out:,} held-out tokens"
-            title = f"KL on {', '.join(inputs.held_out)}"
-            stages.append(StageForecast(title, seconds, memory, work + self._bundle, text))
-        return stages
-
-    def whole(self, calibration_tokens: int) -> list[StageForecast]:
-        """Return the stages of a compile with the whole model in memory.
-
-        calibration_tokens: tokens of all train items.
-        """
-        model, rates, specs = self._model, self._rates, self._inputs.specs
-        memory = whole_bytes(model, self._prepared.specs, self._threads)
-        experts, scale = len(model.expert_keys()), self._scales()
-        calibrating = calibration_tokens * rates.calibration_token * sum(scale)
-        texts = sum(len(split.train.items) for split in self._prepared.splits)
-        predicted = round(calibration_tokens * min(1.0, TEXTS / texts))
-        # One forward pass; per sketch a backward pass of twice its work; per format the experts' part of a pass.
-        passes = 1 + 2 * SKETCHES + len(specs) * self._share_of_experts()
-        journal = _RESULTS_BYTES + _FLOAT * sum(moment_values(model, layer) for layer in range(model.num_layers))
-        return [
-            _digests(self._prepared, self._disk),
-            StageForecast("checking weights", 2 * self._loading(), memory, 0, f"{self._weights():,} weights, twice"),
-            StageForecast("calibrating", calibrating, memory, journal, f"{calibration_tokens:,} tokens"),
             StageForecast(
-                f"quantizing with {self._prepared.request.options.quantizer}",
-                experts * rates.expert,
+                f"KL on {', '.join(self._texts.held_out)}",
+                self._held_out * (self._through_layers() + self._rates.logit_token),
                 memory,
-                journal,
-                f"{experts:,} experts in {len(specs)} formats",
+                work + self._bundle,
+                f"{self._held_out:,} held-out tokens",
             ),
-            StageForecast(
-                "predicting what each unit costs",
-                predicted * passes * self._through_layers(),
-                memory,
-                journal,
-                f"{predicted:,} tokens, gradients and {len(specs)} formats",
-            ),
-            *self._divergences(memory, journal),
-            self._answers(memory, journal),
-            *self._comparisons(memory, journal),
-            self._writing(memory, journal + self._bundle),
+            *([self._answers(memory, work + tried)] if tried else []),
         ]
+
+    def _measures_tasks(self) -> bool:
+        return self._target == "loss" or self._holds_model
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
-        """Return the stages that measure plans by their KL: of dense weights, of the search, of swaps."""
-        answers = f"{self._kl_items():,} answers"
+        """Return the stages that measure plans by their KL: of the search, and of swaps."""
+        text = f"{self._texts.answers.texts.num_tokens:,} tokens each"
         return [
-            StageForecast(title, count * self._kl_seconds(), memory, disk, f"{_at_most(count)}, {answers}")
+            StageForecast(title, count * self._plan_seconds(), memory, disk, f"{_at_most(count)}, {text}")
             for title, count in self._divergence_counts().items()
             if count
         ]
@@ -194,12 +154,10 @@ class SearchForecast:
     def _divergence_counts(self) -> dict[str, int]:
         """Return the number of plans that are measured by their KL, by the title of their stage."""
         swaps = self._prepared.request.options.swaps
-        bisected = (MAX_KL * (1 if swaps == 0 else 2)) if self._target == "kl" else 1
-        return {
-            "measuring sensitivity of dense weights": len(dense_groups(self._model)),
-            "measuring plans by their KL": CALIBRATING_KL if self._target == "loss" else bisected,
-            "swapping formats at equal bytes": SWAPS + 1 if swaps is None else swaps and swaps + 1,
-        }
+        if swaps is None:
+            swaps = SWAPS if self._holds_model else 0
+        plans = {"loss": CALIBRATING_KL, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
+        return {"measuring layer by layer": plans, "swapping formats at equal bytes": swaps + 1 if swaps else 0}
 
     def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:
         """Return the affordable comparisons: every uniform format, and EdgeMoE's search twice.
@@ -207,11 +165,12 @@ class SearchForecast:
         Each of these searches first measures a list of all experts.
         """
         prepared, is_loss = self._prepared, self._target == "loss"
-        formats = [spec for spec in self._inputs.specs if spec.bitwidth < 16]
+        formats = formats_below_16_bits(prepared.specs)
         per_row = QuantSpec(EDGEMOE_BITWIDTHS[0])
         shapes = {self._model.unit_shape(unit.layer, unit.projection) for unit in self._model.unit_keys()}
         asked = prepared.request.options.comparisons
-        if asked is False or not formats or not all(per_row.fits(c) for _, c in shapes):
+        is_off = not self._holds_model if asked is None else not asked
+        if is_off or not formats or not all(per_row.fits(c) for _, c in shapes):
             return []
         validation = [len(split.validation.items) for split in prepared.splits]
         counts = ItemCounts.of(self._kl_items(), validation[0], sum(validation), is_loss)
@@ -223,7 +182,7 @@ class SearchForecast:
         experts, searches = len(self._model.expert_keys()), len(chosen) - 1
         searched = searches * (bisections(len(EDGEMOE_BITWIDTHS) + 1) + bisections(experts + 1))
         divergences = len(formats) + searched + searches * (1 + experts) * EXACT_ITEMS / max(self._kl_items(), 1)
-        seconds, text = divergences * self._kl_seconds(), f"{len(formats)} formats"
+        seconds, text = divergences * self._plan_seconds(), f"{len(formats)} formats"
         text += f", {experts:,} experts {'twice' if searches == 2 else 'once'}" if searches else ""
         if is_loss:
             answered = bisections(len(formats)) + searched
@@ -240,15 +199,10 @@ class SearchForecast:
         return affordable(needs, searched, self._validation.answered / max(validation, 1) * active_weights(self._model))
 
     def _kl_items(self) -> int:
-        return min(KL_ITEMS, sum(len(split.validation.items) for split in self._prepared.splits))
+        return len(self._texts.answers.counts)
 
-    def _kl_seconds(self) -> float:
-        """Return the seconds of one plan's pass over the answers for its KL."""
-        items = max(sum(len(split.validation.items) for split in self._prepared.splits), 1)
-        return self._validation.answered * self._kl_items() / items * self._through_layers()
-
-    def _answers(self, memory: int, disk: int, reading_seconds: float = 0.0) -> StageForecast:
-        """Return the stage of generated answers for a loss, and of the certificate if the model is in memory.
+    def _answers(self, memory: int, disk: int) -> StageForecast:
+        """Return the stage of generated answers: for a loss on validation items, and for the certificate.
 
         The checkpoint decodes its answers. Tried plans verify these answers as drafts, and mostly agree with them.
         """
@@ -262,33 +216,31 @@ class SearchForecast:
             decoded += self._validation.decoded
         seconds = read * self._through_layers() + decoded * self._rates.decoded_token * sum(self._scales())
         text = f"{tried}checkpoint and bundle on {last:,} items, answers as long as the data's"
-        return StageForecast("measuring the tasks", seconds + reading_seconds, memory, disk, text)
+        return StageForecast("measuring the tasks", seconds + self._reading_seconds(), memory, disk, text)
 
-    def _streamed_seconds(self) -> float:
+    def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
-        room = planning.runtime_bytes(self._model, self._prepared.request.memory_limit_bytes)
+        room = runtime_bytes(self._model, self._prepared.residency, self._prepared.request.memory_limit_bytes)
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ROWS_PER_STEP
         tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
         read = answers * max(self._weights() * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
         return read * self._disk.digested_byte
 
-    def _gradients(self, work: int) -> list[StageForecast]:
+    def _gradients(self, work: int, resident: int) -> list[StageForecast]:
         """Return the gradient stage: each layer runs once without and once with gradients, its experts in every format.
 
         The residual streams stay on disk.
         """
-        model, specs = self._model, self._inputs.specs
+        model, specs = self._model, self._specs
         if not asks_gradients(self._prepared.request.options.sensitivity, model):
             return []
-        lengths = [min(len(row), TOKENS_PER_TEXT) for row in self._inputs.calibration[:TEXTS]]
-        tokens, scale = min(sum(lengths), GRADIENT_TOKENS), self._through_layers()
+        tokens, scale = self._texts.gradients.texts.num_tokens, self._through_layers()
         seconds = tokens * (2 + 2 * SKETCHES + len(specs) * self._share_of_experts()) * scale + 2 * self._loading()
         seconds += len(specs) * len(model.expert_keys()) * self._rates.restored_expert / self._threads
         disk = _FLOAT * model.hidden_size * tokens * (model.num_layers + 1 + 2 * SKETCHES)
         text = f"{tokens:,} tokens, gradients and {len(specs)} formats"
-        scored = _count(self._inputs.answers.rows) + self._held_out
-        memory = gradients_bytes(model, scored, specs, self._threads)
+        memory = gradients_bytes(model, tokens, self._texts.scored_tokens, specs, self._threads) + resident
         return [StageForecast("predicting what each unit costs", seconds, memory, work + disk, text)]
 
     def _writing(self, memory: int, disk: int) -> StageForecast:
@@ -297,20 +249,21 @@ class SearchForecast:
 
     def _sweep_seconds(self) -> float:
         rates, total = self._rates, 0.0
-        others, probe = _count(self._inputs.answers.rows) + self._held_out, _count(self._inputs.probe)
+        others, probe = self._texts.scored_tokens, self._texts.probe.num_tokens
+        calibration = self._texts.calibration.num_tokens
         for layer, scale in enumerate(self._scales()):
             variants = variant_count(self._model) * (layer + 1) / self._model.num_layers + 1
-            passed = self._calibration() * rates.calibration_token + (others + variants * probe) * rates.token
+            passed = calibration * rates.calibration_token + (others + variants * probe) * rates.token
             total += scale * passed + self._loaded(layer)
             total += self._model.layers[layer].experts.count * rates.expert
         return total
 
     def _plan_seconds(self) -> float:
         """Return the seconds of one plan: every layer with its planned experts, then logits of plan and checkpoint."""
-        answers = self._inputs.answers
+        answers = self._texts.answers
         restoring = len(self._model.expert_keys()) * self._rates.restored_expert
         logits = 2 * sum(answers.counts) * self._rates.logit_token
-        return self._loading() + restoring + _count(answers.rows) * self._through_layers() + logits
+        return self._loading() + restoring + answers.texts.num_tokens * self._through_layers() + logits
 
     def _through_layers(self) -> float:
         """Return the seconds of one token through all layers."""
@@ -334,9 +287,6 @@ class SearchForecast:
     def _loading(self) -> float:
         return sum(map(self._loaded, range(self._model.num_layers)))
 
-    def _calibration(self) -> int:
-        return _count(self._inputs.calibration)
-
     def _weights(self) -> int:
         layers = sum(layer_weights(self._model, layer) for layer in range(self._model.num_layers))
         return layers + sum(prod(s) for name, s in self._model.dense_shapes().items() if not name.startswith("layers."))
@@ -346,9 +296,9 @@ class SearchForecast:
         units = 0
         for unit in self._model.unit_keys():
             rows, columns = self._model.unit_shape(unit.layer, unit.projection)
-            units += sum(spec.packed_bytes(rows, columns) for spec in self._inputs.specs if spec.fits(columns))
-        variants = _count(self._inputs.probe) * (variant_count(self._model) + 2)
-        texts = self._calibration() + _count(self._inputs.answers.rows) + self._held_out + variants
+            units += sum(spec.packed_bytes(rows, columns) for spec in self._specs if spec.fits(columns))
+        variants = self._texts.probe.num_tokens * (variant_count(self._model) + 2)
+        texts = self._texts.calibration.num_tokens + self._texts.scored_tokens + variants
         return units + 2 * _FLOAT * self._model.hidden_size * texts
 
     def _tried_bytes(self) -> int:
@@ -379,8 +329,9 @@ def _digests(prepared: Prepared, disk: DiskRates) -> StageForecast:
     return StageForecast("hashing the checkpoint", seconds, PROCESS_BYTES, 0, f"{size:,} bytes")
 
 
-def _count(rows: Iterable[Sequence[int]]) -> int:
-    return sum(map(len, rows))
+def formats_below_16_bits(specs: Sequence[QuantSpec]) -> list[QuantSpec]:
+    """Return the formats in which units are quantized."""
+    return [spec for spec in specs if spec.bitwidth < 16]
 
 
 def _written_bytes(model: ModelSpec, experts: int, dense_bits: int) -> int:

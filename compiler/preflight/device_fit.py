@@ -18,8 +18,8 @@ from moec.profiles.predict import default_objective, expected_misses, recommende
 from ..families import Lowering
 from ..request.objective import Objective, reads_decide
 from ..request.options import UNIFORM_GROUP_SIZE, CompileOptions
-from ..request.plan import CompilePlan
-from ..sensitivity.sensitivity import dense_formats, plain_plan
+from ..request.plan import CompilePlan, plain_plan
+from ..sensitivity.sensitivity import dense_formats
 
 
 def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple[int, float]], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -12,24 +12,24 @@ from moec.manifests.codec import canonical_json
 from moec.manifests.quant import QuantSpec
 
 from ..bundle.emit import producer
+from ..bundle.plan_bundles import require_trials
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..cluster.session import check_cluster
 from ..families import Lowering, lower
 from ..quantization.quantizers import check_format
 from ..request.options import UNIFORM_GROUP_SIZE
-from ..request.plan import CompilePlan
+from ..request.plan import CompilePlan, plain_plan
 from ..request.request import CompileRequest
 from ..request.task_data import Shots, load_task_data
 from ..request.uniform import uniform_spec
 from ..search.pruning import prunes
-from ..sensitivity.fisher import asks_gradients, check_sensitivity
-from ..sensitivity.sensitivity import dense_formats, plain_plan
-from ..walker import planning
-from ..walker.plan_bundles import require_trials
-from ..walker.sweep import SweepInputs
+from ..sensitivity.fisher import asks_gradients
+from ..sensitivity.sensitivity import dense_formats
+from ..walker.residency import NOTHING_RESIDENT, Residency, resident_bytes
 from ..workspace.journal import JOURNAL_FORMAT
 from .device_fit import smallest_plan, summarise_device
 from .preflight import preflight, routed_widths
+from .residency import MemoryNeed, choose_residency
 
 KL_ITEMS = 256
 """Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""
@@ -39,7 +39,7 @@ KL_ITEMS = 256
 class Prepared:
     """A compile that passed all checks.
 
-    is_layerwise: the model passes through memory one layer at a time.
+    residency: how much of the model stays in memory.
     prunes: experts may be left out.
     """
 
@@ -48,7 +48,7 @@ class Prepared:
     lowering: Lowering
     splits: tuple[SplitData, ...]
     shots: Shots
-    is_layerwise: bool = False
+    residency: Residency = NOTHING_RESIDENT
     prunes: bool = False
 
     @property
@@ -56,6 +56,12 @@ class Prepared:
         """Formats on offer to units."""
         model, bitwidths = self.lowering.model, self.request.profile.bitwidths
         return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec, routed_widths(model))
+
+    @property
+    def stored_specs(self) -> tuple[QuantSpec, ...]:
+        """Formats in which every unit is quantized: those on offer, and that of low versions."""
+        low = self.request.options.low_spec
+        return self.specs if low is None or low in self.specs else (*self.specs, low)
 
     def required_specs(self) -> tuple[QuantSpec, ...]:
         """Return the formats that every expert must fit."""
@@ -72,20 +78,13 @@ class Prepared:
         widths = self.request.options.dense_widths()
         return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
 
-    def sweep_inputs(self) -> SweepInputs:
-        """Return the texts for a compile layer by layer."""
-        probe = min(self.dense_formats(), key=lambda specs: min(spec.bitwidth for spec in specs.values()))
-        options = self.request.options
-        return planning.sweep_inputs(
-            self.lowering, self.splits, self.shots, self.specs, probe, options.quantizer, options.seed, KL_ITEMS
-        )
-
     def identity(self) -> str:
         """Return a digest of everything that the result depends on."""
         data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
         profile = [self.request.profile.name, self.request.profile.sha256]
-        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, profile, self.is_layerwise]
+        limits = asdict(self.residency.texts)
+        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, profile, limits]
         return hashlib.sha256(canonical_json(plain)).hexdigest()
 
 
@@ -111,27 +110,28 @@ def prepare(request: CompileRequest) -> Prepared:
         request.talk.note(note)
     splits, shots = load_task_data(options, request.talk.note)
     found = replace(found, splits=splits, shots=shots)
-    check_sensitivity(options.sensitivity, lowering.model)
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
-        check_cluster(kind, lowering.model)
+        check_cluster(kind)
     if kind == "uniform":
         return found
     smallest = smallest_plan(lowering, options, found.specs)
     summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
-    return _with_way(found)
+    return with_residency(found)
 
 
-def _with_way(found: Prepared) -> Prepared:
-    """Choose between the whole model in memory and one layer at a time. Raises OptionError."""
-    request, model, limit = found.request, found.lowering.model, found.request.memory_limit_bytes
-    threads = torch.get_num_threads()
-    is_layerwise = planning.goes_layer_by_layer(model, found.specs, threads, limit)
-    has_pruning = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
-    if is_layerwise:
-        planning.check_layerwise(model, request.options, found.specs, threads, limit, len(found.splits))
-        require_trials(request, model)
-        need = planning.need_bytes(model, request.options, found.specs, threads, len(found.splits))
-        request.talk.note(f"the model goes through memory one layer at a time, {need / 2**30:.1f} GiB at most")
-    return replace(found, is_layerwise=is_layerwise, prunes=has_pruning)
+def with_residency(prepared: Prepared) -> Prepared:
+    """Decide how much of the model stays in memory. Raises OptionError if one layer does not fit."""
+    request, model = prepared.request, prepared.lowering.model
+    need = MemoryNeed(model, request.options, prepared.stored_specs, torch.get_num_threads(), len(prepared.splits))
+    residency = choose_residency(need, request.memory_limit_bytes)
+    require_trials(request, model)
+    if not residency.holds_model:
+        peak = need.bytes_with(residency.texts) + resident_bytes(model, residency.resident_layers)
+        request.talk.note(
+            f"memory holds {residency.resident_layers} of {model.num_layers} layers between passes, "
+            f"{peak / 2**30:.1f} GiB at most"
+        )
+    prunes_experts = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
+    return replace(prepared, residency=residency, prunes=prunes_experts)

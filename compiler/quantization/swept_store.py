@@ -91,9 +91,7 @@ def _starts(model: ModelSpec, layer: int, spec: QuantSpec) -> dict[UnitKey, int]
     return starts
 
 
-def packed_unit(
-    matrices: Mapping[tuple[UnitKey, QuantSpec], QuantizedMatrix], unit: UnitKey, spec: QuantSpec
-) -> bytes:
+def packed_unit(matrices: Mapping[tuple[UnitKey, QuantSpec], QuantizedMatrix], unit: UnitKey, spec: QuantSpec) -> bytes:
     """Return the bytes of one unit in one format, none where the format does not fit."""
     matrix = matrices.get((unit, spec))
     return b"" if matrix is None else pack(matrix).tobytes()

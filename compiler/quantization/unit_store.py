@@ -63,7 +63,9 @@ class UnitStore:
         if spec.bitwidth == 16:
             return 0.0
         weight = self.lowering.unit(unit).float()
-        return float(output_error(weight, torch.zeros_like(weight) if spec.is_pruned else self.weight(unit, spec), None))
+        return float(
+            output_error(weight, torch.zeros_like(weight) if spec.is_pruned else self.weight(unit, spec), None)
+        )
 
     def dense_matrix(self, name: str, spec: QuantSpec) -> QuantizedMatrix:
         """Return the codes of one dense weight below 16 bits, rounded to nearest with clip search."""

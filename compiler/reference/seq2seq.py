@@ -155,10 +155,7 @@ def seq2seq_network(model: Any, lowering: Lowering, layer: int | None = None) ->
             routed.router.expert_capacity = _NO_CAPACITY
         model.get_submodule(name.rpartition(".")[0]).mlp = routed
         experts[number] = routed.experts
-    if layer is None:
-        expected = spec.expert_layers
-    else:
-        expected = (0,) if spec.layers[layer].experts.count else ()
+    expected = spec.expert_layers if layer is None else (0,) * bool(spec.layers[layer].experts.count)
     if tuple(sorted(experts)) != expected:
         raise CheckpointError(
             f"`{lowering.checkpoint.root}`: {len(experts)} layers of `{type(model).__name__}` hold routed experts, not "

@@ -64,7 +64,7 @@ def best_uniform(plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, 
     """
     offered = [spec for spec in specs if fits_all(plan, spec)]
     plans = [uniform_like(plan, spec) for spec in offered]
-    kls = [trials.kl(candidate, f"uniform {spec}").mean for candidate, spec in zip(plans, offered, strict=True)]
+    kls = [found.mean for found in trials.kl_each(plans, [f"uniform {spec}" for spec in offered])]
     order = np.argsort(kls, kind="stable").tolist()
     frontier = tuple((candidate.expert_packed_bytes, kl) for candidate, kl in zip(plans, kls, strict=True))
     if target.by_size:

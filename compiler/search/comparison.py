@@ -143,7 +143,7 @@ def _edgemoe_formats(
         ours[8] = QuantSpec(8)  # the only 8-bit format of the package
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
     published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
-    return {PUBLISHED: (published, UnitStore(store.lowering, None, "rtn")), OURS: (ours, store)}
+    return {PUBLISHED: (published, UnitStore(store.lowering, "rtn")), OURS: (ours, store)}
 
 
 def fitting_formats(plan: CompilePlan, specs: Sequence[QuantSpec]) -> int:

@@ -23,11 +23,9 @@ from ..request.objective import ByteWeights
 from ..request.options import CompileOptions
 from ..request.plan import CompilePlan
 from ..sensitivity.sensitivity import SensitivityTable
+from ..sensitivity.unit_prices import LEAST_TOKENS
 from .knapsack import ChoiceTable, hull_steps
 from .space import SearchSpace
-
-LEAST_TOKENS = 32
-"""Least number of calibration tokens of an expert that may be left out. With fewer, too little is known."""
 
 
 @dataclass(frozen=True, slots=True)

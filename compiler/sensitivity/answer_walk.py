@@ -154,7 +154,9 @@ class AnswerWalk:
     def _states(self, slot: LayerSlot, weights: Replaced, answers: AnswerTexts) -> Tensor:
         """Return the normed states at the scored tokens under these weights, [A, D]."""
         table, layers, scale = weights("embedding"), slot.model.num_layers, slot.model.embedding_scale
-        texts = TextStates.begin(answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale))
+        texts = TextStates.begin(
+            answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
+        )
         with workers(self._threads) as pool:
             for layer in range(layers):
                 slot.load(layer, weights)

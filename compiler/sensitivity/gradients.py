@@ -198,8 +198,9 @@ class LayerGradients:
         def of(state: Tensor) -> Tensor:
             return torch.zeros(SKETCHES, *state.shape)
 
-        encoded = [of(state) for state in texts.encoded] or [None] * len(texts.states)
-        return [_Upstream(of(state), read) for state, read in zip(texts.states, encoded, strict=True)]
+        if not texts.encoded:
+            return [_Upstream(of(state)) for state in texts.states]
+        return [_Upstream(of(state), of(read)) for state, read in zip(texts.states, texts.encoded, strict=True)]
 
     def _after_last_layer(self, pool: Workers, seed: int) -> list[_Upstream]:
         """Return the gradients of the sketches after the last layer."""
@@ -214,9 +215,7 @@ class LayerGradients:
     def _at_logits(self, texts: TextStates, batch: int, head: OutputHead, seed: int) -> Tensor:
         hidden, indices = texts.states[batch].requires_grad_(), texts.batches[batch]
         lengths, counts = texts.lengths(batch), [self._answers.counts[at] for at in indices]
-        spans = [
-            row[length - count : length] for row, length, count in zip(hidden, lengths, counts, strict=True)
-        ]
+        spans = [row[length - count : length] for row, length, count in zip(hidden, lengths, counts, strict=True)]
         normed = self._slot.normed(torch.cat(spans))
         logits, gradients = head.logits(normed.detach()), []
         for number in range(SKETCHES):
@@ -260,9 +259,7 @@ class LayerGradients:
             found.append(_Upstream(torch.stack(gradients)))
         return found
 
-    def _back(
-        self, texts: TextStates, batch: int, every: list[_Upstream]
-    ) -> tuple[_Upstream, HandedTokens | None]:
+    def _back(self, texts: TextStates, batch: int, every: list[_Upstream]) -> tuple[_Upstream, HandedTokens | None]:
         """Return the gradients of one batch before the layer, and what its tokens handed to the experts."""
         upstream, entering, prompts = every[batch], texts.states[batch].requires_grad_(), texts.prompts(batch)
         self._handed.tokens = None
@@ -295,7 +292,8 @@ class LayerGradients:
             return
 
         def keep(module: Any, arguments: tuple[Tensor, ...], total: Tensor) -> None:
-            self._handed.tokens = (*arguments[:3], total)
+            inputs, chosen, weights = arguments[:3]
+            self._handed.tokens = inputs, chosen, weights, total
 
         handle, before = module.register_forward_hook(keep), None
         if not isinstance(module, SeparateExperts):

@@ -204,9 +204,7 @@ class Trials:
         progress: Progress = no_progress,
     ) -> list[Any]:
         """Return a value of each plan from the journal, after the missing ones are measured."""
-        missing = {
-            stage: plan for stage, plan in zip(stages, plans, strict=True) if self.journal.get(stage) is None
-        }
+        missing = {stage: plan for stage, plan in zip(stages, plans, strict=True) if self.journal.get(stage) is None}
         jobs = ((plan, store or self.store) for plan in missing.values())
         done = len(plans) - len(missing)
         for stage, measures in zip(missing, self._measures().measure_each(jobs, items), strict=True):

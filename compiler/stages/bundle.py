@@ -8,6 +8,7 @@ from typing import Any
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 
+from ..bundle.certificate import HeldOutAnswers, certify
 from ..bundle.certify import MODES_ITEMS
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles
@@ -15,10 +16,9 @@ from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
 from ..preflight.preparation import Prepared
+from ..preflight.residency import runtime_bytes
 from ..request.ports import UnpublishedBundle
-from ..walker.planning import runtime_bytes
-from .layer_by_layer import SweptModel, certify_layer_by_layer
-from .whole_model import WholeModel, certify_whole
+from .measure import plan_bundles
 from .workbench import Certified, Planned, Workbench
 
 
@@ -46,10 +46,16 @@ def certify_bundle(bench: Workbench, planned: Planned, partial: Path) -> Certifi
     """Run the bundle on data that nothing else saw, then its lossy modes."""
     certified, request = Certified(), bench.prepared.request
     measured = None if planned.searched is None else planned.searched.measured
-    if isinstance(measured, SweptModel):
-        certified = certify_layer_by_layer(bench, measured, partial)
-    elif isinstance(measured, WholeModel):
-        certified = certify_whole(bench, measured, partial)
+    if measured is not None and measured.texts is not None:
+        held_out = {
+            task: HeldOutAnswers(texts, measured.held_out_states[task])
+            for task, texts in measured.texts.held_out.items()
+        }
+        measured.trials.release()
+        with_tasks = request.options.target.kind == "loss" or bench.prepared.residency.holds_model
+        splits = bench.prepared.splits if with_tasks else ()
+        tasks, divergences = certify(request, partial, plan_bundles(bench), held_out, splits, bench.prepared.shots)
+        certified = Certified(tasks, divergences)
     if request.measure_modes is None or not bench.prepared.splits:
         return certified
     modes = request.measure_modes(_unpublished(bench.prepared, planned, partial))
@@ -67,7 +73,7 @@ def report(
         divergences=certified.divergences,
         comparison=None if searched is None else searched.comparison,
         trials=[] if searched is None else searched.measured.trials.log,
-        sensitivity=None if searched is None else searched.sensitivity,
+        sensitivity=None if searched is None else searched.measured.prices,
         statistics=statistics,
         modes=certified.modes,
     )
@@ -86,6 +92,6 @@ def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> Unpubli
     """Return what lossy modes are measured on: the first task, and the memory that a compile layer by layer leaves."""
     request, statistics, split = prepared.request, planned.statistics, prepared.splits[0]
     deciles = [] if statistics is None else unimportance_deciles(statistics.unimportance)
-    room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes) if prepared.is_layerwise else 0
+    room = runtime_bytes(prepared.lowering.model, prepared.residency, request.memory_limit_bytes)
     items, shots = split.test.items[:MODES_ITEMS], prepared.shots[split.task.name]
     return UnpublishedBundle(partial, split.task, items, shots, deciles, room)

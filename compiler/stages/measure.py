@@ -13,7 +13,6 @@ from ..bundle.plan_bundles import PlanBundles
 from ..calibration.collect import unseen_notes
 from ..preflight.preparation import Prepared
 from ..preflight.residency import runtime_bytes
-from ..quantization.quantized import LEFT_OUT
 from ..quantization.swept_store import SweptStore
 from ..quantization.unit_store import UnitStore
 from ..sensitivity.answer_walk import AnswerWalk, MeasureAnswers

@@ -20,9 +20,7 @@ from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
-from ..sensitivity.sensitivity import SensitivityTable
-from .layer_by_layer import SweptModel, measure_layer_by_layer
-from .whole_model import WholeModel, measure_whole, price_whole
+from .measure import measure
 from .workbench import Measured, Planned, Searched, Workbench
 
 
@@ -49,38 +47,24 @@ def plan_by_search(bench: Workbench) -> Planned:
     """Measure the model, price its units, search the fewest bytes, compare with what people would pick instead."""
     prepared, options = bench.prepared, bench.prepared.request.options
     measured = measure(bench)
-    prices = price(bench, measured)
-    space = open_space(prepared, measured, prices)
+    space = open_space(prepared, measured)
     plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared))
     check_device(prepared, plan)
     comparison = compare(prepared, measured, plan)
     if options.search == "edgemoe":
         comparison = with_plan_of_edgemoe(prepared, measured, comparison)
         plan = comparison.plan
-    return Planned(plan, Searched(measured, prices, space, comparison))
+    return Planned(plan, Searched(measured, space, comparison))
 
 
-def measure(bench: Workbench) -> Measured:
-    """Make it possible to measure plans, with the whole model in memory or one layer of it."""
-    return measure_layer_by_layer(bench) if bench.prepared.is_layerwise else measure_whole(bench)
-
-
-def price(bench: Workbench, measured: Measured) -> SensitivityTable:
-    """Return the predicted KL of every unit in every format."""
-    if isinstance(measured, SweptModel):
-        return measured.sensitivity
-    if not isinstance(measured, WholeModel):
-        raise TypeError(f"a {type(measured).__name__} has no prices")
-    return price_whole(bench, measured)
-
-
-def open_space(prepared: Prepared, measured: Measured, prices: SensitivityTable) -> SearchSpace:
+def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
     """Return the choices of the search: bytes and predicted KL of each unit in each format."""
     options, plain = prepared.request.options, prepared.plain_plan()
     popularity = None if measured.statistics is None else measured.statistics.popularity
     tokenizer_bytes = prepared.checkpoint.tokenizer_file_bytes
     reads = choose_objective(prepared.request.profile, options.objective, plain, popularity, tokenizer_bytes)
     weights = byte_weights(prepared.lowering.model, popularity, reads)
+    prices = measured.prices
     space = build_space(plain, measured.store, prices, weights, prepared.specs, prepared.dense_formats())
     if not prepared.prunes:
         return space
@@ -90,7 +74,8 @@ def open_space(prepared: Prepared, measured: Measured, prices: SensitivityTable)
 def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
     """Measure what people would pick instead; unasked, only what takes a third of all measurements at most."""
     options, talk = prepared.request.options, prepared.request.talk
-    if prepared.is_layerwise or options.comparisons is False or not prepared.splits:
+    is_off = not prepared.residency.holds_model if options.comparisons is None else not options.comparisons
+    if not prepared.splits or (is_off and options.search != "edgemoe"):
         return None
     if not can_compare(plan, prepared.specs):
         return None
@@ -119,7 +104,7 @@ def make_curve(bench: Workbench, planned: Planned) -> LossCurve:
     if planned.searched is None:
         raise ValueError("a plan without a search has no curve")
     space, measured = planned.searched.space, planned.searched.measured
-    specs = () if request.options.comparisons is False or prepared.is_layerwise else prepared.specs
+    specs = () if request.options.comparisons is False or not prepared.residency.holds_model else prepared.specs
     if specs and request.options.comparisons is None:
         is_free = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
         specs = specs if is_free else ()
@@ -127,9 +112,11 @@ def make_curve(bench: Workbench, planned: Planned) -> LossCurve:
 
 
 def swaps(prepared: Prepared) -> Swaps:
-    """Return how many swaps are tried: none layer by layer, unless asked for, because each reads the checkpoint."""
-    asked, default = prepared.request.options.swaps, 0 if prepared.is_layerwise else SWAPS
-    return Swaps(default if asked is None else asked, prepared.request.talk)
+    """Return how many swaps are tried. By default none if memory does not hold the model: each reads the checkpoint."""
+    count = prepared.request.options.swaps
+    if count is None:
+        count = SWAPS if prepared.residency.holds_model else 0
+    return Swaps(count, prepared.request.talk)
 
 
 def check_device(prepared: Prepared, plan: CompilePlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
@@ -139,7 +140,7 @@ def _answers_within(model: ModelSpec, pairs: Sequence[TokenPair], room: int, tas
 def _joined(parts: Sequence[AnswerTexts]) -> AnswerTexts:
     """Return the texts of several tasks, task after task."""
 
-    def every(name: str) -> list:
+    def every(name: str) -> list[Any]:
         return [value for part in parts for value in getattr(part, name)]
 
     rows = [row for part in parts for row in part.texts.rows]

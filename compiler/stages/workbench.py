@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..bundle.certify import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
 from ..preflight.preparation import Prepared
-from ..quantization.unit_store import UnitStore
+from ..preflight.residency import runtime_bytes
+from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
 from ..search.comparison import Comparison
 from ..search.space import SearchSpace
@@ -22,6 +25,7 @@ from ..workspace.durable import disk_errors
 from ..workspace.journal import Journal
 from ..workspace.output_lock import hold_output
 from ..workspace.work_folder import planning_journal, work_folder, work_journal
+from .texts import CompileTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +45,27 @@ class Workbench:
 class Measured:
     """A model of which plans can be measured.
 
-    statistics: what calibration counted; None without data.
+    statistics: counts of calibration; None without data.
     store: every unit in every format on offer.
     trials: measure plans.
+    prices: predicted KL of every unit in every format.
+    texts: the texts; None without data.
+    held_out_states: normed residual stream of the unquantized model at the scored held-out tokens, by task.
     """
 
     statistics: ActivationStatistics | None
-    store: UnitStore
+    store: SweptStore
     trials: Trials
+    prices: SensitivityTable
+    texts: CompileTexts | None
+    held_out_states: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A search that has ended: what it was measured on, the predicted costs, the plans on offer, what was compared."""
+    """A complete search: what it measured, the plans on offer, and the comparison with baselines."""
 
     measured: Measured
-    sensitivity: SensitivityTable
     space: SearchSpace
     comparison: Comparison | None = None
 
@@ -115,9 +124,9 @@ def comparing_bench(prepared: Prepared, output: Path, identity: str) -> Iterator
 def _workers(prepared: Prepared) -> Iterator[ClusterSession | None]:
     """Connect to the cluster of the request; None without one."""
     request = prepared.request
-    layer_specs = prepared.specs if prepared.is_layerwise else None
     if request.cluster is None:
         yield None
         return
-    with cluster_session(request, prepared.lowering, layer_specs) as cluster:
+    room = runtime_bytes(prepared.lowering.model, prepared.residency, request.memory_limit_bytes)
+    with cluster_session(request, prepared.lowering, prepared.stored_specs, room) as cluster:
         yield cluster

@@ -65,9 +65,7 @@ def sweep_bytes(model: ModelSpec, tokens: int, probe_tokens: int, specs: Sequenc
     return PROCESS_BYTES + _slot_bytes(model) + states + max(vocabulary, at_work)
 
 
-def gradients_bytes(
-    model: ModelSpec, tokens: int, scored_tokens: int, specs: Sequence[QuantSpec], threads: int
-) -> int:
+def gradients_bytes(model: ModelSpec, tokens: int, scored_tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
     """Return the peak while gradients go back through one layer.
 
     tokens: of the texts of the gradients.

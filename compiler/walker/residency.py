@@ -61,6 +61,9 @@ class Residency:
         return LARGE_TEXTS if self.holds_model else SMALL_TEXTS
 
 
+NOTHING_RESIDENT = Residency(0, holds_model=False)
+
+
 def resident_bytes(model: ModelSpec, layers: int) -> int:
     """Return the memory of the 16-bit weights of the first layers."""
     return 2 * sum(layer_weights(model, layer) for layer in range(layers))

@@ -98,9 +98,11 @@ class LayerSlot:
         """Return a weight of the checkpoint in its 16-bit type."""
         if name in self._resident:
             return self._resident[name]
-        is_unit = isinstance(name, UnitKey)
-        weight = self._lowering.unit(name) if isinstance(name, UnitKey) else self._lowering.dense_weight(name)
-        layer = name.layer if is_unit else int(name.split(".")[1]) if name.startswith("layers.") else 0
+        if isinstance(name, UnitKey):
+            layer, weight = name.layer, self._lowering.unit(name)
+        else:
+            layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
+            weight = self._lowering.dense_weight(name)
         if layer < self._resident_layers:
             self._resident[name] = weight
         return weight

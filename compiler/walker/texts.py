@@ -72,10 +72,14 @@ class AnswerTexts:
 
     def select(self, indices: Sequence[int]) -> AnswerTexts:
         """Return some texts. Their tasks are not counted."""
-        texts = TokenTexts(*([part[at] for at in indices] if part else [] for part in (self.texts.rows, self.texts.prompts)))
-        rows = [(self.counts[at], self.targets[at], self.pairs[at]) for at in indices]
-        counts, targets, pairs = ([row[part] for row in rows] for part in range(3))
-        return AnswerTexts(texts, counts, targets, pairs, [])
+        prompts = [self.texts.prompts[at] for at in indices] if self.texts.prompts else []
+        return AnswerTexts(
+            TokenTexts([self.texts.rows[at] for at in indices], prompts),
+            [self.counts[at] for at in indices],
+            [self.targets[at] for at in indices],
+            [self.pairs[at] for at in indices],
+            [],
+        )
 
 
 def text_batches(texts: TokenTexts, tokens_per_batch: int = TOKENS_PER_FORWARD) -> list[list[int]]:
@@ -110,6 +114,11 @@ class TextStates:
     def is_encoding(self) -> bool:
         """Whether the encoder reads the prompts."""
         return bool(self.texts.prompts) and not self.encoded
+
+    @property
+    def num_moving(self) -> int:
+        """Number of tokens that pass the current stack."""
+        return sum(sum(self.lengths(at)) for at in range(len(self.batches)))
 
     def begin_decoding(self, norm: Callable[[Tensor], Tensor]) -> None:
         """Keep what the encoder made of the prompts, and continue with the decoder's tokens before its first layer."""
