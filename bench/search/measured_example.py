@@ -13,9 +13,9 @@ from moec.compiler.families import lower
 from moec.compiler.families.lowering import Lowering
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.fisher import TEXTS, predict_units
-from moec.compiler.sensitivity.sensitivity import dense_formats, plain_plan
+from moec.compiler.sensitivity.sensitivity import dense_formats
 from moec.compiler.sensitivity.trials import TaskData, Trials
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal

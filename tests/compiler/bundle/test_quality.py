@@ -13,12 +13,12 @@ from moec.cli.terminal.report import comparison_table, loss_table, plan_heat_map
 from moec.compiler.bundle.certify import TaskCertificate
 from moec.compiler.bundle.emit import cost_summary
 from moec.compiler.bundle.quality import QUALITY_VERSION, Evidence, quality_report
-from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import uniform_like
 from moec.compiler.search.baselines import BaselineResult
 from moec.compiler.search.comparison import Comparison, can_compare, edgemoe_group_size
-from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_groups, plain_plan
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_groups
 from moec.compiler.sensitivity.trials import Trial
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.statistics import DistributionSummary, judge

@@ -30,8 +30,8 @@ from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.decode import ROWS_PER_STEP
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.reference.network import length_batches
+from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.ports import OpenRuntime
-from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.compiler.sensitivity.trials import TaskData, Trials
 from moec.compiler.walker.memory import PROCESS_BYTES
 from moec.compiler.walker.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from moec.compiler.preflight.device_fit import choose_objective, fixed_memory, summarise_device
-from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.manifests.errors import DoesNotFit
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile

@@ -7,8 +7,8 @@ import pytest
 
 from moec.compiler.preflight.device_fit import choose_objective
 from moec.compiler.request.objective import SIZE_SHARE, byte_weights, reads_decide
+from moec.compiler.request.plan import plain_plan
 from moec.compiler.search.knapsack import least_cost
-from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.profiles.loading import load_profile
 from tests.compiler.search.toy_search import BF16, toy_model, toy_space
 

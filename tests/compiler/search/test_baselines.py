@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import uniform_like
 from moec.compiler.search.baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe, last_kept
 from moec.compiler.sensitivity.exact import importance_list
-from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
 from tests.compiler.search.toy_search import BF16, SPECS, ToyStore, ToyTrials, toy_model, uniform_number

@@ -11,9 +11,9 @@ import numpy as np
 
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.objective import ByteWeights
-from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.search.space import SearchSpace, build_space
-from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_formats, dense_groups, plain_plan
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_formats, dense_groups
 from moec.compiler.sensitivity.trials import Trials, keeps
 from moec.evaluation.statistics import DistributionSummary, LossEstimate
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec, UnitKey

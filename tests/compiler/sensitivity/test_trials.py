@@ -19,8 +19,7 @@ from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.request.plan import CompilePlan
-from moec.compiler.sensitivity.sensitivity import plain_plan
+from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.trials import LOOKS, Reference, TaskData, Trials, keeps, margin
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal

@@ -12,8 +12,9 @@ from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.plan import plain_plan
 from moec.compiler.sensitivity.fisher import FisherProxy
-from moec.compiler.sensitivity.sensitivity import SensitivityTable, plain_plan
+from moec.compiler.sensitivity.sensitivity import SensitivityTable
 from moec.compiler.walker import gradients
 from moec.compiler.walker.gradients import LayerGradients, with_gradients
 from moec.compiler.walker.memory import gradients_bytes

@@ -18,8 +18,8 @@ from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.uniform import dense_spec, uniform_plan
-from moec.compiler.sensitivity.sensitivity import plain_plan
 from moec.compiler.walker.memory import streamed_bytes, whole_bytes
 from moec.compiler.walker.slot import LayerSlot, OutputHead, TextStates, divergences
 from moec.compiler.walker.store import layer_units
