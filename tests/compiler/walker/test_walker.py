@@ -1,4 +1,4 @@
-"""A compile one layer at a time: the same model, the same measurements, and a killed one that goes on."""
+"""The layers one at a time: the same model, the same counts and measurements, and a killed sweep that goes on."""
 
 from __future__ import annotations
 
@@ -6,62 +6,67 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from moec.compiler.calibration.collect import calibrate
+from moec.compiler.calibration.layer_inputs import calibrate_layer
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.quantized import LEFT_OUT
-from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.quantization.quantizers import quantize_batch
+from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.request.plan import plain_plan
-from moec.compiler.request.uniform import dense_spec, uniform_plan
-from moec.compiler.walker.memory import streamed_bytes, whole_bytes
-from moec.compiler.walker.slot import LayerSlot, OutputHead, TextStates, divergences
-from moec.compiler.walker.store import layer_units
-from moec.compiler.walker.sweep import AnswerTexts, Sweep, SweepInputs, SweepResult
-from moec.compiler.walker.trials import StreamedTrials
+from moec.compiler.request.plan import CompilePlan, plain_plan
+from moec.compiler.request.uniform import dense_spec
+from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
+from moec.compiler.stages.sweep import Sweep, Swept
+from moec.compiler.stages.texts import CompileTexts
+from moec.compiler.walker.memory import sweep_bytes
+from moec.compiler.walker.output_head import divergence as token_divergence
+from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.compiler.workspace.parallel import workers
 from moec.evaluation.divergence import divergence, log_softmax
+from moec.evaluation.engine import no_progress
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
+from tests.compiler.walker.whole_model import answers_of, measured_kl, recorded, texts_of
 from tests.manifests.examples import layer_spec, model_spec
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
+from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 
 SPECS = (QuantSpec(3, 32), QuantSpec(4, 32))
 TEXTS = [[5, 6, 200, 7, 90, 33, 8], [1, 2, 3], [250, 9, 8, 7, 6, 5, 4, 3, 2, 1], [17, 17, 40]]
-
-
-def nothing(done: int, total: int) -> None:
-    """No progress."""
-
-
 # Those with plain layers, corrections, latent attention, windows and scales among them.
 OTHERS = (
     "qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled", "gpt-oss",
     "phimoe",
 )  # fmt: skip
 OWN = ("deepseek-every-other", "minicpm")
-EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3", *OTHERS, *OWN], indirect=True)
+ENCODERS = ("switch", "switch-capacity", "switch-all-routed-half")
+DECODERS = ("mixtral", "olmoe", "qwen3", *OTHERS, *OWN)
+EVERY_FAMILY = pytest.mark.parametrize("folder", [*DECODERS, *ENCODERS], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["olmoe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers of four experts, one of which few tokens reach; or another family."""
-    if request.param in OWN:
-        return save_own_family(tmp_path_factory.mktemp(request.param) / "tiny", OWN_FAMILIES[request.param])
-    if request.param in OTHERS:
-        return save_tiny_family(tmp_path_factory.mktemp(request.param) / "tiny", TINY_FAMILIES[request.param])
-    save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[request.param]
-    return save(tmp_path_factory.mktemp(request.param) / "tiny", TinyMixtral(layers=3, width=64, seed=7))
+    name, root = request.param, tmp_path_factory.mktemp(request.param) / "tiny"
+    if name in ENCODERS:
+        return save_tiny_switch(root, TINY_SWITCHES[name])
+    if name in OWN:
+        return save_own_family(root, OWN_FAMILIES[name])
+    if name in OTHERS:
+        return save_tiny_family(root, TINY_FAMILIES[name])
+    save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[name]
+    return save(root, TinyMixtral(layers=3, width=64, seed=7))
 
 
 @pytest.fixture(scope="module")
@@ -69,139 +74,194 @@ def lowering(folder: Path) -> Lowering:
     return lower(open_checkpoint(str(folder)))
 
 
-def inputs_of(lowering: Lowering, quantizer: str = "gptq", dense_bits: int = 4) -> SweepInputs:
-    shapes = lowering.model.dense_shapes()
-    probe = {name: dense_spec(name, shape, dense_bits, 32, lowering.float_type) for name, shape in shapes.items()}
-    answers = AnswerTexts(TEXTS[:2], [3, 2], [])
-    return SweepInputs(TEXTS, answers, {"text": AnswerTexts(TEXTS[2:], [2, 1], [])}, SPECS, probe, quantizer, 0)
+def token_texts(lowering: Lowering) -> TokenTexts:
+    return texts_of(TEXTS, lowering.model.encoder is not None)
 
 
-def sweep(lowering: Lowering, work: Path, **options: object) -> SweepResult:
-    return Sweep(lowering, inputs_of(lowering, **options), Journal(work, "x", Disk()), 2).run(nothing)  # type: ignore[arg-type]
+def answer_texts(lowering: Lowering) -> AnswerTexts:
+    texts = token_texts(lowering)
+    return answers_of(TokenTexts(texts.rows[:2], texts.prompts[:2]), [2, 1])
+
+
+def compile_texts_of(lowering: Lowering) -> CompileTexts:
+    texts, answers = token_texts(lowering), answer_texts(lowering)
+    held_out = answers_of(TokenTexts(texts.rows[2:], texts.prompts[2:]), [2, 1])
+    return CompileTexts(texts, texts, answers, answers, {"text": held_out})
+
+
+def sweep(
+    lowering: Lowering, work: Path, quantizer: str = "gptq", threads: int = 2, resident_layers: int = 0
+) -> tuple[Swept, SweptStore]:
+    shapes, journal = lowering.model.dense_shapes(), Journal(work, "x", Disk())
+    probe = {name: dense_spec(name, shape, 4, 32, lowering.float_type) for name, shape in shapes.items()}
+    store = SweptStore(lowering, quantizer, SPECS, journal)
+    swept = Sweep(LayerSlot(lowering, resident_layers), store, journal, probe, 0)
+    return swept.run(compile_texts_of(lowering), threads, no_progress), store
 
 
 @pytest.fixture(scope="module")
-def whole(lowering: Lowering, tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
+def whole(lowering: Lowering, tmp_path_factory: pytest.TempPathFactory) -> tuple[Swept, SweptStore]:
     """One sweep that nothing stopped."""
     return sweep(lowering, tmp_path_factory.mktemp("whole") / "w.work")
+
+
+def walk_of(lowering: Lowering, swept: Swept | None = None) -> AnswerWalk:
+    states = None if swept is None else swept.answers
+    return AnswerWalk(lambda: LayerSlot(lowering), answer_texts(lowering), 2, no_progress, states)
+
+
+def kl_of(walk: AnswerWalk, plan: CompilePlan, store: SweptStore) -> float:
+    return float(walk.measure(planned_weights(plan, store)).kl.mean())
 
 
 @EVERY_FAMILY
 def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering: Lowering) -> None:
     slot, reference = LayerSlot(lowering), ReferenceModel(folder)
-    texts = TextStates.begin(TEXTS, slot.embed)
+    texts = token_texts(lowering)
+    states = TextStates.begin(texts, slot.embed)
     with workers(1) as pool:
         for layer in range(lowering.model.num_layers):
             slot.load(layer)
-            slot.run([texts], pool, lambda: None)
-    for batch, states in zip(texts.batches, texts.states, strict=True):
+            slot.run([states], pool)
+    for batch, state in zip(states.batches, states.states, strict=True):
+        rows, prompts = ([part[at] for at in batch] if part else [] for part in (texts.rows, texts.prompts))
         with torch.inference_mode():
-            expected = reference.network.hidden([TEXTS[index] for index in batch]) * lowering.model.logits_scale
-        found = slot.normed(states.reshape(-1, states.shape[-1])).view_as(states)
-        for at, index in enumerate(batch):
-            assert torch.allclose(found[at, : len(TEXTS[index])], expected[at, : len(TEXTS[index])], atol=1e-5)
+            expected = reference.network.hidden(rows, prompts=prompts) * lowering.model.logits_scale
+        found = slot.normed(state.reshape(-1, state.shape[-1])).view_as(state)
+        for at, row in enumerate(rows):
+            assert torch.allclose(found[at, : len(row)], expected[at, : len(row)], atol=1e-5)
 
 
 @EVERY_FAMILY
-def test_the_sweep_counts_what_calibration_counts(folder: Path, whole: SweepResult) -> None:
-    found = whole.statistics
-    expected = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0)
-    assert found.num_tokens == expected.num_tokens == sum(map(len, TEXTS))
-    assert np.array_equal(found.popularity, expected.popularity)
-    assert np.array_equal(found.transitions, expected.transitions)
-    assert np.array_equal(found.path_counts, expected.path_counts)
-    assert found.router_quantiles == pytest.approx(expected.router_quantiles, abs=1e-5)
-    assert found.lower_half == pytest.approx(expected.lower_half, abs=1e-5)
-    assert (found.unimportance.sum(axis=1) == expected.unimportance.sum(axis=1)).all()
-    moved = np.abs(found.unimportance - expected.unimportance).sum()
-    assert moved <= 0.02 * expected.unimportance.sum(), "a last bit may move one over the edge of a bin"
-    assert found.unseen_experts == expected.unseen_experts
+def test_the_sweep_counts_what_the_whole_model_routes(
+    folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
+) -> None:
+    statistics, records = whole[0].statistics, recorded(ReferenceModel(folder), token_texts(lowering))
+    assert statistics is not None
+    for layer, record in records.items():
+        count = lowering.model.layers[layer].experts.count
+        counted = np.bincount(record.routes.ravel(), minlength=count)
+        assert statistics.popularity[layer, :count].tolist() == counted.tolist()
+        assert statistics.unimportance[layer].sum() == record.routes.size - len(record.routes)
+        largest = np.quantile(record.weights.max(axis=1), [0, 0.5, 1])
+        assert statistics.router_quantiles[layer, [0, 50, 100]] == pytest.approx(largest, abs=1e-5)
+    unseen = [ExpertKey(at, expert) for at, record in records.items() for expert in np.flatnonzero(record.tokens == 0)]
+    assert list(statistics.unseen_experts) == sorted(unseen)
 
 
-def test_units_on_disk_are_those_that_memory_would_hold(folder: Path, lowering: Lowering, whole: SweepResult) -> None:
-    """Quantized against the same second moments: the same codes, up to a rounding that falls the other way."""
-    moments = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0).second_moments
-    held = UnitStore(lowering, moments, "gptq")
+@EVERY_FAMILY
+def test_second_moments_are_those_of_the_whole_model(folder: Path, lowering: Lowering) -> None:
+    records, slot = recorded(ReferenceModel(folder), token_texts(lowering)), LayerSlot(lowering)
+    texts = TextStates.begin(token_texts(lowering), slot.embed)
+    with workers(2) as pool:
+        for layer in range(lowering.model.num_layers):
+            slot.load(layer)
+            if layer not in records:
+                slot.run([texts], pool)
+                continue
+            inputs, counted = calibrate_layer(slot, texts, pool, has_moments=True)
+            assert inputs.tokens.tolist() == counted["tokens"].tolist() == records[layer].tokens.tolist()
+            for found, expected in (
+                (inputs.input_moments, records[layer].input_moments),
+                (inputs.middle_moments, records[layer].middle_moments),
+            ):
+                assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_units_are_quantized_against_these_moments(
+    folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
+) -> None:
+    """The same codes as of all experts of a layer at once, up to a rounding that falls the other way."""
+    records, store = recorded(ReferenceModel(folder), token_texts(lowering)), whole[1]
     same = total = 0
-    for unit in (unit for layer in range(lowering.model.num_layers) for unit in layer_units(lowering.model, layer)):
-        for spec in SPECS:
-            mine, theirs = whole.store.matrix(unit, spec), held.matrix(unit, spec)
-            same += int((mine.codes == theirs.codes).sum())
-            total += mine.codes.numel()
-            assert whole.store.error(unit, spec) >= 0
+    for layer, record in records.items():
+        for projection in PROJECTIONS:
+            units = [unit for unit in lowering.model.units_of_layer(layer) if unit.projection == projection]
+            weights = torch.stack([lowering.unit(unit).float() for unit in units])
+            moments = record.middle_moments if projection == "down" else record.input_moments
+            for spec in SPECS:
+                matrices = quantize_batch("gptq", weights, spec, moments, torch.tensor(record.tokens))
+                for unit, expected in zip(units, matrices, strict=True):
+                    same += int((store.matrix(unit, spec).codes == expected.codes).sum())
+                    total += expected.codes.numel()
+                    assert store.error(unit, spec) >= 0
     assert same >= 0.99 * total
 
 
-def test_more_bits_cost_less_and_every_layer_has_a_gain(lowering: Lowering, whole: SweepResult) -> None:
+def test_more_bits_cost_less_and_every_layer_has_a_gain(lowering: Lowering, whole: tuple[Swept, SweptStore]) -> None:
+    swept, store = whole
     for layer in range(lowering.model.num_layers):
-        units = layer_units(lowering.model, layer)
-        assert (
-            sum(whole.store.error(u, SPECS[0]) for u in units) > sum(whole.store.error(u, SPECS[1]) for u in units) > 0
-        )
-    assert whole.sensitivity.gains.shape == (lowering.model.num_layers, len(PROJECTIONS))
-    assert (whole.sensitivity.gains > 0).all() and all(gain > 0 for gain in whole.sensitivity.dense_gains.values())
+        low, high = (sum(store.error(u, spec) for u in lowering.model.units_of_layer(layer)) for spec in SPECS)
+        assert low > high > 0
+    assert swept.sensitivity.gains.shape == (lowering.model.num_layers, len(PROJECTIONS))
+    assert (swept.sensitivity.gains > 0).all() and all(gain > 0 for gain in swept.sensitivity.dense_gains.values())
 
 
 @EVERY_FAMILY
 def test_a_plan_measures_as_the_whole_model_does(
-    folder: Path, lowering: Lowering, whole: SweepResult, tmp_path: Path
+    folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
 ) -> None:
-    inputs, journal = inputs_of(lowering), Journal(tmp_path / "w.work", "x", Disk())
-    trials = StreamedTrials(lowering, inputs, whole, nothing, journal, 2, (), cast(Any, None))
+    swept, store = whole
+    walk, plain = walk_of(lowering, swept), plain_plan(lowering.model, lowering.spec_16bit, "gptq")
+    assert kl_of(walk, plain, store) == pytest.approx(0, abs=1e-9)
+    shapes = lowering.model.dense_shapes()
+    dense = {name: dense_spec(name, shape, 4, 32, lowering.float_type) for name, shape in shapes.items()}
+    fitting = {unit: spec for unit, spec in dict.fromkeys(plain.units, SPECS[0]).items() if _fits(lowering, unit, spec)}
+    plan = replace(plain, units={**plain.units, **fitting}, dense=dense)
+    weights: dict[Any, torch.Tensor] = {unit: store.weight(unit, spec) for unit, spec in fitting.items()}
+    weights |= {name: store.dense_weight(name, spec) for name, spec in dense.items() if spec.bitwidth < 16}
+    expected = measured_kl(ReferenceModel(folder), walk.answers, weights)
+    assert kl_of(walk, plan, store) == pytest.approx(expected, rel=1e-3) and expected > 0
+    assert kl_of(walk_of(lowering), plan, store) == pytest.approx(expected, rel=1e-3), "own states made by the walk"
+
+
+def _fits(lowering: Lowering, unit: UnitKey, spec: QuantSpec) -> bool:
+    return spec.fits(lowering.model.unit_shape(unit.layer, unit.projection)[1])
+
+
+def test_the_first_texts_alone_measure_alike(lowering: Lowering, whole: tuple[Swept, SweptStore]) -> None:
+    swept, store = whole
     plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
-    assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
-    plan = uniform_plan(lowering.model, QuantSpec(3, 32), QuantSpec(4, 32), lowering.float_type, "gptq")
-    measured = trials.kl(plan, "3 bits")
-    weights = {unit: whole.store.weight(unit, spec) for unit, spec in plan.units.items()}
-    weights |= {n: whole.store.dense_weight(n, s) for n, s in plan.dense.items() if s.bitwidth < 16}  # type: ignore[misc]
-    assert measured.mean == pytest.approx(_divergence(folder, inputs, weights), rel=1e-3) and measured.mean > 0
+    weights = planned_weights(replace(plain, units=dict.fromkeys(plain.units, SPECS[0])), store)
+    every, first = walk_of(lowering, swept).measure(weights), walk_of(lowering, swept).measure(weights, items=1)
+    count = answer_texts(lowering).counts[0]
+    assert len(first.kl) == count < len(every.kl)
+    assert first.kl == pytest.approx(every.kl[:count], rel=2e-3)  # other batches: other last bits
+    assert first.nll == pytest.approx(every.nll[:count], rel=1e-5) and (first.nll > 0).all()
 
 
 @EVERY_FAMILY
 def test_leaving_experts_out_measures_as_in_the_whole_model(
-    folder: Path, lowering: Lowering, whole: SweepResult, tmp_path: Path
+    folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
 ) -> None:
     """Routers choose among the others, and among all again for the plan that comes next."""
-    model = lowering.model
+    model, (swept, store) = lowering.model, whole
     gone = {ExpertKey(at, at % 3) for at, layer in enumerate(model.layers) if layer.experts.can_lose_experts}
     if not gone:
         pytest.skip("its routers need all of their experts")
-    inputs, journal = inputs_of(lowering), Journal(tmp_path / "w.work", "x", Disk())
-    trials = StreamedTrials(lowering, inputs, whole, nothing, journal, 2, (), cast(Any, None))
-    plain = plain_plan(model, lowering.spec_16bit, "gptq")
+    walk, plain = walk_of(lowering, swept), plain_plan(model, lowering.spec_16bit, "gptq")
     left_out = {unit: LEFT_OUT for key in sorted(gone) for unit in model.units_of(key)}
-    measured = trials.kl(replace(plain, units={**plain.units, **left_out}), "some left out")
-    nothing_left = {unit: whole.store.weight(unit, spec) for unit, spec in left_out.items()}
-    assert measured.mean == pytest.approx(_divergence(folder, inputs, nothing_left), rel=1e-2) and measured.mean > 0
-    assert trials.kl(plain, "nothing changed").mean == pytest.approx(0, abs=1e-9)
-    assert all(whole.store.for_bundle(unit, LEFT_OUT).nbytes == 0 for unit in left_out)
+    found = kl_of(walk, replace(plain, units={**plain.units, **left_out}), store)
+    expected = measured_kl(
+        ReferenceModel(folder), walk.answers, {unit: store.weight(unit, LEFT_OUT) for unit in left_out}
+    )
+    assert found == pytest.approx(expected, rel=1e-2) and found > 0
+    assert kl_of(walk, plain, store) == pytest.approx(0, abs=1e-9)
+    assert all(store.for_bundle(unit, LEFT_OUT).nbytes == 0 for unit in left_out)
 
 
-def test_an_expert_left_out_costs_what_its_output_was(folder: Path, lowering: Lowering, whole: SweepResult) -> None:
-    """By the second moments that the whole model leaves; fewer tokens than a sample holds, so nothing is estimated."""
-    calibrated = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0)
-    held, seen = UnitStore(lowering, calibrated.second_moments, "gptq"), 0
-    for key in lowering.model.expert_keys():
-        if calibrated.popularity[key.layer, key.expert]:
-            unit, seen = UnitKey(*key, "down"), seen + 1
-            assert whole.store.error(unit, LEFT_OUT) == pytest.approx(held.error(unit, LEFT_OUT), rel=1e-4)
+def test_an_expert_left_out_costs_what_its_output_was(
+    folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
+) -> None:
+    """By the second moments of the whole model; fewer tokens than a sample holds, so nothing is estimated."""
+    records, seen = recorded(ReferenceModel(folder), token_texts(lowering)), 0
+    for layer, record in records.items():
+        for expert in np.flatnonzero(record.tokens).tolist():
+            unit, seen = UnitKey(layer, expert, "down"), seen + 1
+            weight = lowering.unit(unit).float()
+            output = float(torch.trace(weight @ record.middle_moments[expert] @ weight.T))
+            assert whole[1].error(unit, LEFT_OUT) == pytest.approx(output, rel=1e-4)
     assert seen > 6
-
-
-def _divergence(folder: Path, inputs: SweepInputs, weights: Any) -> float:
-    """Mean KL of the whole model with these weights in place of its own."""
-    reference, texts = ReferenceModel(folder), list(zip(inputs.answers.rows, inputs.answers.counts, strict=True))
-    rows = [_scored(reference, text, count) for text, count in texts]
-    with reference.weights(weights):
-        others = [_scored(reference, text, count) for text, count in texts]
-    parts = [divergence(log_softmax(own), other)[0] for own, other in zip(rows, others, strict=True)]
-    return float(np.concatenate(parts).mean())
-
-
-def _scored(reference: ReferenceModel, text: list[int], count: int) -> np.ndarray:
-    with torch.inference_mode():
-        hidden = reference.network.hidden([text])[0, len(text) - count :]
-        return reference.network.logits(hidden).numpy()
 
 
 class Killed(BaseException):
@@ -224,28 +284,39 @@ def killed_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.gate("G5")
-@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("folder", "layers"),
+    [("olmoe", 0), ("olmoe", 1), ("olmoe", 2), ("switch", 2), ("switch", 4), ("switch", 5)],
+    indirect=["folder"],
+)
 def test_a_killed_sweep_goes_on_and_ends_alike(
-    lowering: Lowering, whole: SweepResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+    lowering: Lowering,
+    whole: tuple[Swept, SweptStore],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
 ) -> None:
     with killed_after(layers, monkeypatch):
         sweep(lowering, tmp_path / "cut.work")
-    seen: list[int] = []
-    resumed = Sweep(lowering, inputs_of(lowering), Journal(tmp_path / "cut.work", "x", Disk()), 2).run(
-        lambda done, total: seen.append(done)
+    loaded: list[int] = []
+    own = LayerSlot.load
+    monkeypatch.setattr(
+        LayerSlot, "load", lambda self, layer, *rest: (loaded.append(layer), own(self, layer, *rest))[1]
     )
-    assert seen[0] == layers
-    assert np.array_equal(resumed.sensitivity.gains, whole.sensitivity.gains)
-    assert resumed.sensitivity.dense_gains == whole.sensitivity.dense_gains
-    assert torch.equal(resumed.answers, whole.answers)
-    for unit in layer_units(lowering.model, lowering.model.num_layers - 1):
-        assert np.array_equal(resumed.store.for_bundle(unit, SPECS[0]), whole.store.for_bundle(unit, SPECS[0]))
-    assert np.array_equal(resumed.statistics.popularity, whole.statistics.popularity)
+    resumed, store = sweep(lowering, tmp_path / "cut.work")
+    assert loaded == list(range(layers, lowering.model.num_layers))
+    assert np.array_equal(resumed.sensitivity.gains, whole[0].sensitivity.gains)
+    assert resumed.sensitivity.dense_gains == whole[0].sensitivity.dense_gains
+    assert torch.equal(resumed.answers, whole[0].answers)
+    for unit in lowering.model.units_of_layer(lowering.model.expert_layers[-1]):
+        assert np.array_equal(store.for_bundle(unit, SPECS[0]), whole[1].for_bundle(unit, SPECS[0]))
+    assert resumed.statistics is not None and whole[0].statistics is not None
+    assert np.array_equal(resumed.statistics.popularity, whole[0].statistics.popularity)
 
 
 @pytest.mark.gate("G5")
 def test_a_damaged_layer_is_done_again(
-    lowering: Lowering, whole: SweepResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lowering: Lowering, whole: tuple[Swept, SweptStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with killed_after(2, monkeypatch):
         sweep(lowering, tmp_path / "cut.work")
@@ -253,33 +324,69 @@ def test_a_damaged_layer_is_done_again(
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
-    resumed = sweep(lowering, tmp_path / "cut.work")
-    assert np.array_equal(resumed.sensitivity.gains, whole.sensitivity.gains)
+    resumed, _ = sweep(lowering, tmp_path / "cut.work")
+    assert np.array_equal(resumed.sensitivity.gains, whole[0].sensitivity.gains)
 
 
 def test_without_moments_tokens_are_counted_all_the_same(
-    lowering: Lowering, whole: SweepResult, tmp_path: Path
+    lowering: Lowering, whole: tuple[Swept, SweptStore], tmp_path: Path
 ) -> None:
-    nearest = sweep(lowering, tmp_path / "rtn.work", quantizer="rtn")
-    assert np.array_equal(nearest.statistics.popularity, whole.statistics.popularity)
-    assert nearest.statistics.unseen_experts == whole.statistics.unseen_experts
-    units = layer_units(lowering.model, 0)
-    assert sum(nearest.store.error(u, SPECS[0]) for u in units) > sum(whole.store.error(u, SPECS[0]) for u in units)
+    nearest, store = sweep(lowering, tmp_path / "rtn.work", quantizer="rtn")
+    assert nearest.statistics is not None and whole[0].statistics is not None
+    assert np.array_equal(nearest.statistics.popularity, whole[0].statistics.popularity)
+    assert nearest.statistics.unseen_experts == whole[0].statistics.unseen_experts
+    units = lowering.model.units_of_layer(0)
+    assert sum(store.error(u, SPECS[0]) for u in units) > sum(whole[1].error(u, SPECS[0]) for u in units)
 
 
-def test_threads_change_nothing(lowering: Lowering, whole: SweepResult, tmp_path: Path) -> None:
-    """Two threads in `whole`."""
-    for threads in (1, 3):
-        journal = Journal(tmp_path / f"{threads}.work", "x", Disk())
-        found = Sweep(lowering, inputs_of(lowering), journal, threads).run(nothing)
-        assert np.array_equal(found.sensitivity.gains, whole.sensitivity.gains)
+def test_without_texts_costs_are_errors_of_weights(lowering: Lowering, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "w.work", "x", Disk())
+    store = SweptStore(lowering, "rtn", SPECS, journal)
+    swept = Sweep(LayerSlot(lowering), store, journal, {}, 0).run(None, 2, no_progress)
+    assert swept.statistics is None and (swept.sensitivity.gains == 1).all() and not swept.held_out
+    for unit in lowering.model.unit_keys():
+        weight = lowering.unit(unit).float()
+        for spec in SPECS:
+            expected = float((store.weight(unit, spec) - weight).square().sum())
+            assert store.error(unit, spec) == pytest.approx(expected, rel=1e-4)
+        if unit.projection == "down":
+            assert store.error(unit, LEFT_OUT) == pytest.approx(float(weight.square().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize(("threads", "resident_layers"), [(1, 0), (3, 0), (2, 1), (2, 3)])
+def test_neither_threads_nor_resident_layers_change_a_bit(
+    lowering: Lowering, whole: tuple[Swept, SweptStore], tmp_path: Path, threads: int, resident_layers: int
+) -> None:
+    """Two threads and no resident layer in `whole`."""
+    found, store = sweep(lowering, tmp_path / "w.work", "gptq", threads, resident_layers)
+    assert np.array_equal(found.sensitivity.gains, whole[0].sensitivity.gains)
+    assert torch.equal(found.answers, whole[0].answers)
+    unit = UnitKey(1, 2, "down")
+    assert np.array_equal(store.for_bundle(unit, SPECS[0]), whole[1].for_bundle(unit, SPECS[0]))
+
+
+def test_resident_layers_are_read_once(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    own = type(lowering).unit
+
+    def unit(self: Lowering, key: UnitKey) -> torch.Tensor:
+        reads.append(key.layer)
+        return own(self, key)
+
+    monkeypatch.setattr(type(lowering), "unit", unit)
+    slot = LayerSlot(lowering, resident_layers=2)
+    for _ in range(2):
+        for layer in range(3):
+            slot.load(layer)
+    units = len(lowering.model.units_of_layer(0))
+    assert [reads.count(layer) for layer in range(3)] == [units, units, 2 * units]
 
 
 def test_divergences_are_those_of_the_plain_formula() -> None:
     generator = torch.Generator().manual_seed(1)
     states, own = (torch.randn(5, 8, generator=generator) for _ in range(2))
     head, other = (torch.randn(40, 8, generator=generator) for _ in range(2))
-    kl, agrees = next(divergences(states, own, OutputHead(other), OutputHead(head)))
+    kl, agrees = token_divergence((own @ head.T).log_softmax(-1), (states @ other.T).log_softmax(-1))
     expected = divergence(log_softmax((own @ head.T).numpy()), (states @ other.T).numpy())
     assert kl.numpy() == pytest.approx(expected[0], rel=1e-4) and agrees.numpy().tolist() == expected[1].tolist()
 
@@ -287,8 +394,11 @@ def test_divergences_are_those_of_the_plain_formula() -> None:
 def test_memory_grows_with_a_layer_not_with_the_model() -> None:
     deep, flat = (model_spec([layer_spec(width=512)] * count) for count in (40, 4))
     specs = (QuantSpec(2, 32), QuantSpec(4, 32))
-    assert (
-        streamed_bytes(deep, 1000, specs, 2) - streamed_bytes(flat, 1000, specs, 2)
-        < 40 * 2 * 512 * 4 * deep.hidden_size
-    )
-    assert whole_bytes(deep, specs, 1) > whole_bytes(flat, specs, 1) + 30 * 4 * 512 * deep.hidden_size
+    grown = sweep_bytes(deep, 1000, 512, specs, 2) - sweep_bytes(flat, 1000, 512, specs, 2)
+    assert grown < 40 * 2 * 512 * 4 * deep.hidden_size
+
+
+def test_first_texts_are_those_that_fit() -> None:
+    texts = TokenTexts([[1] * 4, [1] * 3, [1] * 5], [[2] * 2, [2], [2]])
+    assert [len(texts.first(tokens).rows) for tokens in (0, 6, 9, 10, 15, 16, 99)] == [1, 1, 1, 2, 2, 3, 3]
+    assert texts.num_tokens == 16 and texts.first(10).prompts == [[2] * 2, [2]]
