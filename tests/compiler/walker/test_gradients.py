@@ -1,112 +1,245 @@
-"""Gradients one layer at a time: what the whole model predicts, for every family, and a killed run that goes on."""
+"""Gradients one layer at a time: what the whole model predicts and measures, and a killed run that goes on."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.quantized import LEFT_OUT
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.reference.expert_module import SeparateExperts, projection_of
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.plan import plain_plan
-from moec.compiler.sensitivity.fisher import FisherProxy
-from moec.compiler.sensitivity.sensitivity import SensitivityTable
-from moec.compiler.walker import gradients
-from moec.compiler.walker.gradients import LayerGradients, with_gradients
-from moec.compiler.walker.memory import gradients_bytes
-from moec.compiler.walker.store import StreamedStore
-from moec.compiler.walker.sweep import AnswerTexts, Sweep, SweepInputs
+from moec.compiler.sensitivity import gradients
+from moec.compiler.sensitivity.fisher import predictions, ranks_well, sketch
+from moec.compiler.sensitivity.gradients import LayerGradients
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, with_gradients
+from moec.compiler.sensitivity.unit_prices import LEAST_TOKENS
+from moec.compiler.walker.memory import SKETCHES, TOKENS_PER_BACKWARD, gradients_bytes
+from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.texts import AnswerTexts, TokenTexts, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
+from moec.evaluation.engine import no_progress
+from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.sensitivity.test_fisher import FAMILIES, pairs, silent
+from tests.compiler.walker.whole_model import answers_of, measured_kl
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 
-SPECS = (QuantSpec(2, 32), QuantSpec(4, 64))
-ASKED = (*SPECS, LEFT_OUT)
-Model = tuple[Path, Lowering, StreamedStore]
+SPECS = (QuantSpec(3, 32), QuantSpec(4, 64))
+PRICED = (*SPECS, LEFT_OUT)
+DECODERS = (
+    "mixtral", "qwen2-plain-between", "qwen3-plain-first", "deepseek-v2-groups-yarn", "deepseek-v3", "ernie",
+    "granite-scaled", "gpt-oss", "phimoe",
+)  # fmt: skip
+FAMILIES = (*DECODERS, "switch", "switch-capacity")
+MEASURED_UNITS = 12
+"""Of the last layer, and of those before it."""
+Model = tuple[Path, Lowering, UnitStore]
 
 
-def quantized(folder: Path, work: Path) -> Model:
-    """A model and its units in every format on disk, as a sweep leaves them."""
+def texts_for(lowering: Lowering, count: int = 48) -> AnswerTexts:
+    """Made-up prompts and answers of several lengths."""
+    random = np.random.default_rng(7)
+    prompts = [random.integers(4, 250, 3 + at % 5).tolist() for at in range(count)]
+    answers = [random.integers(4, 250, 6 + at % 7).tolist() for at in range(count)]
+    counts = [len(answer) for answer in answers]
+    if lowering.model.encoder is not None:
+        return answers_of(TokenTexts([[0, *answer[:-1]] for answer in answers], prompts), counts)
+    return answers_of(TokenTexts([(p + a)[:-1] for p, a in zip(prompts, answers, strict=True)]), counts)
+
+
+def opened(folder: Path) -> Model:
     lowering = lower(open_checkpoint(str(folder)))
-    dense = plain_plan(lowering.model, lowering.spec_16bit, "rtn").dense
-    texts = [[5, 6, 200, 7], [1, 2, 3]]
-    inputs = SweepInputs(texts, AnswerTexts(texts, [2, 1], []), {}, SPECS, dense, "rtn", 0)
-    return folder, lowering, Sweep(lowering, inputs, Journal(work, "sweep", Disk()), 2).run(silent).store
+    return folder, lowering, UnitStore(lowering, "rtn")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    root = tmp_path_factory.mktemp("gradients")
+    root = tmp_path_factory.mktemp("gradients") / "tiny"
     if request.param == "mixtral":
-        return quantized(save_tiny_mixtral(root / "tiny", TinyMixtral(width=64)), root / "s.work")
-    return quantized(save_tiny_family(root / "tiny", TINY_FAMILIES[request.param]), root / "s.work")
+        return opened(save_tiny_mixtral(root, TinyMixtral(width=64)))
+    if request.param in TINY_SWITCHES:
+        return opened(save_tiny_switch(root, TINY_SWITCHES[request.param]))
+    return opened(save_tiny_family(root, TINY_FAMILIES[request.param]))
 
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    root = tmp_path_factory.mktemp("gradients")
-    return quantized(save_tiny_mixtral(root / "tiny", TinyMixtral(width=64, layers=3)), root / "s.work")
+    return opened(save_tiny_mixtral(tmp_path_factory.mktemp("gradients") / "tiny", TinyMixtral(width=64, layers=3)))
 
 
-def predicted(model: Model, work: Path, threads: int = 2) -> np.ndarray:
+def run(model: Model, journal: Journal, threads: int = 2, count: int = 48, seed: int = 0) -> np.ndarray:
     _, lowering, store = model
-    return LayerGradients(lowering, store, ASKED, Journal(work, "x", Disk()), threads).run(pairs(24), 0, silent)
+    passes = LayerGradients(LayerSlot(lowering), store, texts_for(lowering, count), PRICED, journal)
+    return passes.run(seed, threads, no_progress)
 
 
-def test_predictions_are_those_of_the_whole_model(model: Model, tmp_path: Path) -> None:
-    folder, _, store = model
-    whole = FisherProxy(ReferenceModel(folder), store, ASKED).run(pairs(24), 0, 2, silent)
-    found = predicted(model, tmp_path / "g.work")
-    known = ~np.isnan(found)
-    assert not np.isnan(whole[known]).any(), "a format that does not fit, or leaves a projection out"
-    assert known[:, 0].any() and known[:, -1].any()
-    unknown = np.isnan(found) & ~np.isnan(whole)
-    assert (whole[unknown & (np.arange(len(ASKED)) < len(SPECS))] == 0).all(), "experts that no token asked for"
-    assert known.any() and whole[known].max() > 0
-    assert np.allclose(found[known], whole[known], rtol=2e-3, atol=1e-5 * whole[known].max())
+def predicted(model: Model, work: Path, threads: int = 2, count: int = 48) -> np.ndarray:
+    return run(model, Journal(work, "x", Disk()), threads, count)
+
+
+def own_projection(experts: SeparateExperts, expert: int, projection: str) -> torch.Tensor:
+    """As SeparateExperts.projection, with gradients."""
+    layer = {"up": "wi", "down": "wo"}[projection]
+    return experts.get_parameter(f"expert_{expert}.{layer}.weight")
+
+
+def directional(model: Model, units: list[UnitKey], count: int) -> np.ndarray:
+    """The predictions of a few units, [units, 1 format], from gradients at their weights in the whole model.
+
+    Of each text and sketch v, the square of the derivative of v . logits in the direction of the rounding.
+    """
+    folder, lowering, store = model
+    reference, texts = ReferenceModel(folder), texts_for(lowering, count)
+    network, totals = reference.network, np.zeros(len(units))
+    if lowering.model.encoder is None:
+        network.model.set_experts_implementation("eager")
+    parameters = [parameter for module in network.experts.values() for parameter in module.parameters()]
+    twins = {layer: copy.deepcopy(module) for layer, module in network.experts.items()}  # hold gradients as weights
+    twins_parameters = [parameter for twin in twins.values() for parameter in twin.parameters()]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    changes = {unit: store.weight(unit, SPECS[0]) - lowering.unit(unit).float() for unit in units}
+    for batch in text_batches(texts.texts, TOKENS_PER_BACKWARD):
+        rows = []
+        for text in batch:
+            row, prompts = texts.texts.rows[text], texts.texts.prompts[text : text + 1]
+            hidden = network.hidden([row], prompts=prompts)
+            rows.append(network.logits(hidden[0, len(row) - texts.counts[text] :]))
+        for number in range(SKETCHES):
+            vectors = sketch(torch.cat(rows).detach(), [0, batch[0], number]).split([len(part) for part in rows])
+            for logits, vector in zip(rows, vectors, strict=True):
+                slopes = torch.autograd.grad((logits * vector).sum(), parameters, retain_graph=True, allow_unused=True)
+                for parameter, slope in zip(twins_parameters, slopes, strict=True):
+                    parameter.data = torch.zeros_like(parameter) if slope is None else slope
+                totals += [
+                    float((projection_of(twins[unit.layer], unit.expert, unit.projection) * change).sum()) ** 2
+                    for unit, change in changes.items()
+                ]
+    return totals / (2 * SKETCHES * sum(texts.counts))
+
+
+def chosen_units(lowering: Lowering, known: np.ndarray) -> list[int]:
+    """Places of a few units of every layer that have a prediction."""
+    units, found = lowering.model.unit_keys(), []
+    for layer in lowering.model.expert_layers:
+        own = [at for at, unit in enumerate(units) if unit.layer == layer and known[at]]
+        found += own[:: max(1, len(own) // 4)]
+    return found
+
+
+def test_predictions_are_those_of_gradients_at_the_weights(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, lowering, _ = model
+    found = predicted(model, tmp_path / "g.work", count=24)[:, 0]
+    places = chosen_units(lowering, ~np.isnan(found))
+    with monkeypatch.context() as patched:
+        patched.setattr(SeparateExperts, "projection", own_projection)
+        expected = directional(model, [lowering.model.unit_keys()[at] for at in places], 24)
+    assert len(places) >= 4 and expected.max() > 0
+    assert found[places] == pytest.approx(expected, rel=5e-3, abs=1e-5 * expected.max())
+
+
+@pytest.mark.parametrize("model", DECODERS, indirect=True)
+def test_predictions_are_what_is_measured(model: Model, tmp_path: Path) -> None:
+    folder, lowering, store = model
+    texts, units = texts_for(lowering), lowering.model.unit_keys()
+    found = predicted(model, tmp_path / "g.work")[:, 0]
+    reference = ReferenceModel(folder)
+    layers, last = np.array([unit.layer for unit in units]), lowering.model.expert_layers[-1]
+
+    def ratios(places: np.ndarray) -> np.ndarray:
+        """Predicted over measured KL of some of these units."""
+        measured = []
+        for at in places[:: max(1, len(places) // MEASURED_UNITS)]:
+            kl = measured_kl(reference, texts, {units[at]: store.weight(units[at], SPECS[0])})
+            measured += [found[at] / kl] if kl else []
+        return np.array(measured)
+
+    known = np.isfinite(found)
+    # After the last layer no router can choose otherwise. The effect of later routers is not predicted.
+    after = ratios(np.flatnonzero(known & (layers == last)))
+    assert 0.75 < np.median(after) < 1.33
+    assert np.abs(np.log(after)).mean() < 0.45
+    if (known & (layers < last)).any():
+        before = np.median(ratios(np.flatnonzero(known & (layers < last))))
+        assert 0.3 < before < 1.2 if ranks_well(lowering.model) else 0.1 < before < 0.4
 
 
 def test_the_same_bits_for_any_number_of_threads(mixtral: Model, tmp_path: Path) -> None:
     one, three = (predicted(mixtral, tmp_path / f"{threads}.work", threads) for threads in (1, 3))
     assert np.array_equal(one, three, equal_nan=True)
+    other = run(mixtral, Journal(tmp_path / "seed.work", "x", Disk()), seed=3)
+    assert not np.array_equal(one, other, equal_nan=True)
+
+
+def test_formats_that_do_not_fit_have_no_price(tmp_path: Path) -> None:
+    model = opened(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(width=96)))
+    found = predictions(predicted(model, tmp_path / "g.work"), model[1].model, PRICED)
+    by_projection = {name: {spec for unit, spec in found if unit.projection == name} for name in PROJECTIONS}
+    assert by_projection == {"gate": set(SPECS), "up": set(SPECS), "down": {SPECS[0], LEFT_OUT}}
+    few = predictions(predicted(model, tmp_path / "few.work", count=2), model[1].model, PRICED)
+    assert sum(texts_for(model[1], 2).counts) < LEAST_TOKENS and LEFT_OUT not in {spec for _, spec in few}
 
 
 class _Killed(Exception):
     """What a killed run ends with here."""
 
 
-@pytest.mark.parametrize("stage", ["before-1", "before-3", "upstream-2", "gradients-2", "upstream-0", "gradients-0"])
-def test_a_killed_run_goes_on(stage: str, mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed as soon as a stage is written, then run again: the same numbers, and finished layers are not passed."""
-    expected = predicted(mixtral, tmp_path / "alone.work")
-
+def _killed_at(stage: str) -> Disk:
     class Killing(Disk):
         def rename(self, source: Path, target: Path) -> None:
             super().rename(source, target)
             if target.name.startswith(f"{stage}-"):
                 raise _Killed
 
-    _, lowering, store = mixtral
+    return Killing()
+
+
+@pytest.mark.parametrize("stage", ["before-1", "before-3", "upstream-2", "gradients-2", "upstream-0", "gradients-0"])
+def test_a_killed_run_goes_on(stage: str, mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed as soon as a stage is written, then run again: the same numbers, and finished layers are not passed."""
+    expected = predicted(mixtral, tmp_path / "alone.work")
     work = tmp_path / "killed.work"
     with pytest.raises(_Killed):
-        LayerGradients(lowering, store, ASKED, Journal(work, "x", Killing()), 1).run(pairs(24), 0, silent)
+        run(mixtral, Journal(work, "x", _killed_at(stage)), threads=1)
     passed: list[int] = []
-    load = gradients.LayerSlot.load
-    monkeypatch.setattr(
-        gradients.LayerSlot, "load", lambda self, layer, *rest: (passed.append(layer), load(self, layer, *rest))[1]
-    )
-    found = LayerGradients(lowering, store, ASKED, Journal(work, "x", Disk()), 1).run(pairs(24), 0, silent)
+    load = LayerSlot.load
+
+    def loaded(slot: LayerSlot, layer: int, *rest: Any) -> None:
+        passed.append(layer)
+        load(slot, layer, *rest)
+
+    monkeypatch.setattr(gradients.LayerSlot, "load", loaded)
+    found = run(mixtral, Journal(work, "x", Disk()), threads=1)
     assert np.array_equal(found, expected, equal_nan=True)
     back = [2, 1, 0]
     resumed = {"before-1": [1, 2, *back], "gradients-2": [1, 0], "upstream-0": [0], "gradients-0": []}
     assert passed == resumed.get(stage, back)
+
+
+@pytest.mark.parametrize(
+    "stage", ["before-3", "encoded", "before-4", "before-6", "gradients-5", "upstream-4", "gradients-4", "gradients-3"]
+)
+def test_a_killed_run_of_a_model_with_an_encoder_goes_on(stage: str, tmp_path: Path) -> None:
+    """Four layers of an encoder, four of a decoder."""
+    model = opened(save_tiny_switch(tmp_path / "tiny", TINY_SWITCHES["switch"]))
+    expected, work = predicted(model, tmp_path / "alone.work", count=12), tmp_path / "killed.work"
+    with pytest.raises(_Killed):
+        run(model, Journal(work, "x", _killed_at(stage)), count=12)
+    assert np.array_equal(run(model, Journal(work, "x", Disk()), count=12), expected, equal_nan=True)
 
 
 def test_a_damaged_stream_is_made_again(mixtral: Model, tmp_path: Path) -> None:
@@ -116,9 +249,8 @@ def test_a_damaged_stream_is_made_again(mixtral: Model, tmp_path: Path) -> None:
         def put(self, stage: str, data: bytes) -> None:
             raise _Killed  # when all streams are there and the first layer's gradients are done
 
-    _, lowering, store = mixtral
     with pytest.raises(_Killed):
-        LayerGradients(lowering, store, ASKED, Ending(work, "x", Disk()), 1).run(pairs(24), 0, silent)
+        run(mixtral, Ending(work, "x", Disk()))
     (stream,) = work.glob("before-2-*")
     raw = bytearray(stream.read_bytes())
     raw[100] ^= 1
@@ -126,19 +258,32 @@ def test_a_damaged_stream_is_made_again(mixtral: Model, tmp_path: Path) -> None:
     assert np.array_equal(predicted(mixtral, work), expected, equal_nan=True)
 
 
+def test_nothing_of_the_layers_is_changed(mixtral: Model, tmp_path: Path) -> None:
+    _, lowering, store = mixtral
+    slot = LayerSlot(lowering)
+    network = slot.single.network.model
+    before = network.get_experts_implementation()
+    journal = Journal(tmp_path / "g.work", "x", Disk())
+    LayerGradients(slot, store, texts_for(lowering, 4), PRICED, journal).run(0, 2, no_progress)
+    assert network.get_experts_implementation() == before
+    assert not any(module._forward_hooks for module in network.modules())
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert torch.is_grad_enabled()
+
+
 def test_prices_by_gradients_are_on_the_scale_of_what_was_measured(mixtral: Model) -> None:
     _, lowering, store = mixtral
     count, units = store.model.num_layers, plain_plan(store.model, lowering.spec_16bit, "rtn").units
     table = SensitivityTable(np.full((count, 3), 2.0), {}, np.ones((count, store.model.layers[0].experts.count)))
-    predicted = {(unit, spec): float(at + 1) for at, unit in enumerate(units) for spec in ASKED}
-    found = with_gradients(table, store, predicted)
-    probe = SPECS[1]  # as near to 3 bits as 2 are, and of 64 columns
+    predicted = {(unit, spec): float(at + 1) for at, unit in enumerate(units) for spec in PRICED}
+    found = with_gradients(table, store, SPECS, predicted)
+    probe = SPECS[0]  # the format nearest to 3 bits
     assert sum(found.unit_loss(store, unit, probe) for unit in units) == pytest.approx(
         sum(table.unit_loss(store, unit, probe) for unit in units)
     )
     first, *_, last = units
     unknown = {key: kl for key, kl in predicted.items() if key[0] != last}
-    kept = with_gradients(table, store, unknown)
+    kept = with_gradients(table, store, SPECS, unknown)
     assert kept.unit_loss(store, last, probe) == table.unit_loss(store, last, probe), (
         "no gradients, the price of errors"
     )
@@ -146,24 +291,9 @@ def test_prices_by_gradients_are_on_the_scale_of_what_was_measured(mixtral: Mode
     assert found.unit_loss(store, last, LEFT_OUT) == pytest.approx(len(units) * found.unit_loss(store, first, LEFT_OUT))
 
 
-def test_texts_are_taken_as_far_as_they_are_held(
-    mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, lowering, store = mixtral
-
-    def run(count: int, name: str) -> np.ndarray:
-        work = Journal(tmp_path / name, "x", Disk())
-        return LayerGradients(lowering, store, ASKED, work, 1).run(pairs(count), 0, silent)
-
-    alone = run(3, "three.work")
-    monkeypatch.setattr(gradients, "GRADIENT_TOKENS", sum(len(a) + len(b) for a, b in pairs(3)) + 3)
-    assert np.array_equal(run(24, "room.work"), alone, equal_nan=True)
-
-
 def test_memory_grows_with_one_layer(mixtral: Model) -> None:
-
     shape = mixtral[1].model
     deep = replace(shape, layers=shape.layers * 4)
-    assert gradients_bytes(deep, 0, SPECS, 2) == gradients_bytes(shape, 0, SPECS, 2)
+    assert gradients_bytes(deep, 900, 0, SPECS, 2) == gradients_bytes(shape, 900, 0, SPECS, 2)
     wide = replace(shape, hidden_size=8 * shape.hidden_size)
-    assert gradients_bytes(wide, 0, SPECS, 2) > gradients_bytes(shape, 99, SPECS, 2)
+    assert gradients_bytes(wide, 900, 0, SPECS, 2) > gradients_bytes(shape, 900, 99, SPECS, 2)
