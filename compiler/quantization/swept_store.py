@@ -24,7 +24,8 @@ def stage_name(layer: int, spec: QuantSpec) -> str:
 class SweptStore(UnitStore):
     """The units of a sweep in the journal's folder, one file for each layer and format.
 
-    specs: formats below 16 bits.
+    Other formats are rounded when they are first needed, without knowledge of the inputs.
+    specs: formats of the sweep, below 16 bits.
     """
 
     def __init__(self, lowering: Lowering, quantizer: str, specs: Sequence[QuantSpec], journal: Journal) -> None:
@@ -62,17 +63,23 @@ class SweptStore(UnitStore):
         return True
 
     def error(self, unit: UnitKey, spec: QuantSpec) -> float:
-        return 0.0 if spec.bitwidth == 16 else float(self._costs[unit.layer][self._rows[unit], self._columns[spec]])
+        if spec not in self._columns:
+            return super().error(unit, spec)
+        return float(self._costs[unit.layer][self._rows[unit], self._columns[spec]])
 
     def for_bundle(self, unit: UnitKey, spec: QuantSpec) -> np.ndarray:
         if spec.is_pruned:
             return np.empty(0, np.uint8)
+        if spec not in self._columns:
+            return super().for_bundle(unit, spec)
         size = spec.packed_bytes(*self.model.unit_shape(unit.layer, unit.projection))
         return self._files[(unit.layer, spec)].read(self._starts[spec][unit], size)
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         if spec.is_pruned:
             return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
+        if spec not in self._columns:
+            return super().matrix(unit, spec)
         return unpack(self.for_bundle(unit, spec), *self.model.unit_shape(unit.layer, unit.projection), spec)
 
 

@@ -137,13 +137,19 @@ def _edgemoe_formats(
     """Return formats by bitwidth and quantized units for EdgeMoE's search, by the name of the baseline."""
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
     group = edgemoe_group_size(plan, uniform, specs)
-    offered = {(spec.bitwidth, spec.group_size): spec for spec in specs}
-    ours = {bits: offered.get((bits, group), QuantSpec(bits, group)) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    ours = {bits: _offered_format(plan, bits, group, specs) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     if store.quantizer == "quanto":
         ours[8] = QuantSpec(8)  # the only 8-bit format of the package
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
     published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
     return {PUBLISHED: (published, UnitStore(store.lowering, "rtn")), OURS: (ours, store)}
+
+
+def _offered_format(plan: CompilePlan, bits: int, group_size: int, specs: Sequence[QuantSpec]) -> QuantSpec:
+    """Return the format on offer with this bitwidth whose groups are nearest in size, or one that is not on offer."""
+    own = [spec for spec in specs if spec.bitwidth == bits and fits_all(plan, spec)]
+    nearest = min(own, key=lambda spec: abs(spec.group_size - group_size), default=None)
+    return QuantSpec(bits, group_size) if nearest is None else nearest
 
 
 def fitting_formats(plan: CompilePlan, specs: Sequence[QuantSpec]) -> int:
