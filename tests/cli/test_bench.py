@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.commands.bench import predict, run_ceiling_ns
+from moec.cli.measuring.ceiling import predict, run_ceiling_ns
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import open_bundle

@@ -256,7 +256,7 @@ def test_the_little_model_of_a_trace_must_be_there(invoke: Invoke, mixed_bundle:
     for given, told in [
         (("--trace-out", tmp_path / "t", "--trace-little", "9"), "a little model of 9 experts is the whole one"),
         (("--trace-out", tmp_path / "t", "--trace-little", "few"), "`--trace-little few` is not a number of experts"),
-        (("--trace-little", "1"), "`--trace-little` is what a trace says"),
+        (("--trace-little", "1"), "`--trace-little` has no effect without a trace"),
     ]:
         done = invoke(*bench, *given)
         assert done.exit_code == 1 and told in done.stderr and not (tmp_path / "t").exists()

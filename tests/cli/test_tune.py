@@ -325,7 +325,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     table = fitted("--modes", "dynamic-precision 0.2,0.7")
     assert "low" in table.stdout and "--policy-weights" in table.stderr
     for modes, message in [
-        ("big-little gamma=0.5", "does not depend on what is cached"),
+        ("big-little gamma=0.5", "does not depend on the cache"),
         ("sweep", "weights are fitted to one setting"),
         ("dynamic-precision 0,1; dynamic-precision 0,0.5", "weights are fitted to one setting"),
         ("dynamic-precision 0,1 + big-little gamma=0.5,k=3", "has not recorded, a little model of so many experts"),
@@ -337,7 +337,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--modes", "dynamic-precision 0,1"], "`--modes` is what weights are fitted to"),
+        (["--modes", "dynamic-precision 0,1"], "`--modes` has no effect without traces"),
         (["--trace", "a"], "`--trace` and `--held-out` need each other"),
         (["--trace", "a", "--held-out", "b", "--tokens", "5"], "`--tokens` has no effect"),
         (["--trace", "a", "--held-out", "b"], "the trace `a` cannot be read"),
