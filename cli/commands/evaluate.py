@@ -99,7 +99,7 @@ def eval_command(
     if modes is not None:
         for name, given in (("slots", slots), ("per-item", per_item)):
             if given is not None:
-                raise OptionError(f"`--{name}` has no effect beside `--modes`", "leave it out")
+                raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
         output.say(told_items)
         _sweep(model, modes, items.task, items.items, examples, values, as_json)
         return

@@ -177,7 +177,7 @@ def test_a_text_is_measured_token_by_token(
     result = invoke(*arguments)
     assert "time of decode" in result.stdout and "experts" in result.stdout
     for more, message in (
-        (("--tokens", 500), "7 and 500 tokens of"),
+        (("--tokens", 500), "34 tokens, 7 and 500 are needed"),
         (("--prompt-tokens", 0), "`--prompt-tokens` must be at least 1"),
         (("--context", 8), "the context holds 8"),
         (("--text", tmp_path / "none.txt"), "cannot be read as UTF-8 text"),

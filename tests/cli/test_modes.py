@@ -146,7 +146,7 @@ def test_auto_is_alone_and_its_loss_is_its_own(invoke: Invoke, recorded: Path) -
         assert "measured without other modes" in invoke(*run, "--dynamic-precision", "auto", *other).stderr
     for modes in ((), ("--dynamic-precision", "0,1")):
         refused = invoke(*run, *modes, "--mode-loss", "2%")
-        assert refused.exit_code == 1 and "is what `auto` may cost" in refused.stderr
+        assert refused.exit_code == 1 and "has no effect without `auto`" in refused.stderr
 
 
 def test_what_was_measured_before_stays(invoke: Invoke, recorded: Path, texts: Path) -> None:

@@ -136,8 +136,8 @@ def test_a_chat_goes_through_the_template(invoke: Invoke, bundle: Path, tmp_path
     [
         (("--system", "x"), "`--system` has no effect without `--chat`"),
         (("--length-penalty", 2), "`--length-penalty` has no effect with one beam"),
-        (("--beams", 2, "--temperature", 1), "`--beams` looks for the likeliest answer"),
-        (("--beams", 2, "--stop", "x"), "`--beams` looks for the likeliest answer"),
+        (("--beams", 2, "--temperature", 1), "`--beams` finds the most probable answer"),
+        (("--beams", 2, "--stop", "x"), "`--beams` finds the most probable answer"),
         (("--beams", 99), "beams must be 1 to 64"),
         (("--min-p", 0.1), "no effect at temperature 0"),
     ],

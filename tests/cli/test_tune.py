@@ -1,4 +1,4 @@
-"""`moec tune`: what pays is kept, what does not is not, and a file for another machine or bundle is left aside."""
+"""`moec tune`: what pays is kept, what does not is not, and a file for another machine or bundle is ignored."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ def mode(bundle: Path, *more: str, cache: tuple[str, str] = ("--expert-cache", "
     ("field", "reason"),
     [
         ("machine", "was made on another machine"),
-        ("storage", "was made on other storage than the bundle lies on"),
+        ("storage", "was made on other storage than that of the bundle"),
         ("bundle", "was made for another compile of the bundle"),
     ],
 )
 def test_a_file_for_something_else_is_named_and_left_aside(bundle: Path, field: str, reason: str) -> None:
     write_tuning(bundle, replace(tuning_of(bundle, {"readers": 5}), **{field: "0" * 64}))
     told = mode(bundle)
-    assert f"warning: `{tuning_path(bundle)}` {reason}; it is left aside, `moec tune` makes a new one" in told
+    assert f"warning: `{tuning_path(bundle)}` {reason}; it is ignored, `moec tune` makes a new one" in told
     assert "readers 2" in told
 
 
@@ -156,7 +156,7 @@ def test_a_file_for_another_size_of_cache_is_named_and_left_aside(bundle: Path) 
     sizes = {share: human_bytes(tuning_of(bundle, {}, share).expert_cache_bytes) for share in ("39%", "50%", "61%")}
     for far in ("39%", "61%"):
         told = mode(bundle, cache=("--expert-cache", far))
-        assert f"was made with an expert cache of {sizes['50%']}, this run has {sizes[far]}; it is left aside" in told
+        assert f"was made with an expert cache of {sizes['50%']}, this run has {sizes[far]}; it is ignored" in told
         assert f"`moec tune {bundle} --expert-cache {far}` makes a new one" in told and "readers 2" in told
 
 
@@ -174,7 +174,7 @@ def test_a_sweep_of_modes_has_a_cache_of_its_own(bundle: Path, tmp_path: Path) -
     for cache, is_left in (("25%", False), ("100%", True)):
         write_tuning(bundle, tuning_of(bundle, {"readers": 5}, cache))
         done = CliRunner().invoke(cli, arguments, standalone_mode=False)
-        assert done.exception is None and ("is left aside" in done.stderr) == is_left
+        assert done.exception is None and ("is ignored" in done.stderr) == is_left
         assert ("readers 5" in done.stderr) != is_left
 
 
@@ -188,7 +188,7 @@ def test_what_the_rest_of_a_budget_does_not_use_yet_counts(bundle: Path, monkeyp
     assert "readers 5" in mode(bundle, cache=("--memory", budget))
     assert "readers 5" in mode(bundle, "--context", "64", cache=("--memory", budget)), "what a long text takes is free"
     told = mode(bundle, cache=("--expert-cache", str(engine.memory.cache_bytes)))
-    assert "is left aside" in told and "readers 2" in told, "a budget gives more than it promises"
+    assert "is ignored" in told and "readers 2" in told, "a budget gives more than it promises"
 
 
 def test_the_cache_is_planned_beside_the_slots_of_the_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
