@@ -34,7 +34,7 @@ SECOND_BITS = (16, 4, 2)
 SECOND_ITEMS = 300
 
 
-@click.command("demo", short_help="Compile, run and certify the shipped example, in a few minutes.")
+@click.command("demo", short_help="Compile, certify and run the shipped example.")
 @click.option(
     "--example",
     type=PATH,

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 generation = section_option("Generation")
 
 
-@click.command(
-    "run", cls=SectionCommand, short_help="Continue a prompt, with experts read from storage in a memory budget."
-)
+@click.command("run", cls=SectionCommand, short_help="Continue a prompt within a memory budget.")
 @bundle_argument
 @click.option("--prompt", required=True, metavar="TEXT", help="The text to continue; `-` reads it from stdin.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")

@@ -65,7 +65,7 @@ def test_a_bundle_that_was_moved_says_what_it_needs(place: Path, bundle: Path, t
     result = invoke("compare", bundle)
     assert result.exit_code == 1 and "the checkpoint (`--model`) and the task data (`--data`)" in result.stderr
     result = invoke("compare", bundle, "--data", place / "texts")
-    assert result.exit_code == 1 and "finds the checkpoint (`--model`)" in result.stderr
+    assert result.exit_code == 1 and "does not name the checkpoint (`--model`)" in result.stderr
     result = invoke("compare", bundle, "--data", place / "texts", "--model", place / "tiny", "--json")
     assert result.exit_code == 0, result.stderr
     assert len(json.loads(result.stdout)["baselines"]) == 3
