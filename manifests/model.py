@@ -102,7 +102,7 @@ class ExpertsSpec:
 
     @property
     def can_lose_experts(self) -> bool:
-        """Whether experts can be left out. The router then chooses among the others."""
+        """True if experts can be left out. The router then chooses among the others."""
         return self.router.is_by_logits and self.count > self.top_k
 
     @property

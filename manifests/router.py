@@ -84,7 +84,7 @@ class RouterSpec:
 
     @property
     def is_by_logits(self) -> bool:
-        """Whether the order of the logits alone decides the choice.
+        """True if the order of the logits alone decides the choice.
 
         Then an expert with a logit of -inf is never chosen.
         """
@@ -93,5 +93,5 @@ class RouterSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scoring is softmax alone, so that scores have the order of the logits."""
+        """True if scoring is softmax alone, so that scores have the order of the logits."""
         return self.scoring == "softmax" and not self.correction and self.groups == 1 and self.static is None

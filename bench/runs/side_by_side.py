@@ -1,4 +1,4 @@
-"""Options side by side.
+"""Compare options in turns.
 
     python -m bench.runs.side_by_side BUNDLE TEXT expert_cache=75% expert_cache=75%,prefetch=off
 

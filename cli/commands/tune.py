@@ -78,8 +78,8 @@ def tune_command(
     kept if the median gain is at least 3 %. The options are written to `BUNDLE.tune.json` next to the bundle, where
     `run`, `generate`, `eval` and `bench` read them. Close other programs first.
 
-    The file is valid on this machine, while the bundle is on the same storage, and for runs whose expert cache is
-    within 20 % of the size in this measurement. Other runs print a warning and ignore the file.
+    The file is valid on this machine, while the bundle is on the same storage. The expert cache of a run must be within
+    20 % of the size in this measurement. Other runs print a warning and ignore the file.
 
     With --trace and --held-out nothing is timed. The weights of recency, uses and layer distance in HOBBIT's score are
     fitted to traces of `moec bench --trace-out`, for the fewest bytes read by misses. The held-out traces compare the

@@ -89,10 +89,12 @@ def lower_decoder(checkpoint: Checkpoint, model: ModelSpec, names: DecoderNames)
     read = [source.name for source in (*dense.values(), *units.values())]
     float_type, notes = common_float_type(checkpoint, read)
     ignored = {name for name in checkpoint.tensors if _plays_no_part(name, model.num_layers)}
-    beside = {name for name in checkpoint.tensors if name.endswith((names.correction, SCALES_SUFFIX))} - ignored
+    auxiliary = {name for name in checkpoint.tensors if name.endswith((names.correction, SCALES_SUFFIX))} - ignored
     if model.tie_embeddings:
         ignored.add(HEAD)
-    return Lowering(checkpoint, model, dense, units, loaded, frozenset(ignored), frozenset(beside), float_type, notes)
+    return Lowering(
+        checkpoint, model, dense, units, loaded, frozenset(ignored), frozenset(auxiliary), float_type, notes
+    )
 
 
 def _plays_no_part(name: str, layers: int) -> bool:

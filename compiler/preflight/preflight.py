@@ -129,7 +129,7 @@ def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
             missing.append((name, ""))
         elif ref.shape != source.shape:
             misshapen.append((name, f"expected shape {list(source.shape)}, found {list(ref.shape)}"))
-    known = {*sources, *lowering.ignored, *lowering.beside}
+    known = {*sources, *lowering.ignored, *lowering.auxiliary}
     unexpected = [(name, "") for name in checkpoint.tensors if name not in known]
     return [
         *(f"missing tensor {text}" for text in _together(missing)),

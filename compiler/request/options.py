@@ -214,7 +214,7 @@ class CompileOptions:
 
     @property
     def is_uniform_symmetric(self) -> bool:
-        """Whether a uniform target has no minima.
+        """True if a uniform target has no minima.
 
         Without a request: 1.6 bits, and 4 and 8 bits in groups of 32. In these groups a minimum costs half a bit per
         weight. Without minima they have the size and about the output error of groups of 64 with minima
