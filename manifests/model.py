@@ -215,7 +215,7 @@ class ModelSpec:
             decodes, attention = index >= first, layer.attention
             require(
                 (layer.cross is not None) == (decodes and first > 0),
-                f"layer {index}: cross is for decoders behind an encoder",
+                f"layer {index}: cross is for decoders after an encoder",
             )
             require(not (decodes and layer.experts.router.capacity), f"layer {index}: capacity is for encoders")
             static = layer.experts.router.static

@@ -109,7 +109,7 @@ def _file_problems(checkpoint: Checkpoint) -> list[str]:
     if any(TOKENIZER_NAME in problem for problem in problems):
         return problems
     if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
-        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights"]
+        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer next to the weights"]
     try:
         load_tokenizer(checkpoint.root)
     except CheckpointError as error:

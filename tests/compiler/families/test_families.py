@@ -90,7 +90,7 @@ def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_p
     before = lowered(path)
     own = {key: before.unit(key) for key in before.units}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    read = {source.name for source in before.dense.values()} | before.ignored | before.beside
+    read = {source.name for source in before.dense.values()} | before.ignored | before.auxiliary
     kept = {key: tensor for key, tensor in load_file(path / WEIGHTS_NAME).items() if key in read}
     fused = {key: tensor.clone() for key, tensor in model.state_dict().items() if "_proj" in key and ".experts." in key}
     assert fused

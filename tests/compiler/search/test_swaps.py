@@ -134,5 +134,5 @@ def test_a_negative_number_of_swaps_is_refused() -> None:
 
 
 def test_swaps_without_a_search_are_refused() -> None:
-    with pytest.raises(OptionError, match="`--swaps` has no effect beside `--uniform`"):
+    with pytest.raises(OptionError, match="`--swaps` has no effect with `--uniform`"):
         CompileOptions(Target("uniform", 4), swaps=3)
