@@ -82,9 +82,8 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
     """Return least and greatest bytes of the routed experts, without padding: in the smallest formats, and at 16 bits.
 
     Scales are included.
-    prunes: the least counts only top_k experts per layer, if the router allows pruning. Calibration may know too little
-        of
-        some experts to leave them out. The search reports that.
+    prunes: the least counts only top_k experts per layer, if the router allows pruning. The search reports experts
+        that cannot be left out because calibration knows too little about them.
     """
     formats = [*offered, QuantSpec(16, float_type="bfloat16")]
     least = greatest = 0.0
