@@ -1,4 +1,4 @@
-"""`moec tune`: what pays is kept, what does not is not, and a file for another machine or bundle is ignored."""
+"""`moec tune` keeps the options that are faster. A file of another machine or bundle is ignored."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
 
 
 def tuning_of(bundle: Path, options: dict[str, str | int], cache: str = "50%") -> Tuning:
-    """As `moec tune --expert-cache 50%` would have made it here."""
+    """Return the tuning that `moec tune --expert-cache 50%` would write here."""
     cache_bytes = parse_cache(cache, open_bundle(bundle).manifest.cost.expert_padded_bytes)
     return Tuning(machine_sha256(), storage_sha256(bundle), bundle_sha256(bundle), cache_bytes, options)
 
 
 def slower(**slow: float) -> Callable[[RuntimeOptions], float]:
-    """Seconds per token that depend on the options alone, by factors."""
+    """Return the seconds per token of some options, from given factors."""
 
     def seconds(options: RuntimeOptions) -> float:
         factor = 1.0
