@@ -1,4 +1,4 @@
-"""Whole compiles of a tiny random model: every kind of target, what is refused, what is left behind."""
+"""Whole compiles of a tiny random model: every kind of target, refusals, and remaining files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KL = 0.05
 
 @pytest.fixture(scope="module")
 def bundle(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled to a KL with everything on: all formats, dense weights searched, comparisons."""
+    """A bundle compiled to a KL with all formats, searched dense weights and comparisons."""
     output = tmp_path_factory.mktemp("full") / "tiny-moec"
     compile_tiny(model, output, "kl", KL, data=str(texts), quick=False)
     assert names(output.parent) == {"tiny-moec"}, "nothing but the bundle is left"
@@ -164,7 +164,7 @@ def test_exact_sensitivity_corrects_each_expert(model: Path, texts: Path, tmp_pa
 
 
 def test_group_sizes_that_fit_some_projections_only(texts: Path, tmp_path: Path) -> None:
-    """96 columns: neither 64 nor 128 divides them, and both are on offer by default."""
+    """Neither 64 nor 128 divides 96 columns, and both are on offer by default."""
     source = save_model(tmp_path / "tiny", width=96, experts=2, layers=1)
     compile_tiny(source, tmp_path / "out", "kl", 0.002, data=str(texts), quick=False, dense_bits=8)
     check_bundle(tmp_path / "out")
@@ -185,7 +185,7 @@ def test_every_task_must_meet_the_target(model: Path, texts: Path, tmp_path: Pat
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(data), tasks=("perplexity", "gsm8k"))
     tasks = check_bundle(tmp_path / "out")["tasks"]
     assert {name: task["n"] for name, task in tasks.items()} == {"perplexity": 40, "gsm8k": 4}
-    # The model solves no sum: there is no relative loss, and a KL target does not ask for one.
+    # The model solves no sum, so there is no relative loss. A KL target needs none.
     assert tasks["gsm8k"]["baseline"] == 0 and tasks["gsm8k"]["loss"] is None
     assert tasks["gsm8k"]["kl"]["mean"] > 0 and tasks["perplexity"]["loss"]["n"] == 40
     assert "| gsm8k (4 items) | exact_match | 0.0000 | 0.0000 | - | - |" in (tmp_path / "out/README.md").read_text()
@@ -195,7 +195,7 @@ def test_every_task_must_meet_the_target(model: Path, texts: Path, tmp_path: Pat
 
 
 def refused(kind: type[MoecError], folder: Path, act: Callable[[], Any]) -> MoecError:
-    """The error; the folder is as it was before."""
+    """Return the error of a compile, and check that the folder is unchanged."""
     before = contents(folder), names(folder)
     with pytest.raises(kind) as caught:
         act()

@@ -1,4 +1,4 @@
-"""Functions that damage a bundle, and functions that make the digests match the damage, because digests are no secret."""
+"""Functions that damage a bundle, and functions that make its digests match the damage: digests are no secret."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
 def logits_of(bundle: Path, options: dict[str, Any], prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
     """Return one logit in STEP of every token, float32 [T x V / STEP]. The first index differs from token to token.
 
-    The first pass takes the prompt. With lossy modes it takes the first token only, because modes decide after that pass.
+    The first pass takes the prompt. With lossy modes it takes only the first token, because modes decide after it.
     """
     with load(bundle, **options) as engine:
         engine.begin_sequence()

@@ -1,4 +1,4 @@
-"""G10: damaged and hostile bundles are refused with an error that names the place. No crash, no hang, bounded memory."""
+"""G10: damaged and hostile bundles are refused with an error that names the place. No crash, no hang, little memory."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def decode(
 
 
 def forget(folder: Path) -> bool:
-    """Drop files from the page cache, so that their next reader is charged for them. Return False if they stay there."""
+    """Drop files from the page cache, so that their next reader is charged. Return False if they stay there."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

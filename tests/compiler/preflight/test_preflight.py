@@ -1,4 +1,4 @@
-"""Preflight: every problem in one report, from headers alone."""
+"""Preflight: one report with every problem, from headers only."""
 
 from __future__ import annotations
 

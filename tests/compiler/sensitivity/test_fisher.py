@@ -1,4 +1,4 @@
-"""The Fisher proxy: what it predicts is what is measured, on every family, for any number of threads, with no trace."""
+"""The Fisher proxy: predictions match measurements for every family and thread count. The model stays unchanged."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FAMILIES = (
     "granite-scaled", "gpt-oss", "phimoe",
 )  # fmt: skip
 MEASURED_UNITS = 12
-"""Of the last layer, and of those in front of it."""
+"""Number of units of the last layer that are measured, and of the layers before it."""
 
 
 def pairs(count: int = 48) -> list[tuple[list[int], list[int]]]:
-    """Token ids of made-up prompts and answers, of several lengths."""
+    """Return token ids of random prompts and answers of several lengths."""
     random = np.random.default_rng(7)
     return [
         (random.integers(4, 250, 3 + at % 5).tolist(), random.integers(4, 250, 6 + at % 7).tolist())
@@ -44,7 +44,7 @@ def pairs(count: int = 48) -> list[tuple[list[int], list[int]]]:
 
 
 def silent(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignore the progress."""
 
 
 def open_model(folder: Path) -> tuple[ReferenceModel, UnitStore]:
@@ -69,7 +69,7 @@ def test_predictions_are_what_is_measured(model: tuple[ReferenceModel, UnitStore
     layers, last = np.array([unit.layer for unit in units]), store.model.expert_layers[-1]
 
     def ratios(places: np.ndarray) -> np.ndarray:
-        """Predicted over measured KL of some of these units, those that no token reads left out."""
+        """Return predicted over measured KL of some of these units, without those that no token reads."""
         found = []
         for at in places[:: max(1, len(places) // MEASURED_UNITS)]:
             with reference.weights({units[at]: store.weight(units[at], SPECS[0])}):
@@ -79,7 +79,7 @@ def test_predictions_are_what_is_measured(model: tuple[ReferenceModel, UnitStore
         return np.array(found)
 
     fits = np.isfinite(predicted[:, 0])
-    # Behind the last layer no router can choose otherwise; in front of it, what flips of routers cost is not predicted.
+    # After the last layer no router can change its choice. Before it, the cost of such changes is not predicted.
     behind = ratios(np.flatnonzero(fits & (layers == last)))
     assert 0.75 < np.median(behind) < 1.33
     assert np.abs(np.log(behind)).mean() < 0.45
@@ -89,7 +89,7 @@ def test_predictions_are_what_is_measured(model: tuple[ReferenceModel, UnitStore
 
 
 def test_where_weights_of_a_router_jump_measured_gains_rank_better(tmp_path: Path) -> None:
-    """What `auto` goes by: beside each other, rank correlations with what every unit costs by itself."""
+    """The reason for `auto`: rank correlations of both predictions with the cost of every unit alone."""
     folder = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES["phimoe"])
     reference, texts, spec = ReferenceModel(folder), pairs(), SPECS[0]
     store = UnitStore(lower(open_checkpoint(str(folder))), calibrate(reference, texts).second_moments, "rtn")
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_left_out_and_the_journal_is_asked_first(tmp_path: 
     specs = (QuantSpec(2, 64), QuantSpec(2, 32), QuantSpec.parse("bf16"))
     journal = Journal(tmp_path / "tiny.work", "one", Disk())
     found = predict_units(reference, store, specs, [pairs(4), pairs(6)], 0, journal, silent)
-    assert {spec for unit, spec in found if unit.projection == "down"} == {specs[1]}  # 96 columns are not groups of 64
+    assert {spec for unit, spec in found if unit.projection == "down"} == {specs[1]}  # 64 does not divide 96 columns
     assert {spec for unit, spec in found if unit.projection == "gate"} == set(specs[:2])
 
     class Gone:

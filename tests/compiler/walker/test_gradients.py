@@ -1,4 +1,4 @@
-"""Gradients one layer at a time: what the whole model predicts, for every family, and a killed run that goes on."""
+"""Gradients layer by layer: equal to those of the whole model, for every family, and after a killed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Model = tuple[Path, Lowering, StreamedStore]
 
 
 def quantized(folder: Path, work: Path) -> Model:
-    """A model and its units in every format on disk, as a sweep leaves them."""
+    """A model and its units in every format on disk, as after a sweep."""
     lowering = lower(open_checkpoint(str(folder)))
     dense = plain_plan(lowering.model, lowering.spec_16bit, "rtn").dense
     texts = [[5, 6, 200, 7], [1, 2, 3]]
@@ -78,12 +78,12 @@ def test_the_same_bits_for_any_number_of_threads(mixtral: Model, tmp_path: Path)
 
 
 class _Killed(Exception):
-    """What a killed run ends with here."""
+    """The error that ends a killed run here."""
 
 
 @pytest.mark.parametrize("stage", ["before-1", "before-3", "upstream-2", "gradients-2", "upstream-0", "gradients-0"])
 def test_a_killed_run_goes_on(stage: str, mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed as soon as a stage is written, then run again: the same numbers, and finished layers are not passed."""
+    """The run is killed after each stage and repeated. Numbers are equal, and no finished layer is computed again."""
     expected = predicted(mixtral, tmp_path / "alone.work")
 
     class Killing(Disk):
@@ -113,7 +113,7 @@ def test_a_damaged_stream_is_made_again(mixtral: Model, tmp_path: Path) -> None:
 
     class Ending(Journal):
         def put(self, stage: str, data: bytes) -> None:
-            raise _Killed  # when all streams are there and the first layer's gradients are done
+            raise _Killed  # after all streams and the gradients of the first layer
 
     _, lowering, store = mixtral
     with pytest.raises(_Killed):
@@ -131,7 +131,7 @@ def test_prices_by_gradients_are_on_the_scale_of_what_was_measured(mixtral: Mode
     table = SensitivityTable(np.full((count, 3), 2.0), {}, np.ones((count, store.model.layers[0].experts.count)))
     predicted = {(unit, spec): float(at + 1) for at, unit in enumerate(units) for spec in ASKED}
     found = with_gradients(table, store, predicted)
-    probe = SPECS[1]  # as near to 3 bits as 2 are, and of 64 columns
+    probe = SPECS[1]  # as near to 3 bits as 2 bits are, in groups of 64 columns
     assert sum(found.unit_loss(store, unit, probe) for unit in units) == pytest.approx(
         sum(table.unit_loss(store, unit, probe) for unit in units)
     )

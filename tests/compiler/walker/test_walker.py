@@ -1,4 +1,4 @@
-"""A compile one layer at a time: the same model, the same measurements, and a killed one that goes on."""
+"""A compile layer by layer: the same model, the same measurements, and the same results after a kill."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ TEXTS = [[5, 6, 200, 7, 90, 33, 8], [1, 2, 3], [250, 9, 8, 7, 6, 5, 4, 3, 2, 1],
 
 
 def nothing(done: int, total: int) -> None:
-    """No progress."""
+    """Ignore the progress."""
 
 
-# Those with plain layers, corrections, latent attention, windows and scales among them.
+# Families with plain layers, corrections, latent attention, windows and scales.
 OTHERS = (
     "qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled", "gpt-oss",
     "phimoe",
@@ -55,7 +55,7 @@ EVERY_FAMILY = pytest.mark.parametrize("folder", ["mixtral", "olmoe", "qwen3", *
 
 @pytest.fixture(scope="module", params=["olmoe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of four experts, one of which few tokens reach; or another family."""
+    """A checkpoint with three layers of four experts, one of which few tokens reach, or one of another family."""
     if request.param in OWN:
         return save_own_family(tmp_path_factory.mktemp(request.param) / "tiny", OWN_FAMILIES[request.param])
     if request.param in OTHERS:
@@ -82,7 +82,7 @@ def sweep(lowering: Lowering, work: Path, **options: object) -> SweepResult:
 
 @pytest.fixture(scope="module")
 def whole(lowering: Lowering, tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
-    """One sweep that nothing stopped."""
+    """An uninterrupted sweep."""
     return sweep(lowering, tmp_path_factory.mktemp("whole") / "w.work")
 
 
@@ -119,7 +119,7 @@ def test_the_sweep_counts_what_calibration_counts(folder: Path, whole: SweepResu
 
 
 def test_units_on_disk_are_those_that_memory_would_hold(folder: Path, lowering: Lowering, whole: SweepResult) -> None:
-    """Quantized against the same second moments: the same codes, up to a rounding that falls the other way."""
+    """Equal second moments give equal codes, except for ties of rounding."""
     moments = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0).second_moments
     held = UnitStore(lowering, moments, "gptq")
     same = total = 0
@@ -161,7 +161,7 @@ def test_a_plan_measures_as_the_whole_model_does(
 def test_leaving_experts_out_measures_as_in_the_whole_model(
     folder: Path, lowering: Lowering, whole: SweepResult, tmp_path: Path
 ) -> None:
-    """Routers choose among the others, and among all again for the plan that comes next."""
+    """Routers choose among the other experts, and among all again for the next plan."""
     model = lowering.model
     gone = {ExpertKey(at, at % 3) for at, layer in enumerate(model.layers) if layer.experts.can_lose_experts}
     if not gone:
@@ -178,7 +178,7 @@ def test_leaving_experts_out_measures_as_in_the_whole_model(
 
 
 def test_an_expert_left_out_costs_what_its_output_was(folder: Path, lowering: Lowering, whole: SweepResult) -> None:
-    """By the second moments that the whole model leaves; fewer tokens than a sample holds, so nothing is estimated."""
+    """The cost follows from the second moments of the whole model. All tokens are in the sample, so it is exact."""
     calibrated = calibrate(ReferenceModel(folder), [(text, []) for text in TEXTS], seed=0)
     held, seen = UnitStore(lowering, calibrated.second_moments, "gptq"), 0
     for key in lowering.model.expert_keys():
@@ -189,7 +189,7 @@ def test_an_expert_left_out_costs_what_its_output_was(folder: Path, lowering: Lo
 
 
 def _divergence(folder: Path, inputs: SweepInputs, weights: Any) -> float:
-    """Mean KL of the whole model with these weights in place of its own."""
+    """Return the mean KL of the whole model with these weights."""
     reference, texts = ReferenceModel(folder), list(zip(inputs.answers.rows, inputs.answers.counts, strict=True))
     rows = [_scored(reference, text, count) for text, count in texts]
     with reference.weights(weights):
@@ -205,12 +205,12 @@ def _scored(reference: ReferenceModel, text: list[int], count: int) -> np.ndarra
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The end of a process."""
 
 
 @contextmanager
 def killed_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sweep ends where it loads that layer."""
+    """Run a sweep that ends when it loads that layer."""
     own = LayerSlot.load
 
     def load(self: LayerSlot, layer: int, *rest: Any) -> None:
@@ -268,7 +268,7 @@ def test_without_moments_tokens_are_counted_all_the_same(
 
 
 def test_threads_change_nothing(lowering: Lowering, whole: SweepResult, tmp_path: Path) -> None:
-    """Two threads in `whole`."""
+    """`whole` uses two threads."""
     for threads in (1, 3):
         journal = Journal(tmp_path / f"{threads}.work", "x", Disk())
         found = Sweep(lowering, inputs_of(lowering), journal, threads).run(nothing)

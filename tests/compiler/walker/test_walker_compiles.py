@@ -1,4 +1,4 @@
-"""Whole compiles one layer at a time, as if no model fitted in memory."""
+"""Whole compiles layer by layer, with every model treated as too large for memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model,
 
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model fits in memory as a whole."""
+    """Treat every model as too large for memory."""
     monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
 
 
@@ -52,7 +52,7 @@ def test_a_kl_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
 
 
 def test_experts_are_left_out_layer_by_layer(too_large: None, tmp_path: Path) -> None:
-    """2 bits in groups of 32 take 3 bits per weight, so 2.5 cannot be had with every expert."""
+    """2 bits in groups of 32 take 3 bits per weight, so 2.5 is impossible with all experts."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=4), save_texts(tmp_path / "texts")
     options = {"data": str(texts), "tasks": ("perplexity",), "bits": (2, 3), "group_sizes": (32,), "prune": True}
     result = compile_tiny(model, tmp_path / "out", "bits_per_weight", 2.5, quick=False, **options)
@@ -65,7 +65,7 @@ LOSS: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 3, 4, 8), "group_s
 
 
 def test_a_loss_target_layer_by_layer(too_large: None, tmp_path: Path) -> None:
-    """Judged by bundles in the runtime; the baseline is that of the whole model in transformers."""
+    """Bundles in the runtime decide. The baseline is that of the whole model in transformers."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts", validation=20)
     found = compile_tiny(model, tmp_path / "out", "loss", 0.03, quick=False, data=str(texts), **LOSS)
     quality = check_bundle(tmp_path / "out")
