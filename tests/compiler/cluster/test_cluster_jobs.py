@@ -344,7 +344,7 @@ def test_a_cluster_is_refused_where_it_has_nothing_to_do(folder: Path) -> None:
 def test_a_sweep_over_the_layers_is_the_same_with_experts_quantized_elsewhere(
     name: str, quantizer: str, tmp_path: Path
 ) -> None:
-    """Codes, costs and gains are equal to the last bit. Some families have transposed experts, or layers without any."""
+    """Codes, costs and gains are equal to the last bit. Some families have transposed experts, or layers with none."""
     folder = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
     lowering, rows = lower(open_checkpoint(str(folder))), [[5, 6, 200, 7, 90, 33], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3]]
     dense = plain_plan(lowering.model, lowering.spec_16bit, quantizer).dense

@@ -127,7 +127,7 @@ PUBLISHED = {
 def test_published_models_have_the_sizes_of_their_files(
     family: str, billions: float, gigabytes: tuple[float, float]
 ) -> None:
-    """At 16 bits per weight: six files of 5 GB and one of 2.77 GB; one file of 27.7 GB with one matrix of embeddings."""
+    """At 16 bits per weight: six files of 5 GB and one of 2.77 GB, and one of 27.7 GB with one matrix of embeddings."""
     config = {**PUBLISHED[family], "model_type": family}
     model = lower(Checkpoint(Path("none"), "none", config, {}, {})).model
     weights = sum(math.prod(shape) for shape in model.dense_shapes().values())
