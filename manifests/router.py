@@ -72,7 +72,7 @@ class RouterSpec:
         require(0 <= self.margin <= 1e4, f"margin out of range: {self.margin}")
         if self.scoring == "sparsemixer":
             others = self.correction or self.groups != 1 or self.has_bias or self.capacity or self.static
-            require(not (self.renormalize or self.scale != 1 or others), "sparsemixer depends on logits and margin only")
+            require(not (self.renormalize or self.scale != 1 or others), "sparsemixer takes logits and margin only")
         else:
             require(self.margin == 0, "margin is for sparsemixer")
         if self.static is not None:

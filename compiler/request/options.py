@@ -159,7 +159,7 @@ class CompileOptions:
         if self.target.kind != "uniform" or self.target.value == 16:
             self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
         if self.target.kind in ("size", "bits_per_weight"):
-            self._refuse_given({"objective": None}, f"with a target of {self.target}, where every byte has the same cost")
+            self._refuse_given({"objective": None}, f"with a target of {self.target}, where bytes have equal costs")
         if self.target.kind != "loss":
             self._refuse_given({"confidence": None}, f"with a target of {self.target}; it needs a loss target")
         if self.search == "edgemoe":
